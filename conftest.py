@@ -1,0 +1,20 @@
+"""What every test of the workspace shares: small thread pools, no network, and no GPU test without a GPU."""
+
+import os
+
+import pytest
+
+# Tests are tiny and several run at once; threads would only fight. Read by torch when it is first imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    needing_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not needing_gpu:
+        return
+    import torch  # noqa: PLC0415  (a run without GPU tests does not pay for torch)
+
+    if not torch.cuda.is_available():
+        for item in needing_gpu:
+            item.add_marker(pytest.mark.skip(reason="torch finds no CUDA GPU here"))

@@ -1,0 +1,29 @@
+"""Verified distributed checkpoints, and Hugging Face weights in and out of sharded parameters."""
+
+from xorl.ckpt.checkpointer import Checkpointer, LoadedCheckpoint, Stateful
+from xorl.ckpt.errors import CheckpointError, CheckpointFailure
+from xorl.ckpt.export import export_hf
+from xorl.ckpt.hub import resolve_folder
+from xorl.ckpt.layout import JSON, Manifest, read_manifest, verify
+from xorl.ckpt.load import LoadMode, LoadReport, load_weights
+from xorl.ckpt.reader import SafetensorsSource, WeightRecipe, WeightSource
+
+__all__ = [
+    "JSON",
+    "CheckpointError",
+    "CheckpointFailure",
+    "Checkpointer",
+    "LoadMode",
+    "LoadReport",
+    "LoadedCheckpoint",
+    "Manifest",
+    "SafetensorsSource",
+    "Stateful",
+    "WeightRecipe",
+    "WeightSource",
+    "export_hf",
+    "load_weights",
+    "read_manifest",
+    "resolve_folder",
+    "verify",
+]

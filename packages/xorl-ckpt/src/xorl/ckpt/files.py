@@ -1,0 +1,150 @@
+"""Files that are hashed while they are written, hashed again when they are read, and made durable before they count."""
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import xxhash
+
+from xorl.ckpt.errors import CheckpointError
+
+# Reads of this size run at the speed of the page cache; larger ones only cost memory.
+READ_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a file must be: its size in bytes and the hexadecimal xxh3_128 of its content."""
+
+    size: int
+    xxh3_128: str
+
+
+class HashedFile:
+    """A file written from start to end; closing it makes it durable and leaves its `record`.
+
+    Hashing what is handed over, not what lies on disk afterwards, also catches a write that the disk garbled.
+    """
+
+    record: FileRecord
+
+    def __init__(self, path: Path) -> None:
+        # Unbuffered: a failed write fails where it happens, and closing has nothing left that could fail again.
+        self._file = path.open("xb", buffering=0)
+        self._hash = xxhash.xxh3_128()
+        self._size = 0
+        self._failure: OSError | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self.close()
+        self._file.close()
+        if self._failure is not None and error is not self._failure:
+            # torch's writer hides a failed write behind a complaint about positions.
+            raise self._failure
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        rest = memoryview(data).cast("B")
+        num_bytes = rest.nbytes
+        self._hash.update(rest)
+        try:
+            while rest.nbytes:
+                rest = rest[self._file.write(rest) or 0 :]
+        except OSError as error:
+            error.filename = self._file.name
+            self._failure = error
+            raise
+        self._size += num_bytes
+        return num_bytes
+
+    def tell(self) -> int:
+        return self._size
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def close(self) -> None:
+        if self._file.closed:
+            return
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self.record = FileRecord(self._size, self._hash.hexdigest())
+
+
+def write_file(path: Path, content: bytes) -> FileRecord:
+    """Write a new file durably."""
+    with HashedFile(path) as stream:
+        stream.write(content)
+    return stream.record
+
+
+def hash_file(path: Path) -> FileRecord:
+    """Read a whole file for its size and hash."""
+    hasher, size = xxhash.xxh3_128(), 0
+    buffer = memoryview(bytearray(READ_BYTES))
+    with path.open("rb", buffering=0) as stream:
+        while num_bytes := stream.readinto(buffer):
+            hasher.update(buffer[:num_bytes])
+            size += num_bytes
+    return FileRecord(size, hasher.hexdigest())
+
+
+def check_sizes(folder: Path, files: Mapping[str, FileRecord]) -> None:
+    """Raise CheckpointError naming every file that is missing or has another size."""
+    problems: list[str] = []
+    for name, record in files.items():
+        try:
+            size = (folder / name).stat().st_size
+        except FileNotFoundError:
+            problems.append(f"{name} is missing")
+            continue
+        if size != record.size:
+            problems.append(f"{name} has {size:,} bytes, {record.size:,} were saved")
+    _raise_damaged(folder, problems)
+
+
+def check_hashes(folder: Path, files: Mapping[str, FileRecord], names: Iterable[str]) -> None:
+    """Raise CheckpointError naming every file among `names` whose content is not what was saved."""
+    problems = [
+        f"{name} has another content than was saved (xxh3_128 differs)"
+        for name in names
+        if hash_file(folder / name) != files[name]
+    ]
+    _raise_damaged(folder, problems)
+
+
+def share_of_files(files: Mapping[str, FileRecord], rank: int, num_ranks: int) -> list[str]:
+    """The files that this rank hashes: largest first to the rank with the least bytes, the same split on every rank."""
+    loads = [0] * num_ranks
+    shares: list[list[str]] = [[] for _ in range(num_ranks)]
+    for name in sorted(files, key=lambda name: (-files[name].size, name)):
+        lightest = loads.index(min(loads))
+        loads[lightest] += files[name].size
+        shares[lightest].append(name)
+    return shares[rank]
+
+
+def sync_file(path: Path) -> None:
+    """Make a file that others wrote, or a folder's list of names, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _raise_damaged(folder: Path, problems: list[str]) -> None:
+    if problems:
+        more = "" if len(problems) <= 5 else f"\n  and {len(problems) - 5} more"
+        raise CheckpointError(
+            f"{folder} is damaged; nothing was loaded\n  " + "\n  ".join(problems[:5]) + more + "\n"
+            "Copy the folder again from where it came, or resume from another checkpoint."
+        )

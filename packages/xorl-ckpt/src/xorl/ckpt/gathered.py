@@ -1,0 +1,68 @@
+"""Tensors as one file that rank 0 writes (`ckpt_manager: torch`): whole tensors, each rank reads its own rows.
+
+Rank 0 holds the whole state in memory while it saves; the sharded kind does not. The file is a plain `torch.save` of a
+dict of tensors, and is read back with `weights_only=True` alone.
+"""
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from xorl.ckpt.errors import CheckpointError
+from xorl.ckpt.files import FileRecord, HashedFile
+from xorl.ckpt.layout import GATHERED_STATE, TensorRecord
+from xorl.ckpt.ranks import agreed, all_gather_text, this_rank
+from xorl.ckpt.regions import dtype_name, gather_whole, local_region, local_tensor
+
+
+def write_gathered(
+    tensors: Mapping[str, torch.Tensor], folder: Path
+) -> tuple[dict[str, FileRecord], dict[str, TensorRecord]]:
+    """Collective: this rank's files (none beyond rank 0), and the shapes and dtypes of all tensors."""
+    names = sorted(tensors)
+    _require_same_names(names)
+    whole: dict[str, torch.Tensor] = {}
+    for name in names:
+        # Every rank takes part in each gather; rank 0 alone keeps what it gives.
+        full = gather_whole(tensors[name])
+        if this_rank() == 0:
+            whole[name] = _compact(full)
+    files: dict[str, FileRecord] = {}
+    with agreed("write the checkpoint"):
+        if this_rank() == 0:
+            with HashedFile(folder / GATHERED_STATE) as stream:
+                torch.save(whole, stream)  # pyright: ignore[reportArgumentType]
+            files[GATHERED_STATE] = stream.record
+    records = {name: TensorRecord(tuple(tensors[name].shape), dtype_name(tensors[name].dtype)) for name in names}
+    return files, records
+
+
+def read_gathered(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Copies this rank's part into `tensors` in place; the file is mapped, so only that part is read."""
+    path = folder / GATHERED_STATE
+    try:
+        whole = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be used: {error}") from error
+    if not isinstance(whole, dict) or not all(isinstance(value, torch.Tensor) for value in whole.values()):
+        raise CheckpointError(f"{path} cannot be used: it is not a dict of tensors")
+    for name, tensor in tensors.items():
+        if name not in whole or whole[name].shape != tensor.shape or whole[name].dtype != tensor.dtype:
+            raise CheckpointError(f"{path} cannot be used: {name!r} is not what {folder.name}'s manifest says")
+        local_tensor(tensor).copy_(local_region(tensor).cut(whole[name]))
+
+
+def _require_same_names(names: list[str]) -> None:
+    told = all_gather_text("\n".join(names))
+    if any(text != told[0] for text in told):
+        raise CheckpointError(
+            "the ranks hold different tensors, which only sharded checkpoints can save (manager 'dcp')"
+        )
+
+
+def _compact(tensor: torch.Tensor) -> torch.Tensor:
+    """On the CPU, and without the rest of a larger storage, which torch.save would write too."""
+    tensor = tensor.cpu()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

@@ -1,0 +1,50 @@
+"""A model's folder from what a user writes: a local path, or the id of a repository on the Hugging Face Hub."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+from xorl.ckpt.errors import CheckpointError, CheckpointFailure
+from xorl.ckpt.export import TOKENIZER_FILES
+
+logger = logging.getLogger(__name__)
+
+CONFIG_PATTERNS = ("config.json", "generation_config.json")
+TOKENIZER_PATTERNS = TOKENIZER_FILES
+WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
+MODEL_PATTERNS = (*CONFIG_PATTERNS, *TOKENIZER_PATTERNS, *WEIGHT_PATTERNS)
+
+
+def resolve_folder(
+    id_or_path: str | Path, *, revision: str | None = None, patterns: Sequence[str] = MODEL_PATTERNS
+) -> Path:
+    """The local folder if there is one, else the Hub's cache with the repository's files that match `patterns`.
+
+    Not collective: call it on one rank of a node first, and on the others after it. Raises CheckpointError for a path
+    or an id that does not exist, CheckpointFailure when the Hub cannot be reached.
+    """
+    text = str(id_or_path)
+    folder = Path(text).expanduser()
+    if text and folder.is_dir():
+        return folder.absolute()
+    if folder.is_file():
+        raise CheckpointError(f"{text} is a file; the folder of a model is wanted")
+    if isinstance(id_or_path, Path) or text.startswith(("/", "./", "../", "~")) or text.count("/") > 1 or not text:
+        raise CheckpointError(f"there is no folder {text!r}")
+    try:
+        # Only the top of the repository: folders below hold other formats of the same weights.
+        found = snapshot_download(text, revision=revision, allow_patterns=list(patterns), ignore_patterns=["*/*"])
+    except HFValidationError as error:
+        raise CheckpointError(f"{text!r} is neither a folder nor the id of a repository: {error}") from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        if isinstance(error, HfHubHTTPError):
+            at = f" at revision {revision!r}" if revision else ""
+            raise CheckpointError(f"the Hub does not give {text!r}{at}: {error}") from error
+        raise CheckpointFailure(
+            f"{text!r} is not a folder here, is not in the Hub's cache, and the Hub cannot be reached. "
+            "Give the path of a downloaded folder, or run once with a network."
+        ) from error
+    return Path(found)

@@ -1,0 +1,284 @@
+"""The folder of one checkpoint and the folder that holds them all: names, manifest, publishing, `latest`, pruning.
+
+    {root}/latest                               text: the name of the checkpoint to resume from, replaced atomically
+    {root}/global_step_{N}/metadata.json        the manifest; written last, so a folder that has one is complete
+    {root}/global_step_{N}/.metadata, *.distcp  tensors, sharded (or state.pt, gathered)
+    {root}/global_step_{N}/training_state/      scalars.json, rng_rank{r}.safetensors
+    {root}/.saving_*, .deleting_*               what a crash may leave; the next save removes it
+
+`latest` is a file, not a symbolic link, since not every file system that holds checkpoints has links.
+Nothing here talks to other ranks: rank 0 alone writes, and the checkpointer spreads its errors.
+"""
+
+import errno
+import json
+import logging
+import os
+import platform
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path, PurePosixPath
+from typing import Literal, TypeAlias, cast, get_args
+
+import torch
+import xxhash
+
+from xorl.ckpt.errors import CheckpointError
+from xorl.ckpt.files import FileRecord, check_hashes, check_sizes, sync_file, write_file
+
+logger = logging.getLogger(__name__)
+
+JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None"
+StorageKind: TypeAlias = Literal["dcp", "torch"]
+
+MANIFEST = "metadata.json"
+LATEST = "latest"
+TRAINING_STATE = "training_state"
+SCALARS = f"{TRAINING_STATE}/scalars.json"
+GATHERED_STATE = "state.pt"
+FORMAT = "xorl-checkpoint"
+FORMAT_VERSION = 1
+
+_NAME = re.compile(r"(?:global_)?step_(\d+)")
+_SAVING, _DELETING = ".saving_", ".deleting_"
+# The folder is wrong and another one helps, as opposed to a disk that is full or broken.
+_WRONG_FOLDER = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ENAMETOOLONG}
+
+
+def checkpoint_name(step: int) -> str:
+    """The folder of a step; the name that is written (`step_{N}` is read too)."""
+    return f"global_step_{step}"
+
+
+def rng_name(rank: int) -> str:
+    """The file with the states of one rank's random generators."""
+    return f"{TRAINING_STATE}/rng_rank{rank}.safetensors"
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """A saved tensor as the model knows it: its global shape, and its dtype as torch spells it (`float32`)."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def software_versions() -> dict[str, str]:
+    """What a checkpoint says it was written with."""
+    try:
+        own = version("xorl-ckpt")
+    except PackageNotFoundError:
+        own = "not installed"  # run from its sources
+    return {"xorl-ckpt": own, "torch": torch.__version__, "python": platform.python_version()}
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that can be known of a checkpoint without reading its tensors.
+
+    `info` is the caller's (data position, bins per step, ...). `mesh` lists the device meshes the tensors were spread
+    over. `previous` names what `latest` said when this checkpoint was saved.
+    """
+
+    step: int
+    storage: StorageKind
+    world_size: int
+    mesh: Sequence[Mapping[str, JSON]]
+    info: Mapping[str, JSON]
+    tensors: Mapping[str, TensorRecord]
+    files: Mapping[str, FileRecord]
+    previous: str | None = None
+    versions: Mapping[str, str] = field(default_factory=software_versions)
+
+    def to_json(self) -> str:
+        content = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
+        return json.dumps({**content, "xxh3_128": _content_hash(content)}, indent=1, allow_nan=False)
+
+    def digest(self) -> str:
+        return _content_hash(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Manifest":
+        """Raises ValueError, TypeError or KeyError for a text that `to_json` did not write."""
+        content = json.loads(text)
+        if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
+            raise ValueError("it is not the manifest of an xorl checkpoint")
+        if content["format_version"] != FORMAT_VERSION:
+            raise ValueError(f"its format_version is {content['format_version']}, this xorl reads {FORMAT_VERSION}")
+        written_hash = content.pop("xxh3_128")
+        if _content_hash({"format": FORMAT, **content}) != written_hash:
+            raise ValueError("its text was changed after it was written (xxh3_128 differs)")
+        if not isinstance(content["step"], int) or content["storage"] not in get_args(StorageKind):
+            raise ValueError("its step or its kind of storage is unknown")
+        del content["format_version"]
+        content["files"] = {_inside(name): FileRecord(**record) for name, record in content["files"].items()}
+        content["tensors"] = {
+            name: TensorRecord(tuple(record["shape"]), record["dtype"]) for name, record in content["tensors"].items()
+        }
+        return cls(**content)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises CheckpointError if the folder is not a complete checkpoint of ours."""
+    path = folder / MANIFEST
+    try:
+        return Manifest.from_json(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        found = "a DCP folder without it" if (folder / ".metadata").exists() else "no such file"
+        raise CheckpointError(
+            f"{folder} is not a complete xorl checkpoint: it needs {MANIFEST}, found {found}"
+        ) from None
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{path} cannot be used: {error}") from error
+
+
+def verify(folder: Path) -> Manifest:
+    """Read the manifest and check the size and the hash of every file in it; raises CheckpointError."""
+    manifest = read_manifest(folder)
+    check_sizes(folder, manifest.files)
+    check_hashes(folder, manifest.files, manifest.files)
+    return manifest
+
+
+def step_of(folder: Path) -> int | None:
+    """The step in the name of a checkpoint folder (`global_step_{N}` or `step_{N}`)."""
+    match = _NAME.fullmatch(folder.name)
+    return int(match.group(1)) if match else None
+
+
+def list_checkpoints(root: Path) -> list[Path]:
+    """The complete checkpoints of a root, by step."""
+    if not root.is_dir():
+        return []
+    named = ((step_of(folder), folder.name, folder) for folder in root.iterdir())
+    return [folder for step, _, folder in sorted(named, key=_by_step) if step is not None and is_complete(folder)]
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether the folder has a manifest, which is written last."""
+    return (folder / MANIFEST).is_file()
+
+
+def latest_checkpoint(root: Path) -> Path | None:
+    """What `auto` resumes from: the checkpoint that `latest` names; else the complete one of the highest step."""
+    complete = list_checkpoints(root)
+    pointed = _pointed(root)
+    if pointed is None:
+        if complete:
+            logger.warning("event=latest_unusable root=%s using=%s", root, complete[-1].name)
+        return complete[-1] if complete else None
+    step = step_of(pointed) or 0
+    for folder in reversed(complete):
+        # The crash came after the rename and before `latest` moved: this one is published, and the newest.
+        if (step_of(folder) or 0) > step and read_manifest(folder).previous == pointed.name:
+            logger.warning("event=latest_behind root=%s using=%s", root, folder.name)
+            return folder
+    return pointed
+
+
+def prepare_root(root: Path, option: str) -> None:
+    """Make the root and prove that it can be written; `option` is how the caller's user chose it."""
+    try:
+        if not root.is_dir():
+            root.mkdir(parents=True, exist_ok=True)
+            sync_file(root.parent)
+        probe = root / f"{_SAVING}probe_{os.getpid()}"
+        probe.mkdir()
+        probe.rmdir()
+    except OSError as error:
+        if error.errno not in _WRONG_FOLDER:
+            raise
+        raise CheckpointError(
+            f"{option}: checkpoints cannot be written to {root}: {error.strerror}. Choose a folder that can be written."
+        ) from error
+
+
+def begin(root: Path, step: int) -> Path:
+    """Remove what crashed saves left and make the folder that will become the checkpoint of `step`."""
+    remove_leftovers(root)
+    folder = root / f"{_SAVING}{checkpoint_name(step)}"
+    (folder / TRAINING_STATE).mkdir(parents=True)
+    return folder
+
+
+def publish(folder: Path, root: Path, manifest: Manifest) -> Path:
+    """Turn a folder of `begin`, whose files are written and durable, into the checkpoint that `latest` names."""
+    _require_shared(folder, manifest)
+    pointed = _pointed(root)
+    manifest = replace(manifest, previous=pointed.name if pointed else None)
+    write_file(folder / MANIFEST, manifest.to_json().encode())
+    sync_file(folder / TRAINING_STATE)
+    sync_file(folder)
+    final = root / checkpoint_name(manifest.step)
+    if final.exists():
+        raise CheckpointError(f"{final} appeared while this checkpoint was written; does another job save there?")
+    # All that can fail on a full disk comes before the rename, which publishes.
+    pointer = root / f"{_SAVING}{LATEST}"
+    write_file(pointer, f"{final.name}\n".encode())
+    folder.rename(final)
+    sync_file(root)
+    pointer.replace(root / LATEST)
+    sync_file(root)
+    return final
+
+
+def prune(root: Path, keep_last: int) -> list[Path]:
+    """Remove all but the `keep_last` highest steps, never the one that `latest` names; returns what went."""
+    latest = latest_checkpoint(root)
+    old = [folder for folder in list_checkpoints(root)[:-keep_last] if folder != latest]
+    for folder in old:
+        # Renamed first: a half deleted checkpoint must not look like a whole one.
+        doomed = root / f"{_DELETING}{folder.name}"
+        folder.rename(doomed)
+        shutil.rmtree(doomed)
+    return old
+
+
+def remove_leftovers(root: Path) -> None:
+    """Remove what a save or a removal left that did not come to its end."""
+    for leftover in root.iterdir():
+        if leftover.name.startswith((_SAVING, _DELETING)):
+            logger.warning("event=leftover_removed path=%s", leftover)
+            if leftover.is_dir():
+                shutil.rmtree(leftover)
+            else:
+                leftover.unlink()
+
+
+def _require_shared(folder: Path, manifest: Manifest) -> None:
+    absent = [name for name in manifest.files if not (folder / name).exists()]
+    if absent:
+        raise CheckpointError(
+            f"{folder.parent} is not the same folder on every node: rank 0 does not see {', '.join(absent[:5])}. "
+            "Checkpoints need a file system that all nodes share."
+        )
+    check_sizes(folder, manifest.files)
+
+
+def _pointed(root: Path) -> Path | None:
+    try:
+        name = (root / LATEST).read_text(encoding="utf-8").strip()
+    except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
+        return None
+    folder = root / name
+    return folder if step_of(folder) is not None and folder.parent == root and is_complete(folder) else None
+
+
+def _by_step(named: tuple[int | None, str, Path]) -> tuple[int, str]:
+    return (-1 if named[0] is None else named[0], named[1])
+
+
+def _inside(name: str) -> str:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts:
+        raise ValueError(f"it names the file {name!r}, which is not inside the checkpoint")
+    return name
+
+
+def _content_hash(content: Mapping[str, object]) -> str:
+    # Through JSON once more: tuples become lists, so that what is hashed before writing equals what is read.
+    normal = cast(object, json.loads(json.dumps(content)))
+    return xxhash.xxh3_128(json.dumps(normal, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,130 @@
+"""What the ranks of a job tell each other: short texts, and whether a step worked on all of them.
+
+Everything here works with no process group as well (one process). The default process group is used throughout; texts
+travel as byte tensors, so that no rank unpickles what another sent.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from xorl.ckpt.errors import CheckpointError, CheckpointFailure
+
+
+def is_distributed() -> bool:
+    """Whether there are ranks to talk to."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def this_rank() -> int:
+    """This process's rank; 0 with no process group."""
+    return dist.get_rank() if is_distributed() else 0
+
+
+def num_ranks() -> int:
+    """The world size; 1 with no process group."""
+    return dist.get_world_size() if is_distributed() else 1
+
+
+def collective_device(preferred: torch.device | None = None) -> torch.device:
+    """The device whose tensors the default group can send: `preferred` if it can, else CPU if it can, else the GPU."""
+    if not is_distributed():
+        return preferred or torch.device("cpu")
+    backends = str(dist.get_backend_config())
+    if preferred is not None and f"{preferred.type}:" in backends:
+        return preferred
+    if "cpu:" in backends:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def all_gather_text(text: str) -> list[str]:
+    """Collective: the text of every rank, in the order of ranks."""
+    if not is_distributed():
+        return [text]
+    device = collective_device()
+    data = torch.frombuffer(bytearray(text.encode()) or bytearray(1), dtype=torch.uint8)
+    length = torch.tensor([len(text.encode())], dtype=torch.int64, device=device)
+    lengths = [torch.empty_like(length) for _ in range(num_ranks())]
+    dist.all_gather(lengths, length)
+    sizes = [int(size.item()) for size in lengths]
+    padded = torch.zeros(max(max(sizes), 1), dtype=torch.uint8, device=device)
+    padded[: data.numel()].copy_(data)
+    texts = [torch.empty_like(padded) for _ in range(num_ranks())]
+    dist.all_gather(texts, padded)
+    return [_decode(item, size) for item, size in zip(texts, sizes, strict=True)]
+
+
+def broadcast_text(text: str) -> str:
+    """Collective: the text of rank 0, on every rank."""
+    if not is_distributed():
+        return text
+    device = collective_device()
+    data = torch.frombuffer(bytearray(text.encode()) or bytearray(1), dtype=torch.uint8).to(device)
+    length = torch.tensor([len(text.encode())], dtype=torch.int64, device=device)
+    dist.broadcast(length, src=0)
+    size = int(length.item())
+    received = data if this_rank() == 0 else torch.zeros(max(size, 1), dtype=torch.uint8, device=device)
+    dist.broadcast(received, src=0)
+    return _decode(received, size)
+
+
+def any_rank_holds(held: list[bool]) -> list[bool]:
+    """Collective: elementwise or over the ranks; the list must have the same length on every rank."""
+    if not is_distributed() or not held:
+        return held
+    flags = torch.tensor(held, dtype=torch.int32, device=collective_device())
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    return [bool(flag) for flag in flags.tolist()]
+
+
+@contextmanager
+def agreed(action: str) -> Iterator[None]:
+    """Collective at its end: if the body raised on any rank, every rank raises. `action` completes "could not ...".
+
+    The body must hold no collective, since a rank that fails in it never reaches the next one.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:  # noqa: BLE001  (a rank is a process boundary: the others must be told, whatever it was)
+        error = caught
+    raise_together(action, error)
+
+
+def raise_together(action: str, error: Exception | None) -> None:
+    """Collective: raises on every rank if any rank brings an error; CheckpointError when all of them are that."""
+    if num_ranks() == 1:
+        if error is None:
+            return
+        if isinstance(error, (CheckpointError, CheckpointFailure)):
+            raise error
+        raise CheckpointFailure(f"could not {action}: {describe(error)}") from error
+    report = {} if error is None else {"input": isinstance(error, CheckpointError), "text": describe(error)}
+    reports = [json.loads(text) for text in all_gather_text(json.dumps(report))]
+    failed = {rank: item for rank, item in enumerate(reports) if item}
+    if not failed:
+        return
+    texts = {item["text"] for item in failed.values()}
+    if len(texts) == 1 and (len(failed) == len(reports) or all(item["input"] for item in failed.values())):
+        message = texts.pop()
+    else:
+        told = [f"rank {rank}: {item['text']}" for rank, item in list(failed.items())[:4]]
+        message = f"could not {action} on {len(failed)} of {len(reports)} ranks\n  " + "\n  ".join(told)
+    if all(item["input"] for item in failed.values()):
+        raise CheckpointError(message) from error
+    raise CheckpointFailure(message) from error
+
+
+def describe(error: BaseException) -> str:
+    """The message, with the kind of error where the message alone may not say it."""
+    if isinstance(error, (CheckpointError, CheckpointFailure)):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
+
+
+def _decode(data: torch.Tensor, size: int) -> str:
+    return bytes(data[:size].cpu().numpy().tobytes()).decode()

@@ -1,0 +1,181 @@
+"""Where weights are (WeightSource) and how they make a model's tensors (WeightRecipe), both by ranges of rows.
+
+SafetensorsSource reads a folder as Hugging Face writes it: `model.safetensors`, or several files and their index.
+"""
+
+import json
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from xorl.ckpt.errors import CheckpointError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class WeightSource(Protocol):
+    """Named tensors that can be read in part. Errors are CheckpointErrors that name the file and the tensor."""
+
+    def names(self) -> Collection[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def dtype(self, name: str) -> torch.dtype: ...
+
+    def read(self, name: str, start: int | None = None, stop: int | None = None) -> torch.Tensor:
+        """Rows [start, stop) along dim 0 (all of them by default), on the CPU."""
+        ...
+
+
+class WeightRecipe(Protocol):
+    """How one parameter of a model is made of the tensors of a source, and back.
+
+    `shape` is the parameter's global shape; it has at least one dim. `read` returns its rows [start, stop). `split`
+    takes the whole parameter and returns the source's tensors by name; on a meta tensor it must work too, and so tells
+    the shapes that are expected of the source. `join_dim` is None where the parameter holds its sources whole; else the
+    source is shared: each parameter that names it holds a part, and the parts, in the order of the recipes, join along
+    that dim.
+    """
+
+    @property
+    def sources(self) -> tuple[str, ...]: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def join_dim(self) -> int | None: ...
+
+    def read(self, source: WeightSource, start: int, stop: int) -> torch.Tensor: ...
+
+    def split(self, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]: ...
+
+
+def source_shapes(recipes: Mapping[str, WeightRecipe]) -> dict[str, tuple[int, ...]]:
+    """The shapes that these recipes, which hold all parts of what they share, expect of their sources."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for recipe in recipes.values():
+        for name, part in recipe.split(torch.empty(recipe.shape, device="meta")).items():
+            shape = list(part.shape)
+            if name in shapes and recipe.join_dim is not None:
+                shape[recipe.join_dim] += shapes[name][recipe.join_dim]
+            shapes[name] = tuple(shape)
+    return shapes
+
+
+class SafetensorsSource:
+    """The safetensors of one folder. Files are mapped when first asked for; `close` (or `with`) lets go of them."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises CheckpointError when the folder holds no safetensors, or an index that is wrong."""
+        self._folder = Path(folder)
+        self._stack = ExitStack()
+        self._opened: dict[str, Any] = {}
+        self._files = self._list_tensors()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._opened.clear()
+        self._stack.close()
+
+    def names(self) -> Collection[str]:
+        return self._files.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        stored = self._slice(name).get_dtype()
+        if stored not in _DTYPES:
+            raise CheckpointError(f"{self._where(name)} has the dtype {stored}, which is not supported")
+        return _DTYPES[stored]
+
+    def read(self, name: str, start: int | None = None, stop: int | None = None) -> torch.Tensor:
+        piece = self._slice(name)
+        try:
+            if start is None and stop is None:
+                return self._file(self._files[name]).get_tensor(name)
+            return piece[start:stop]
+        except (SafetensorError, OSError, IndexError) as error:
+            raise CheckpointError(f"{self._where(name)} cannot be read: {error}") from error
+
+    def _list_tensors(self) -> Mapping[str, str]:
+        """The file of each tensor."""
+        folder = self._folder
+        if (folder / SINGLE_FILE).is_file():
+            return dict.fromkeys(self._file(SINGLE_FILE).keys(), SINGLE_FILE)
+        if (folder / INDEX_FILE).is_file():
+            return _read_index(folder)
+        found = sorted(path.name for path in folder.iterdir())[:8] if folder.is_dir() else []
+        hint = "no such folder" if not folder.is_dir() else f"found {', '.join(found) or 'nothing'}"
+        if any(name.endswith((".bin", ".pt", ".pth")) for name in found):
+            hint += "; pickled weights are not read, convert them to safetensors"
+        raise CheckpointError(f"{folder} holds no {SINGLE_FILE} and no {INDEX_FILE} ({hint})")
+
+    def _where(self, name: str) -> str:
+        return f"{self._folder / self._files[name]}: tensor {name!r}"
+
+    def _slice(self, name: str) -> Any:  # noqa: ANN401  (safetensors has no types)
+        if name not in self._files:
+            raise CheckpointError(f"{self._folder} holds no tensor {name!r}")
+        try:
+            return self._file(self._files[name]).get_slice(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{self._where(name)} cannot be read, though it should be there: {error}") from error
+
+    def _file(self, file: str) -> Any:  # noqa: ANN401
+        if file not in self._opened:
+            path = self._folder / file
+            try:
+                self._opened[file] = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+            except FileNotFoundError:
+                raise CheckpointError(f"{path} is missing, though {INDEX_FILE} names it") from None
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+        return self._opened[file]
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    path = folder / INDEX_FILE
+    try:
+        files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+            raise ValueError("weight_map is not a table of file names")
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{path} cannot be used: {type(error).__name__}: {error}") from error
+    for file in sorted(set(files.values())):
+        if Path(file).name != file:
+            raise CheckpointError(f"{path} names {file!r}, which is not a file beside it")
+        if not (folder / file).is_file():
+            num_tensors = sum(other == file for other in files.values())
+            raise CheckpointError(f"{folder / file} is missing, though {INDEX_FILE} names it for {num_tensors} tensors")
+    return files

@@ -1,0 +1,69 @@
+"""Which part of a global tensor this rank holds; the one place that asks DTensor about it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+@dataclass(frozen=True)
+class Region:
+    """A box of a global tensor: where it starts and how long it is in each dim. A plain tensor is the whole box."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """The range along dim 0; (0, 0) when the box is empty."""
+        if 0 in self.sizes:
+            return 0, 0
+        return self.offsets[0], self.offsets[0] + self.sizes[0]
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """The view of this box in the global tensor."""
+        for dim, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
+            whole = whole.narrow(dim, offset, size)
+        return whole
+
+    def cut_beyond_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """The view of this box in some rows of the global tensor, which dim 0 is already cut to."""
+        for dim in range(1, len(self.sizes)):
+            rows = rows.narrow(dim, self.offsets[dim], self.sizes[dim])
+        return rows
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The storage of this rank, to be written in place."""
+    if isinstance(tensor, DTensor):
+        return tensor.to_local().detach()
+    return tensor.detach()
+
+
+def local_region(tensor: torch.Tensor) -> Region:
+    """The box of the global tensor that `local_tensor` is."""
+    if not isinstance(tensor, DTensor):
+        return Region((0,) * tensor.ndim, tuple(tensor.shape))
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return Region(tuple(offsets), tuple(sizes))
+
+
+def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Collective for a DTensor: the whole tensor, on every rank of its mesh."""
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor().detach()
+    return tensor.detach()
+
+
+def describe_meshes(tensors: Sequence[torch.Tensor]) -> list[dict[str, list[str] | list[int]]]:
+    """The device meshes of the DTensors among `tensors`, each once: names and sizes of its axes."""
+    meshes = {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}
+    described = {(tuple(mesh.mesh_dim_names or ()), tuple(mesh.shape)) for mesh in meshes}
+    return [{"axes": list(names), "sizes": list(sizes)} for names, sizes in sorted(described)]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As torch spells it: `float32`."""
+    return str(dtype).removeprefix("torch.")

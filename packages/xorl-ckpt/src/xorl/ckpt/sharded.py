@@ -1,0 +1,125 @@
+"""Tensors as torch's distributed checkpoint (DCP) files: each rank writes and reads its own shards.
+
+DCP brings the planning and the resharding. What it lacks is here: files are hashed as they are written, and nothing
+that is read back is unpickled without restriction (`.metadata` is read by `metadata.py`).
+"""
+
+import io
+import os
+import pickle
+import warnings
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from xorl.ckpt.errors import CheckpointError, CheckpointFailure
+from xorl.ckpt.files import FileRecord, HashedFile
+from xorl.ckpt.layout import TensorRecord
+from xorl.ckpt.ranks import describe, is_distributed
+from xorl.ckpt.regions import dtype_name
+
+
+def write_shards(
+    tensors: Mapping[str, torch.Tensor], folder: Path
+) -> tuple[dict[str, FileRecord], dict[str, TensorRecord]]:
+    """Collective: this rank's files, and the shapes and dtypes of all tensors. A failing rank fails every rank."""
+    writer = _HashingWriter(folder)
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with _dcp_failures("write the checkpoint", CheckpointFailure), _quiet_single_process():
+        saved = dcp.save(dict(tensors), storage_writer=writer, planner=planner, no_dist=not is_distributed())
+    return writer.files.records, _tensor_records(saved)
+
+
+def read_shards(tensors: Mapping[str, torch.Tensor], folder: Path, metadata: Metadata) -> None:
+    """Collective: copies into `tensors` in place. `metadata` is what `read_metadata` returned for the folder."""
+    reader = _CheckedReader(folder, metadata)
+    planner = _TensorsOnlyPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with _dcp_failures(f"read {folder}", CheckpointError), _quiet_single_process():
+        dcp.load(dict(tensors), storage_reader=reader, planner=planner, no_dist=not is_distributed())
+
+
+def _tensor_records(metadata: Metadata) -> dict[str, TensorRecord]:
+    records: dict[str, TensorRecord] = {}
+    for name, tensor in metadata.state_dict_metadata.items():
+        assert isinstance(tensor, TensorStorageMetadata), "the state holds tensors alone"
+        records[name] = TensorRecord(tuple(tensor.size), dtype_name(tensor.properties.dtype))
+    return records
+
+
+class _HashedFiles(FileSystem):
+    """DCP's file system, whose new files are hashed, exclusive, and durable when they are closed."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, FileRecord] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+        assert mode == "wb", "shards are read by another class"
+        with HashedFile(Path(path)) as stream:
+            yield cast(io.IOBase, stream)
+        self.records[Path(path).name] = stream.record
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.records[Path(new_path).name] = self.records.pop(Path(path).name)
+
+
+class _HashingWriter(FileSystemWriter):
+    def __init__(self, folder: Path) -> None:
+        # No sync_files: our files are synced when they are closed.
+        super().__init__(folder, sync_files=False, overwrite=False)
+        self.files = _HashedFiles()
+        self.fs = self.files
+
+    def storage_meta(self) -> StorageMeta:
+        # Without the path of the folder, which is temporary.
+        return StorageMeta(save_id=self.save_id)
+
+
+class _CheckedReader(FileSystemReader):
+    """Serves the metadata that was checked. DCP reads the tensors in the shards with `weights_only=True`."""
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(folder)
+        self._metadata = metadata
+
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
+        return self._metadata
+
+
+class _TensorsOnlyPlanner(DefaultLoadPlanner):
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        # DCP's own method unpickles without restriction.
+        raise pickle.UnpicklingError(f"{read_item.dest_index.fqn!r} is not a tensor")
+
+
+@contextmanager
+def _dcp_failures(action: str, kind: type[CheckpointError] | type[CheckpointFailure]) -> Iterator[None]:
+    """DCP raises its own BaseException, on every rank, with the errors of all."""
+    try:
+        yield
+    except CheckpointException as failure:
+        errors = [(rank, error) for rank, (error, _) in failure.failures.items()]
+        interruption = next((error for _, error in errors if not isinstance(error, Exception)), None)
+        if interruption is not None:
+            raise interruption from failure
+        if any(isinstance(error, OSError) for _, error in errors):
+            kind = CheckpointFailure
+        told = "\n  ".join(f"rank {rank}: {describe(error)}" for rank, error in errors[:4])
+        raise kind(f"could not {action}\n  {told}") from failure
+
+
+@contextmanager
+def _quiet_single_process() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

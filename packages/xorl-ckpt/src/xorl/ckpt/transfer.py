@@ -1,0 +1,102 @@
+"""Bytes from files to a device in buckets of bounded size: the next bucket is read while this one is used.
+
+On CUDA the buckets pass through pinned memory and a stream of their own, so that reading, copying and using overlap. On
+the CPU a bucket is used where it was read.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+# One is used, one is copied, one is read.
+_NUM_BUFFERS = 3
+
+
+def stream_buckets(
+    num_bytes: Sequence[int], fill: Callable[[int, torch.Tensor], None], device: torch.device
+) -> Iterator[torch.Tensor]:
+    """Yields, for each i, `num_bytes[i]` bytes on `device` that `fill(i, bytes)` wrote on a thread of its own.
+
+    What is yielded is valid until the next one is asked for. An error in `fill` is raised here, in its turn.
+    """
+    if device.type == "cuda":
+        yield from _through_pinned_memory(num_bytes, fill, device)
+        return
+    with _ReadAhead(num_bytes, fill, pinned=False) as read_ahead:
+        for _ in num_bytes:
+            buffer = read_ahead.next()
+            yield buffer
+            read_ahead.give_back()
+
+
+class _ReadAhead:
+    """Fills a ring of host buffers in order, on one thread."""
+
+    def __init__(self, num_bytes: Sequence[int], fill: Callable[[int, torch.Tensor], None], *, pinned: bool) -> None:
+        self._num_bytes = num_bytes
+        self._fill = fill
+        capacity = max(num_bytes, default=0)
+        self._buffers = [
+            torch.empty(capacity, dtype=torch.uint8, pin_memory=pinned)
+            for _ in range(min(_NUM_BUFFERS, len(num_bytes)))
+        ]
+        self._submitted = 0
+        self._filling: deque[Future[torch.Tensor]] = deque()
+
+    def __enter__(self) -> "_ReadAhead":
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-weights")
+        for _ in self._buffers:
+            self.give_back()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def next(self) -> torch.Tensor:
+        return self._filling.popleft().result()
+
+    def give_back(self) -> None:
+        """The oldest buffer taken is free again: read the next bucket into it."""
+        if self._submitted < len(self._num_bytes):
+            self._filling.append(self._pool.submit(self._fill_one, self._submitted))
+            self._submitted += 1
+
+    def _fill_one(self, index: int) -> torch.Tensor:
+        buffer = self._buffers[index % len(self._buffers)][: self._num_bytes[index]]
+        self._fill(index, buffer)
+        return buffer
+
+
+def _through_pinned_memory(
+    num_bytes: Sequence[int], fill: Callable[[int, torch.Tensor], None], device: torch.device
+) -> Iterator[torch.Tensor]:
+    capacity = max(num_bytes, default=0)
+    slots = [torch.empty(capacity, dtype=torch.uint8, device=device) for _ in range(min(2, len(num_bytes)))]
+    using, copying = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    used = [torch.cuda.Event(), torch.cuda.Event()]
+    copying.wait_stream(using)
+    with _ReadAhead(num_bytes, fill, pinned=True) as read_ahead:
+
+        def start_copy(index: int) -> tuple[torch.Tensor, torch.cuda.Event]:
+            host, copied = read_ahead.next(), torch.cuda.Event()
+            with torch.cuda.stream(copying):
+                # An event that was never recorded is no obstacle.
+                copying.wait_event(used[index % 2])
+                target = slots[index % 2][: host.numel()]
+                target.copy_(host, non_blocking=True)
+                copied.record(copying)
+            return target, copied
+
+        ahead = start_copy(0) if num_bytes else None
+        for index in range(len(num_bytes)):
+            assert ahead is not None
+            target, copied = ahead
+            # Bucket i + 1 is copied while bucket i is used; its buffer on the device was used by bucket i - 1.
+            ahead = start_copy(index + 1) if index + 1 < len(num_bytes) else None
+            using.wait_event(copied)
+            yield target
+            used[index % 2].record(using)
+            copied.synchronize()
+            read_ahead.give_back()

@@ -1,0 +1,301 @@
+"""A checkpoint holds what was saved, or does not exist."""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from xorl.ckpt import Checkpointer, CheckpointError, CheckpointFailure, read_manifest, verify
+
+MANAGERS = pytest.mark.parametrize("manager", ["dcp", "torch"])
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@contextmanager
+def small_disk(num_bytes: int) -> Iterator[None]:
+    """Writing beyond this in any file fails, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@MANAGERS
+def test_everything_saved_comes_back_to_the_bit(manager, tmp_path, make_state, assert_same):
+    # Catches a dtype, a 0-d or an empty tensor, a scalar or a generator state that does not survive.
+    rng = {"torch": torch.get_rng_state()}
+    info = {"data": {"fingerprint": "ab", "position": 12}}
+    path = Checkpointer(tmp_path, manager=manager).save(
+        3, make_state(1), info=info, scalars={"best": 0.1 + 0.2}, rng=rng
+    )
+    assert path == tmp_path / "global_step_3"
+    state = make_state(2)
+    kept = state["model"]["experts"]
+    loaded = Checkpointer(tmp_path).load(path, state)
+    assert_same(state, make_state(1))
+    assert state["model"]["experts"] is kept
+    assert (loaded.step, loaded.info, loaded.scalars) == (3, info, {"best": 0.1 + 0.2})
+    assert torch.equal(loaded.rng["torch"], rng["torch"])
+    assert verify(path).versions["torch"] == torch.__version__
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step_3", "latest"]
+
+
+@MANAGERS
+def test_module_is_a_part_of_a_state(manager, tmp_path):
+    # Catches a state_dict that is not a plain dict, and parameters that require gradients.
+    model, other = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+    path = Checkpointer(tmp_path, manager=manager).save(1, {"model": model})
+    Checkpointer(tmp_path).load(path, {"model": other})
+    torch.testing.assert_close(other.state_dict(), model.state_dict(), rtol=0, atol=0)
+    assert other.weight.requires_grad
+
+
+@MANAGERS
+def test_view_of_large_storage_is_saved_alone(manager, tmp_path, make_part):
+    # Catches a slice that drags the whole storage into the file.
+    large = torch.zeros(1 << 20)
+    path = Checkpointer(tmp_path, manager=manager).save(1, {"model": make_part(a=large[:10])})
+    assert sum(record.size for record in verify(path).files.values()) < 100_000
+
+
+@MANAGERS
+@pytest.mark.parametrize("change", ["flip", "cut", "remove"])
+def test_damaged_file_is_named_and_nothing_is_loaded(manager, change, tmp_path, make_state, assert_same):
+    # Catches bit rot and torn copies, which neither DCP nor safetensors would notice.
+    path = Checkpointer(tmp_path, manager=manager).save(1, make_state(1), rng={"torch": torch.get_rng_state()})
+    for name in read_manifest(path).files:
+        copy = tmp_path / "copy" / name.replace("/", "_")
+        shutil.copytree(path, copy)
+        content = bytearray((copy / name).read_bytes())
+        if change == "flip":
+            content[len(content) // 2] ^= 1
+            (copy / name).write_bytes(content)
+        elif change == "cut":
+            (copy / name).write_bytes(content[:-1])
+        else:
+            (copy / name).unlink()
+        state = make_state(2)
+        with pytest.raises(CheckpointError, match=rf"(?s)damaged.*{name}"):
+            Checkpointer(tmp_path).load(copy, state)
+        assert_same(state, make_state(2))
+
+
+def test_changed_manifest_is_noticed(tmp_path, make_state):
+    # Catches a wrong data position or step that a flipped digit in JSON would give.
+    path = Checkpointer(tmp_path).save(1, make_state(), info={"position": 12})
+    manifest = path / "metadata.json"
+    text = manifest.read_text()
+    for wrong in (text.replace('"position": 12', '"position": 13'), text[: len(text) // 2], "[]", ""):
+        manifest.write_text(wrong)
+        with pytest.raises(CheckpointError, match=r"metadata\.json cannot be used"):
+            Checkpointer(tmp_path).load(path, make_state())
+
+
+def test_file_outside_the_folder_is_refused(tmp_path, make_state):
+    # Catches a crafted manifest that has another file read or hashed.
+    path = Checkpointer(tmp_path).save(1, make_state())
+    for name in ("../latest", "/etc/hostname"):
+        content = json.loads((path / "metadata.json").read_text())
+        content["files"][name] = {"size": 1, "xxh3_128": "0"}
+        (path / "metadata.json").write_text(json.dumps(content))
+        with pytest.raises(CheckpointError, match=r"changed|not inside"):
+            read_manifest(path)
+
+
+@MANAGERS
+def test_checkpoint_of_another_model_lists_the_differences(manager, tmp_path, make_state, assert_same, make_part):
+    # Catches partial loading: a tensor that is missing, left over, of another shape or dtype.
+    path = Checkpointer(tmp_path, manager=manager).save(1, make_state(1))
+    state = make_state(2)
+    state["model"]["extra"] = torch.zeros(2)
+    state["model"]["experts"] = torch.zeros(3, 2, 5)
+    state["model"]["layers.0.bias"] = torch.zeros(7)
+    del state["optimizer"]["ids"]
+    before = {part: make_part(state[part]) for part in state}
+    with pytest.raises(CheckpointError, match="another model") as error:
+        Checkpointer(tmp_path).load(path, state)
+    text = str(error.value)
+    assert "missing in the checkpoint (1): model.extra" in text
+    assert "model.experts: saved as float32[3, 2, 4], wanted float32[3, 2, 5]" in text
+    assert "model.layers.0.bias: saved as bfloat16[7], wanted float32[7]" in text
+    assert "in the checkpoint alone (1): optimizer.ids" in text
+    assert_same(state, before)
+
+
+@MANAGERS
+def test_full_disk_fails_the_save_and_leaves_the_rest(manager, tmp_path, make_state, make_part):
+    # Catches a save that reports success, hides its error, or spoils the checkpoint before it.
+    checkpointer = Checkpointer(tmp_path, manager=manager)
+    checkpointer.save(1, make_state(1))
+    before = contents(tmp_path)
+    large = {"model": make_part(a=torch.zeros(1 << 18))}
+    with small_disk(1 << 16), pytest.raises(CheckpointFailure, match=r"File too large: .*global_step_2"):
+        checkpointer.save(2, large)
+    assert contents(tmp_path) == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step_1", "latest"]
+    assert checkpointer.save(2, large) == checkpointer.latest()
+
+
+def test_root_that_cannot_be_written_names_the_option(tmp_path, make_state):
+    # Catches a traceback from deep below where the user needs the name of the option.
+    (tmp_path / "file").touch()
+    checkpointer = Checkpointer(tmp_path / "file" / "checkpoints", root_option="train.output_dir")
+    with pytest.raises(CheckpointError, match=r"train\.output_dir: checkpoints cannot be written to .*Not a directory"):
+        checkpointer.check_root()
+    with pytest.raises(CheckpointError, match=r"train\.output_dir"):
+        checkpointer.save(1, make_state())
+    Checkpointer(tmp_path / "new").check_root()
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_existing_step_is_never_written_to(tmp_path, make_state):
+    # Catches two runs that mix in one folder; a second save of the same state is no mistake.
+    checkpointer = Checkpointer(tmp_path)
+    path = checkpointer.save(1, make_state(1))
+    before = contents(tmp_path)
+    assert checkpointer.save(1, make_state(1)) == path
+    other = Checkpointer(tmp_path, root_option="train.output_dir")
+    with pytest.raises(CheckpointError, match=r"train\.output_dir: .*global_step_1 exists already"):
+        other.save(1, make_state(2))
+    other.load(path, make_state())
+    assert other.save(1, make_state(1)) == path
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"a.b": {}}, "name without dots"),
+        ({"model": {"step": 3}}, "model.step is of type int"),
+        ({"model": {"w": torch.zeros(2, device="meta")}}, "model.w is sparse, on the meta device"),
+    ],
+)
+def test_state_that_cannot_be_saved_is_refused(state, message, tmp_path, make_part):
+    # Catches values that only an unrestricted unpickler could read back.
+    with pytest.raises(CheckpointError, match=message):
+        Checkpointer(tmp_path).save(1, {name: make_part(part) for name, part in state.items()})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_values_that_are_not_json_are_refused(tmp_path, make_state):
+    # Catches NaN, which JSON does not have, and objects; nothing stays behind.
+    for broken in ({"loss": float("nan")}, {"x": object()}):
+        for kind in ("info", "scalars"):
+            with pytest.raises(CheckpointError, match="must be JSON with finite numbers"):
+                Checkpointer(tmp_path).save(1, make_state(), **{kind: broken})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_latest_follows_saves_and_falls_back(tmp_path, caplog, make_state):
+    # Catches `auto` that resumes from an old, a missing or a half written checkpoint.
+    checkpointer = Checkpointer(tmp_path)
+    assert checkpointer.latest() is None
+    with pytest.raises(CheckpointError, match="no checkpoint in"):
+        checkpointer.resolve("auto")
+    for step in (9, 10):
+        checkpointer.save(step, make_state(step))
+        assert checkpointer.resolve("auto") == tmp_path / f"global_step_{step}"
+    (tmp_path / "global_step_11").mkdir()
+    for broken in ("global_step_11", "global_step_99", "../elsewhere", ""):
+        (tmp_path / "latest").write_text(broken)
+        with caplog.at_level(logging.WARNING):
+            assert checkpointer.latest() == tmp_path / "global_step_10"
+        assert "event=latest_unusable" in caplog.text
+        caplog.clear()
+    (tmp_path / "latest").unlink()
+    assert checkpointer.latest() == tmp_path / "global_step_10"
+
+
+def test_latest_of_an_earlier_branch_is_kept(tmp_path, make_state):
+    # Catches `auto` that jumps to a higher step which a run left behind when it went back.
+    checkpointer = Checkpointer(tmp_path)
+    for step in (10, 30, 20):
+        checkpointer.save(step, make_state(step))
+    assert checkpointer.latest() == tmp_path / "global_step_20"
+
+
+def test_crash_between_publishing_and_latest_loses_nothing(tmp_path, caplog, make_state):
+    # Catches a run that trains again to a step that exists already, and then cannot save.
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(10, make_state(1))
+    pointer = (tmp_path / "latest").read_text()
+    checkpointer.save(20, make_state(2))
+    (tmp_path / "latest").write_text(pointer)
+    assert checkpointer.latest() == tmp_path / "global_step_20"
+    assert "event=latest_behind" in caplog.text
+
+
+def test_leftovers_of_a_crash_go_at_the_next_save(tmp_path, make_state):
+    # Catches a disk that fills with torn saves, and a torn save that stands in the way of its successor.
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, make_state())
+    for leftover in (".saving_global_step_2", ".saving_global_step_5", ".deleting_global_step_0"):
+        (tmp_path / leftover / "training_state").mkdir(parents=True)
+        (tmp_path / leftover / "__0_0.distcp").write_bytes(b"torn")
+    assert [path.name for path in checkpointer.checkpoints()] == ["global_step_1"]
+    checkpointer.save(2, make_state())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step_1", "global_step_2", "latest"]
+
+
+def test_old_checkpoints_go_when_asked(tmp_path, make_state):
+    # Catches pruning before publishing, and pruning of what `latest` names.
+    checkpointer = Checkpointer(tmp_path, keep_last=2)
+    for step in (1, 2, 10):
+        checkpointer.save(step, make_state())
+    assert [path.name for path in checkpointer.checkpoints()] == ["global_step_2", "global_step_10"]
+    checkpointer.save(3, make_state())
+    assert checkpointer.latest() == tmp_path / "global_step_3"
+    assert checkpointer.latest() in checkpointer.checkpoints()
+    with pytest.raises(ValueError, match="keep_last"):
+        Checkpointer(tmp_path, keep_last=0)
+
+
+def test_any_folder_of_ours_is_accepted(tmp_path, monkeypatch, make_state, assert_same):
+    # Catches a path that only works when it is spelled as we would.
+    root = tmp_path / "checkpoints"
+    checkpointer = Checkpointer(root)
+    path = checkpointer.save(7, make_state(7))
+    moved = tmp_path / "step_7"
+    shutil.copytree(path, moved)
+    monkeypatch.chdir(tmp_path)
+    for given, expected in (
+        (path, path),
+        (str(path), path),
+        ("global_step_7", path),
+        ("checkpoints/global_step_7/", path),
+        ("step_7", moved),
+        ("checkpoints/../step_7", moved),
+    ):
+        assert checkpointer.resolve(given) == expected
+    state = make_state()
+    assert Checkpointer(root).load(moved, state).step == 7
+    assert_same(state, make_state(7))
+    (root / "step_8").mkdir()
+    for wrong, message in (
+        ("nowhere", "does not exist"),
+        (root, r"holds no complete checkpoint of its own.*global_step_7"),
+        (root / "step_8", "holds no complete checkpoint"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            checkpointer.resolve(wrong)
+    with pytest.raises(CheckpointError, match="not a complete xorl checkpoint"):
+        Checkpointer(root).load(root / "step_8", make_state())
+
+
+def test_unknown_manager_is_refused(tmp_path):
+    # Catches a misspelt manager that would only fail at the first save.
+    with pytest.raises(ValueError, match="'zip' is unknown; use one of dcp, torch"):
+        Checkpointer(tmp_path, manager="zip")

@@ -1,0 +1,95 @@
+"""An export is the weights that were exported, under the names and in the files that readers look for."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from xorl.ckpt import CheckpointError, SafetensorsSource, export_hf, load_weights
+
+CONFIG = {"architectures": ["X"], "hidden_size": 4, "torch_dtype": "float16"}
+
+
+@pytest.fixture
+def params(tmp_path, recipes, hf_tensors):
+    (tmp_path / "from").mkdir()
+    save_file(hf_tensors, tmp_path / "from" / "model.safetensors")
+    params = {name: torch.empty(recipe.shape, dtype=torch.bfloat16) for name, recipe in recipes.items()}
+    load_weights(params, recipes, SafetensorsSource(tmp_path / "from"), mode="all_ranks")
+    return params
+
+
+def test_one_file_holds_what_was_loaded_bit_for_bit(params, recipes, hf_tensors, tmp_path):
+    # Catches merged or transposed parameters that come apart wrongly, and a dtype that config.json does not know of.
+    folder = export_hf(params, recipes, tmp_path / "new" / "hf", hf_config=CONFIG)
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    torch.testing.assert_close(load_file(folder / "model.safetensors"), hf_tensors, rtol=0, atol=0)
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    config = json.loads((folder / "config.json").read_text())
+    assert config == {"architectures": ["X"], "hidden_size": 4, "dtype": "bfloat16"}
+
+
+def test_several_files_have_the_index_that_readers_expect(params, recipes, hf_tensors, tmp_path):
+    # Catches file names, totals or a map that do not agree with the files.
+    folder = export_hf(params, recipes, tmp_path / "hf", hf_config=CONFIG, max_shard_bytes=90)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert files == [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+    assert len(files) > 1
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in hf_tensors.values())
+    held = {name: file for file in files for name in load_file(folder / file)}
+    assert held == index["weight_map"]
+    with SafetensorsSource(folder) as source:
+        for name, tensor in hf_tensors.items():
+            assert torch.equal(source.read(name), tensor)
+
+
+def test_dtype_is_cast_when_asked(params, recipes, hf_tensors, tmp_path):
+    # Catches weights and config.json in different dtypes: from_pretrained casts to the latter.
+    folder = export_hf(params, recipes, tmp_path / "hf", hf_config=CONFIG, dtype=torch.float32)
+    written = load_file(folder / "model.safetensors")
+    torch.testing.assert_close(written, {name: tensor.float() for name, tensor in hf_tensors.items()}, rtol=0, atol=0)
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_files_of_the_tokenizer_come_along_and_no_others(params, recipes, tmp_path):
+    # Catches a folder that from_pretrained cannot tokenise with, and a copy of someone's private files.
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json", "secret.env"):
+        (tokenizer / name).write_text(f'"{name}"')
+    folder = export_hf(
+        params, recipes, tmp_path / "hf", hf_config=CONFIG, tokenizer_folder=tokenizer, model_card="# A model\n"
+    )
+    copied = {path.name for path in folder.iterdir()} - {"model.safetensors"}
+    assert copied == {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json", "README.md"}
+    assert json.loads((folder / "config.json").read_text())["hidden_size"] == 4
+    assert (folder / "tokenizer.json").read_text() == '"tokenizer.json"'
+
+
+def test_existing_folder_is_not_written_into(params, recipes, tmp_path):
+    # Catches an export that mixes with an older one of more files.
+    export_hf(params, recipes, tmp_path / "hf", hf_config=CONFIG)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
+    with pytest.raises(CheckpointError, match="hf exists already"):
+        export_hf(params, recipes, tmp_path / "hf", hf_config=CONFIG)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()} == before
+    (tmp_path / "empty").mkdir()
+    export_hf(params, recipes, tmp_path / "empty", hf_config=CONFIG)
+
+
+def test_failed_export_leaves_nothing(params, recipes, tmp_path, caplog):
+    # Catches a half written folder under the final name, and a temporary one that fills the disk.
+    caplog.set_level(logging.INFO)
+    with pytest.raises(RuntimeError, match=r"could not export to .*hf: TypeError"):
+        export_hf(params, recipes, tmp_path / "out" / "hf", hf_config={"x": object()})
+    assert list((tmp_path / "out").iterdir()) == []
+    assert "event=exported" not in caplog.text
+    with pytest.raises(CheckpointError, match="no recipe for extra"):
+        export_hf({"extra": torch.zeros(1)}, recipes, tmp_path / "hf2", hf_config=CONFIG)

@@ -1,0 +1,47 @@
+"""A local folder wins; what is not there is said plainly, and nothing hangs without a network."""
+
+from __future__ import annotations
+
+import pytest
+
+from xorl.ckpt import CheckpointError, CheckpointFailure, resolve_folder
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+def test_local_folder_wins(tmp_path, monkeypatch):
+    # Catches a look-up on the Hub for a folder that is here, also when its name could be an id.
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert resolve_folder("org/model") == tmp_path / "org" / "model"
+    assert resolve_folder(tmp_path / "org") == tmp_path / "org"
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder", "./none", "../none", "~/no-such-folder", "a/b/c", ""])
+def test_path_that_does_not_exist_is_not_asked_of_the_hub(path):
+    # Catches "repository not found" for a mistyped path.
+    with pytest.raises(CheckpointError, match="there is no folder"):
+        resolve_folder(path)
+
+
+def test_file_is_not_a_folder(tmp_path):
+    # Catches a path to config.json or to the weights themselves.
+    (tmp_path / "config.json").touch()
+    with pytest.raises(CheckpointError, match="is a file"):
+        resolve_folder(tmp_path / "config.json")
+
+
+def test_id_that_is_none_is_bad_input():
+    # Catches a validation error of another library.
+    with pytest.raises(CheckpointError, match="neither a folder nor the id"):
+        resolve_folder("no spaces here")
+
+
+def test_without_a_network_the_way_out_is_said(tmp_path, monkeypatch):
+    # Catches a connection traceback of forty lines.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(CheckpointFailure, match="the Hub cannot be reached"):
+        resolve_folder("some-organisation/some-model")

@@ -1,0 +1,79 @@
+"""The command `xorl`. Commands are reached by name, so that asking for help does not pay for what they import."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command
+
+from xorl.cli.exit_codes import code_of, text_of
+
+if TYPE_CHECKING:
+    # typer names these types in its signatures and nowhere that is public.
+    from typer._click.core import Command, Context
+    from typer._click.formatting import HelpFormatter
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A command: the module whose `app` it is, the group it is listed in, and a line of help."""
+
+    module: str
+    group: str
+    help: str
+
+
+COMMANDS: dict[str, Entry] = {
+    "train": Entry("xorl.cli.train", "Training", "Train a model as a configuration says."),
+    "config": Entry("xorl.cli.config", "Configuration", "Show, document or describe configurations."),
+    "version": Entry("xorl.cli.version", "About", "Print versions and devices."),
+}
+
+
+class CommandsByName(TyperGroup):
+    """A group whose commands are imported when they are called."""
+
+    def list_commands(self, ctx: Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Context, cmd_name: str) -> Command | None:
+        if cmd_name not in COMMANDS:
+            near = difflib.get_close_matches(cmd_name, COMMANDS, n=1)
+            ctx.fail(f"there is no command {cmd_name!r}{f'; did you mean {near[0]}?' if near else ''}")
+        return get_command(import_module(COMMANDS[cmd_name].module).app)
+
+    def format_commands(self, ctx: Context, formatter: HelpFormatter) -> None:
+        for group in dict.fromkeys(entry.group for entry in COMMANDS.values()):
+            with formatter.section(group):
+                formatter.write_dl([(name, entry.help) for name, entry in COMMANDS.items() if entry.group == group])
+
+
+app = typer.Typer(
+    cls=CommandsByName,
+    add_completion=False,
+    no_args_is_help=True,
+    # Without rich, help takes half the time and reads the same in a log.
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    epilog="Exit codes: 0 done, 1 failed, 2 bad input, 3 training diverged, 130 and 143 interrupted.",
+)
+
+
+@app.callback()
+def root() -> None:
+    """Train large language models: xorl train config.yaml"""
+
+
+def main() -> None:
+    """Runs the command line and exits."""
+    try:
+        app()
+    except ValueError as error:
+        print(text_of(error), file=sys.stderr)
+        sys.exit(code_of(error))

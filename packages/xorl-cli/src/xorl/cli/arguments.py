@@ -1,0 +1,48 @@
+"""Command lines that mix a command's own flags with `--section.field value` overrides."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING
+
+from typer.core import TyperCommand
+
+from xorl.config.options import all_options
+from xorl.config.overrides import is_override, split_overrides
+
+if TYPE_CHECKING:
+    # typer names this type in its signatures and nowhere that is public.
+    from typer._click.core import Context
+
+
+class OverridesCommand(TyperCommand):
+    """A command that hands overrides on in `ctx.obj`, as a list of arguments, and parses the rest."""
+
+    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
+        overrides, rest = split_overrides(args)
+        ctx.obj = overrides
+        flags = {flag for parameter in self.get_params(ctx) for flag in (*parameter.opts, *parameter.secondary_opts)}
+        return super().parse_args(ctx, [_known_flag(argument, flags) for argument in rest])
+
+    def collect_usage_pieces(self, ctx: Context) -> list[str]:
+        return [*super().collect_usage_pieces(ctx), "[--section.field VALUE]..."]
+
+
+def _known_flag(argument: str, flags: set[str]) -> str:
+    """Returns a flag in the spelling with dashes. Raises ValueError for one that is not known."""
+    if not argument.startswith("--") or argument == "--" or is_override(argument):
+        return argument
+    name, equals, value = argument.partition("=")
+    flag = f"--{name[2:].replace('_', '-')}"
+    if flag not in flags:
+        raise ValueError(f"there is no flag {name}{_suggestion(flag, flags)}")
+    return f"{flag}{equals}{value}"
+
+
+def _suggestion(flag: str, flags: set[str]) -> str:
+    name = flag.removeprefix("--").replace("-", "_")
+    options = [option.path for option in all_options().values() if option.name == name]
+    near = difflib.get_close_matches(flag, flags, n=1)
+    if options:
+        return f"; the option of this name is --{options[0]}"
+    return f"; did you mean {near[0]}?" if near else ""

@@ -1,0 +1,222 @@
+"""Starting the ranks of a job on this node with torch.distributed's own launcher."""
+
+import logging
+import os
+import shlex
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import FrameType
+
+from xorl.cli.exit_codes import BY_SIGNAL, meaning_of
+from xorl.cli.failures import failure_of, noted_pids, noted_stop, report
+
+DEFAULT_PORT = 29500  # torchrun's
+RANK_FOLDER_FLAG = "--rank-folder"
+FORWARDED = (signal.SIGTERM, signal.SIGINT)
+LEFT_TO_TORCH = (signal.SIGHUP, signal.SIGQUIT)
+
+
+@dataclass(frozen=True)
+class LaunchFlags:
+    """The launcher flags of the command line, named as torchrun names them; None where not given."""
+
+    nproc_per_node: int | None = None
+    nnodes: int | None = None
+    node_rank: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    rdzv_backend: str | None = None
+    rdzv_endpoint: str | None = None
+    rdzv_id: str | None = None
+
+    def given(self) -> tuple[str, ...]:
+        """Returns the flags that were given, as they are written."""
+        return tuple(
+            f"--{field.name.replace('_', '-')}" for field in fields(self) if getattr(self, field.name) is not None
+        )
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """How many ranks to start here and where they meet. `node_rank` is None where the meeting decides it."""
+
+    nproc_per_node: int
+    nnodes: int
+    rdzv_backend: str
+    rdzv_endpoint: str
+    rdzv_id: str
+    node_rank: int | None
+    is_standalone: bool
+
+    @property
+    def world_size(self) -> int:
+        return self.nproc_per_node * self.nnodes
+
+    def torchrun_line(self, arguments: Sequence[str]) -> str:
+        """Returns the torchrun command that starts the same ranks."""
+        flags = [f"--nproc-per-node={self.nproc_per_node}"]
+        if self.is_standalone:
+            flags.insert(0, "--standalone")
+        elif self.rdzv_backend == "static":
+            address, _, port = self.rdzv_endpoint.rpartition(":")
+            flags += [f"--nnodes={self.nnodes}", f"--node-rank={self.node_rank}"]
+            flags += [f"--master-addr={address}", f"--master-port={port}"]
+        else:
+            flags += [f"--nnodes={self.nnodes}", f"--rdzv-backend={self.rdzv_backend}"]
+            flags += [f"--rdzv-endpoint={self.rdzv_endpoint}", f"--rdzv-id={self.rdzv_id}"]
+        return shlex.join(["torchrun", *flags, "-m", "xorl.cli.train", *arguments])
+
+
+def plan_launch(flags: LaunchFlags, *, num_gpus: int, is_single_process: bool) -> LaunchPlan | None:
+    """Decides what to start: a rank per GPU of this node, or one on a machine without; None for no launcher at all.
+
+    `is_single_process` is the configuration's own wish for one process. Raises ValueError for flags that do not fit.
+    """
+    default_nproc = 1 if is_single_process else max(num_gpus, 1)
+    nproc = default_nproc if flags.nproc_per_node is None else flags.nproc_per_node
+    nnodes = 1 if flags.nnodes is None else flags.nnodes
+    if nproc < 1 or nnodes < 1:
+        raise ValueError(f"--nproc-per-node and --nnodes want integers >= 1, got {nproc} and {nnodes}")
+    if 0 < num_gpus < nproc:
+        raise ValueError(f"--nproc-per-node {nproc}: there are {num_gpus} GPUs here; start at most one rank on each")
+    if not flags.given() and nproc == 1:
+        return None
+    if flags.rdzv_backend or flags.rdzv_endpoint or flags.rdzv_id:
+        return _plan_rendezvous(flags, nproc, nnodes)
+    if nnodes > 1 or flags.master_addr or flags.master_port or flags.node_rank is not None:
+        return _plan_static(flags, nproc, nnodes)
+    return LaunchPlan(nproc, 1, "c10d", "localhost:0", uuid.uuid4().hex, None, is_standalone=True)
+
+
+def _plan_rendezvous(flags: LaunchFlags, nproc: int, nnodes: int) -> LaunchPlan:
+    if flags.master_addr or flags.master_port:
+        raise ValueError("--rdzv-endpoint takes the place of --master-addr and --master-port: give one or the other")
+    if not flags.rdzv_endpoint:
+        raise ValueError("--rdzv-backend and --rdzv-id need --rdzv-endpoint HOST:PORT, where the nodes meet")
+    backend = flags.rdzv_backend or "c10d"
+    if backend == "static" and flags.node_rank is None:
+        raise ValueError(f"--rdzv-backend static needs --node-rank, from 0 to {nnodes - 1}")
+    return LaunchPlan(nproc, nnodes, backend, flags.rdzv_endpoint, flags.rdzv_id or "none", flags.node_rank, False)
+
+
+def _plan_static(flags: LaunchFlags, nproc: int, nnodes: int) -> LaunchPlan:
+    if nnodes > 1 and not flags.master_addr:
+        raise ValueError(f"--nnodes {nnodes} needs --master-addr, the address of node 0, or --rdzv-endpoint")
+    if nnodes > 1 and flags.node_rank is None:
+        raise ValueError(f"--nnodes {nnodes} needs --node-rank, the number of this node, from 0 to {nnodes - 1}")
+    node_rank = flags.node_rank or 0
+    if not 0 <= node_rank < nnodes:
+        raise ValueError(f"--node-rank {node_rank}: with --nnodes {nnodes} it goes from 0 to {nnodes - 1}")
+    endpoint = f"{flags.master_addr or '127.0.0.1'}:{flags.master_port or DEFAULT_PORT}"
+    return LaunchPlan(nproc, nnodes, "static", endpoint, "none", node_rank, False)
+
+
+def launch(plan: LaunchPlan, command: Sequence[str], *, rank_folder_flag: str = RANK_FOLDER_FLAG) -> int:
+    """Runs `python -u *command` as every rank of this node, waits, and returns the job's exit code.
+
+    The first failure of the job is printed, and its exit code is the job's. SIGTERM and SIGINT go on to the ranks,
+    which may take their time to save; a second one ends them. `rank_folder_flag` tells a rank where its notes go.
+    """
+    # torch takes seconds to import, and the configuration is checked before.
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException  # noqa: PLC0415
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch  # noqa: PLC0415
+
+    def stop(number: int) -> None:
+        raise SignalException(f"got signal {number}", sigval=signal.Signals(number))
+
+    forwarded: list[int] = []
+    _quieten_launcher()
+    if plan.nproc_per_node > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, so that ranks do not fight over cores
+    with tempfile.TemporaryDirectory(prefix="xorl_ranks_") as name:
+        notes = Path(name) / "notes"
+        notes.mkdir()
+        config = LaunchConfig(
+            min_nodes=plan.nnodes,
+            max_nodes=plan.nnodes,
+            nproc_per_node=plan.nproc_per_node,
+            run_id=plan.rdzv_id,
+            role="rank",
+            rdzv_backend=plan.rdzv_backend,
+            rdzv_endpoint=plan.rdzv_endpoint,
+            rdzv_configs={} if plan.node_rank is None else {"rank": plan.node_rank},
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=str(Path(name) / "records")),
+            local_addr="localhost" if plan.is_standalone else None,
+            signals_to_handle=",".join(number.name for number in LEFT_TO_TORCH),
+        )
+        try:
+            with _forwarding_signals(notes, plan.nproc_per_node, stop, forwarded):
+                elastic_launch(config, sys.executable)("-u", *command, rank_folder_flag, str(notes))
+        except ChildFailedError as error:
+            failures = [
+                failure_of(rank, failure.exitcode, failure.error_file_data, failure.timestamp)
+                for rank, failure in error.failures.items()
+            ]
+            text, code = report(failures, plan.world_size)
+            if forwarded and all(failure.was_stopped for failure in failures):
+                # torch's launcher ends the other ranks with a signal of its own, which may come before ours.
+                code = BY_SIGNAL + forwarded[0]
+                text = meaning_of(code)
+            print(text, file=sys.stderr)
+            return code
+        except SignalException as error:
+            code = BY_SIGNAL + error.sigval
+            print(meaning_of(code), file=sys.stderr)
+            return code
+        return noted_stop(notes)
+
+
+@contextmanager
+def _forwarding_signals(
+    notes: Path, num_ranks: int, stop: Callable[[int], None], forwarded: list[int]
+) -> Iterator[None]:
+    """While entered, a signal goes on to the ranks; `stop` is for a second one, and while ranks still start.
+
+    The signal that went on is put into `forwarded`.
+    """
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        forwarded.append(number)
+        for other in FORWARDED:
+            signal.signal(other, lambda number, frame: stop(number))
+        pids = noted_pids(notes)
+        if len(pids) < num_ranks:
+            stop(number)
+        for pid in pids:
+            _send(pid, number)
+
+    # torch's launcher does not put back what it replaces.
+    previous = {number: signal.getsignal(number) for number in (*FORWARDED, *LEFT_TO_TORCH)}
+    for number in FORWARDED:
+        signal.signal(number, forward)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _send(pid: int, number: int) -> None:
+    # One that has ended is seen by torch's launcher.
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _quieten_launcher() -> None:
+    """Silences what torch's launcher logs of failures, which would stand before our own account of them.
+
+    LOGLEVEL is the variable by which torch lets a user ask for these lines.
+    """
+    if "LOGLEVEL" in os.environ:
+        return
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)

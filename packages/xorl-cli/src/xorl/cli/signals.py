@@ -1,0 +1,75 @@
+"""What SIGTERM does to a process of xorl, unless the training loop takes it to save first."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from xorl.cli.exit_codes import TERMINATED, Terminated
+
+PARENT_CHECK_S = 1.0
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """While entered, SIGTERM raises Terminated in the main thread."""
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    previous = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@contextmanager
+def stopping_with_parent() -> Iterator[None]:
+    """While entered, the end of the parent process acts as SIGTERM: a rank without its launcher would go on unseen."""
+    parent = os.getppid()
+    left = threading.Event()
+
+    def watch() -> None:
+        while not left.wait(PARENT_CHECK_S):
+            if os.getppid() != parent:
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+    threading.Thread(target=watch, name="xorl-parent", daemon=True).start()
+    try:
+        yield
+    finally:
+        left.set()
+
+
+@contextmanager
+def leaving_failed_peers(has_failed_peer: Callable[[], bool]) -> Iterator[None]:
+    """While entered, SIGTERM ends the process at once if another rank of the job has failed.
+
+    The main thread may then wait in a collective for ever, where Python runs no signal handler; nothing is left to save
+    either. The signal is seen by a thread, through the file descriptor that the interpreter writes signals to.
+    """
+    receiver, sender = os.pipe()
+    os.set_blocking(sender, False)
+
+    def watch() -> None:
+        while True:
+            numbers = os.read(receiver, 64)
+            if not numbers:
+                return
+            if signal.SIGTERM in numbers and has_failed_peer():
+                os._exit(TERMINATED)
+
+    previous = signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
+    thread = threading.Thread(target=watch, name="xorl-signals", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(previous)
+        os.close(sender)
+        thread.join()
+        os.close(receiver)

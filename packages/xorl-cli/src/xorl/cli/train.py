@@ -1,0 +1,124 @@
+"""`xorl train config.yaml`: starts the ranks, or is one: `torchrun ... -m xorl.cli.train config.yaml` joins.
+
+The configuration is checked before torch is imported.
+"""
+
+import faulthandler
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from xorl.cli.arguments import OverridesCommand
+from xorl.cli.exit_codes import Diverged, code_of, text_of
+from xorl.cli.launch import LaunchFlags, launch, plan_launch
+from xorl.cli.rank import RankEnvironment, run_alone, run_rank
+from xorl.config import LoadedConfig, check_world_size, load_config
+
+MODULE = "xorl.cli.train"
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
+TracebackFlag = Annotated[bool, typer.Option("--traceback", help="Show where in xorl an input was refused.")]
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.command(name="train", cls=OverridesCommand)
+def train_command(
+    ctx: typer.Context,
+    config: ConfigPath,
+    nproc_per_node: Annotated[int | None, typer.Option(help="Ranks on this machine. [one per GPU, else 1]")] = None,
+    nnodes: Annotated[int | None, typer.Option(help="Machines of the job. [1]")] = None,
+    node_rank: Annotated[int | None, typer.Option(help="Number of this machine, from 0.")] = None,
+    master_addr: Annotated[str | None, typer.Option(help="Address of machine 0. [127.0.0.1]")] = None,
+    master_port: Annotated[int | None, typer.Option(help="Port there. [29500]")] = None,
+    rdzv_backend: Annotated[str | None, typer.Option(help="Way the machines meet. [c10d with an endpoint]")] = None,
+    rdzv_endpoint: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where the machines meet.")] = None,
+    rdzv_id: Annotated[str | None, typer.Option(help="Name of the job there. [none]")] = None,
+    traceback: TracebackFlag = False,
+    rank_folder: Annotated[Path | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Train a model as a configuration says, on all GPUs of this machine, or on its CPU.
+
+    Any option of the configuration can be given here too: --train.lr 2e-5. `xorl config docs` lists them.
+    """
+    flags = LaunchFlags(
+        nproc_per_node, nnodes, node_rank, master_addr, master_port, rdzv_backend, rdzv_endpoint, rdzv_id
+    )
+    overrides: tuple[str, ...] = tuple(ctx.obj)
+    _let_waiting_threads_sleep()
+    environment = RankEnvironment.read()
+    if environment is None:
+        code = run_alone(lambda: _start(config, overrides, flags, traceback), with_traceback=traceback)
+    else:
+        code = run_rank(
+            lambda: _join(config, overrides, flags, environment.world_size),
+            environment,
+            folder=rank_folder,
+            with_traceback=traceback,
+        )
+    raise typer.Exit(code)
+
+
+def _start(path: Path, overrides: tuple[str, ...], flags: LaunchFlags, with_traceback: bool) -> int:
+    """Launches the ranks, or is the only one."""
+    loaded = load_config(path, overrides)
+    if flags.nproc_per_node is not None:
+        check_world_size(loaded.config, flags.nproc_per_node * (flags.nnodes or 1))
+    is_single_process = loaded.config.train.data_parallel_mode == "none"
+    plan = plan_launch(flags, num_gpus=_num_gpus(), is_single_process=is_single_process)
+    check_world_size(loaded.config, plan.world_size if plan else 1)
+    if plan is None:
+        return _train(loaded)
+    arguments = [str(path), *overrides, *(["--traceback"] if with_traceback else [])]
+    print(f"launching: {plan.torchrun_line(arguments)}", file=sys.stderr, flush=True)
+    return launch(plan, ["-m", MODULE, *arguments])
+
+
+def _join(path: Path, overrides: tuple[str, ...], flags: LaunchFlags, world_size: int) -> int:
+    """Is one rank of a job that was started elsewhere."""
+    if flags.given():
+        raise ValueError(f"{', '.join(flags.given())}: this process was started as a rank, and starts none itself")
+    loaded = load_config(path, overrides)
+    check_world_size(loaded.config, world_size)
+    return _train(loaded)
+
+
+def _let_waiting_threads_sleep() -> None:
+    """Tells OpenMP, before torch loads it, that threads with nothing to do should sleep instead of spin.
+
+    They spin on cores that other processes want: on two busy cores the quickstart takes five times as long. Ranks
+    inherit the setting; one that the user made stays.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def _num_gpus() -> int:
+    import torch  # noqa: PLC0415  (after the configuration has been checked)
+
+    return torch.cuda.device_count()
+
+
+def _train(loaded: LoadedConfig) -> int:
+    """Trains as one rank; this is where torch is imported."""
+    from xorl.train import DivergedError, run_training  # noqa: PLC0415
+
+    faulthandler.enable()  # a crash in native code shows where Python was
+    try:
+        return run_training(loaded)
+    except DivergedError as error:
+        raise Diverged(str(error)) from error
+
+
+def main() -> None:
+    """Runs the command alone, for `python -m xorl.cli.train`."""
+    try:
+        app(prog_name=f"python -m {MODULE}")
+    except ValueError as error:
+        print(text_of(error), file=sys.stderr)
+        sys.exit(code_of(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,312 @@
+"""Options that cannot stand together or need one another, and the degrees that a number of processes must fit.
+
+A function yields what is wrong with a configuration whose single values are all valid. Defaults never conflict.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from xorl.config.local import Config, DatasetEntryConfig
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """What is wrong and the options involved; the first one that was set is where it is reported."""
+
+    paths: tuple[str, ...]
+    message: str
+
+
+@dataclass(frozen=True)
+class Need:
+    """Options that do nothing unless `holds`, which is a matter of `switch`; each is reported when not its default."""
+
+    options: tuple[str, ...]
+    switch: str
+    wanted: str
+    holds: Callable[[Config], bool]
+
+
+NEEDS: tuple[Need, ...] = (
+    Need(
+        (
+            "model.basic_modules",
+            "train.reshard_after_forward",
+            "train.enable_full_shard",
+            "train.enable_forward_prefetch",
+        ),
+        "train.data_parallel_mode",
+        "fsdp2",
+        lambda config: config.train.data_parallel_mode == "fsdp2",
+    ),
+    Need(
+        ("train.recompute_modules", "train.enable_reentrant"),
+        "train.enable_gradient_checkpointing",
+        "true",
+        lambda config: config.train.enable_gradient_checkpointing,
+    ),
+    Need(
+        ("train.lr_min", "train.lr_decay_ratio"),
+        "train.lr_decay_style",
+        "linear or cosine",
+        lambda config: config.train.lr_decay_style != "constant",
+    ),
+    Need(("train.lr_start",), "train.lr_warmup_ratio", "above 0", lambda config: config.train.lr_warmup_ratio > 0),
+    Need(
+        ("data.sample_packing_group_size", "data.sample_packing_mp_start_method"),
+        "data.sample_packing_method",
+        "multipack",
+        lambda config: config.data.sample_packing_method == "multipack",
+    ),
+    Need(
+        ("data.eval_sample_packing", "train.eval_steps"),
+        "data.val_set_size",
+        "set, or data.test_datasets",
+        lambda config: config.data.val_set_size is not None or bool(config.data.test_datasets),
+    ),
+    # Beside an explicit enable_profiling: false they wait for the run that sets it on the command line.
+    Need(
+        (
+            "train.profile_start_step",
+            "train.profile_end_step",
+            "train.profile_trace_dir",
+            "train.profile_record_shapes",
+            "train.profile_profile_memory",
+            "train.profile_with_stack",
+            "train.profile_rank0_only",
+        ),
+        "train.enable_profiling",
+        "true",
+        lambda config: "enable_profiling" in config.train.model_fields_set,
+    ),
+)
+
+
+def conflicts_in(config: Config) -> list[Conflict]:
+    """Returns every conflict of a configuration."""
+    return [conflict for check in CHECKS for conflict in check(config)]
+
+
+def _model_is_named(config: Config) -> Iterator[Conflict]:
+    if config.model.model_path is None and config.model.config_path is None:
+        yield Conflict(
+            ("model.model_path", "model.config_path"),
+            "both are null: set model_path to start from weights, or config_path to start from random ones",
+        )
+
+
+def _shards_are_chosen(config: Config) -> Iterator[Conflict]:
+    for path, entry in _entries(config):
+        yield from _shard_is_chosen(f"{path}.shards", entry.shards, f"{path}.shards_idx", entry.shards_idx)
+        if entry.shards is not None and entry.preprocess_shards is not None:
+            yield Conflict((f"{path}.preprocess_shards", f"{path}.shards"), "set shards or preprocess_shards, not both")
+    data = config.data
+    yield from _shard_is_chosen(
+        "data.dataset_shard_num", data.dataset_shard_num, "data.dataset_shard_idx", data.dataset_shard_idx
+    )
+
+
+def _shard_is_chosen(number_path: str, number: int | None, index_path: str, index: int | None) -> Iterator[Conflict]:
+    number_name, index_name = number_path.rsplit(".", 1)[1], index_path.rsplit(".", 1)[1]
+    if index is not None and number is None:
+        yield Conflict((index_path, number_path), f"{index_name} needs {number_name}, the number of parts")
+    elif number is not None and index is None:
+        yield Conflict(
+            (number_path, index_path), f"{number_name} needs {index_name}, the part to use (0 to {number - 1})"
+        )
+    elif number is not None and index is not None and index >= number:
+        yield Conflict(
+            (index_path, number_path), f"{index_name} is {index}; {number_name}: {number} wants 0 to {number - 1}"
+        )
+
+
+def _needs_are_met(config: Config) -> Iterator[Conflict]:
+    for need in NEEDS:
+        if need.holds(config):
+            continue
+        for path in need.options:
+            section_name, name = path.split(".")
+            section = getattr(config, section_name)
+            if getattr(section, name) != type(section).model_fields[name].default:
+                message = f"{name} does nothing unless {need.switch} is {need.wanted}"
+                yield Conflict((path, need.switch), message)
+
+
+def _made_up_rows_have_no_source(config: Config) -> Iterator[Conflict]:
+    for path, entry in _entries(config):
+        for name in ("name", "split", "revision", "data_files", "ds_type", "shards"):
+            if entry.path == "dummy" and getattr(entry, name) is not None:
+                yield Conflict((f"{path}.{name}", f"{path}.path"), f"made-up rows have no {name}: leave it out")
+
+
+def _data_files_have_a_format(config: Config) -> Iterator[Conflict]:
+    for path, entry in _entries(config):
+        if entry.data_files is not None and entry.ds_type is None:
+            yield Conflict(
+                (f"{path}.data_files", f"{path}.ds_type"),
+                "data_files needs ds_type, the format of the files: json, csv, parquet, arrow or text",
+            )
+
+
+def _documents_fit_bins(config: Config) -> Iterator[Conflict]:
+    bin_length = config.data.sample_packing_sequence_len
+    for path, entry in _entries(config):
+        if entry.max_seq_len is not None and entry.max_seq_len > bin_length:
+            yield Conflict(
+                (f"{path}.max_seq_len", "data.sample_packing_sequence_len"),
+                f"max_seq_len is {entry.max_seq_len}, but a document has to fit a bin, and "
+                f"sample_packing_sequence_len is {bin_length}",
+            )
+
+
+def _held_out_data_has_one_source(config: Config) -> Iterator[Conflict]:
+    data = config.data
+    if data.val_set_size is not None and data.test_datasets:
+        yield Conflict(
+            ("data.val_set_size", "data.test_datasets"),
+            "held-out data comes from one of the two; set the other to null",
+        )
+
+
+def _prefetching_needs_workers(config: Config) -> Iterator[Conflict]:
+    data = config.data
+    is_set = "dataloader_prefetch_factor" in data.model_fields_set
+    if data.dataloader_num_workers == 0 and is_set and data.dataloader_prefetch_factor is not None:
+        yield Conflict(
+            ("data.dataloader_prefetch_factor", "data.dataloader_num_workers"),
+            "no process prefetches when dataloader_num_workers is 0: set dataloader_prefetch_factor to null",
+        )
+
+
+def _sharding_options_agree(config: Config) -> Iterator[Conflict]:
+    train = config.train
+    if train.reshard_after_forward is not None and train.reshard_after_forward != train.enable_full_shard:
+        wanted = str(train.reshard_after_forward).lower()
+        yield Conflict(
+            ("train.reshard_after_forward", "train.enable_full_shard"),
+            f"enable_full_shard is {str(train.enable_full_shard).lower()}, which says the opposite: leave "
+            f"reshard_after_forward out and set enable_full_shard to {wanted}",
+        )
+
+
+def _degrees_fit_the_mode(config: Config) -> Iterator[Conflict]:
+    train = config.train
+    mode = train.data_parallel_mode
+    if mode == "fsdp2":
+        return
+    wanted = {"none": "none is one process", "ddp": "ddp does not shard"}[mode]
+    sizes = {"data_parallel_shard_size": train.data_parallel_shard_size}
+    if mode == "none":
+        sizes["data_parallel_replicate_size"] = train.data_parallel_replicate_size
+    for name, size in sizes.items():
+        if size > 1:
+            yield Conflict(
+                (f"train.{name}", "train.data_parallel_mode"),
+                f"data_parallel_mode {wanted}, so {name} cannot be {size}: set it to 1, or the mode to fsdp2",
+            )
+
+
+def _tensor_parallelism_splits_projections(config: Config) -> Iterator[Conflict]:
+    if config.train.tensor_parallel_size > 1 and config.model.merge_qkv:
+        yield Conflict(
+            ("train.tensor_parallel_size", "model.merge_qkv"), "tensor parallelism needs model.merge_qkv: false"
+        )
+
+
+def _rates_are_ordered(config: Config) -> Iterator[Conflict]:
+    train = config.train
+    if train.lr_decay_style != "constant" and train.lr_min > train.lr:
+        yield Conflict(("train.lr_min", "train.lr"), f"lr_min is {train.lr_min:g}, above lr, which is {train.lr:g}")
+    if train.lr_start > train.lr:
+        yield Conflict(
+            ("train.lr_start", "train.lr"), f"lr_start is {train.lr_start:g}, above lr, which is {train.lr:g}"
+        )
+    if train.lr_decay_style != "constant" and train.lr_warmup_ratio > train.lr_decay_ratio:
+        yield Conflict(
+            ("train.lr_decay_ratio", "train.lr_warmup_ratio"),
+            f"lr_decay_ratio is {train.lr_decay_ratio:g}, so the decay would end before the warm-up does, at "
+            f"lr_warmup_ratio {train.lr_warmup_ratio:g}",
+        )
+
+
+def _determinism_may_block_launches(config: Config) -> Iterator[Conflict]:
+    train = config.train
+    if train.enable_full_determinism and not train.allow_cuda_launch_blocking:
+        yield Conflict(
+            ("train.enable_full_determinism", "train.allow_cuda_launch_blocking"),
+            "enable_full_determinism needs allow_cuda_launch_blocking: true, since it is slow",
+        )
+
+
+def _the_profile_has_a_length(config: Config) -> Iterator[Conflict]:
+    train = config.train
+    if train.profile_end_step <= train.profile_start_step:
+        yield Conflict(
+            ("train.profile_end_step", "train.profile_start_step"),
+            f"profile_end_step is {train.profile_end_step}; it has to come after profile_start_step, which is "
+            f"{train.profile_start_step}",
+        )
+
+
+def _adapters_are_on(config: Config) -> Iterator[Conflict]:
+    lora = config.lora
+    if lora.save_lora_only and not (lora.enable_lora or lora.enable_qlora):
+        yield Conflict(
+            ("lora.save_lora_only", "lora.enable_lora"), "there is no adapter to save: set enable_lora or enable_qlora"
+        )
+    if lora.reset_optimizer_on_merge and lora.merge_lora_interval == 0:
+        yield Conflict(
+            ("lora.reset_optimizer_on_merge", "lora.merge_lora_interval"),
+            "reset_optimizer_on_merge needs merge_lora_interval > 0",
+        )
+
+
+CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
+    _model_is_named,
+    _needs_are_met,
+    _made_up_rows_have_no_source,
+    _data_files_have_a_format,
+    _shards_are_chosen,
+    _documents_fit_bins,
+    _held_out_data_has_one_source,
+    _prefetching_needs_workers,
+    _sharding_options_agree,
+    _degrees_fit_the_mode,
+    _tensor_parallelism_splits_projections,
+    _rates_are_ordered,
+    _determinism_may_block_launches,
+    _the_profile_has_a_length,
+    _adapters_are_on,
+)
+
+
+def _entries(config: Config) -> Iterator[tuple[str, DatasetEntryConfig]]:
+    for name in ("datasets", "test_datasets"):
+        for index, entry in enumerate(getattr(config.data, name)):
+            yield f"data.{name}.{index}", entry
+
+
+def check_world_size(config: Config, world_size: int) -> None:
+    """Raises ValueError when that many processes cannot be arranged as the parallel sizes say."""
+    train = config.train
+    started = f"{world_size} process{'' if world_size == 1 else 'es'}"
+    if train.data_parallel_mode == "none" and world_size > 1:
+        raise ValueError(f"train.data_parallel_mode: none is one process, got {started}; set it to ddp or fsdp2")
+    model_sizes = {
+        "train.tensor_parallel_size": train.tensor_parallel_size,
+        "train.pipeline_parallel_size": train.pipeline_parallel_size,
+        "train.ulysses_parallel_size": train.ulysses_parallel_size,
+        "train.ringattn_parallel_size": train.ringattn_parallel_size,
+    }
+    data_sizes = {
+        "train.data_parallel_replicate_size": train.data_parallel_replicate_size,
+        "train.data_parallel_shard_size": 1 if train.data_parallel_mode == "ddp" else train.data_parallel_shard_size,
+    }
+    sizes = model_sizes | data_sizes
+    fixed = math.prod(max(size, 1) for size in sizes.values())
+    is_open = -1 in sizes.values()
+    if world_size % fixed if is_open else world_size != fixed:
+        shown = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "sizes that are all 1"
+        wanted = f"a multiple of {fixed}" if is_open else f"{fixed}, or set a data-parallel size to -1 for the rest"
+        raise ValueError(f"{started} cannot be arranged as {shown}: start {wanted}")

@@ -1,0 +1,112 @@
+"""A file and overrides to a checked configuration: the door through which every configuration comes."""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from xorl.config.document import Document, Node, node_of, read_document
+from xorl.config.local import Config
+from xorl.config.options import ENTRIES, ENTRY_LISTS, all_options
+from xorl.config.overrides import apply_overrides_, parse_overrides
+from xorl.config.problems import ConfigError, Origin, Problem
+from xorl.config.resolve import resolve
+from xorl.config.validate import validate
+
+NO_LINE = 0  # of overrides
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A checked configuration.
+
+    `origins` says of every option where its value is from: `config.yaml:12`, `--train.lr`, `environment NAME` or
+    `default`. `path` is None for a configuration that was made in Python; `overrides` are the arguments as given.
+    """
+
+    config: Config
+    origins: dict[str, str]
+    path: Path | None
+    overrides: tuple[str, ...] = ()
+
+    def is_set(self, option: str) -> bool:
+        """Says whether an option was given, and is not a default."""
+        return not self.origins[option].startswith(("default", "environment"))
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
+    """Reads a YAML file, applies `--section.field value` overrides, and checks the whole.
+
+    Raises ConfigError, which holds every problem with its place.
+    """
+    name = str(path)
+    document = read_document(_text_of(path), name)
+    root = document.root or Node(None, Origin("file", f"{name}:1", "", 1))
+    return _finish(Document(root if not _is_unreadable(document) else None, document.problems), path, overrides, name)
+
+
+def config_from_mapping(data: Mapping[str, object], overrides: Sequence[str] = ()) -> LoadedConfig:
+    """Checks a configuration that was made in Python, by the same rules. Raises ConfigError."""
+    root = node_of(data, Origin("python", "python"))
+    return _finish(Document(root), None, overrides, "the configuration")
+
+
+def _is_unreadable(document: Document) -> bool:
+    return document.root is None and bool(document.problems)
+
+
+def _finish(document: Document, path: Path | None, overrides: Sequence[str], name: str) -> LoadedConfig:
+    parsed, problems = parse_overrides(overrides)
+    problems = [*document.problems, *problems]
+    if document.root is None:
+        raise ConfigError(problems, name)
+    problems += apply_overrides_(document.root, parsed)
+    config, found = validate(document.root)
+    # A value that could not be read is not reported for what stands in its place.
+    unread = {(problem.path, problem.origin.line) for problem in problems}
+    problems += [
+        problem
+        for problem in found
+        if (problem.path, problem.origin.line) not in unread and (problem.path, NO_LINE) not in unread
+    ]
+    if problems or config is None:
+        raise ConfigError(problems, name)
+    try:
+        resolved, reasons = resolve(config)
+    except ValueError as error:
+        raise ConfigError([Problem(Origin("environment", "environment"), "", str(error))], name) from error
+    return LoadedConfig(resolved, _origins(resolved, document.root, reasons), path, tuple(overrides))
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = path.read_bytes()[: error.start].count(b"\n") + 1
+        origin = Origin("file", f"{path}:{line}", "", line)
+        raise ConfigError([Problem(origin, "", f"this is not UTF-8 text: {error.reason}")], str(path)) from error
+    except OSError as error:
+        message = f"cannot be read: {error.strerror or error}"
+        if isinstance(error, FileNotFoundError) and path.parent.is_dir():
+            others = [str(other) for other in path.parent.glob("*.y*ml")]
+            near = difflib.get_close_matches(str(path), others, n=1)
+            message += f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError([Problem(Origin("file", str(path)), "", message)], str(path)) from error
+
+
+def _origins(config: Config, root: Node, reasons: Mapping[str, str]) -> dict[str, str]:
+    """Returns where the value of each option is from, by concrete path."""
+    origins: dict[str, str] = {}
+    for option in all_options().values():
+        paths = [option.path]
+        if option.section == ENTRIES:
+            paths = [
+                f"{entries}.{index}.{option.name}"
+                for entries in ENTRY_LISTS
+                for index in range(len(getattr(config.data, entries.removeprefix("data."))))
+            ]
+        for path in paths:
+            parts = [int(part) if part.isdecimal() else part for part in path.split(".")]
+            node = root.find(parts)
+            origins[path] = reasons.get(path) or (str(node.origin) if node else "default")
+    return origins

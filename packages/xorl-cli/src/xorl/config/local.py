@@ -1,0 +1,407 @@
+"""The options of local training, by section: model, data, train and lora.
+
+The fields of a group stand in the order in which they are documented. A default that follows another option is null
+here and filled in by resolve.py.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from xorl.config.fields import (
+    AtLeastOne,
+    AtLeastZero,
+    CheckpointFormat,
+    InitDevice,
+    LoadWeightsMode,
+    LoraFields,
+    ModelFields,
+    NonNegative,
+    OptimizerFields,
+    ParallelFields,
+    Ratio,
+    Section,
+)
+
+DatasetType = Literal["tokenized", "chat", "prompt_completion", "text", "auto"]
+DatasetFileFormat = Literal["json", "csv", "parquet", "arrow", "text"]
+OverflowPolicy = Literal["truncate", "drop", "split", "error"]
+PackingMethod = Literal["sequential", "multipack"]
+StartMethod = Literal["fork", "spawn", "forkserver"]
+DecayStyle = Literal["constant", "linear", "cosine"]
+RecomputableModule = Literal["self_attn", "mlp"]
+ExpertCheckpointMethod = Literal["moe_act"]
+LogFormat = Literal["progress_bar", "structured"]
+
+
+class ModelConfig(ModelFields):
+    """Model"""
+
+
+class DatasetEntryConfig(Section):
+    """Dataset entry"""
+
+    path: str = Field(
+        description="Where the rows are: a local file or folder, a Hub id (org/name), a URL (s3://, gs://, abfs://, "
+        "https://), or dummy for made-up rows.",
+    )
+    type: DatasetType = Field(
+        default="tokenized",
+        description="What a row holds. tokenized: input_ids and maybe labels (-100 is not trained; absent means "
+        "input_ids) and attention_mask. chat: messages. prompt_completion: a prompt and its answer. text: plain "
+        "documents. auto: recognised from the columns.",
+    )
+    name: str | None = Field(
+        default=None, description="Configuration (subset) of a Hub dataset. null means its default."
+    )
+    split: str | None = Field(
+        default=None, description="Split to read, such as train or validation. null means train, or the only one."
+    )
+    revision: str | None = Field(
+        default=None, description="Commit, tag or branch of a Hub dataset. null means the newest."
+    )
+    trust_remote_code: bool = Field(default=False, description="Run a loading script that comes with a dataset.")
+    data_files: str | list[str] | None = Field(
+        default=None,
+        description="Files to read within path, as names or patterns. Needs ds_type. null means what path holds.",
+    )
+    ds_type: DatasetFileFormat | None = Field(
+        default=None,
+        description="Format of the files: json (also one object a line), csv, parquet, arrow or text. null means what "
+        "the file names say.",
+    )
+    max_seq_len: AtLeastOne | None = Field(
+        default=None,
+        description="Longest document, in tokens; overflow says what becomes of longer ones. null means "
+        "data.sample_packing_sequence_len.",
+    )
+    overflow: OverflowPolicy = Field(
+        default="truncate",
+        description="What becomes of a document that is longer than max_seq_len: truncate cuts its end off, drop "
+        "leaves it out, split makes several documents of it, error stops the run. What happened is counted and "
+        "printed.",
+    )
+    shards: AtLeastOne | None = Field(
+        default=None, description="Cut the dataset into this many parts and use shards_idx alone. null means all of it."
+    )
+    shards_idx: AtLeastZero | None = Field(
+        default=None, description="Which of the shards to use, from 0. null goes with shards: null."
+    )
+    preprocess_shards: AtLeastOne | None = Field(
+        default=None,
+        description="Prepare the dataset in this many parts, one after the other, to save memory. null means in one.",
+    )
+
+
+class DataConfig(Section):
+    """Data"""
+
+    datasets: list[DatasetEntryConfig] = Field(
+        min_length=1, description="What is trained on: one entry per dataset, merged in order."
+    )
+    test_datasets: list[DatasetEntryConfig] = Field(
+        default=[],
+        description="What is evaluated on, with the fields of datasets. Not together with val_set_size.",
+    )
+    dataset_prepared_path: str = Field(
+        default="last_prepared_dataset",
+        description="Folder of prepared datasets. Each is stored under a hash of all it was made from.",
+    )
+    select_columns: list[str] | None = Field(
+        default=None,
+        description="Columns to read of each dataset, such as [input_ids, labels]. null means those of input_ids, "
+        "labels and attention_mask that it has.",
+    )
+    sample_packing_method: PackingMethod = Field(
+        default="sequential",
+        description="How documents fill a bin: sequential keeps about the order of the data, multipack fills bins "
+        "best (best-fit decreasing within a group, bins shuffled afterwards).",
+    )
+    sample_packing_sequence_len: AtLeastOne = Field(default=32000, description="Size of a bin, in tokens.")
+    sample_packing_group_size: AtLeastOne = Field(
+        default=100000,
+        description="Documents that are packed together under multipack. More fill bins slightly better.",
+    )
+    sample_packing_sequentially: bool | None = Field(
+        default=None,
+        description="true packs in the exact order of the data, whatever the method. null and false leave it to the "
+        "method.",
+    )
+    sample_packing_mp_start_method: StartMethod | None = Field(
+        default=None,
+        description="Pack the groups of multipack in dataset_num_proc processes, started this way: fork, spawn or "
+        "forkserver. null packs them in the process that trains.",
+    )
+    eval_sample_packing: bool | None = Field(
+        default=None,
+        description="Pack held-out data too; false puts each document into a bin of its own. null means true.",
+    )
+    dataloader_num_workers: AtLeastZero = Field(
+        default=8, description="Processes of each rank that make batches. 0 makes them in the training process."
+    )
+    dataloader_prefetch_factor: AtLeastOne | None = Field(
+        default=2,
+        description="Batches that each of these processes makes ahead. Must be null when dataloader_num_workers is 0 "
+        "(and is, unless set); null with workers means torch's own default, 2.",
+    )
+    dataloader_pin_memory: bool = Field(
+        default=True, description="Put batches into page-locked memory, from which a GPU copies faster."
+    )
+    dataloader_drop_last: bool = Field(
+        default=True,
+        description="Leave out the bins at the end of an epoch that do not fill an optimizer step. false trains a "
+        "smaller last step.",
+    )
+    pad_to_multiple_of: AtLeastOne = Field(
+        default=128, description="Pad each micro-batch to a multiple of this many tokens. The padding is not trained."
+    )
+    val_set_size: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        default=None,
+        description="Rows held out of datasets for evaluation: a whole number of them, or a fraction below 1. null "
+        "means none.",
+    )
+    shuffle_merged_datasets: bool = Field(default=True, description="Shuffle the merged rows, by train.seed.")
+    shuffle_before_merging_datasets: bool = Field(
+        default=True, description="Shuffle the rows of each dataset before merging, by train.seed."
+    )
+    dataset_num_proc: AtLeastOne | None = Field(
+        default=None,
+        description="Processes that prepare data. null means the environment variable XORL_DATASET_NUM_PROC, else the "
+        "number of CPU cores.",
+    )
+    dataset_shard_num: AtLeastOne | None = Field(
+        default=None,
+        description="Cut the merged data into this many parts and use dataset_shard_idx alone. null means all of it.",
+    )
+    dataset_shard_idx: AtLeastZero | None = Field(
+        default=None, description="Which of these parts to use, from 0. null goes with dataset_shard_num: null."
+    )
+    num_dataset_shards_to_save: AtLeastOne | None = Field(
+        default=None, description="Files that a prepared dataset is stored in. null means one."
+    )
+    skip_prepare_dataset: bool = Field(
+        default=False, description="Read dataset_prepared_path as it is, without looking at the sources again."
+    )
+    push_dataset_to_hub: str | None = Field(
+        default=None,
+        description="Upload the prepared dataset to this Hub repository (org/name). Needs hf_use_auth_token: true. "
+        "null means no upload.",
+    )
+    hf_use_auth_token: bool | None = Field(
+        default=None,
+        description="Use the stored Hub token for private datasets and uploads. null leaves it to the Hub library.",
+    )
+
+
+class ScheduleFields(OptimizerFields):
+    """Optimizer"""
+
+    lr: NonNegative = Field(default=5e-5, description="Peak learning rate.")
+    lr_min: NonNegative = Field(default=1e-7, description="Learning rate at the end of the decay.")
+    lr_start: NonNegative = Field(default=0.0, description="Learning rate at the start of the warm-up.")
+    lr_warmup_ratio: Ratio = Field(
+        default=0.0, description="Fraction of all optimizer steps in which the rate rises linearly from lr_start to lr."
+    )
+    lr_decay_style: DecayStyle = Field(
+        default="constant", description="Shape of the schedule after the warm-up: constant, linear or cosine."
+    )
+    lr_decay_ratio: Ratio = Field(
+        default=1.0,
+        description="Fraction of all optimizer steps, warm-up included, after which the rate stays at lr_min.",
+    )
+    weight_decay: NonNegative = Field(default=0.0, description="Weight decay, decoupled from the gradient in AdamW.")
+    no_decay_modules: list[str] = Field(
+        default=[], description="Parts of module names, such as norm, whose parameters get no weight decay."
+    )
+    no_decay_params: list[str] = Field(
+        default=[], description="Parts of parameter names, such as bias, that get no weight decay."
+    )
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = Field(
+        default=1.0,
+        description="Longest gradient, as a norm over all parameters; a longer one is scaled down to it. null means "
+        "no limit; the norm is measured all the same.",
+    )
+
+
+class BatchFields(Section):
+    """Batch sizing"""
+
+    micro_batch_size: AtLeastOne = Field(default=1, description="Bins that a rank runs through the model at once.")
+    gradient_accumulation_steps: AtLeastOne = Field(
+        default=1,
+        description="Micro-batches of each rank per optimizer step. A step trains micro_batch_size times this times "
+        "the data-parallel size bins.",
+    )
+    num_train_epochs: AtLeastOne = Field(default=1, description="Passes over the data.")
+    max_steps: AtLeastOne | None = Field(
+        default=None,
+        description="Optimizer steps after which training ends and to which the learning-rate schedule is stretched. "
+        "null means that num_train_epochs decides.",
+    )
+    eval_steps: AtLeastOne | None = Field(
+        default=None,
+        description="Evaluate on held-out data every so many optimizer steps. null means before the first step and "
+        "after the last alone, where it is always done when there is held-out data.",
+    )
+
+
+class MemoryFields(Section):
+    """Memory and performance"""
+
+    enable_mixed_precision: bool = Field(
+        default=True,
+        description="Compute in bf16 with parameters, reductions and accumulation in fp32; false computes in fp32.",
+    )
+    enable_gradient_checkpointing: bool = Field(
+        default=True, description="Keep only the inputs of each layer and compute its activations again when needed."
+    )
+    enable_reentrant: bool = Field(
+        default=False, description="Use torch's older, reentrant form of gradient checkpointing."
+    )
+    recompute_modules: Annotated[list[RecomputableModule], Field(min_length=1)] | None = Field(
+        default=None,
+        description="Parts of a layer that are computed again: [self_attn], [mlp] or both. null means the whole layer.",
+    )
+    moe_checkpoint_method: ExpertCheckpointMethod | None = Field(
+        default=None,
+        description="moe_act computes only the activations inside experts again, without the communication. null "
+        "means the whole layer.",
+    )
+    enable_full_shard: bool = Field(
+        default=True,
+        description="Under fsdp2, shard parameters between uses too (ZeRO-3); false keeps them gathered from forward "
+        "to backward (ZeRO-2).",
+    )
+    enable_forward_prefetch: bool = Field(
+        default=True, description="Under fsdp2, gather the next unit's parameters while one computes its forward pass."
+    )
+    enable_activation_offload: bool = Field(
+        default=False, description="Move activations to CPU memory until the backward pass."
+    )
+    activation_gpu_limit: NonNegative = Field(
+        default=0.0, description="Activations, in GB, that enable_activation_offload leaves on the GPU. 0 means none."
+    )
+    enable_compile: bool = Field(default=False, description="Compile the layers with torch.compile.")
+    init_device: InitDevice = Field(
+        default="auto",
+        description="Where parameters are made: meta (each rank makes its shards alone; fsdp2), cuda, or cpu. auto "
+        "takes meta under fsdp2, else the device trained on.",
+    )
+    load_weights_mode: LoadWeightsMode = Field(
+        default="broadcast",
+        description="Who reads the weights: broadcast (rank 0 reads and sends) or all_ranks (each rank reads its "
+        "share). auto and safetensors mean broadcast; dcp reads a distributed checkpoint.",
+    )
+    enable_full_determinism: bool = Field(
+        default=False,
+        description="Use deterministic kernels alone, so that a run repeats to the bit; slower. Needs "
+        "allow_cuda_launch_blocking: true.",
+    )
+    allow_cuda_launch_blocking: bool = Field(
+        default=False, description="Allow CUDA_LAUNCH_BLOCKING=1, which is slow enough to be refused otherwise."
+    )
+    empty_cache_steps: AtLeastZero = Field(
+        default=500, description="Return cached GPU memory every so many optimizer steps. 0 means never."
+    )
+    gc_steps: AtLeastZero = Field(
+        default=500,
+        description="Collect Python garbage every so many optimizer steps, and only then. 0 leaves it to Python.",
+    )
+
+
+class CheckpointFields(Section):
+    """Checkpointing"""
+
+    output_dir: str = Field(
+        min_length=1,
+        description="Folder of checkpoints, exported models and metrics. All nodes must see the same one.",
+    )
+    ckpt_manager: CheckpointFormat = Field(
+        default="dcp",
+        description="Form of checkpoints: dcp (each rank writes its shards) or torch (one gathered file).",
+    )
+    save_steps: AtLeastZero = Field(
+        default=0, description="Save a checkpoint every so many optimizer steps. 0 means not by steps."
+    )
+    save_epochs: NonNegative = Field(
+        default=1.0,
+        description="Save a checkpoint every so many epochs; 0.25 saves four in each. 0 means not by epochs.",
+    )
+    save_async: bool = Field(default=False, description="Write checkpoints in the background while training goes on.")
+    save_hf_weights: bool = Field(
+        default=True,
+        description="Export the trained model to Hugging Face safetensors at the end, in the last checkpoint.",
+    )
+    load_checkpoint_path: str | None = Field(
+        default=None,
+        description="Checkpoint folder to continue from; auto takes the newest in output_dir, if there is one. null "
+        "or empty starts afresh, and stops if output_dir already holds checkpoints.",
+    )
+
+
+class LoggingFields(Section):
+    """Logging"""
+
+    log_format: LogFormat = Field(
+        default="progress_bar", description="What a run prints: progress_bar, or structured (key=value lines)."
+    )
+    use_wandb: bool = Field(
+        default=True,
+        description="Log to Weights & Biases; offline, with one line about it, when there is no key or network.",
+    )
+    wandb_project: str = Field(default="Xorl", description="Project in Weights & Biases.")
+    wandb_name: str | None = Field(
+        default=None, description="Name of the run in Weights & Biases. null means a name that it makes up."
+    )
+    wandb_tags: list[str] | None = Field(default=None, description="Tags of the run in Weights & Biases. null: none.")
+    wandb_log_interval: AtLeastOne = Field(
+        default=1, description="Log to Weights & Biases every so many optimizer steps."
+    )
+
+
+class ProfilingFields(Section):
+    """Profiling"""
+
+    enable_profiling: bool = Field(default=False, description="Record a trace with torch's profiler.")
+    profile_start_step: AtLeastOne = Field(default=1, description="First optimizer step that is recorded.")
+    profile_end_step: AtLeastOne = Field(default=2, description="Optimizer step before which recording stops.")
+    profile_trace_dir: str = Field(default="./trace", description="Folder of the traces.")
+    profile_record_shapes: bool = Field(default=True, description="Record the shapes of inputs.")
+    profile_profile_memory: bool = Field(default=True, description="Record memory use.")
+    profile_with_stack: bool = Field(default=True, description="Record Python stacks.")
+    profile_rank0_only: bool = Field(default=True, description="Record rank 0 alone; false writes a trace per rank.")
+
+
+class SeedFields(Section):
+    """Seeding"""
+
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = Field(
+        default=42, description="Seed of initialisation, data order and everything else that is random."
+    )
+
+
+# pydantic collects the fields of the last base first.
+class TrainConfig(
+    SeedFields,
+    ProfilingFields,
+    LoggingFields,
+    CheckpointFields,
+    MemoryFields,
+    BatchFields,
+    ScheduleFields,
+    ParallelFields,
+):
+    """Train"""
+
+
+class LoraConfig(LoraFields):
+    """LoRA"""
+
+
+class Config(Section):
+    """Local training"""
+
+    model: ModelConfig = Field(default=ModelConfig(), description="Which model, and which kernels compute it.")
+    data: DataConfig = Field(description="What is trained on, and how it is prepared, packed and loaded.")
+    train: TrainConfig = Field(description="How it is trained, saved and observed.")
+    lora: LoraConfig = Field(default=LoraConfig(), description="Adapters and quantized base weights.")

@@ -1,0 +1,232 @@
+"""Every option as a flat list: path, group, type in words, default, meaning; and which name a misspelt one meant.
+
+Options of a list's entries are written `data.datasets[].path`.
+"""
+
+import difflib
+import inspect
+import json
+import re
+import types
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Literal, Union, get_args, get_origin
+
+from annotated_types import BaseMetadata, Ge, Gt, Le, Lt, MinLen, MultipleOf
+from pydantic.fields import FieldInfo
+
+from xorl.config.document import resolve_scalar
+from xorl.config.fields import Section
+from xorl.config.local import Config
+
+ENTRIES = "data.datasets[]"
+ENTRY_LISTS = ("data.datasets", "data.test_datasets")
+# What other trainers call it, where the names are too unlike for a guess.
+OTHER_NAMES = {
+    "batch_size": "micro_batch_size",
+    "bf16": "enable_mixed_precision",
+    "epochs": "num_train_epochs",
+    "learning_rate": "lr",
+    "lr_scheduler": "lr_decay_style",
+    "lr_scheduler_type": "lr_decay_style",
+    "per_device_train_batch_size": "micro_batch_size",
+    "resume_from_checkpoint": "load_checkpoint_path",
+    "seq_len": "sample_packing_sequence_len",
+    "sequence_len": "sample_packing_sequence_len",
+    "warmup_ratio": "lr_warmup_ratio",
+}
+BOUNDS: tuple[tuple[type[BaseMetadata], str, str], ...] = (
+    (Ge, "ge", ">="),
+    (Gt, "gt", ">"),
+    (Le, "le", "<="),
+    (Lt, "lt", "<"),
+    (MultipleOf, "multiple_of", "a multiple of"),
+)
+WORDS: dict[object, str] = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "true or false",
+    types.NoneType: "null",
+}
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option. `default` is YAML text, or None when the option must be given."""
+
+    path: str
+    group: str
+    type: str
+    default: str | None
+    description: str
+    annotation: object
+
+    @property
+    def name(self) -> str:
+        return self.path.rsplit(".", 1)[-1]
+
+    @property
+    def section(self) -> str:
+        return self.path.rsplit(".", 1)[0]
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The strings that a closed set allows; empty for other types."""
+        return tuple(choice for choice in _literals(self.annotation) if isinstance(choice, str))
+
+
+@cache
+def all_options() -> dict[str, Option]:
+    """Returns every option by path, in the order of the documentation."""
+    return {option.path: option for option in _options_of(Config, "")}
+
+
+def find_option(path: str) -> Option | None:
+    """Returns the option at a path; positions in a list of datasets count as any entry."""
+    return all_options().get(general_path(path))
+
+
+def general_path(path: str) -> str:
+    """Turns `data.test_datasets.0.path` into `data.datasets[].path`, and leaves other paths alone."""
+    return re.sub(r"^data\.(test_)?datasets\.\d+(?=\.|$)", ENTRIES, path)
+
+
+def sections() -> tuple[str, ...]:
+    """Returns where options stand: the sections, and the entries of a list of datasets."""
+    return tuple(dict.fromkeys(option.section for option in all_options().values()))
+
+
+def suggestion(path: str) -> tuple[str, str | None]:
+    """Returns what to say of an unknown option, and the path of the option that was probably meant.
+
+    Looks for the same name elsewhere, a like name in the option's own section, the name that other trainers give it,
+    and a like name elsewhere, in this order.
+    """
+    section, _, name = path.rpartition(".")
+    options = all_options().values()
+    here = [option.name for option in options if option.section == general_path(section)]
+    here += [] if section else Config.model_fields
+    elsewhere = {option.name: option for option in reversed(options)}
+    near = difflib.get_close_matches(name, here, n=1, cutoff=0.65)
+    far = difflib.get_close_matches(name, elsewhere, n=1, cutoff=0.8)
+    if name in elsewhere:
+        meant = elsewhere[name]
+        return f"unknown option here; {name} belongs in {_place(meant)}: {meant.path}", meant.path
+    if near:
+        meant_path = f"{section}.{near[0]}" if section else near[0]
+        return f"unknown option; did you mean {meant_path}?", general_path(meant_path)
+    if name in OTHER_NAMES or far:
+        meant = elsewhere[OTHER_NAMES.get(name) or far[0]]
+        return f"unknown option; did you mean {meant.path} (in {_place(meant)})?", meant.path
+    known = f"`xorl config docs {general_path(section)}` lists those there are" if here else "see `xorl config docs`"
+    return f"unknown option; {known}", None
+
+
+def suggest_choice(option: Option, value: str) -> str | None:
+    """Returns the allowed value that is most like the one given."""
+    near = difflib.get_close_matches(value.lower(), {choice.lower(): choice for choice in option.choices}, n=1)
+    return next((choice for choice in option.choices if near and choice.lower() == near[0]), None)
+
+
+def _place(option: Option) -> str:
+    is_entry = option.section == ENTRIES
+    return f"the entries of {ENTRY_LISTS[0]}" if is_entry else f"section {option.section}"
+
+
+def _options_of(section: type[Section], prefix: str) -> Iterator[Option]:
+    entries: list[Option] = []
+    for name, info in section.model_fields.items():
+        path = f"{prefix}{name}"
+        entry = _entry_type(info.annotation)
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
+            yield from _options_of(info.annotation, f"{path}.")
+            continue
+        yield Option(
+            path=path,
+            group=_group(section, name),
+            type=type_text(info.annotation, info.metadata),
+            default=_default_text(info),
+            description=info.description or "",
+            annotation=info.annotation,
+        )
+        if entry and path == ENTRY_LISTS[0]:
+            entries = list(_options_of(entry, f"{ENTRIES}."))
+    yield from entries
+
+
+def _group(section: type[Section], name: str) -> str:
+    """Returns the title of the group of options in which a field is declared."""
+    owner = next(base for base in section.__mro__ if name in inspect.get_annotations(base))
+    return owner.__doc__ or ""
+
+
+def _default_text(info: FieldInfo) -> str | None:
+    return None if info.is_required() else yaml_text(info.default)
+
+
+def yaml_text(value: object) -> str:
+    """Returns YAML of one line that reads back as the value, quoted only where needed."""
+    if isinstance(value, str):
+        is_plain = re.fullmatch(r"[A-Za-z./][\w./ +@%=()-]*(?<! )", value) and resolve_scalar(value) == value
+        return value if is_plain else json.dumps(value, ensure_ascii=False).replace("${", "$${")
+    if isinstance(value, Section):
+        return yaml_text(value.model_dump())
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(yaml_text, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{yaml_text(key)}: {yaml_text(item)}' for key, item in value.items())}}}"
+    return json.dumps(value)
+
+
+def type_text(annotation: object, metadata: Iterable[object] = ()) -> str:
+    """Returns a type in words, with its range: `integer >= 1 or null`."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if any(isinstance(item, MinLen) for item in metadata):
+        return f"{type_text(annotation)} (not empty)"
+    if origin is Annotated:
+        inner = [item for extra in arguments[1:] if isinstance(extra, FieldInfo) for item in extra.metadata]
+        return type_text(arguments[0], inner)
+    if origin in (Union, types.UnionType):
+        return " or ".join(type_text(argument) for argument in sorted(arguments, key=_is_null))
+    if origin is Literal:
+        return f"{'one of ' if len(arguments) > 1 else ''}{', '.join(map(str, arguments))}"
+    if origin is list:
+        return f"list of {_plural(arguments[0])}"
+    if origin is dict:
+        return "mapping"
+    bounds = [
+        f"{sign} {_number(getattr(item, attribute))}"
+        for kind, attribute, sign in BOUNDS
+        for item in metadata
+        if isinstance(item, kind)
+    ]
+    return " ".join([WORDS.get(annotation, "mapping"), " and ".join(bounds)]).rstrip()
+
+
+def _is_null(annotation: object) -> bool:
+    return annotation is types.NoneType
+
+
+def _number(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _plural(annotation: object) -> str:
+    if annotation is str:
+        return "strings"
+    return ", ".join(map(str, get_args(annotation))) if get_origin(annotation) is Literal else "dataset entries"
+
+
+def _literals(annotation: object) -> Iterator[object]:
+    if get_origin(annotation) is Literal:
+        yield from get_args(annotation)
+    else:
+        for argument in get_args(annotation):
+            yield from _literals(argument)
+
+
+def _entry_type(annotation: object) -> type[Section] | None:
+    entry = get_args(annotation)[0] if get_origin(annotation) is list else None
+    return entry if isinstance(entry, type) and issubclass(entry, Section) else None

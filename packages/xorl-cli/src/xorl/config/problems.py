@@ -1,0 +1,66 @@
+"""What can be wrong with a configuration, where it was written, and the report that shows all of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+OriginKind = Literal["file", "override", "default", "environment", "python"]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value was written.
+
+    `where` is `config.yaml:12` or `--train.lr`; `text` is the line, or the override as it was typed; `line` is 0 for
+    everything but files.
+    """
+
+    kind: OriginKind
+    where: str
+    text: str = ""
+    line: int = 0
+    variables: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if not self.variables:
+            return self.where
+        return f"{self.where}, environment {', '.join(self.variables)}"
+
+    def shown(self) -> str:
+        """Returns the line with its number, or the override, as a report shows it; empty when there is nothing."""
+        if not self.text.strip():
+            return ""
+        return f"{self.line:>6} | {self.text.rstrip()}" if self.line else f"       | {self.text}"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong: where, with which option, and what is wanted; `also` are other lines involved."""
+
+    origin: Origin
+    path: str
+    message: str
+    also: tuple[Origin, ...] = ()
+
+    def __str__(self) -> str:
+        where = self.origin.where
+        head = where if not self.path or where == f"--{self.path}" else f"{where}: {self.path}"
+        lines = [self.origin.shown(), *(origin.shown() for origin in self.also)]
+        body = [f"       {line}" for line in self.message.splitlines()]
+        return "\n".join([head, *(line for line in dict.fromkeys(lines) if line), *body])
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used. `problems` holds everything that is wrong; str() is the whole report."""
+
+    def __init__(self, problems: Sequence[Problem], source: str) -> None:
+        files = [problem for problem in problems if problem.origin.line]
+        others = [problem for problem in problems if not problem.origin.line]
+        self.problems: tuple[Problem, ...] = (*sorted(files, key=lambda problem: problem.origin.line), *others)
+        self.source = source
+        super().__init__(source)
+
+    def __str__(self) -> str:
+        number = len(self.problems)
+        head = f"{self.source}: {number} problem{'' if number == 1 else 's'}"
+        return "\n\n".join([head, *map(str, self.problems)])

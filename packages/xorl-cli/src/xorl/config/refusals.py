@@ -1,0 +1,178 @@
+"""The capabilities that are not built yet, by the options that would need them: one table.
+
+An option is never accepted and ignored. Whoever builds a capability deletes its row here, and nothing else: the schema
+already knows every value, so that a user reads why a value is refused and what works in its place, not a type error.
+"""
+
+import fnmatch
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from xorl.config.local import Config
+from xorl.config.options import ENTRIES, ENTRY_LISTS, Option, all_options, yaml_text
+
+REMOTE_SCHEMES = ("s3", "gs", "gcs", "abfs", "abfss", "https", "http")
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Values of an option that cannot be had.
+
+    `option` is a path, `data.datasets[].x` for every dataset entry, or a pattern with `*`. `values` are the refused
+    ones; empty, they are all but the default. `matches` decides in place of `values` where these are no closed set,
+    and `shown` says it in words. `for_good` marks what will not come.
+    """
+
+    option: str
+    reason: str
+    instead: str
+    values: tuple[object, ...] = ()
+    matches: Callable[[object], bool] | None = None
+    shown: str = ""
+    for_good: bool = False
+
+    def refuses(self, value: object, default: object) -> bool:
+        """Says whether a value of an option with this default is refused."""
+        if self.matches is not None:
+            return self.matches(value)
+        return value in self.values if self.values else value != default
+
+    def message(self, value: object) -> str:
+        """What a user reads."""
+        state = "is refused" if self.for_good else "is not available yet"
+        return f"{yaml_text(value)} {state}: {self.reason}\n{self.instead}"
+
+    def summary(self) -> str:
+        """What the documentation says."""
+        values = self.shown or ", ".join(map(yaml_text, self.values)) or "anything but the default"
+        return f"{'Refused' if self.for_good else 'Not available yet'}: {values} ({self.reason})"
+
+
+def is_remote(value: object) -> bool:
+    """Says whether a path, or one of several, is a URL."""
+    paths = value if isinstance(value, list) else [value]
+    return any(isinstance(path, str) and path.split("://", 1)[0] in REMOTE_SCHEMES and "://" in path for path in paths)
+
+
+ONE_RANK = "models are not split over ranks yet; the data is"
+ONE_RANK_INSTEAD = "leave it at 1: train.data_parallel_mode fsdp2 shards a model that one GPU cannot hold"
+
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        "model.attn_implementation",
+        "the adapters to the FlashAttention libraries are not built",
+        "use auto, native, sdpa or eager",
+        values=("flash_attention_2", "flash_attention_3", "flash_attention_4"),
+    ),
+    Refusal("model.moe_implementation", "mixture-of-experts models are not built", "leave it at null"),
+    Refusal("model.ep_dispatch", "expert parallelism is not built", "leave it at alltoall"),
+    Refusal("model.deepep_*", "expert parallelism is not built", "leave it out"),
+    Refusal(
+        "model.foundation",
+        "replacing entries of a model's config.json is not built",
+        "edit a copy of config.json and set model.config_path to its folder",
+    ),
+    Refusal("model.encoders", "models of other modalities are not built", "leave it at {}", for_good=True),
+    Refusal(
+        f"{ENTRIES}.type",
+        "xorl reads token ids, not text or conversations yet",
+        "tokenize the data beforehand into rows of input_ids and labels, and use tokenized",
+        values=("chat", "prompt_completion", "text", "auto"),
+    ),
+    Refusal(
+        f"{ENTRIES}.path",
+        "reading from object stores and web addresses is not built",
+        "copy the files to a local folder, or name a dataset of the Hub as org/name",
+        matches=is_remote,
+        shown="URLs such as s3://, gs://, abfs:// and https://",
+    ),
+    Refusal(
+        f"{ENTRIES}.data_files",
+        "reading from object stores and web addresses is not built",
+        "copy the files to a local folder",
+        matches=is_remote,
+        shown="URLs such as s3://, gs://, abfs:// and https://",
+    ),
+    Refusal(
+        f"{ENTRIES}.trust_remote_code",
+        "loading scripts no longer exist: the datasets library runs none",
+        "use a dataset of plain files (parquet, json, csv), and leave it at false",
+        for_good=True,
+    ),
+    Refusal(f"{ENTRIES}.preprocess_shards", "preparing a dataset in parts is not built", "leave it at null"),
+    Refusal("data.num_dataset_shards_to_save", "storing a prepared dataset in parts is not built", "leave it at null"),
+    Refusal("data.push_dataset_to_hub", "uploading prepared datasets is not built", "leave it at null"),
+    Refusal(
+        "data.hf_use_auth_token",
+        "the option is not wired to the Hub library",
+        "leave it at null: the Hub library finds a stored token or HF_TOKEN by itself",
+    ),
+    Refusal("train.tensor_parallel_size", ONE_RANK, ONE_RANK_INSTEAD),
+    Refusal("train.pipeline_parallel_size", ONE_RANK, ONE_RANK_INSTEAD),
+    Refusal("train.pipeline_parallel_schedule", "pipeline parallelism is not built", "leave it at 1F1B"),
+    Refusal("train.pp_variable_seq_lengths", "pipeline parallelism is not built", "leave it at true"),
+    Refusal("train.expert_parallel_size", ONE_RANK, ONE_RANK_INSTEAD),
+    Refusal("train.ulysses_parallel_size", ONE_RANK, ONE_RANK_INSTEAD),
+    Refusal("train.ringattn_parallel_size", ONE_RANK, ONE_RANK_INSTEAD),
+    Refusal("train.cp_fsdp_mode", "context parallelism is not built", "leave it at all"),
+    Refusal("train.ep_outside", "expert parallelism is not built", "leave it at false"),
+    Refusal(
+        "train.optimizer",
+        "this optimizer is not built",
+        "use adamw or sgd",
+        values=("anyprecision_adamw", "muon"),
+    ),
+    Refusal("train.optimizer_dtype", "the optimizers that use it are not built", "leave it out: adamw keeps fp32"),
+    Refusal("train.muon_*", "muon is not built", "leave it out"),
+    Refusal("train.moe_checkpoint_method", "mixture-of-experts models are not built", "leave it at null"),
+    Refusal(
+        "train.enable_activation_offload",
+        "moving activations to CPU memory is not built",
+        "use train.enable_gradient_checkpointing to save memory",
+    ),
+    Refusal("train.activation_gpu_limit", "moving activations to CPU memory is not built", "leave it at 0.0"),
+    Refusal("train.enable_compile", "compilation is not built", "leave it at false"),
+    Refusal(
+        "train.init_device",
+        "xorl runs on CUDA GPUs and on CPUs; there is no such device",
+        "use auto",
+        values=("npu",),
+        for_good=True,
+    ),
+    Refusal(
+        "train.load_weights_mode",
+        "starting from the weights of a distributed checkpoint is not built",
+        "use broadcast or all_ranks for a Hugging Face folder; train.load_checkpoint_path continues a run",
+        values=("dcp",),
+    ),
+    Refusal("train.save_async", "saving in the background is not built", "leave it at false"),
+    Refusal("lora.*", "adapters and quantized base weights are not built", "leave section lora out"),
+)
+
+
+@cache
+def refusals_of(option: str) -> tuple[Refusal, ...]:
+    """Returns the rows of the table that concern an option, which is named as in the documentation."""
+    return tuple(row for row in REFUSALS if row.option == option or fnmatch.fnmatchcase(option, row.option))
+
+
+def refused_in(config: Config) -> Iterator[tuple[str, str]]:
+    """Yields (path, message) for every refused value of a configuration."""
+    for option in all_options().values():
+        for row in refusals_of(option.path):
+            for path, value, default in _values(config, option):
+                if row.refuses(value, default):
+                    yield path, row.message(value)
+
+
+def _values(config: Config, option: Option) -> Iterator[tuple[str, object, object]]:
+    """Yields (path, value, default) of an option: once, or for each dataset entry."""
+    if option.section == ENTRIES:
+        for entries_path in ENTRY_LISTS:
+            for index, entry in enumerate(getattr(config.data, entries_path.removeprefix("data."))):
+                default = type(entry).model_fields[option.name].default
+                yield f"{entries_path}.{index}.{option.name}", getattr(entry, option.name), default
+    else:
+        section = getattr(config, option.section)
+        yield option.path, getattr(section, option.name), type(section).model_fields[option.name].default

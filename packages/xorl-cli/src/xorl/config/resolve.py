@@ -1,0 +1,49 @@
+"""Defaults that follow another option or the machine, filled in once a configuration is known to be valid."""
+
+from xorl.config.environment import dataset_num_proc
+from xorl.config.local import Config
+
+GROUP_SIZES = {"nvfp4": 16, "block_fp8": 128, "nf4": 64}
+
+
+def resolve(config: Config) -> tuple[Config, dict[str, str]]:
+    """Returns the configuration with these defaults filled in, and for each of them why it is what it is.
+
+    Raises ValueError when the environment names something that cannot be.
+    """
+    model, data, train, lora = config.model, config.data, config.train, config.lora
+    values: dict[str, object] = {}
+    reasons: dict[str, str] = {}
+
+    def follow(path: str, value: object, reason: str) -> None:
+        values[path] = value
+        reasons[path] = reason
+
+    if model.config_path is None:
+        follow("model.config_path", model.model_path, "default, model.model_path")
+    if model.tokenizer_path is None:
+        follow("model.tokenizer_path", model.config_path or model.model_path, "default, model.config_path")
+    if data.dataset_num_proc is None:
+        follow("data.dataset_num_proc", *dataset_num_proc())
+    if data.dataloader_num_workers == 0 and data.dataloader_prefetch_factor is not None:
+        follow("data.dataloader_prefetch_factor", None, "default, data.dataloader_num_workers is 0")
+    if train.reshard_after_forward is None:
+        follow("train.reshard_after_forward", train.enable_full_shard, "default, train.enable_full_shard")
+    if train.load_checkpoint_path == "":
+        follow("train.load_checkpoint_path", None, "")
+    if train.load_weights_mode in ("auto", "safetensors"):
+        follow("train.load_weights_mode", "broadcast", "")
+    if lora.enable_qlora and not lora.enable_lora:
+        follow("lora.enable_lora", True, "default, lora.enable_qlora")
+    if lora.enable_qlora and lora.quant_group_size is None:
+        follow(
+            "lora.quant_group_size", GROUP_SIZES[lora.quant_format], f"default, lora.quant_format {lora.quant_format}"
+        )
+
+    sections = {
+        name: section.model_copy(
+            update={path.split(".")[1]: value for path, value in values.items() if path.startswith(f"{name}.")}
+        )
+        for name, section in (("model", model), ("data", data), ("train", train), ("lora", lora))
+    }
+    return config.model_copy(update=sections), {path: reason for path, reason in reasons.items() if reason}

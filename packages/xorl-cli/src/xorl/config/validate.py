@@ -1,0 +1,242 @@
+"""A tree of values to a Config, or to a list of everything that is wrong with it.
+
+Values that fail on their own are left out before options are compared with each other, so that both kinds of problem
+are reported at once and none is a consequence of another.
+"""
+
+import copy
+import math
+import re
+from collections.abc import Iterable, Sequence
+
+from pydantic import ValidationError
+
+from xorl.config.conflicts import conflicts_in
+from xorl.config.document import Node, Plain, resolve_scalar
+from xorl.config.fields import Section
+from xorl.config.local import Config, DatasetEntryConfig
+from xorl.config.options import ENTRY_LISTS, Option, find_option, general_path, suggest_choice, suggestion, yaml_text
+from xorl.config.problems import Origin, Problem
+from xorl.config.refusals import refused_in
+
+SECTIONS = tuple(Config.model_fields)
+# Words that YAML 1.1 read as true and false, and that YAML 1.2 does not.
+OLD_BOOLEANS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
+KINDS = {str: " (a string)", list: " (a list)", dict: " (a mapping)"}
+SECTION_DEPTH = 2  # parts of the path of an option that stands in a section
+MAX_SHOWN = 60  # characters of a value in a message
+PLACEHOLDER = "-"
+
+Path = tuple[str | int, ...]
+
+
+def validate(root: Node) -> tuple[Config | None, list[Problem]]:
+    """Returns the configuration, or None and all problems."""
+    data = root.plain()
+    if data is None:
+        data = {}
+    if not isinstance(data, dict):
+        message = f"wants a mapping with the sections {', '.join(SECTIONS)}, got {_shown(data)}"
+        return None, [Problem(root.origin, "", message)]
+    for name in SECTIONS:
+        # A section whose options are all commented out is an empty one.
+        if data.get(name) is None:
+            data[name] = {}
+    try:
+        config = Config.model_validate(data)
+        problems, failing = [], set()
+    except ValidationError as error:
+        problems, failing = _problems_of(error, data, root)
+        config = Config.model_validate(_without(data, failing))
+    failing_options = {_dotted(path) for path in failing}
+    for conflict in conflicts_in(config):
+        if not any(_is_touched(path, failing_options) for path in conflict.paths):
+            problems.append(_conflict_problem(conflict.paths, conflict.message, config, root))
+    for path, message in refused_in(config):
+        if not _is_touched(path, failing_options):
+            problems.append(Problem(root.nearest(_parts(path)).origin, path, message))
+    return (None if problems else config), problems
+
+
+def _problems_of(error: ValidationError, data: Plain, root: Node) -> tuple[list[Problem], set[Path]]:
+    """Translates the errors of pydantic, one per option, and returns the paths that failed as well."""
+    kinds: dict[Path, str] = {}
+    for detail in error.errors(include_url=False, include_context=False, include_input=False):
+        path = _existing(detail["loc"], data, detail["type"])
+        kinds.setdefault(path, detail["type"])
+    problems: list[Problem] = []
+    meant: set[str] = set()
+    for path, kind in kinds.items():
+        if kind == "extra_forbidden":
+            message, option = suggestion(_dotted(path))
+            meant |= {_beside(path, option)} if option else set()
+            problems.append(Problem(root.nearest(path).origin, _dotted(path), message))
+        elif kind != "missing":
+            message = _type_message(path, data)
+            problems.append(Problem(root.nearest(path).origin, _dotted(path), message))
+    for path, kind in kinds.items():
+        # A name that is one letter off is reported as that alone, not as a missing option too.
+        if kind == "missing" and _dotted(path) not in meant:
+            option = find_option(_dotted(path))
+            described = f": {option.description}" if option else ""
+            origin = root.nearest(path).origin
+            # A section that only overrides speak of is not to blame for what is missing in it.
+            is_made = origin.kind == "override" and path[0] in SECTIONS and len(path) == SECTION_DEPTH
+            origin = root.origin if is_made else origin
+            problems.append(Problem(origin, _dotted(path), f"has to be given{described}"))
+    return problems, set(kinds) | {_parts(option) for option in meant}
+
+
+def _beside(path: Path, option: str) -> str:
+    """Returns the path of an option that was meant by another one: beside it, if that is its section."""
+    section, _, name = option.rpartition(".")
+    return _dotted((*path[:-1], name)) if general_path(_dotted(path[:-1])) == section else option
+
+
+def _existing(location: Sequence[str | int], data: Plain, kind: str) -> Path:
+    """Returns the part of a pydantic location that exists in the data; the rest names members of unions.
+
+    For a missing option the last part does not exist and is kept.
+    """
+    path: list[str | int] = []
+    value: Plain = data
+    for part in location:
+        if isinstance(value, dict) and part in value:
+            value = value[str(part)]
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
+        else:
+            if kind == "missing":
+                path.append(part)
+            break
+        path.append(part)
+    return tuple(path)
+
+
+def _type_message(path: Path, data: Plain) -> str:
+    value = _at(path, data)
+    option = find_option(_dotted(path))
+    if option is None:
+        # An entry of a list or mapping, whose option is further up.
+        owner = next((found for end in range(len(path), 0, -1) if (found := find_option(_dotted(path[:end])))), None)
+        if _is_entry(path):
+            fields = ", ".join(DatasetEntryConfig.model_fields)
+            hint = f"\nwrite - path: {yaml_text(value)}" if isinstance(value, str) else ""
+            return f"wants a dataset entry, a mapping with {fields}; got {_shown(value)}{hint}"
+        wanted = owner.type if owner else f"mapping of options (see `xorl config docs {_dotted(path)}`)"
+        hint = _hint(owner, value) if owner else ""
+        return f"wants {wanted}; got {_shown(value)}{hint}"
+    return f"wants {option.type}; got {_shown(value)}{_hint(option, value)}"
+
+
+def _is_entry(path: Path) -> bool:
+    return len(path) == 3 and _dotted(path[:2]) in ENTRY_LISTS
+
+
+def _shown(value: Plain) -> str:
+    text = f'"{value}"' if isinstance(value, str) else yaml_text(value)
+    if len(text) > MAX_SHOWN:
+        text = f"{text[:MAX_SHOWN]}..."
+    kind = next((word for type_, word in KINDS.items() if isinstance(value, type_)), "")
+    return f"{text}{kind}"
+
+
+def _hint(option: Option, value: Plain) -> str:
+    """Returns what probably has to be changed, on a line of its own."""
+    words = option.type
+    if value in ("", []):
+        return "\nit is empty" if "not empty" in words else ""
+    if isinstance(value, str):
+        near = suggest_choice(option, value)
+        if near:
+            return f"\ndid you mean {near}?"
+        if "true or false" in words and value.lower() in OLD_BOOLEANS:
+            return f"\nin YAML 1.2 {value} is a string; write {OLD_BOOLEANS[value.lower()]}"
+        number = resolve_scalar(value.replace("_", ""))
+        is_wanted_boolean = isinstance(number, bool) and "true or false" in words
+        if is_wanted_boolean or (type(number) in (int, float) and re.search("integer|number", words)):
+            return f"\nwrite {yaml_text(number)}, without {'quotes' if '_' not in value else 'underscores'}"
+        if "list of strings" in words:
+            return f"\nwrite [{yaml_text(value)}]"
+    elif isinstance(value, float) and "integer" in words and math.isfinite(value) and value.is_integer():
+        return f"\nwrite {int(value)}"
+    elif isinstance(value, bool | int | float) and words.startswith("string"):
+        return f'\nput it in quotes: "{yaml_text(value)}"'
+    elif isinstance(value, str | int | float) and words.startswith("list"):
+        return f"\nwrite [{yaml_text(value)}]"
+    return ""
+
+
+def _conflict_problem(paths: Sequence[str], message: str, config: Config, root: Node) -> Problem:
+    """Cites the first option of a conflict that was set, and shows where the others were."""
+    origins: dict[str, Origin] = {}
+    for path in paths:
+        node = root.nearest(_parts(path))
+        if _is_set(config, path):
+            origins[path] = node.origin
+    cited = next(iter(origins), paths[0])
+    origin = origins.pop(cited, root.nearest(_parts(cited)).origin)
+    return Problem(origin, cited, message, tuple(origins.values()))
+
+
+def _is_set(config: Config, path: str) -> bool:
+    """Says whether an option was given, in whichever way."""
+    *parents, name = _parts(path)
+    owner: object = config
+    for part in parents:
+        owner = owner[part] if isinstance(owner, list) and isinstance(part, int) else getattr(owner, str(part))
+    return isinstance(owner, Section) and name in owner.model_fields_set
+
+
+def _is_touched(path: str, failing: Iterable[str]) -> bool:
+    """Says whether an option, or anything above or below it, failed."""
+    return any(path == other or path.startswith(f"{other}.") or other.startswith(f"{path}.") for other in failing)
+
+
+def _without(data: Plain, failing: set[Path]) -> Plain:
+    """Returns a copy without what failed, in which required options stand as placeholders."""
+    kept = copy.deepcopy(data)
+    assert isinstance(kept, dict)
+    for path in sorted(failing, key=len, reverse=True):
+        parent = _at(path[:-1], kept)
+        if isinstance(parent, dict):
+            parent.pop(str(path[-1]), None)
+        elif isinstance(parent, list) and _is_entry(path):
+            parent[int(path[-1])] = {"path": PLACEHOLDER}
+        elif isinstance(parent, list):
+            owner = _at(path[:-2], kept)
+            if isinstance(owner, dict):
+                owner.pop(str(path[-2]), None)
+    for name in SECTIONS:
+        kept.setdefault(name, {})
+    train, data_section = kept["train"], kept["data"]
+    assert isinstance(train, dict)
+    assert isinstance(data_section, dict)
+    train.setdefault("output_dir", PLACEHOLDER)
+    data_section.setdefault("datasets", [{"path": PLACEHOLDER}])
+    for path in ENTRY_LISTS:
+        entries = _at(_parts(path), kept)
+        for entry in entries if isinstance(entries, list) else []:
+            if isinstance(entry, dict):
+                entry.setdefault("path", PLACEHOLDER)
+    return kept
+
+
+def _at(path: Path, data: Plain) -> Plain:
+    value = data
+    for part in path:
+        if isinstance(value, dict):
+            value = value.get(str(part))
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
+        else:
+            return None
+    return value
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def _parts(path: str) -> Path:
+    return tuple(int(part) if part.isdecimal() else part for part in path.split("."))

@@ -1,0 +1,36 @@
+"""Training: the Engine and the loop over it for a configuration; trainers for a module of one's own."""
+
+from xorl.core.runtime import init as setup_distributed
+from xorl.core.runtime import local_rank as get_local_rank
+from xorl.core.runtime import shutdown as cleanup_distributed
+from xorl.train.build import Run, RunComplete, build_run
+from xorl.train.engine import Engine, StepLosses, Update
+from xorl.train.evaluate import evaluate
+from xorl.train.module_distributed import DDPTrainer, FSDPTrainer
+from xorl.train.module_loader import DataLoader
+from xorl.train.module_trainer import StepMetrics, Trainer, next_token_loss
+from xorl.train.observe import DivergedError
+from xorl.train.run import run_training
+from xorl.train.trainer import train
+
+__all__ = [
+    "DDPTrainer",
+    "DataLoader",
+    "DivergedError",
+    "Engine",
+    "FSDPTrainer",
+    "Run",
+    "RunComplete",
+    "StepLosses",
+    "StepMetrics",
+    "Trainer",
+    "Update",
+    "build_run",
+    "cleanup_distributed",
+    "evaluate",
+    "get_local_rank",
+    "next_token_loss",
+    "run_training",
+    "setup_distributed",
+    "train",
+]

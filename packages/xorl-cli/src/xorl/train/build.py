@@ -1,0 +1,314 @@
+"""From a configuration to a Run: everything the training loop needs, built in the one order that works."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from xorl.ckpt import Checkpointer, CheckpointError, read_manifest
+from xorl.config import Config
+from xorl.core import runtime
+from xorl.core.loss import LOSSES, LossFn
+from xorl.core.mesh import Mesh, ParallelDims
+from xorl.core.models import DecoderConfig, training_flops
+from xorl.core.optim import Schedule, build_optimizer
+from xorl.core.runtime import Runtime
+from xorl.data import DataPlan, StepLoader
+from xorl.train.checkpoints import Checkpoints, SavePoints, is_exported, saved_data
+from xorl.train.data import DataIdentity, RunData, build_loader, eval_plan, plan_steps, prepare_data
+from xorl.train.engine import Engine
+from xorl.train.export import ModelExport
+from xorl.train.model import Architecture, build_model, read_architecture
+from xorl.train.observe import MetricsFile, Observer, Sink, StructuredLines
+from xorl.train.profile import Profiler
+from xorl.train.progress import ProgressBar, phase
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that is ready to train: see `trainer.train`."""
+
+    runtime: Runtime
+    engine: Engine
+    loss_fn: LossFn
+    loader: StepLoader
+    eval_loader: StepLoader | None
+    schedule: Schedule
+    observer: Observer
+    checkpoints: Checkpoints
+    profiler: Profiler
+    output_dir: Path
+    num_steps: int
+    start_step: int
+    eval_steps: int | None
+    gc_steps: int
+    empty_cache_steps: int
+
+
+class RunComplete(Exception):
+    """The checkpoint to resume from is that of the last step: there is nothing left to train."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path))
+        self.path = path
+
+
+def build_run(config: Config) -> Run:
+    """Build everything in this process's part of the job; collective, and it prepares the data before it joins.
+
+    Raises ValueError for what the user can mend, RunComplete where the run is already done.
+    """
+    train = config.train
+    if train.enable_full_determinism:
+        runtime.enable_determinism()
+    elif not train.allow_cuda_launch_blocking:
+        runtime.refuse_launch_blocking()
+    output_dir = _writable(Path(train.output_dir))
+    checkpointer = Checkpointer(output_dir / "checkpoints", manager=train.ckpt_manager, root_option="train.output_dir")
+    resumed = _resume_from(checkpointer, train.load_checkpoint_path)
+    architecture = read_architecture(config.model)
+    with phase("data", f"prepared_path={config.data.dataset_prepared_path}"):
+        data = prepare_data(config, architecture.config.vocab_size)
+        _check_lengths(data, architecture.config, config.data.pad_to_multiple_of)
+
+    with phase("join", f"world_size={runtime.world_size()}"):
+        place = runtime.init()
+        runtime.seed_everything(train.seed, place.rank)
+        mesh = Mesh(_dims(config, place.world_size), place.device.type)
+    _require_agreement("train.output_dir / load_checkpoint_path", str(resumed))
+    manifest = None if resumed is None else read_manifest(resumed)
+    plan = _plan(config, data, mesh, None if manifest is None else saved_data(manifest))
+    held_out_content = None if data.held_out is None else data.held_out.documents.fingerprint
+    _require_agreement("data", f"training {plan.hash} of {plan.num_steps} steps, held out {held_out_content}")
+    if resumed is not None and manifest is not None and manifest.step >= plan.num_steps:
+        lacks_export = train.save_hf_weights and resumed.parent == checkpointer.root and not is_exported(resumed)
+        if manifest.step > plan.num_steps or not lacks_export:
+            raise RunComplete(resumed)
+
+    with phase("model", f"architecture={architecture.spec.architecture} device={place.device}"):
+        engine = _engine(config, architecture, mesh, place.device)
+    checkpoints = _checkpoints(config, checkpointer, engine, place, plan, architecture)
+    start_step = 0
+    if resumed is not None:
+        with phase("resume", f"path={resumed}"):
+            start_step = checkpoints.restore(resumed)
+    hidden_size = architecture.config.hidden_size
+    held_out = None
+    if data.held_out is not None:
+        held_out = build_loader(
+            config, data.held_out, eval_plan(config, data.held_out, mesh.dp_size), mesh, hidden_size
+        )
+    schedule = _schedule(config, plan)
+    return Run(
+        runtime=place,
+        engine=engine,
+        loss_fn=LOSSES["cross_entropy"],
+        loader=build_loader(config, data.train, plan, mesh, hidden_size),
+        eval_loader=held_out,
+        schedule=schedule,
+        observer=Observer(place.device, place.world_size, _sinks(config, output_dir, plan, start_step, place)),
+        checkpoints=checkpoints,
+        profiler=_profiler(config, place, start_step),
+        output_dir=output_dir,
+        num_steps=plan.num_steps,
+        start_step=start_step,
+        eval_steps=train.eval_steps,
+        gc_steps=train.gc_steps,
+        empty_cache_steps=train.empty_cache_steps,
+    )
+
+
+def _writable(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".write_test_{runtime.global_rank()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(
+            f"train.output_dir: cannot write to {folder} ({error.strerror}); choose another folder with "
+            "--train.output_dir"
+        ) from error
+    return folder
+
+
+def _resume_from(checkpointer: Checkpointer, option: str | None) -> Path | None:
+    """The checkpoint that `train.load_checkpoint_path` asks for; None starts fresh.
+
+    Raises CheckpointError where the run would later meet checkpoints that it did not write: they are never overwritten.
+    """
+    latest = checkpointer.latest()
+    if option == "auto":
+        return latest
+    try:
+        resumed = checkpointer.resolve(option) if option else None
+    except CheckpointError as error:
+        raise CheckpointError(f"train.load_checkpoint_path: {error}") from error
+    if latest is not None and latest != resumed:
+        raise CheckpointError(
+            f"train.output_dir: {checkpointer.root} already holds checkpoints, the latest {latest.name}. Continue from "
+            "it with --train.load_checkpoint_path auto, or choose another --train.output_dir"
+        )
+    return resumed
+
+
+def _require_agreement(option: str, found: str) -> None:
+    """Collective. Ranks that found different things would wait in different collectives, or train on a mixture."""
+    if not runtime.all_ranks_agree(found):
+        raise ValueError(
+            f"{option}: not every node sees the same files: rank {runtime.global_rank()} found {found}, others "
+            "something else. Use a folder that all nodes share, or copy the same files to each"
+        )
+
+
+def _check_lengths(data: RunData, model: DecoderConfig, pad_to_multiple_of: int) -> None:
+    """Raises ValueError for documents that the model has no positions for: the first would end the run when met."""
+    if model.rope is None and pad_to_multiple_of > model.max_position_embeddings:
+        raise ValueError(
+            f"data.pad_to_multiple_of: {pad_to_multiple_of}, more than the model's {model.max_position_embeddings} "
+            "learned positions, which padding has to fit as well; choose that or less"
+        )
+    for option, part in (("data.datasets", data.train), ("data.test_datasets", data.held_out)):
+        longest = 0 if part is None else int(part.documents.lengths.max())
+        if longest <= model.max_position_embeddings:
+            continue
+        if model.rope is None:
+            raise ValueError(
+                f"{option}: a document of {longest} tokens does not fit the model's {model.max_position_embeddings} "
+                f"learned positions; cut documents with max_seq_len: {model.max_position_embeddings} or less"
+            )
+        logger.warning(
+            "%s: longest document=%d tokens, beyond the model's max_position_embeddings=%d",
+            option,
+            longest,
+            model.max_position_embeddings,
+        )
+
+
+def _dims(config: Config, world_size: int) -> ParallelDims:
+    train = config.train
+    return ParallelDims.resolve(
+        train.data_parallel_mode,
+        world_size,
+        shard_size=train.data_parallel_shard_size,
+        replicate_size=train.data_parallel_replicate_size,
+    )
+
+
+def _plan(config: Config, data: RunData, mesh: Mesh, saved: DataIdentity | None) -> DataPlan:
+    plan = plan_steps(config, data.train, mesh.dp_size, None if saved is None else saved.bins_per_step)
+    if saved is not None and saved != DataIdentity.of(plan):
+        raise CheckpointError(
+            "train.load_checkpoint_path: the data is not what this checkpoint was trained on, or comes in another "
+            f"order ({saved.num_bins} bins, {saved.order[:8]}; now {plan.num_bins} bins, {plan.hash[:8]}), so its "
+            "place in the data means nothing. Restore the data options and train.seed, or start a new run from the "
+            "exported model with --model.model_path"
+        )
+    return plan
+
+
+def _engine(config: Config, architecture: Architecture, mesh: Mesh, device: torch.device) -> Engine:
+    train = config.train
+    assert train.optimizer in ("adamw", "sgd"), "others are refused by the configuration"
+    model = build_model(architecture, config.model, train, mesh, device)
+    optimizer = build_optimizer(
+        train.optimizer,
+        model.module.named_parameters(),
+        lr=train.lr,
+        weight_decay=train.weight_decay,
+        no_decay_modules=train.no_decay_modules,
+        no_decay_params=train.no_decay_params,
+    )
+    return Engine(
+        model,
+        optimizer,
+        device,
+        max_grad_norm=train.max_grad_norm,
+        flops=lambda lengths: training_flops(architecture.config, lengths),
+    )
+
+
+def _schedule(config: Config, plan: DataPlan) -> Schedule:
+    train = config.train
+    schedule = Schedule(
+        plan.num_steps,
+        peak=train.lr,
+        minimum=train.lr_min,
+        start=train.lr_start,
+        warmup_ratio=train.lr_warmup_ratio,
+        decay_ratio=train.lr_decay_ratio,
+        style=train.lr_decay_style,
+    )
+    logger.info("lr %s", " ".join(f"{step}:{lr:.3g}" for step, lr in schedule.sample()))
+    return schedule
+
+
+def _checkpoints(
+    config: Config,
+    checkpointer: Checkpointer,
+    engine: Engine,
+    place: Runtime,
+    plan: DataPlan,
+    architecture: Architecture,
+) -> Checkpoints:
+    train = config.train
+    export = ModelExport(
+        engine.model,
+        architecture.recipes(merge_qkv=config.model.merge_qkv),
+        architecture.hf_config,
+        architecture.tokenizer_folder,
+        torch.bfloat16 if train.enable_mixed_precision else None,
+    )
+    return Checkpoints(
+        checkpointer,
+        engine,
+        place,
+        due=SavePoints(plan.num_steps, plan.steps_per_epoch, train.save_steps, train.save_epochs),
+        data=DataIdentity.of(plan),
+        export=export if train.save_hf_weights else None,
+    )
+
+
+def _sinks(config: Config, output_dir: Path, plan: DataPlan, start_step: int, place: Runtime) -> list[Sink]:
+    if not place.is_main:
+        return []
+    train = config.train
+    bar = ProgressBar(plan.num_steps, start_step) if train.log_format == "progress_bar" else StructuredLines()
+    sinks: list[Sink] = [MetricsFile(output_dir / "metrics.jsonl", start_step), bar]
+    if train.use_wandb:
+        # wandb takes a second to import, and a run without it need not have it.
+        from xorl.train.wandb_log import WandbSink  # noqa: PLC0415
+
+        options: Mapping[str, object] = config.model_dump()
+        sinks.append(
+            WandbSink(
+                project=train.wandb_project,
+                name=train.wandb_name,
+                tags=train.wandb_tags,
+                log_interval=train.wandb_log_interval,
+                folder=output_dir,
+                config=options,
+            )
+        )
+    return sinks
+
+
+def _profiler(config: Config, place: Runtime, start_step: int) -> Profiler:
+    train = config.train
+    return Profiler(
+        enabled=train.enable_profiling and (place.is_main or not train.profile_rank0_only),
+        steps_done=start_step,
+        start_step=train.profile_start_step,
+        end_step=train.profile_end_step,
+        trace_dir=Path(train.profile_trace_dir),
+        rank=place.rank,
+        record_shapes=train.profile_record_shapes,
+        profile_memory=train.profile_profile_memory,
+        with_stack=train.profile_with_stack,
+    )

@@ -1,0 +1,110 @@
+"""When a run saves, what goes into its checkpoints, and how a run continues from one."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import cast
+
+from xorl.ckpt import Checkpointer, CheckpointFailure, Manifest
+from xorl.core.runtime import Runtime, rng_state, set_rng_state
+from xorl.train.data import DataIdentity
+from xorl.train.engine import Engine
+from xorl.train.export import ModelExport
+
+logger = logging.getLogger(__name__)
+
+# The folder within a checkpoint that holds the exported model.
+EXPORT = "hf"
+
+
+@dataclass(frozen=True)
+class SavePoints:
+    """The steps after which a run saves: each `save_steps`, each `save_epochs` epochs (0: never), and the last."""
+
+    num_steps: int
+    steps_per_epoch: int
+    save_steps: int
+    save_epochs: float
+
+    def __call__(self, step: int) -> bool:
+        """Whether step `step`, counted from 1, is one of them."""
+        if step == self.num_steps or (self.save_steps and step % self.save_steps == 0):
+            return True
+        interval = self.save_epochs * self.steps_per_epoch
+        return interval > 0 and math.floor(step / interval + 1e-9) > math.floor((step - 1) / interval + 1e-9)
+
+
+class Checkpoints:
+    """A run's checkpoints under `{output_dir}/checkpoints`."""
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        engine: Engine,
+        runtime: Runtime,
+        *,
+        due: SavePoints,
+        data: DataIdentity,
+        export: ModelExport | None,
+    ) -> None:
+        self._checkpointer = checkpointer
+        self._engine = engine
+        self._runtime = runtime
+        self._export = export
+        self._data = data
+        self.due = due
+        self.last: Path | None = None
+        self.exported: Path | None = None
+
+    def save(self, step: int) -> None:
+        """Save the run after `step` steps. Collective."""
+        start = time.perf_counter()
+        try:
+            self.last = self._checkpointer.save(
+                step,
+                self._engine.state(),
+                info={"data": {**asdict(self._data), "position": step * self._data.bins_per_step}},
+                scalars={"step": step},
+                rng=rng_state(self._runtime.device),
+            )
+        except CheckpointFailure as error:
+            raise CheckpointFailure(f"step {step}: {error}\n{self._way_on()}") from error
+        logger.info("checkpoint=%s step=%d save_s=%.2f", self.last, step, time.perf_counter() - start)
+
+    def export(self) -> None:
+        """Write the model for other tools beside the last checkpoint, where the run is to do so. Collective."""
+        if self._export is None:
+            return
+        assert self.last is not None, "the last step is always saved"
+        self.exported = self.last / EXPORT
+        self._export.write(self.exported)
+
+    def _way_on(self) -> str:
+        if self.last is None:
+            return "This run has no checkpoint yet. Mend the cause and start it again"
+        return f"{self.last} is whole. Mend the cause and continue with --train.load_checkpoint_path auto"
+
+    def restore(self, path: Path) -> int:
+        """Load the checkpoint at `path` and return its step. Collective."""
+        start = time.perf_counter()
+        loaded = self._checkpointer.load(path, self._engine.state())
+        if loaded.rng is not None:
+            set_rng_state(loaded.rng, self._runtime.device)
+        self.last = path
+        logger.info("resumed=%s step=%d load_s=%.2f", path, loaded.step, time.perf_counter() - start)
+        return loaded.step
+
+
+def is_exported(checkpoint: Path) -> bool:
+    """Whether the model for other tools stands beside this checkpoint; it appears at once or not at all."""
+    return (checkpoint / EXPORT).exists()
+
+
+def saved_data(manifest: Manifest) -> DataIdentity:
+    """The data that the run of a checkpoint was trained on."""
+    saved = cast(dict[str, str | int], manifest.info["data"])
+    return DataIdentity(str(saved["order"]), int(saved["num_bins"]), int(saved["bins_per_step"]))

@@ -1,0 +1,191 @@
+"""From the data section of a configuration to the loaders that a run reads."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from xorl.config import Config, DatasetEntryConfig
+from xorl.core.mesh import Mesh
+from xorl.data import (
+    Bins,
+    DataPlan,
+    DatasetEntry,
+    PreparedDocuments,
+    PrepareOptions,
+    StepLoader,
+    pack,
+    prepare,
+    rescale_accumulation,
+    split_documents,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PackedDocuments:
+    """Documents and the bins they are packed into."""
+
+    documents: PreparedDocuments
+    bins: Bins
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a run trains on, and what it holds out (None: nothing)."""
+
+    train: PackedDocuments
+    held_out: PackedDocuments | None
+
+
+@dataclass(frozen=True)
+class DataIdentity:
+    """Which documents every step trains on: the same for equal identities, wherever training stops.
+
+    `order` is the hash of content, packing, seed and bins per step; the numbers are for messages and for rescaling.
+    """
+
+    order: str
+    num_bins: int
+    bins_per_step: int
+
+    @classmethod
+    def of(cls, plan: DataPlan) -> DataIdentity:
+        """The identity of a plan."""
+        return cls(plan.hash, plan.num_bins, plan.bins_per_step)
+
+
+def prepare_data(config: Config, vocab_size: int) -> RunData:
+    """Prepare, split and pack; before any process group exists, since other ranks may wait for one to prepare."""
+    data = config.data
+    documents = _prepare(config, "data.datasets", data.datasets, vocab_size)
+    held_out = None
+    if data.val_set_size is not None:
+        documents, held_out = split_documents(documents, data.val_set_size, config.train.seed)
+        for part, name in ((documents, "left to train on"), (held_out, "held out")):
+            if not part.num_trained.any():
+                raise ValueError(
+                    f"data.val_set_size: none of the {len(part)} documents {name} has a trained token; choose another "
+                    "size, or remove the documents in which nothing is trained"
+                )
+    elif data.test_datasets:
+        held_out = _prepare(config, "data.test_datasets", data.test_datasets, vocab_size)
+        if data.skip_prepare_dataset and held_out.fingerprint == documents.fingerprint:
+            raise ValueError(
+                f"data.skip_prepare_dataset: {data.dataset_prepared_path} holds one dataset, which would be trained on "
+                "and be data.test_datasets as well. Hold out a part of it with data.val_set_size"
+            )
+    train = _pack(config, documents)
+    return RunData(train, None if held_out is None else _pack(config, held_out, held_out=True))
+
+
+def plan_steps(config: Config, data: PackedDocuments, dp_size: int, resumed_bins_per_step: int | None) -> DataPlan:
+    """The order of the bins over the whole run.
+
+    A resumed run keeps the bins per step of its checkpoint: where the ranks, or the options, ask for another number,
+    `gradient_accumulation_steps` is changed to keep it.
+    """
+    train = config.train
+    bins_per_step = train.micro_batch_size * train.gradient_accumulation_steps * dp_size
+    if resumed_bins_per_step is not None and resumed_bins_per_step != bins_per_step:
+        accumulation = rescale_accumulation(
+            resumed_bins_per_step, micro_batch_size=train.micro_batch_size, dp_size=dp_size
+        )
+        logger.info(
+            "gradient_accumulation_steps=%d instead_of=%d keeps bins_per_step=%d of the checkpoint",
+            accumulation,
+            train.gradient_accumulation_steps,
+            resumed_bins_per_step,
+        )
+        bins_per_step = resumed_bins_per_step
+    return DataPlan.over(
+        data.documents,
+        data.bins,
+        bins_per_step=bins_per_step,
+        seed=train.seed,
+        num_epochs=train.num_train_epochs,
+        max_steps=train.max_steps,
+        drop_last=config.data.dataloader_drop_last,
+    )
+
+
+def eval_plan(config: Config, data: PackedDocuments, dp_size: int) -> DataPlan:
+    """One pass over all bins in their order; the last step may be short."""
+    return DataPlan.one_pass(data.documents, data.bins, bins_per_step=config.train.micro_batch_size * dp_size)
+
+
+def build_loader(config: Config, data: PackedDocuments, plan: DataPlan, mesh: Mesh, hidden_size: int) -> StepLoader:
+    """The loader of this data-parallel rank's micro-batches. hidden_size tells what attention costs beside the rest."""
+    options = config.data
+    return StepLoader(
+        data.documents,
+        data.bins,
+        plan,
+        micro_batch_size=config.train.micro_batch_size,
+        dp_rank=mesh.dp_rank,
+        dp_size=mesh.dp_size,
+        pad_to_multiple_of=options.pad_to_multiple_of,
+        num_workers=options.dataloader_num_workers,
+        prefetch_factor=options.dataloader_prefetch_factor,
+        pin_memory=options.dataloader_pin_memory,
+        pair_cost=1 / (12 * hidden_size),
+    )
+
+
+def _prepare(config: Config, option: str, entries: Sequence[DatasetEntryConfig], vocab_size: int) -> PreparedDocuments:
+    data = config.data
+    assert data.dataset_num_proc is not None, "resolved by the configuration"
+    options = PrepareOptions(
+        bin_len=data.sample_packing_sequence_len,
+        vocab_size=vocab_size,
+        prepared_path=Path(data.dataset_prepared_path),
+        skip_prepare=data.skip_prepare_dataset,
+        num_proc=data.dataset_num_proc,
+        seed=config.train.seed,
+        shuffle_before_merging=data.shuffle_before_merging_datasets,
+        shuffle_merged=data.shuffle_merged_datasets,
+        dataset_shard_num=data.dataset_shard_num,
+        dataset_shard_idx=data.dataset_shard_idx,
+    )
+    columns = None if data.select_columns is None else tuple(data.select_columns)
+    documents = prepare([_entry(entry, columns) for entry in entries], options, option=option)
+    for line in documents.receipt.lines():
+        logger.info("%s %s", option, line)
+    return documents
+
+
+def _entry(entry: DatasetEntryConfig, columns: tuple[str, ...] | None) -> DatasetEntry:
+    return DatasetEntry(
+        path=entry.path,
+        type=entry.type,
+        name=entry.name,
+        split=entry.split,
+        revision=entry.revision,
+        data_files=entry.data_files,
+        ds_type=entry.ds_type,
+        max_seq_len=entry.max_seq_len,
+        overflow=entry.overflow,
+        shards=entry.shards,
+        shards_idx=entry.shards_idx,
+        columns=columns,
+    )
+
+
+def _pack(config: Config, documents: PreparedDocuments, *, held_out: bool = False) -> PackedDocuments:
+    data = config.data
+    assert data.dataset_num_proc is not None, "resolved by the configuration"
+    bins = pack(
+        documents.lengths,
+        bin_len=data.sample_packing_sequence_len,
+        method="none" if held_out and data.eval_sample_packing is False else data.sample_packing_method,
+        group_size=data.sample_packing_group_size,
+        strict_order=bool(data.sample_packing_sequentially),
+        seed=config.train.seed,
+        start_method=data.sample_packing_mp_start_method,
+        num_proc=data.dataset_num_proc,
+    )
+    logger.info("packed=%d bins=%d fill=%.4f", len(documents.lengths), len(bins), bins.fill)
+    return PackedDocuments(documents, bins)

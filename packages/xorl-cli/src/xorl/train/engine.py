@@ -1,0 +1,144 @@
+"""Engine: what one call of training does, the same under the local loop and the service."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from xorl.core.loss import LossFn, LossOutput
+from xorl.core.optim import OptimizerState, scale_and_clip_
+from xorl.core.parallel import ParallelModel
+from xorl.data import PackedBatch
+from xorl.kernels.layout import SequenceLayout
+
+
+@dataclass(frozen=True)
+class StepLosses:
+    """Sums over the tokens of all micro-batches and all ranks: fp64 scalars on the device, not yet read back."""
+
+    loss_sum: Tensor
+    num_trained_tokens: Tensor
+    num_tokens: Tensor
+    flops: Tensor
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an optimizer step did: scalars on the device, the same on every rank.
+
+    grad_norm: of the divided gradient, before clipping. skipped: 1 where it was not finite and nothing was changed.
+    """
+
+    grad_norm: Tensor
+    skipped: Tensor
+
+
+class ModelState:
+    """A module's parameters and persistent buffers as they are placed, by name, for checkpoints."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._tensors = {name: tensor.detach() for name, tensor in module.state_dict().items()}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Views of the live tensors: loading into them in place loads the model."""
+        return self._tensors
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Copy `state` in; tensors that were loaded in place are left as they are."""
+        for name, tensor in self._tensors.items():
+            if state[name] is not tensor:
+                tensor.copy_(state[name])
+
+
+class Engine:
+    """A placed model and its optimizer, one that skips a step on the device (see `build_optimizer`).
+
+    flops: what training on documents of the given lengths takes, in floating-point operations.
+    Gradients are sums over every token of every call since the last `optim_step`, whatever the split into calls,
+    micro-batches and ranks; only `optim_step` divides them.
+    """
+
+    def __init__(
+        self,
+        model: ParallelModel,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        *,
+        max_grad_norm: float | None,
+        flops: Callable[[Sequence[int]], float],
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.device = device
+        self._max_grad_norm = max_grad_norm
+        self._flops = flops
+        self._parameters = [p for p in model.module.parameters() if p.requires_grad]
+
+    def forward_backward(self, batches: Iterable[PackedBatch], loss_fn: LossFn) -> StepLosses:
+        """Add the gradient of the summed loss over `batches` on all ranks; collective.
+
+        Every rank must bring the same number of micro-batches.
+        """
+        self.model.module.train()
+        pending = list(batches)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        for index, batch in enumerate(pending):
+            with self.model.accumulation(is_last=index == len(pending) - 1):
+                output = self._call(batch, loss_fn)
+                output.sum.backward()
+            loss_sum += output.sum.detach()
+        sums = torch.cat([loss_sum.reshape(1), self._counts(pending)])
+        dist.all_reduce(sums, group=self.model.mesh.dp_group)
+        return StepLosses(*sums.unbind())
+
+    @torch.no_grad()
+    def forward(self, batch: PackedBatch, loss_fn: LossFn) -> LossOutput:
+        """The loss of one micro-batch on this rank, without gradients; collective where parameters are sharded."""
+        self.model.module.eval()
+        return self._call(batch, loss_fn)
+
+    def optim_step(self, lr: float, divisor: Tensor | float) -> Update:
+        """Divide the accumulated gradient by `divisor`, clip it, step and zero it.
+
+        A gradient that is not finite changes nothing: the optimizer reads the flag on the device, so the host need not
+        wait for it.
+        """
+        norm = scale_and_clip_(self._parameters, divisor, self._max_grad_norm)
+        skipped = (~torch.isfinite(norm)).float()
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        # Optimizers that can skip a step look for these two attributes, which torch's gradient scaler sets.
+        self.optimizer.grad_scale = None  # pyright: ignore[reportAttributeAccessIssue]
+        self.optimizer.found_inf = skipped  # pyright: ignore[reportAttributeAccessIssue]
+        self.optimizer.step()
+        self.model.drop_gathered()
+        self.optimizer.zero_grad(set_to_none=True)
+        return Update(norm, skipped)
+
+    def state(self) -> dict[str, ModelState | OptimizerState]:
+        """What a checkpoint holds."""
+        module = self.model.module
+        return {
+            "model": ModelState(module),
+            "optimizer": OptimizerState(self.optimizer, module.named_parameters()),
+        }
+
+    def _call(self, batch: PackedBatch, loss_fn: LossFn) -> LossOutput:
+        batch = batch.to(self.device, non_blocking=True)
+        layout = SequenceLayout(batch.cu_seqlens, batch.positions, batch.lengths)
+        targets = {"labels": batch.labels, **batch.extras}
+        return self.model.forward(batch.input_ids, layout, loss=lambda hidden, weight: loss_fn(hidden, weight, targets))
+
+    def _counts(self, batches: Sequence[PackedBatch]) -> Tensor:
+        """Trained tokens, tokens and FLOPs of this rank's micro-batches, on the device."""
+        trained = sum(batch.num_trained_tokens for batch in batches)
+        tokens = sum(batch.num_tokens for batch in batches)
+        flops = sum(self._flops(batch.document_lengths) for batch in batches)
+        # From pageable memory the copy would make the host wait for all work queued before it.
+        on_gpu = self.device.type == "cuda"
+        counts = torch.tensor([trained, tokens, flops], dtype=torch.float64, pin_memory=on_gpu)
+        return counts.to(self.device, non_blocking=True)

@@ -1,0 +1,44 @@
+"""Evaluation on held-out data: sums over all tokens of all ranks, divided once."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from xorl.core.loss import IGNORE, score_tokens
+from xorl.data import PackedBatch, StepLoader
+from xorl.train.engine import Engine
+
+
+def evaluate(engine: Engine, loader: StepLoader) -> dict[str, float]:
+    """Score the whole held-out set once; collective.
+
+    Returns eval_loss (nats, mean over trained tokens), eval_token_accuracy (fraction of trained tokens that are the
+    model's first choice), eval_accuracy (fraction of documents of which every trained token is, which is what greedy
+    decoding would get right) and eval_num_tokens.
+    """
+    sums = torch.zeros(5, dtype=torch.float64, device=engine.device)
+    for _, batches in loader.steps():
+        for batch in batches:
+            output = engine.forward(batch, score_tokens)
+            sums += _sums(output.sum, output.metrics["correct"], batch.to(engine.device))
+    dist.all_reduce(sums, group=engine.model.mesh.dp_group)
+    loss, correct, trained, exact, documents = sums.tolist()
+    return {
+        "eval_loss": loss / trained,
+        "eval_token_accuracy": correct / trained,
+        "eval_accuracy": exact / documents,
+        "eval_num_tokens": trained,
+    }
+
+
+def _sums(loss_sum: Tensor, correct: Tensor, batch: PackedBatch) -> Tensor:
+    trained = batch.labels != IGNORE
+    lengths = batch.cu_seqlens.diff().long()
+    document = torch.repeat_interleave(torch.arange(len(batch.lengths), device=lengths.device), lengths)
+    per_document = torch.zeros(len(batch.lengths), 2, device=lengths.device)
+    per_document.index_add_(0, document, torch.stack([trained, trained & ~correct], dim=1).float())
+    has_trained, all_correct = per_document[:, 0] > 0, per_document[:, 1] == 0
+    counts = [correct.sum(), trained.sum(), (has_trained & all_correct).sum(), has_trained.sum()]
+    return torch.stack([loss_sum.double(), *(count.double() for count in counts)])

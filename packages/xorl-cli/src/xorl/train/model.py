@@ -1,0 +1,137 @@
+"""From the model section of a configuration to a placed model with its weights."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from xorl.ckpt import CheckpointError, CheckpointFailure, SafetensorsSource, WeightRecipe, load_weights, resolve_folder
+from xorl.config import ModelConfig, TrainConfig
+from xorl.core.mesh import Mesh
+from xorl.core.models import Decoder, DecoderConfig, ModelSpec, spec_for
+from xorl.core.parallel import ParallelModel, ParallelPolicy, copy_shard_, parallelize
+from xorl.kernels.attention import AttentionRequest, resolve_attention
+
+logger = logging.getLogger(__name__)
+
+# A model's folder without its weights.
+CONFIG_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What is known of a model before any weight: its family, its shape and the Hugging Face configuration."""
+
+    spec: ModelSpec
+    config: DecoderConfig
+    hf_config: Mapping[str, object]
+    tokenizer_folder: Path | None
+
+    def recipes(self, *, merge_qkv: bool) -> Mapping[str, WeightRecipe]:
+        """How the parameters are named and laid out in Hugging Face's files."""
+        return self.spec.recipes(self.config, merge_qkv=merge_qkv)
+
+
+def read_architecture(config: ModelConfig) -> Architecture:
+    """Find config.json by `model.config_path`. Raises ValueError for a model that is not known."""
+    path = config.config_path or config.model_path
+    assert path is not None
+    option = "model.config_path" if path != config.model_path else "model.model_path"
+    folder = Path(path).parent if Path(path).is_file() else _folder(option, path, CONFIG_PATTERNS)
+    file = Path(path) if Path(path).is_file() else folder / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{option}: {folder} holds no config.json")
+    try:
+        hf_config = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{option}: {file}:{error.lineno} is not JSON: {error.msg}") from error
+    spec = spec_for(hf_config)
+    tokenizer = folder
+    if config.tokenizer_path not in (None, path):
+        tokenizer = _folder("model.tokenizer_path", config.tokenizer_path, CONFIG_PATTERNS)
+    return Architecture(spec, spec.config_from_hf(hf_config), hf_config, tokenizer)
+
+
+def _folder(option: str, path: str, patterns: Sequence[str] | None = None) -> Path:
+    """What `option` names, from here or from the Hub; where that fails, the message begins with the option."""
+    try:
+        return resolve_folder(path) if patterns is None else resolve_folder(path, patterns=patterns)
+    except (CheckpointError, CheckpointFailure) as error:
+        raise type(error)(f"{option}: {error}") from error
+
+
+def build_model(
+    architecture: Architecture, model: ModelConfig, train: TrainConfig, mesh: Mesh, device: torch.device
+) -> ParallelModel:
+    """Build, place and fill the model; collective.
+
+    Parameters come into being on the meta device and are placed before they have memory, so that no rank ever holds
+    more than its part; `train.init_device` cpu or cuda fills them first, whole, on that device.
+    """
+    config = architecture.config
+    compute_dtype = torch.bfloat16 if train.enable_mixed_precision else torch.float32
+    request = AttentionRequest(
+        device_type=device.type,
+        dtype=compute_dtype,
+        head_dim=config.head_dim,
+        window=next((window for window in config.windows if window is not None), None),
+    )
+    try:
+        attention = resolve_attention(model.attn_implementation, request)
+    except RuntimeError as error:
+        raise ValueError(f"model.attn_implementation: {error}") from error
+    with torch.device("meta"):
+        module = architecture.spec.build(config, merge_qkv=model.merge_qkv, attention=attention)
+    module.compute_dtype = compute_dtype
+
+    def fill(unfilled: nn.Module) -> None:
+        assert unfilled is module
+        _fill(module, architecture, model, train)
+
+    if train.init_device == "cuda" and device.type != "cuda":
+        raise ValueError("train.init_device: cuda, but torch finds no GPU here; use auto, meta or cpu")
+    if train.init_device in ("cpu", "cuda"):
+        module.to_empty(device=train.init_device)
+        fill(module)
+        module.to(device)
+    return parallelize(module, mesh, _policy(model, train, compute_dtype), device=device, fill=fill)
+
+
+def _fill(module: Decoder, architecture: Architecture, model: ModelConfig, train: TrainConfig) -> None:
+    """Give the parameters, sharded or whole, their first values: from `model.model_path`, or drawn by the seed."""
+    if model.model_path is None:
+        module.init_weights(train.seed, copy_=copy_shard_)
+        logger.info("weights=random seed=%d parameters=%d", train.seed, sum(p.numel() for p in module.parameters()))
+        return
+    assert train.load_weights_mode in ("broadcast", "all_ranks"), "the other names are resolved or refused before"
+    report = load_weights(
+        dict(module.named_parameters()),
+        architecture.recipes(merge_qkv=model.merge_qkv),
+        architecture.spec.checkpoint_view(
+            architecture.config, SafetensorsSource(_folder("model.model_path", model.model_path))
+        ),
+        mode=train.load_weights_mode,
+    )
+    logger.info("weights=%s mode=%s %s", model.model_path, train.load_weights_mode, report)
+
+
+def _policy(model: ModelConfig, train: TrainConfig, compute_dtype: torch.dtype) -> ParallelPolicy:
+    assert train.reshard_after_forward is not None, "resolved by the configuration"
+    recompute = "none"
+    if train.enable_gradient_checkpointing:
+        recompute = "layer" if train.recompute_modules is None else tuple(train.recompute_modules)
+    return ParallelPolicy(
+        data_parallel_mode=train.data_parallel_mode,
+        param_dtype=compute_dtype,
+        reshard_after_forward=train.reshard_after_forward,
+        forward_prefetch=train.enable_forward_prefetch,
+        unit_modules=model.basic_modules,
+        recompute=recompute,
+        reentrant_recompute=train.enable_reentrant,
+    )

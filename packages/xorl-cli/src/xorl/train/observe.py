@@ -1,0 +1,258 @@
+"""Observer: what a run shows and records of every step: metrics.jsonl, the progress line, wandb, the summary."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+
+from xorl.train.devices import peak_flops
+from xorl.train.engine import StepLosses, Update
+
+logger = logging.getLogger(__name__)
+
+LogFormat = Literal["progress_bar", "structured"]
+Metrics = dict[str, float | int | None]
+
+
+class DivergedError(RuntimeError):
+    """The loss or the gradient norm is not finite. An update by a gradient that is not was not applied."""
+
+
+class Sink(Protocol):
+    """Somewhere that metrics go."""
+
+    def write(self, metrics: Metrics) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsFile:
+    """`metrics.jsonl`: one JSON object a line, written at once, cut back to the step that a run resumes from.
+
+    A line that cannot be written, as on a full disk, is left out and told: it is no reason to lose what was trained.
+    """
+
+    def __init__(self, path: Path, resume_step: int) -> None:
+        # A run that starts afresh has not even the evaluation before the first step in common with a former one.
+        kept = _lines_up_to(path, resume_step) if resume_step and path.exists() else []
+        temporary = path.with_suffix(".jsonl.tmp")
+        try:
+            temporary.write_text("".join(kept))
+            os.replace(temporary, path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise ValueError(
+                f"train.output_dir: {path} cannot be written ({error.strerror}); make room, or choose another folder"
+            ) from error
+        self._path, self._num_missing = path, 0
+        self._file = path.open("ab", buffering=0)
+        self._end = path.stat().st_size
+
+    def write(self, metrics: Metrics) -> None:
+        """Append one line."""
+        line = (json.dumps(_finite(metrics)) + "\n").encode()
+        reason = "no space left"
+        try:
+            written = self._file.write(line)
+        except OSError as error:
+            written, reason = 0, str(error)
+        if written == len(line):
+            self._end += written
+            return
+        self._file.truncate(self._end)  # a line is there whole or not at all
+        if not self._num_missing:
+            logger.warning("metrics=%s cannot be written: %s; training goes on", self._path, reason)
+        self._num_missing += 1
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+        if self._num_missing:
+            logger.warning("metrics=%s lacks %d lines that could not be written", self._path, self._num_missing)
+
+
+def _finite(metrics: Metrics) -> dict[str, float | int | str | None]:
+    """JSON has no NaN: what is not finite is written as text, so that it is seen and the line can still be parsed."""
+    return {
+        key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in metrics.items()
+    }
+
+
+def _lines_up_to(path: Path, step: int) -> list[str]:
+    kept = []
+    for line in path.read_text().splitlines(keepends=True):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # the line that was being written when the former run was killed
+        if record.get("step", 0) <= step:
+            kept.append(line)
+    return kept
+
+
+class StructuredLines:
+    """key=value lines for programs to read."""
+
+    def write(self, metrics: Metrics) -> None:
+        """Log one line."""
+        logger.info(" ".join(f"{key}={_short(value)}" for key, value in metrics.items()))
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class _Moment:
+    """A point in the work that is queued on a device; on a CPU, where nothing is queued, a point in time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._time_s = time.perf_counter()
+        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> None:
+        """Until the work queued before is done."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_since(self, earlier: _Moment) -> float:
+        """From one moment to another, both of which have come."""
+        if self._event is None or earlier._event is None:
+            return self._time_s - earlier._time_s
+        return earlier._event.elapsed_time(self._event) / 1000
+
+
+@dataclass
+class _Pending:
+    """A step that was launched and is not yet reported; `scalars` can be read once `end` has come."""
+
+    step: int
+    lr: float
+    scalars: torch.Tensor
+    end: _Moment
+
+
+def _queue_copy(values: torch.Tensor) -> torch.Tensor:
+    """`values` on the host, once the device has come so far: behind what makes them and before what is queued next."""
+    if not values.is_cuda:
+        return values
+    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return copy.copy_(values, non_blocking=True)
+
+
+@dataclass
+class Observer:
+    """Turns the device scalars of each step into metrics, on a GPU one step late, so that the host never waits for it.
+
+    sinks: where metrics go (only the main process has any). world_size: for MFU per device. A step whose loss or
+    gradient norm is not finite raises DivergedError on every rank; its update was skipped on the device. `first` and
+    `last` hold the first and the last value of every metric.
+    """
+
+    device: torch.device
+    world_size: int
+    sinks: list[Sink] = field(default_factory=list)
+    _pending: _Pending | None = None
+    _mark: _Moment = field(init=False)
+    _start: float = field(default_factory=time.perf_counter)
+    num_tokens: int = 0
+    first: Metrics = field(default_factory=dict)
+    last: Metrics = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._mark = _Moment(self.device)
+
+    def start(self) -> None:
+        """Begin to count time: what came before is not part of the first step."""
+        self._mark = _Moment(self.device)
+        self._start = time.perf_counter()
+
+    def step(self, step: int, losses: StepLosses, update: Update, *, lr: float) -> None:
+        """Take in step `step`, just launched, and report the one before (on a CPU, this one)."""
+        self.flush()
+        sums = [losses.loss_sum, losses.num_trained_tokens, losses.num_tokens, losses.flops]
+        outcome = [update.grad_norm.double(), update.skipped.double()]
+        scalars = _queue_copy(torch.stack([*sums, *outcome]))
+        self._pending = _Pending(step, lr, scalars, _Moment(self.device))
+        if self.device.type == "cpu":
+            self.flush()  # the step is already done, and what follows is not part of its time
+
+    def flush(self) -> None:
+        """Report the step that is still pending, waiting for it."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        pending.end.wait()
+        loss_sum, trained, tokens, flops, norm, skipped = pending.scalars.tolist()
+        elapsed, self._mark = pending.end.seconds_since(self._mark), pending.end
+        self.num_tokens += int(tokens)
+        peak = peak_flops(self.device)
+        metrics: Metrics = {
+            "step": pending.step,
+            "loss": loss_sum / trained if trained else None,
+            "grad_norm": norm,
+            "lr": pending.lr,
+            "num_tokens": int(tokens),
+            "num_trained_tokens": int(trained),
+            "tokens_per_s": tokens / elapsed,
+            "mfu": flops / elapsed / (peak * self.world_size) if peak else None,
+            "peak_memory_gib": _peak_memory_gib(self.device),
+            "time_s": elapsed,
+        }
+        self.write(metrics)
+        if skipped or not math.isfinite(loss_sum):
+            outcome = "The update was not applied" if skipped else "The run stops"
+            raise DivergedError(
+                f"step {pending.step}: loss {metrics['loss']}, gradient norm {norm}. {outcome}, and this step is "
+                "not saved. Lower train.lr or look at the step's data"
+            )
+
+    def evaluation(self, step: int, results: Mapping[str, float]) -> None:
+        """Report an evaluation after `step` steps."""
+        self.flush()
+        self.write({"step": step, **results})
+        self._mark = _Moment(self.device)
+
+    def pause(self) -> None:
+        """What happens until the next step (a checkpoint, an evaluation) is not part of that step's time."""
+        self._mark = _Moment(self.device)
+
+    def write(self, metrics: Metrics) -> None:
+        """Send one record to every sink."""
+        self.first = {**metrics, **self.first}
+        self.last = {**self.last, **metrics}
+        for sink in self.sinks:
+            sink.write(metrics)
+
+    def close(self) -> None:
+        """Close the sinks."""
+        for sink in self.sinks:
+            sink.close()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since `start`."""
+        return time.perf_counter() - self._start
+
+
+def _peak_memory_gib(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    # Linux only: the largest resident size that this process has had.
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((int(line.split()[1]) / 2**20 for line in lines if line.startswith("VmHWM:")), 0.0)
+
+
+def _short(value: float | int | None) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,71 @@
+"""The torch profiler over a span of steps."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Profiler:
+    """Records steps `start_step` (inclusive) to `end_step` (exclusive), counted from 1, as a Chrome trace.
+
+    enabled: on this rank. steps_done: where the run starts; of a span that it starts within, the rest is recorded.
+    Entered around the loop; `step(n)` is called when step n is done.
+    """
+
+    enabled: bool
+    start_step: int
+    end_step: int
+    trace_dir: Path
+    rank: int
+    steps_done: int = 0
+    record_shapes: bool = True
+    profile_memory: bool = True
+    with_stack: bool = True
+    _profile: profile | None = field(default=None, init=False)
+    _first_recorded: int = field(default=0, init=False)
+
+    def __enter__(self) -> Profiler:
+        self._begin_if_due(self.steps_done + 1)
+        return self
+
+    def step(self, step: int) -> None:
+        """Begin or end the recording where it is due after `step`."""
+        if self._profile is not None and step + 1 >= self.end_step:
+            self._end()
+        self._begin_if_due(step + 1)
+
+    def __exit__(self, *_: object) -> None:
+        if self._profile is not None:
+            self._end()
+
+    def _begin_if_due(self, step: int) -> None:
+        if not self.enabled or self._profile is not None or not self.start_step <= step < self.end_step:
+            return
+        self._first_recorded = step
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = profile(
+            activities=activities,
+            record_shapes=self.record_shapes,
+            profile_memory=self.profile_memory,
+            with_stack=self.with_stack,
+        )
+        self._profile.start()
+
+    def _end(self) -> None:
+        assert self._profile is not None
+        recorded, self._profile = self._profile, None
+        recorded.stop()
+        self.trace_dir.mkdir(parents=True, exist_ok=True)
+        path = self.trace_dir / f"rank{self.rank}_steps_{self._first_recorded}_{self.end_step}.json.gz"
+        recorded.export_chrome_trace(str(path))
+        logger.info("profile=%s", path)

@@ -1,0 +1,71 @@
+"""The progress bar, and lines of the log that do not tear it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tqdm import tqdm
+
+from xorl.train.observe import LogFormat, Metrics
+
+logger = logging.getLogger(__name__)
+
+
+class ProgressBar:
+    """One line that shows the loss, the rate and the time left; evaluations get lines of their own."""
+
+    def __init__(self, num_steps: int, start_step: int) -> None:
+        self._bar = tqdm(
+            total=num_steps,
+            initial=start_step,
+            unit="step",
+            dynamic_ncols=True,
+            file=sys.stderr,
+            mininterval=0.2 if sys.stderr.isatty() else 10.0,  # a log file gets a line, not a film
+        )
+
+    def write(self, metrics: Metrics) -> None:
+        """Show one record."""
+        if "eval_loss" in metrics:
+            logger.info("evaluation %s", " ".join(f"{key}={_cell(value)}" for key, value in metrics.items()))
+            return
+        shown = {key: metrics[key] for key in ("loss", "lr", "tokens_per_s", "mfu", "peak_memory_gib")}
+        self._bar.set_postfix({key: _cell(value) for key, value in shown.items() if value is not None}, refresh=False)
+        self._bar.update(1)
+
+    def close(self) -> None:
+        """Leave the last state of the bar on the screen."""
+        self._bar.close()
+
+
+class _TqdmHandler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm.write(self.format(record), file=sys.stderr)
+
+
+def set_up_logging(log_format: LogFormat, *, is_main: bool) -> None:
+    """One event a line on standard error. Ranks other than the main one log warnings and errors only."""
+    handler = _TqdmHandler()
+    line = "%(message)s" if log_format == "progress_bar" else "time=%(asctime)s level=%(levelname)s %(message)s"
+    handler.setFormatter(logging.Formatter(line))
+    root = logging.getLogger("xorl")
+    root.handlers[:] = [handler]
+    root.propagate = False
+    root.setLevel(logging.INFO if is_main else logging.WARNING)
+
+
+@contextmanager
+def phase(name: str, detail: str = "") -> Iterator[None]:
+    """Say that a phase of the start begins, with what it waits for, and how long it took."""
+    logger.info("phase=%s %s", name, detail)
+    start = time.perf_counter()
+    yield
+    logger.info("phase=%s done_s=%.2f", name, time.perf_counter() - start)
+
+
+def _cell(value: float | int | None) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,69 @@
+"""run_training: one rank of `xorl train`, from a checked configuration to an exit code."""
+
+from __future__ import annotations
+
+import logging
+import signal
+
+from xorl.config import LoadedConfig
+from xorl.core import runtime
+from xorl.train.build import Run, RunComplete, build_run
+from xorl.train.observe import Observer
+from xorl.train.progress import set_up_logging
+from xorl.train.trainer import train
+
+logger = logging.getLogger(__name__)
+
+
+def run_training(loaded: LoadedConfig) -> int:
+    """Train as `loaded` says in this rank. Returns 0, or 128 + the signal that stopped the run after a checkpoint.
+
+    Errors are raised, not turned into codes: ValueError for bad input, DivergedError for a loss that is not finite.
+    """
+    config = loaded.config
+    set_up_logging(config.train.log_format, is_main=runtime.global_rank() == 0)
+    try:
+        run = build_run(config)
+        try:
+            signal_number = train(run)
+        finally:
+            run.observer.close()
+        _summarise(run, signal_number)
+        runtime.shutdown()
+    except RunComplete as complete:
+        logger.info(
+            "complete=%s: this run has taken all its steps. Train anew in another folder with --train.output_dir",
+            complete.path,
+        )
+        runtime.shutdown()
+        return 0
+    return 128 + signal_number if signal_number else 0
+
+
+def _summarise(run: Run, signal_number: int) -> None:
+    """What was reached, where the results are and what to do next."""
+    observer, exported = run.observer, run.checkpoints.exported
+    trained = f"{observer.num_tokens:,} tokens in {observer.elapsed_s:.1f} s"
+    lines = [f"trained     {trained}, loss {_change(observer, 'loss')}"]
+    if run.eval_loader is not None:
+        lines.append(
+            f"held out    loss {_change(observer, 'eval_loss')}, "
+            f"tokens right {_change(observer, 'eval_token_accuracy')}, "
+            f"whole answers right {_change(observer, 'eval_accuracy')}"
+        )
+    lines.append(f"checkpoint  {run.checkpoints.last}")
+    lines.append(f"metrics     {run.output_dir / 'metrics.jsonl'}")
+    if exported is not None:
+        lines.append(f"model       {exported}, for transformers' AutoModelForCausalLM.from_pretrained")
+    if signal_number:
+        name = signal.Signals(signal_number).name
+        lines.append(f"next        stopped by {name}: continue with --train.load_checkpoint_path auto")
+    elif exported is not None:
+        lines.append(f"next        train on from it: --model.model_path {exported} --train.output_dir OTHER_FOLDER")
+    for line in lines:
+        logger.info(line)
+
+
+def _change(observer: Observer, key: str) -> str:
+    first, last = observer.first.get(key), observer.last.get(key)
+    return f"{first:.4g} -> {last:.4g}" if first is not None and last is not None else "unknown"

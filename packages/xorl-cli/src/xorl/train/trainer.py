@@ -1,0 +1,51 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+from xorl.core.runtime import GarbageCollection
+from xorl.train.build import Run
+from xorl.train.evaluate import evaluate
+from xorl.train.interrupt import Interruption
+
+
+def train(run: Run) -> int:
+    """Train from where `run` stands to its last step; collective. Returns the signal that ended it early, or 0.
+
+    Whatever ends it in order, the last step taken is saved; after the last step of the run the model is exported too,
+    also where a former process was stopped before it could. Raises DivergedError where the loss or the gradient is not
+    finite.
+    """
+    engine, observer = run.engine, run.observer
+    if run.start_step == 0:
+        _evaluate(run, 0)
+    observer.start()
+    with (
+        Interruption() as interruption,
+        GarbageCollection(run.gc_steps, run.empty_cache_steps) as garbage,
+        run.profiler,
+    ):
+        for index, batches in run.loader.steps(start=run.start_step):
+            step = index + 1
+            lr = run.schedule(step)
+            losses = engine.forward_backward(batches, run.loss_fn)
+            update = engine.optim_step(lr, divisor=losses.num_trained_tokens.clamp(min=1))
+            observer.step(step, losses, update, lr=lr)
+            signal_number = interruption.agreed()
+            if step == run.num_steps or (run.eval_steps and step % run.eval_steps == 0):
+                _evaluate(run, step)
+            if signal_number or run.checkpoints.due(step):
+                observer.flush()
+                run.checkpoints.save(step)
+                observer.pause()
+            if signal_number and step < run.num_steps:
+                return signal_number
+            garbage.step(step)
+            run.profiler.step(step)
+        run.checkpoints.export()
+    return 0
+
+
+def _evaluate(run: Run, step: int) -> None:
+    if run.eval_loader is not None:
+        run.observer.flush()
+        run.observer.evaluation(step, evaluate(run.engine, run.eval_loader))

@@ -1,0 +1,208 @@
+"""Options that cannot stand together, and numbers of processes that cannot be arranged."""
+
+from typing import Any
+
+import pytest
+
+from xorl.config import Config, ConfigError, LoadedConfig, check_world_size, config_from_mapping
+
+Options = dict[str, dict[str, Any]]
+
+
+def loaded_with(**changes: dict[str, Any]) -> LoadedConfig:
+    """Loads a sound configuration with some options set."""
+    data: Options = {
+        "model": {"model_path": "m"},
+        "data": {"datasets": [{"path": "a"}]},
+        "train": {"output_dir": "o"},
+        "lora": {},
+    }
+    for section, options in changes.items():
+        data[section] |= options
+    return config_from_mapping(data)
+
+
+def entry(**options: Any) -> dict[str, Any]:
+    return {"datasets": [{"path": "a", **options}]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "path", "message"),
+    [
+        ({"model": {"model_path": None}}, "model.model_path", "both are null"),
+        ({"data": entry(data_files="x.json")}, "data.datasets.0.data_files", "needs ds_type"),
+        ({"data": entry(shards=2)}, "data.datasets.0.shards", "needs shards_idx, the part to use (0 to 1)"),
+        ({"data": entry(shards_idx=1)}, "data.datasets.0.shards_idx", "needs shards, the number"),
+        ({"data": entry(shards=2, shards_idx=2)}, "data.datasets.0.shards_idx", "wants 0 to 1"),
+        ({"data": entry(shards=2, shards_idx=0, preprocess_shards=2)}, "data.datasets.0.preprocess_shards", "not both"),
+        ({"data": {"dataset_shard_num": 3}}, "data.dataset_shard_num", "needs dataset_shard_idx"),
+        ({"data": {"dataset_shard_idx": 0}}, "data.dataset_shard_idx", "needs dataset_shard_num"),
+        ({"data": {"dataset_shard_num": 3, "dataset_shard_idx": 3}}, "data.dataset_shard_idx", "wants 0 to 2"),
+        ({"data": entry(max_seq_len=32001)}, "data.datasets.0.max_seq_len", "has to fit a bin"),
+        ({"data": {"test_datasets": [{"path": "b"}], "val_set_size": 5}}, "data.val_set_size", "one of the two"),
+        ({"train": {"eval_steps": 5}}, "train.eval_steps", "data.val_set_size is set, or data.test_datasets"),
+        ({"data": {"eval_sample_packing": False}}, "data.eval_sample_packing", "does nothing unless"),
+        ({"data": {"datasets": [{"path": "dummy", "split": "test"}]}}, "data.datasets.0.split", "have no split"),
+        (
+            {"data": {"datasets": [{"path": "dummy", "shards": 2, "shards_idx": 0}]}},
+            "data.datasets.0.shards",
+            "have no shards",
+        ),
+        ({"data": {"sample_packing_group_size": 9}}, "data.sample_packing_group_size", "is multipack"),
+        ({"data": {"sample_packing_mp_start_method": "spawn"}}, "data.sample_packing_mp_start_method", "is multipack"),
+        (
+            {"train": {"data_parallel_mode": "ddp", "reshard_after_forward": True}},
+            "train.reshard_after_forward",
+            "data_parallel_mode is fsdp2",
+        ),
+        (
+            {"train": {"data_parallel_mode": "ddp", "enable_full_shard": False}},
+            "train.enable_full_shard",
+            "data_parallel_mode is fsdp2",
+        ),
+        (
+            {"train": {"data_parallel_mode": "none", "enable_forward_prefetch": False}},
+            "train.enable_forward_prefetch",
+            "data_parallel_mode is fsdp2",
+        ),
+        (
+            {"model": {"basic_modules": ["mlp"]}, "train": {"data_parallel_mode": "none"}},
+            "model.basic_modules",
+            "data_parallel_mode is fsdp2",
+        ),
+        (
+            {"train": {"enable_gradient_checkpointing": False, "enable_reentrant": True}},
+            "train.enable_reentrant",
+            "enable_gradient_checkpointing is true",
+        ),
+        ({"train": {"lr_min": 1e-6}}, "train.lr_min", "is linear or cosine"),
+        ({"train": {"lr_decay_ratio": 0.5}}, "train.lr_decay_ratio", "is linear or cosine"),
+        ({"train": {"lr_start": 1e-6}}, "train.lr_start", "lr_warmup_ratio is above 0"),
+        ({"train": {"profile_rank0_only": False}}, "train.profile_rank0_only", "enable_profiling is true"),
+        (
+            {"data": {"dataloader_num_workers": 0, "dataloader_prefetch_factor": 2}},
+            "data.dataloader_prefetch_factor",
+            "set dataloader_prefetch_factor to null",
+        ),
+        ({"train": {"reshard_after_forward": False}}, "train.reshard_after_forward", "set enable_full_shard to false"),
+        (
+            {"train": {"reshard_after_forward": True, "enable_full_shard": False}},
+            "train.reshard_after_forward",
+            "set enable_full_shard to true",
+        ),
+        (
+            {"train": {"data_parallel_mode": "none", "data_parallel_shard_size": 2}},
+            "train.data_parallel_shard_size",
+            "none is one process",
+        ),
+        (
+            {"train": {"data_parallel_mode": "none", "data_parallel_replicate_size": 2}},
+            "train.data_parallel_replicate_size",
+            "none is one process",
+        ),
+        (
+            {"train": {"data_parallel_mode": "ddp", "data_parallel_shard_size": 2}},
+            "train.data_parallel_shard_size",
+            "ddp does not shard",
+        ),
+        ({"train": {"tensor_parallel_size": 2}}, "train.tensor_parallel_size", "model.merge_qkv: false"),
+        ({"train": {"lr": 1e-5, "lr_min": 1e-4, "lr_decay_style": "linear"}}, "train.lr_min", "above lr"),
+        ({"train": {"lr": 1e-8, "lr_decay_style": "cosine"}}, "train.lr", "above lr"),
+        ({"train": {"lr": 1e-5, "lr_start": 1e-4}}, "train.lr_start", "above lr"),
+        (
+            {"train": {"lr_decay_style": "linear", "lr_warmup_ratio": 0.5, "lr_decay_ratio": 0.4}},
+            "train.lr_decay_ratio",
+            "would end before the warm-up",
+        ),
+        (
+            {"train": {"recompute_modules": ["mlp"], "enable_gradient_checkpointing": False}},
+            "train.recompute_modules",
+            "enable_gradient_checkpointing is true",
+        ),
+        ({"train": {"enable_full_determinism": True}}, "train.enable_full_determinism", "allow_cuda_launch_blocking"),
+        (
+            {"train": {"enable_profiling": True, "profile_start_step": 5}},
+            "train.profile_start_step",
+            "has to come after",
+        ),
+        ({"train": {"enable_profiling": True, "profile_end_step": 1}}, "train.profile_end_step", "has to come after"),
+        ({"lora": {"save_lora_only": True}}, "lora.save_lora_only", "no adapter to save"),
+        ({"lora": {"reset_optimizer_on_merge": True}}, "lora.reset_optimizer_on_merge", "needs merge_lora_interval"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(changes: Options, path: str, message: str) -> None:
+    # Would catch a run in which one of two options silently wins.
+    with pytest.raises(ConfigError) as caught:
+        loaded_with(**changes)
+    found = [(problem.path, problem.message) for problem in caught.value.problems]
+    assert [at for at, text in found if message in text] == [path], found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": {"model_path": None, "config_path": "c"}},
+        {"data": entry(data_files=["x.json"], ds_type="json")},
+        {"data": entry(shards=2, shards_idx=1)},
+        {"data": {"dataset_shard_num": 3, "dataset_shard_idx": 2}},
+        {"data": entry(max_seq_len=32000)},
+        {"data": {"val_set_size": 0.05}, "train": {"eval_steps": 5}},
+        {"data": {"test_datasets": [{"path": "b"}]}, "train": {"eval_steps": 5}},
+        {"data": {"dataloader_num_workers": 0}},
+        {"data": {"dataloader_num_workers": 0, "dataloader_prefetch_factor": None}},
+        {"train": {"reshard_after_forward": False, "enable_full_shard": False}},
+        {"train": {"data_parallel_mode": "none", "data_parallel_shard_size": 1, "data_parallel_replicate_size": -1}},
+        {"train": {"data_parallel_mode": "ddp", "data_parallel_replicate_size": 2}},
+        {"train": {"data_parallel_shard_size": 2, "data_parallel_replicate_size": 2}},
+        {"train": {"lr": 1e-8}},
+        {"train": {"lr_warmup_ratio": 0.5, "lr_start": 1e-6}},
+        {"train": {"data_parallel_mode": "ddp", "enable_full_shard": True, "enable_forward_prefetch": True}},
+        {"train": {"enable_profiling": False, "profile_start_step": 1, "profile_end_step": 9}},
+        {"train": {"enable_full_determinism": True, "allow_cuda_launch_blocking": True}},
+        {"train": {"enable_profiling": True, "profile_start_step": 5, "profile_end_step": 6}},
+        {"train": {"enable_gradient_checkpointing": False}},
+    ],
+)
+def test_options_that_agree_are_accepted(changes: Options) -> None:
+    # Would catch a rule that refuses more than it says.
+    loaded_with(**changes)
+
+
+def config_with(**train: Any) -> Config:
+    """A configuration whose sizes may be refused elsewhere."""
+    options: Any = {"data": {"datasets": [{"path": "a"}]}, "train": {"output_dir": "o", **train}}
+    return Config.model_validate(options)
+
+
+@pytest.mark.parametrize(
+    ("train", "world_size", "message"),
+    [
+        ({}, 1, None),
+        ({}, 8, None),
+        ({"data_parallel_mode": "none"}, 1, None),
+        ({"data_parallel_mode": "none"}, 2, "none is one process, got 2 processes"),
+        ({"data_parallel_mode": "ddp"}, 3, None),
+        ({"data_parallel_mode": "ddp", "data_parallel_replicate_size": 2}, 2, None),
+        ({"data_parallel_mode": "ddp", "data_parallel_replicate_size": 2}, 3, "start 2"),
+        ({"data_parallel_shard_size": 2}, 4, None),
+        ({"data_parallel_shard_size": 2}, 3, "train.data_parallel_shard_size 2: start a multiple of 2"),
+        ({"data_parallel_shard_size": 8}, 1, "1 process cannot be arranged"),
+        ({"data_parallel_replicate_size": 2}, 4, None),
+        ({"data_parallel_replicate_size": 4}, 6, "a multiple of 4"),
+        ({"data_parallel_shard_size": 2, "data_parallel_replicate_size": 2}, 4, None),
+        ({"data_parallel_shard_size": 2, "data_parallel_replicate_size": 2}, 8, "start 4, or set"),
+        ({"data_parallel_shard_size": 1, "data_parallel_replicate_size": 1}, 2, "sizes that are all 1: start 1"),
+        ({"tensor_parallel_size": 2, "ulysses_parallel_size": 2}, 8, None),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 3}, 8, "a multiple of 6"),
+    ],
+)
+def test_a_number_of_processes_has_to_fit_the_sizes(
+    train: dict[str, Any], world_size: int, message: str | None
+) -> None:
+    # Would catch a job that starts on 8 GPUs and fails in a reshape, or leaves some idle.
+    config = config_with(**train)
+    if message is None:
+        check_world_size(config, world_size)
+    else:
+        with pytest.raises(ValueError, match=message):
+            check_world_size(config, world_size)

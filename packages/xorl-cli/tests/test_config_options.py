@@ -1,0 +1,151 @@
+"""The list of options is frozen; their documentation, the JSON schema and `show` are complete."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from xorl.cli import exit_codes
+from xorl.config import load_config
+from xorl.config.docs import documentation, json_schema
+from xorl.config.options import all_options, yaml_text
+from xorl.config.show import show
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+FROZEN = Path(__file__).with_name("frozen_options.txt")
+EXAMPLES = Path(__file__).resolve().parents[3] / "configs"
+LOCAL_EXAMPLES = sorted([*EXAMPLES.glob("local/*.yaml"), *EXAMPLES.glob("quickstart.yaml")])
+
+
+def test_the_list_of_options_is_frozen() -> None:
+    # Would catch an option that is added, renamed, retyped or given another default without anyone deciding so. After
+    # a decision, the lines below are what the file has to hold.
+    listed = [
+        f"{option.path}: {option.type} = {'(required)' if option.default is None else option.default}"
+        for option in all_options().values()
+    ]
+    assert "\n".join(listed) == FROZEN.read_text(encoding="utf-8").rstrip("\n")
+
+
+@pytest.mark.parametrize("option", all_options().values(), ids=lambda option: option.path)
+def test_every_option_is_documented(option) -> None:
+    # Would catch an option whose meaning is in nobody's words, or whose null means nothing that is said.
+    assert option.description.endswith(".")
+    assert option.group
+    if option.type.endswith("or null"):
+        assert "null" in option.description
+    assert option.path in documentation(option.path)
+
+
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [
+        (None, ["model.model_path:", "data.datasets[].path:", "train.lr:", "lora.aqn_alpha:", "# train: Optimizer"]),
+        ("train", ["train.lr: number >= 0; default 5e-05", "# train: Seeding"]),
+        ("data", ["data.datasets[].path: string; required", "data.val_set_size:"]),
+        ("data.datasets", ["data.datasets: list of dataset entries (not empty); required"]),
+        ("data.datasets.0.path", ["data.datasets[].path:"]),
+        ("lr", ["train.lr:"]),
+        ("train.optimizer", ["Not available yet: anyprecision_adamw, muon"]),
+        ("trust_remote_code", ["Refused: anything but the default"]),
+    ],
+)
+def test_documentation_is_found_by_path_section_or_name(query: str | None, expected: list[str]) -> None:
+    # Would catch an option that can be set and not looked up.
+    text = documentation(query)
+    assert [part for part in expected if part not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("query", "meant"),
+    [("optimiser", "train.optimizer"), ("train.lrr", "train.lr"), ("trainn", "train"), ("lro", "lr")],
+)
+def test_documentation_of_a_misspelt_option_suggests_one(query: str, meant: str) -> None:
+    # Would catch a bare "not found".
+    with pytest.raises(ValueError, match=f"no section or option {query}; did you mean .*{meant}"):
+        documentation(query)
+
+
+def test_the_schema_describes_every_option() -> None:
+    # Would catch an editor that completes options without their meaning, or lets a misspelt one pass.
+    schema = json_schema()
+    assert json.loads(json.dumps(schema)) == schema
+    definitions = schema["$defs"]
+    assert isinstance(definitions, dict)
+    for name in ("ModelConfig", "DataConfig", "DatasetEntryConfig", "TrainConfig", "LoraConfig"):
+        section = definitions[name]
+        assert isinstance(section, dict)
+        properties = section["properties"]
+        assert section["additionalProperties"] is False
+        assert isinstance(properties, dict)
+        assert [key for key, value in properties.items() if not (value.get("description") and value.get("title"))] == []
+    assert schema["additionalProperties"] is False
+
+
+@pytest.mark.parametrize(
+    "overrides", [(), ("--train.wandb_name", '"$${X}: 5 #"', "--train.wandb_tags", '["1e5", "no", " a", ""]')]
+)
+def test_what_is_shown_loads_to_the_same(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    # Would catch `xorl config show` printing what cannot be read back, or what reads back otherwise.
+    source = tmp_path / "a.yaml"
+    source.write_text(
+        "model: {model_path: m}\n"
+        "data:\n  datasets: [{path: a, data_files: [b, c], ds_type: csv}, {path: d}]\n  val_set_size: 0.05\n"
+        "train: {output_dir: 'o: p', lr: 1e-5, lr_min: 0, lr_decay_style: linear, recompute_modules: [mlp]}\n"
+    )
+    loaded = load_config(source, overrides)
+    text = show(loaded)
+    (tmp_path / "b.yaml").write_text(text)
+    assert load_config(tmp_path / "b.yaml").config == loaded.config
+    commented = [line.split("#")[-1].strip() for line in text.splitlines() if "  # " in line]
+    shown_origins = [origin for path, origin in loaded.origins.items() if path != "data.datasets"]
+    assert sorted(commented) == sorted(shown_origins)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("a/b.c", "a/b.c"),
+        ("1e5", '"1e5"'),
+        (".5", '".5"'),
+        ("true", '"true"'),
+        ("no", "no"),
+        ("", '""'),
+        ("a: b", '"a: b"'),
+        ("a ", '"a "'),
+        ("é", '"é"'),
+        ("${A}", '"$${A}"'),
+        (None, "null"),
+        (True, "true"),
+        (1e-5, "1e-05"),
+        (["a", 1], "[a, 1]"),
+        ({"a": None}, "{a: null}"),
+    ],
+)
+def test_yaml_text_quotes_what_would_be_read_otherwise(value: object, text: str) -> None:
+    # Would catch a message or a file in which a string has become a number.
+    assert yaml_text(value) == text
+
+
+def test_there_are_examples() -> None:
+    # Would catch a test below that looks into the wrong folder.
+    assert len(LOCAL_EXAMPLES) >= 3
+
+
+@pytest.mark.parametrize("path", LOCAL_EXAMPLES, ids=lambda path: path.name)
+def test_the_examples_are_sound(path: Path) -> None:
+    # Would catch an example that no longer runs, and one that does not say what it is.
+    load_config(path)
+    assert path.read_text(encoding="utf-8").startswith("# ")
+
+
+def test_the_readme_is_sound(tmp_path: Path) -> None:
+    # Would catch a README whose configuration no longer loads, or whose exit codes are not those of the code.
+    text = README.read_text(encoding="utf-8")
+    block = re.search(r"^```yaml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    assert block
+    (tmp_path / "a.yaml").write_text(block.group(1))
+    load_config(tmp_path / "a.yaml")
+    codes = re.findall(r"^\| (\d[\w +]*) \|", text, re.MULTILINE)
+    assert codes == re.findall(r"^\| (\d[\w +]*) \|", exit_codes.__doc__ or "", re.MULTILINE)

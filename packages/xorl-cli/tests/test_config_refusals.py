@@ -1,0 +1,153 @@
+"""What is not built yet is refused by name, and nothing more than that."""
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from xorl.config import ConfigError, config_from_mapping
+from xorl.config.document import read_document
+from xorl.config.options import ENTRIES, all_options
+from xorl.config.refusals import REFUSALS, Refusal, refusals_of
+
+# A refused value of each option whose row says "anything but the default", where it cannot be guessed from the type.
+EXAMPLES: dict[str, object] = {
+    "model.moe_implementation": "triton",
+    "model.ep_dispatch": "deepep",
+    "model.deepep_num_sms": 22,
+    "model.foundation": {"num_hidden_layers": 2},
+    "model.encoders": {"image": {"model_path": "a"}},
+    f"{ENTRIES}.path": "s3://bucket/a",
+    f"{ENTRIES}.data_files": ["https://a.example/b.json"],
+    "data.push_dataset_to_hub": "a/b",
+    "data.hf_use_auth_token": True,
+    "train.pipeline_parallel_schedule": "GPipe",
+    "train.cp_fsdp_mode": "none",
+    "train.optimizer_dtype": "fp32",
+    "train.muon_momentum": 0.5,
+    "train.muon_adjust_lr_fn": "original",
+    "train.moe_checkpoint_method": "moe_act",
+    "lora.quant_format": "nf4",
+    "lora.lora_target_modules": ["qkv_proj"],
+    "lora.exclude_modules": ["lm_head"],
+}
+# What else is needed so that a value is wrong for no other reason.
+COMPANIONS: dict[str, dict[str, Any]] = {
+    "train.tensor_parallel_size": {"model": {"merge_qkv": False}},
+    f"{ENTRIES}.data_files": {"entry": {"ds_type": "json"}},
+    "lora.save_lora_only": {"lora": {"enable_lora": True}},
+    "lora.reset_optimizer_on_merge": {"lora": {"merge_lora_interval": 5}},
+}
+
+
+def refused_examples() -> list[tuple[str, object]]:
+    """Returns (option, value) for every value that the table refuses, or one where they are many."""
+    examples: list[tuple[str, object]] = []
+    for option in all_options().values():
+        for row in refusals_of(option.path):
+            examples += [(option.path, value) for value in row.values or (example_of(option.path),)]
+    return examples
+
+
+def example_of(path: str) -> object:
+    option = all_options()[path]
+    if path in EXAMPLES:
+        return EXAMPLES[path]
+    if option.type == "true or false":
+        return option.default == "false"
+    return int(float(option.default)) + 1 if option.default not in (None, "null") else 2
+
+
+def problems_with(path: str, value: object, companions: Any = COMPANIONS) -> list[tuple[str, str]]:
+    """Loads a sound configuration with one option set, and returns (path, message) of what is wrong with it."""
+    section, _, name = path.rpartition(".")
+    entry: dict[str, object] = {"path": "a"}
+    data: dict[str, dict[str, object]] = {
+        "model": {"model_path": "m"},
+        "data": {"datasets": [{"path": "a"}], "test_datasets": [entry]},
+        "train": {"output_dir": "o"},
+        "lora": {},
+        "entry": entry,
+    }
+    for part, options in companions.get(path, {}).items():
+        data[part] |= options
+    data["entry" if section == ENTRIES else section][name] = value
+    del data["entry"]
+    try:
+        config_from_mapping(data)
+    except ConfigError as error:
+        return [(problem.path, problem.message) for problem in error.problems]
+    return []
+
+
+@pytest.mark.parametrize(("path", "value"), refused_examples(), ids=lambda part: str(part)[:40])
+def test_every_row_of_the_table_is_refused(path: str, value: object) -> None:
+    # Would catch an option that is accepted and ignored.
+    concrete = path.replace(ENTRIES, "data.test_datasets.0")
+    found = [message for at, message in problems_with(path, value) if at == concrete]
+    assert len(found) == 1, found
+    row = next(row for row in refusals_of(path))
+    assert row.reason in found[0]
+    assert row.instead in found[0]
+
+
+@pytest.mark.parametrize("path", sorted({path for path, _ in refused_examples()}))
+def test_the_default_of_a_refused_option_is_accepted(path: str) -> None:
+    # Would catch a row that refuses every configuration which writes its defaults out.
+    default = all_options()[path].default
+    if default is not None:
+        document = read_document(f"x: {default}", "")
+        assert document.root is not None
+        assert problems_with(path, document.root.find(["x"]).plain(), companions={}) == []
+
+
+@pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row.option)
+def test_every_row_names_an_option(row: Refusal) -> None:
+    # Would catch a row that has lost its option, and with it a value that nobody refuses.
+    assert [path for path in all_options() if row in refusals_of(path)]
+    choices = {choice for path in all_options() if row in refusals_of(path) for choice in all_options()[path].choices}
+    assert set(row.values) <= choices
+
+
+@pytest.mark.parametrize(
+    ("path", "values"),
+    [
+        ("model.attn_implementation", ["auto", "eager", "sdpa", "native"]),
+        ("train.optimizer", ["adamw", "sgd"]),
+        ("train.ckpt_manager", ["dcp", "torch"]),
+        ("train.init_device", ["auto", "cpu", "cuda", "meta"]),
+        ("train.load_weights_mode", ["broadcast", "all_ranks", "auto", "safetensors"]),
+        ("train.data_parallel_mode", ["none", "ddp", "fsdp2"]),
+        ("data.sample_packing_method", ["sequential", "multipack"]),
+        (f"{ENTRIES}.path", ["a.jsonl", "org/name", "./a:b", "dummy"]),
+        (f"{ENTRIES}.overflow", ["truncate", "drop", "split", "error"]),
+    ],
+)
+def test_what_is_built_is_accepted(path: str, values: list[str]) -> None:
+    # Would catch a capability that exists and that nobody can reach.
+    assert [value for value in values if problems_with(path, value)] == []
+
+
+def test_a_refusal_says_what_works_instead() -> None:
+    # Would catch a bare "not supported".
+    message = problems_with("model.attn_implementation", "flash_attention_3")[0][1]
+    assert message.startswith("flash_attention_3 is not available yet: ")
+    assert "use auto, native, sdpa or eager" in message
+    assert "is refused: loading scripts" in problems_with(f"{ENTRIES}.trust_remote_code", True)[0][1]
+
+
+def test_every_option_is_either_read_by_training_or_refused() -> None:
+    # Would catch an option that is documented, accepted, and has no effect whatever.
+    package, resolution = importlib.util.find_spec("xorl.train"), importlib.util.find_spec("xorl.config.resolve")
+    assert package is not None
+    assert package.origin is not None
+    assert resolution is not None
+    assert resolution.origin is not None
+    # An option that only gives another its default is read where that is filled in.
+    files = [*Path(package.origin).parent.glob("*.py"), Path(resolution.origin)]
+    source = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    refused = {path for path in all_options() for row in refusals_of(path) if not row.values and not row.matches}
+    unread = {path for path, option in all_options().items() if not re.search(rf"\b{option.name}\b", source)}
+    assert sorted(unread - refused) == []

@@ -1,0 +1,277 @@
+"""Starting ranks: which and where, whose failure is told, which exit code is the job's, and what signals do."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from xorl.cli.failures import failure_of, report
+from xorl.cli.launch import LaunchFlags, LaunchPlan, launch, plan_launch
+
+TINY_RANK = str(Path(__file__).with_name("tiny_rank.py"))
+TWO_RANKS = LaunchFlags(nproc_per_node=2)
+# A launcher that waits for a rank to give up is killed by it only after 30 s; sooner means that nothing waited.
+PROMPT_S = 10.0
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_gpus", "is_single_process", "line"),
+    [
+        (LaunchFlags(), 0, False, None),
+        (LaunchFlags(), 1, False, None),
+        (LaunchFlags(), 8, True, None),
+        (LaunchFlags(), 8, False, "torchrun --standalone --nproc-per-node=8"),
+        (LaunchFlags(nproc_per_node=1), 0, False, "torchrun --standalone --nproc-per-node=1"),
+        (LaunchFlags(nproc_per_node=4), 0, False, "torchrun --standalone --nproc-per-node=4"),
+        (LaunchFlags(nproc_per_node=2), 8, True, "torchrun --standalone --nproc-per-node=2"),
+        (
+            LaunchFlags(nnodes=2, node_rank=1, master_addr="10.0.0.1"),
+            8,
+            False,
+            "torchrun --nproc-per-node=8 --nnodes=2 --node-rank=1 --master-addr=10.0.0.1 --master-port=29500",
+        ),
+        (
+            LaunchFlags(nproc_per_node=2, master_port=29501),
+            0,
+            False,
+            "torchrun --nproc-per-node=2 --nnodes=1 --node-rank=0 --master-addr=127.0.0.1 --master-port=29501",
+        ),
+        (
+            LaunchFlags(nnodes=2, rdzv_endpoint="a:1", rdzv_id="job"),
+            1,
+            False,
+            "torchrun --nproc-per-node=1 --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=a:1 --rdzv-id=job",
+        ),
+    ],
+)
+def test_what_is_started_follows_flags_and_devices(
+    flags: LaunchFlags, num_gpus: int, is_single_process: bool, line: str | None
+) -> None:
+    # Would catch a launcher where one process is enough, GPUs left idle, and a torchrun line that starts another job.
+    plan = plan_launch(flags, num_gpus=num_gpus, is_single_process=is_single_process)
+    assert (plan and plan.torchrun_line(["a b.yaml"])) == (line and f"{line} -m xorl.cli.train 'a b.yaml'")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (LaunchFlags(nproc_per_node=0), "integers >= 1"),
+        (LaunchFlags(nproc_per_node=3), "there are 2 GPUs here"),
+        (LaunchFlags(nnodes=2, node_rank=0), "needs --master-addr"),
+        (LaunchFlags(nnodes=2, master_addr="a"), "needs --node-rank"),
+        (LaunchFlags(nnodes=2, master_addr="a", node_rank=2), "from 0 to 1"),
+        (LaunchFlags(rdzv_backend="c10d"), "need --rdzv-endpoint"),
+        (LaunchFlags(rdzv_endpoint="a:1", master_addr="a"), "one or the other"),
+        (LaunchFlags(rdzv_endpoint="a:1", rdzv_backend="static"), "needs --node-rank"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(flags: LaunchFlags, message: str) -> None:
+    # Would catch nodes that wait for each other for ever.
+    with pytest.raises(ValueError, match=message):
+        plan_launch(flags, num_gpus=2, is_single_process=False)
+
+
+def started(mode: str, flags: LaunchFlags = TWO_RANKS) -> tuple[int, float]:
+    """Launches tiny ranks in this folder and returns the job's exit code and its time in seconds."""
+    plan = plan_launch(flags, num_gpus=0, is_single_process=False)
+    assert isinstance(plan, LaunchPlan)
+    start = time.monotonic()
+    return launch(plan, [TINY_RANK, mode]), time.monotonic() - start
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.mark.multi
+def test_ranks_meet_over_gloo() -> None:
+    # Would catch ranks that are started without what they need to find each other.
+    assert started("reduce_over_gloo")[0] == 0
+    assert [Path(f"sum_{rank}").read_text() for rank in (0, 1)] == ["3 of 2 1"] * 2
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    ("mode", "code", "shown", "absent"),
+    [
+        (
+            "fail_on_rank_1",
+            1,
+            ["rank 1 of 2 failed first, with exit code 1:", "Traceback", "RuntimeError: rank 1 lost its way"],
+            ["rank 0"],
+        ),
+        (
+            "fail_in_turn",
+            1,
+            ["rank 1 of 2 failed first", "RuntimeError: the cause"],
+            ["rank 0 of 2"],
+        ),
+        ("refuse_input", 2, ["error: a.yaml: 1 problem\n\na.yaml:3: x\n     3 | x: 1\n"], ["Traceback"]),
+        ("refuse_input_on_rank_1", 2, ["error: a.yaml: 1 problem", "(rank 1 of 2)"], ["Traceback", "rank 0"]),
+        ("diverge", 3, ["error: step 5: loss nan"], ["Traceback"]),
+        (
+            "be_killed",
+            137,
+            ["rank 0 of 2 failed first, with exit code 137:", "SIGKILL; the system does that"],
+            ["rank 1 of 2"],
+        ),
+        ("hang_after_a_failure", 1, ["rank 1 of 2 failed first", "lost its way"], ["rank 0"]),
+        ("fail_on_every_rank", 1, ["error: the disk is full\n  rank 0: no space left\n"], ["Traceback", "after it"]),
+        ("fail_in_a_library", 1, ["rank 1 of 2 failed first", "Traceback", "ValueError: invalid"], ["rank 0"]),
+        ("end_without_a_word", 7, ["rank 0 of 2 failed first, with exit code 7:", "left no message"], []),
+    ],
+)
+def test_the_first_failure_is_told_and_its_exit_code_is_the_jobs(
+    capfd: pytest.CaptureFixture[str], mode: str, code: int, shown: list[str], absent: list[str]
+) -> None:
+    # Would catch interleaved tracebacks, a consequence told as the cause, an exit code of the launcher's own, and a
+    # rank that waits for a dead peer until it is killed.
+    exit_code, time_s = started(mode)
+    told = capfd.readouterr().err
+    positions = [told.find(part) for part in shown]
+    assert exit_code == code
+    assert -1 not in positions, told
+    assert positions == sorted(positions), told
+    assert [part for part in absent if part in told] == [], told
+    assert told.count("a.yaml:3") <= 1
+    assert told.startswith(shown[0]), told
+    assert time_s < PROMPT_S + 10  # the first test of the file imports torch in this time
+
+
+def signalled(mode: str, number: signal.Signals, times: int = 1) -> int:
+    """Launches tiny ranks, sends a signal to the launcher, which is this process, once they are ready."""
+
+    def send() -> None:
+        while not all(Path(f"ready_{rank}").exists() for rank in (0, 1)):
+            time.sleep(0.01)
+        for _ in range(times):
+            os.kill(os.getpid(), number)
+            time.sleep(0.3)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    code, time_s = started(mode)
+    sender.join()
+    assert time_s < PROMPT_S + 10
+    return code
+
+
+@pytest.mark.multi
+def test_a_signal_while_ranks_wait_for_each_other_ends_them_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    # Would catch a rank that waits for one that a signal ended, until it is killed and told as lacking memory.
+    assert signalled("wait_for_an_interrupted_peer", signal.SIGTERM) == 143
+    assert "SIGKILL" not in capfd.readouterr().err
+
+
+RANK_WITHOUT_LAUNCHER = """
+import sys, time
+from pathlib import Path
+from xorl.cli.exit_codes import Terminated
+from xorl.cli.signals import stopping_with_parent, terminable
+try:
+    with terminable(), stopping_with_parent():
+        Path("started").touch()
+        time.sleep(60)
+except Terminated:
+    Path("stopped").touch()
+"""
+DYING_LAUNCHER = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+subprocess.Popen([sys.executable, "-c", sys.argv[1]])
+while not Path("started").exists():
+    time.sleep(0.01)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_rank_stops_when_its_launcher_is_killed(tmp_path: Path) -> None:
+    # Would catch ranks that go on without anyone who sees them, holding their GPUs.
+    command = [sys.executable, "-c", DYING_LAUNCHER, RANK_WITHOUT_LAUNCHER]
+    assert subprocess.run(command, cwd=tmp_path, check=False, timeout=30).returncode == -signal.SIGKILL
+    deadline = time.monotonic() + PROMPT_S
+    while not (tmp_path / "stopped").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_ranks(capfd: pytest.CaptureFixture[str], number: signal.Signals, code: int) -> None:
+    # Would catch a job that outlives its launcher, and an interruption told as a failure.
+    before = signal.getsignal(number)
+    assert signalled("sleep", number) == code
+    assert signal.getsignal(number) is before
+    told = capfd.readouterr().err
+    assert "Traceback" not in told
+    assert f"interrupted by {number.name}" in told
+
+
+@pytest.mark.multi
+def test_a_signal_lets_every_rank_save() -> None:
+    # Would catch a launcher that kills a rank which still saves, since another one was done before it.
+    assert signalled("save_when_told", signal.SIGTERM) == 143
+    assert Path("saved").read_text() == "1"
+
+
+@pytest.mark.multi
+def test_a_second_signal_ends_ranks_that_save() -> None:
+    # Would catch a user's second Ctrl-C that does nothing.
+    assert signalled("save_when_told", signal.SIGINT, times=2) == 130
+
+
+@pytest.mark.multi
+def test_two_launchers_make_one_job() -> None:
+    # Would catch flags of several nodes that are accepted and lost on the way to torch.
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    flags = {"nproc_per_node": 1, "nnodes": 2, "master_addr": "127.0.0.1", "master_port": port}
+    code = (
+        f"import sys; from xorl.cli.launch import *; flags = LaunchFlags(**{flags}, node_rank=1); "
+        "plan = plan_launch(flags, num_gpus=0, is_single_process=False); "
+        f"sys.exit(launch(plan, [{TINY_RANK!r}, 'tell_place']))"
+    )
+    node_1 = subprocess.Popen([sys.executable, "-c", code])
+    assert started("tell_place", LaunchFlags(**flags, node_rank=0))[0] == 0
+    assert node_1.wait(60) == 0
+    assert [Path(f"rank_{rank}").read_text() for rank in (0, 1)] == ["0 of 2"] * 2
+
+
+def record_at(seconds: float, text: str) -> dict[str, object]:
+    extra = {"py_callstack": f"Traceback\n{text}", "timestamp": str(int(seconds))}
+    return {"message": {"message": text, "extraInfo": extra, "xorl": {"time_ns": int(seconds * 1e9)}}}
+
+
+@pytest.mark.parametrize(
+    ("failures", "first", "code"),
+    [
+        # (rank, exit code, record, second in which the launcher saw it)
+        ([(0, 1, record_at(10.2, "b"), 10), (1, 1, record_at(10.1, "a"), 10)], 1, 1),
+        ([(0, -15, None, 10), (1, 1, record_at(10.1, "a"), 10)], 1, 1),
+        ([(0, 143, None, 10), (1, 1, record_at(10.1, "a"), 10)], 1, 1),
+        ([(0, -9, None, 10), (1, 1, record_at(10.1, "a"), 10)], 0, 137),
+        ([(0, -9, None, 40), (1, 1, record_at(10.1, "a"), 10)], 1, 1),
+        ([(0, -11, None, 10), (1, -15, None, 10)], 0, 139),
+        ([(0, -15, None, 10), (1, -15, None, 10)], 0, 143),
+    ],
+)
+def test_the_cause_is_told_from_its_consequences(failures, first: int, code: int) -> None:
+    # Would catch a rank that the launcher itself ended, or that missed a dead peer, told as the cause.
+    text, exit_code = report([failure_of(*failure) for failure in failures], world_size=2)
+    assert exit_code == code
+    assert text.startswith(f"rank {first} of 2 failed first") or code == 143
+
+
+def test_records_of_torch_itself_are_read() -> None:
+    # Would catch a rank whose error was recorded by torch's own decorator, told without its traceback.
+    record = {"message": {"message": "E: a", "extraInfo": {"py_callstack": "Traceback a", "timestamp": "10"}}}
+    assert report([failure_of(0, 1, record, 10)], world_size=1)[0].endswith("Traceback a")

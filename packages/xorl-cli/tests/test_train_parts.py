@@ -1,0 +1,207 @@
+"""The parts around the training loop: save points, the metrics file, the observer, the interruption."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from xorl.config import config_from_mapping
+from xorl.core import runtime
+from xorl.train.checkpoints import SavePoints
+from xorl.train.data import prepare_data
+from xorl.train.devices import PEAK_BF16_FLOPS
+from xorl.train.engine import StepLosses, Update
+from xorl.train.interrupt import Interruption
+from xorl.train.observe import DivergedError, Metrics, MetricsFile, Observer
+from xorl.train.profile import Profiler
+from xorl.train.wandb_log import credentials_are_missing
+
+
+@pytest.mark.parametrize(
+    ("save_steps", "save_epochs", "expected"),
+    [
+        (0, 0, [10]),
+        (3, 0, [3, 6, 9, 10]),
+        (0, 1, [4, 8, 10]),
+        (0, 0.5, [2, 4, 6, 8, 10]),
+        (0, 0.25, list(range(1, 11))),
+        (0, 0.4, [2, 4, 5, 7, 8, 10]),
+        (5, 2, [5, 8, 10]),
+    ],
+)
+def test_save_points(save_steps: int, save_epochs: float, expected: list[int]) -> None:
+    # Catches fractions of an epoch that drift or fall on no step, and a last step that is not saved.
+    due = SavePoints(num_steps=10, steps_per_epoch=4, save_steps=save_steps, save_epochs=save_epochs)
+    assert [step for step in range(1, 11) if due(step)] == expected
+
+
+def test_metrics_file_is_cut_back_to_the_step_resumed_from(tmp_path: Path) -> None:
+    # Catches two lines for a step that was trained, lost and trained again, and a torn last line.
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "loss": step / 10}) for step in range(1, 6)]
+    path.write_text("\n".join(lines) + '\n{"step": 6, "lo')
+    file = MetricsFile(path, resume_step=3)
+    file.write({"step": 4, "loss": float("nan")})
+    file.close()
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    assert records[-1]["loss"] == "nan"
+
+
+def test_metrics_of_a_former_run_are_not_those_of_one_that_starts_afresh(tmp_path: Path) -> None:
+    # Catches two evaluations before the first step, one of them of a run that died before it saved.
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0, "eval_loss": 3.0}\n{"step": 1, "loss": 3.0}\n')
+    MetricsFile(path, resume_step=0).close()
+    assert path.read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("steps_done", "trace"), [(0, ["rank0_steps_3_5"]), (2, ["rank0_steps_3_5"]), (3, ["rank0_steps_4_5"]), (4, [])]
+)
+def test_profile_of_a_resumed_run(steps_done: int, trace: list[str], tmp_path: Path) -> None:
+    # Catches a run that resumes right before the span, or within it, and records nothing.
+    profiler = Profiler(enabled=True, start_step=3, end_step=5, trace_dir=tmp_path, rank=0, steps_done=steps_done)
+    with profiler:
+        for step in range(steps_done + 1, 8):
+            torch.ones(2).sum()
+            profiler.step(step)
+    assert [path.name.split(".")[0] for path in tmp_path.iterdir()] == trace
+
+
+@pytest.mark.parametrize("val_set_size", [1, 99])
+def test_split_that_leaves_nothing_to_train_or_to_evaluate_is_refused(val_set_size: int, tmp_path: Path) -> None:
+    # Catches a mean over no tokens, hours into the run.
+    rows = [{"input_ids": [1, 2], "labels": [-100, 2 if index else -100]} for index in range(100)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"datasets": [{"path": str(tmp_path / "rows.jsonl")}], "dataset_prepared_path": str(tmp_path / "prepared")}
+    refused = 0
+    for seed in range(300):  # which document is drawn is chance
+        mapping = {
+            "model": {"config_path": "unused"},
+            "data": {**data, "val_set_size": val_set_size, "dataset_num_proc": 1},
+            "train": {"output_dir": "unused", "seed": seed},
+        }
+        try:
+            prepare_data(config_from_mapping(mapping).config, vocab_size=3)
+        except ValueError as error:
+            refused += "has a trained token" in str(error)
+    assert 0 < refused < 30
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.records: list[Metrics] = []
+
+    def write(self, metrics: Metrics) -> None:
+        self.records.append(metrics)
+
+    def close(self) -> None:
+        pass
+
+
+def step_of(loss_sum: float, norm: float = 1.0, skipped: float = 0.0) -> tuple[StepLosses, Update]:
+    losses = StepLosses(*(torch.tensor(value, dtype=torch.float64) for value in (loss_sum, 4.0, 8.0, 1e6)))
+    return losses, Update(torch.tensor(norm), torch.tensor(skipped))
+
+
+def test_observer_reports_a_device_one_step_late_with_all_fields() -> None:
+    # Catches a step that is lost, or a field of metrics.jsonl that is missing or divided by the wrong count.
+    recorder = Recorder()
+    observer = Observer(torch.device("meta"), 1, [recorder])
+    observer.step(1, *step_of(8.0), lr=0.1)
+    assert recorder.records == []
+    observer.step(2, *step_of(6.0), lr=0.2)
+    observer.flush()
+    assert [(record["step"], record["loss"], record["lr"]) for record in recorder.records] == [
+        (1, 2.0, 0.1),
+        (2, 1.5, 0.2),
+    ]
+    expected = "step loss grad_norm lr num_tokens num_trained_tokens tokens_per_s mfu peak_memory_gib time_s"
+    assert list(recorder.records[0]) == expected.split()
+    assert recorder.records[0]["num_tokens"] == 8
+    assert recorder.records[0]["num_trained_tokens"] == 4
+
+
+@pytest.mark.parametrize(("loss", "norm", "skipped"), [(float("nan"), 1.0, 0.0), (1.0, float("inf"), 1.0)])
+def test_observer_stops_a_run_that_diverged(loss: float, norm: float, skipped: float) -> None:
+    # Catches NaN that is logged as zero while training goes on.
+    recorder = Recorder()
+    observer = Observer(torch.device("meta"), 1, [recorder])
+    observer.step(7, *step_of(loss, norm, skipped), lr=0.1)
+    with pytest.raises(DivergedError, match="step 7"):
+        observer.flush()
+    assert recorder.records[0]["step"] == 7
+
+
+def test_first_signal_is_agreed_on_one_step_later_and_a_second_one_acts() -> None:
+    # Catches a signal that ranks see at different steps, and a run that cannot be stopped at all.
+    runtime.init("cpu")
+    received = []
+    previous = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    try:
+        with Interruption() as interruption:
+            assert interruption.agreed() == 0
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert interruption.agreed() == 0
+            assert interruption.agreed() == signal.SIGTERM
+            assert received == []
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert received == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+        runtime.shutdown()
+
+
+def test_devices_are_told_apart_by_their_whole_name() -> None:
+    # Catches "H20" in "H200", which would make the utilisation seven times too high.
+    assert PEAK_BF16_FLOPS["NVIDIA H200"] > 6 * PEAK_BF16_FLOPS["NVIDIA H20"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "would_ask"),
+    [
+        ({}, True),
+        ({"WANDB_MODE": "online"}, True),
+        ({"WANDB_MODE": "offline"}, False),
+        ({"WANDB_MODE": "disabled"}, False),
+        ({"WANDB_API_KEY": "0" * 40}, False),
+        ({"WANDB_BASE_URL": "https://wandb.example:8080"}, False),
+    ],
+)
+def test_wandb_is_not_asked_to_go_online_without_a_key(
+    environment: dict[str, str], would_ask: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Catches a prompt that a run on a cluster waits at, and a server of one's own whose key is not found.
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".netrc").write_text("machine wandb.example login user password " + "0" * 40 + "\n")
+    (tmp_path / ".netrc").chmod(0o600)
+    assert credentials_are_missing() is would_ask
+
+
+def test_metrics_that_cannot_be_written_do_not_end_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # Catches hours of training lost to a full disk under a log, and half a line before those that follow.
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path, 0)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30, limits[1]))
+    try:
+        for step in (1, 2, 3):
+            file.write({"step": step, "loss": 0.5})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    file.write({"step": 4, "loss": 0.5})
+    file.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 4]
+    assert [record.getMessage().count("metrics.jsonl") for record in caplog.records] == [1, 1]
+    assert "lacks 2 lines" in caplog.text

@@ -1,0 +1,29 @@
+"""The contract of a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+IGNORE = -100
+
+
+class LossOutput(NamedTuple):
+    """What a loss returns for the T tokens of one micro-batch.
+
+    sum: scalar, summed over the trained tokens; what is backpropagated.
+    per_token: [T] fp32, 0 where nothing is trained.
+    metrics: sums over tokens by name, to be reduced with the same divisor as the loss.
+
+    A NamedTuple, so that wrappers which look for tensors in a module's output find them.
+    """
+
+    sum: Tensor
+    per_token: Tensor
+    metrics: dict[str, Tensor]
+
+
+LossFn = Callable[[Tensor, Tensor, Mapping[str, Tensor]], LossOutput]
+"""(hidden [T, D], head weight [V, D], targets by name, each [T]) -> LossOutput."""

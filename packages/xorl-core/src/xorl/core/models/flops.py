@@ -1,0 +1,46 @@
+"""Floating-point operations of training, counted from the configuration and the documents' lengths."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from xorl.core.models.decoder_config import DecoderConfig
+
+# A multiply and an add; the backward pass does each matrix product twice, for its input and for its weight.
+FLOPS_PER_MULTIPLY_ADD = 2
+PASSES = 3
+
+
+def training_flops(config: DecoderConfig, lengths: Iterable[int]) -> int:
+    """FLOPs of one forward and backward pass over documents of these lengths.
+
+    Counts matrix products alone, each once forward and twice backward:
+
+    - Every parameter of a matrix that activations are multiplied with costs one multiply-add per token, so
+      6 * N * T for N such parameters (the head's included, tied or not; the embedding is a lookup) and T tokens.
+    - Attention makes two products per layer, q @ k.T and weights @ v, each H * C multiply-adds per pair of a query
+      and a key it sees: 3 * 2 * 2 * H * C * pairs, where a document of L tokens has L * (L + 1) / 2 causal pairs,
+      fewer with a sliding window (see `causal_pairs`).
+
+    Recomputation is left out: what is recomputed is not progress.
+    """
+    per_token = FLOPS_PER_MULTIPLY_ADD * PASSES * matmul_parameters(config)
+    per_pair = FLOPS_PER_MULTIPLY_ADD * PASSES * 2 * config.num_heads * config.head_dim
+    windows = Counter(config.windows).items()
+    return sum(
+        per_token * length + per_pair * sum(count * causal_pairs(length, window) for window, count in windows)
+        for length in lengths
+    )
+
+
+def matmul_parameters(config: DecoderConfig) -> int:
+    """Parameters that every token is multiplied with: the matrices of all layers and the head."""
+    attention = config.hidden_size * (2 * config.q_rows + 2 * config.kv_rows)
+    num_mlp_matrices = 3 if config.mlp == "gated" else 2
+    mlp = num_mlp_matrices * config.hidden_size * config.intermediate_size
+    return config.num_layers * (attention + mlp) + config.vocab_size * config.hidden_size
+
+
+def causal_pairs(length: int, window: int | None) -> int:
+    """(query, key) pairs in a document: token i sees min(i + 1, window) tokens."""
+    seen = length if window is None else min(window, length)
+    return seen * (seen + 1) // 2 + (length - seen) * seen

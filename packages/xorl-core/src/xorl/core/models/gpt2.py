@@ -1,0 +1,133 @@
+"""GPT-2: learned positions, layer norms, biases everywhere, plain feed-forward with GELU, tied head.
+
+Its checkpoints keep matrices as [in, out] and queries, keys and values in one; natively they are [out, in] like those
+of every family, so the recipes transpose.
+"""
+
+from collections.abc import Mapping
+
+from xorl.core.models.decoder_config import DecoderConfig
+from xorl.core.models.hf_config import HFConfig
+from xorl.core.models.recipes import CheckpointNames, Part, WeightRecipe, matrix, vector
+from xorl.core.models.spec import ModelSpec
+
+ARCHITECTURE = "GPT2LMHeadModel"
+
+
+def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
+    """Read config.json. `reorder_and_upcast_attn` asks for scores in fp32, which every attention backend has."""
+    hf = HFConfig(values, ARCHITECTURE)
+    hf.refuse("quantization_config", "the weights are quantised; train from the unquantised model")
+    hf.refuse("add_cross_attention", "there is no encoder to attend to")
+    hf.get("reorder_and_upcast_attn", bool, False)
+    hidden_size, num_heads, num_layers = hf.positive("n_embd"), hf.positive("n_head"), hf.positive("n_layer")
+    if hidden_size % num_heads:
+        raise ValueError(f"{ARCHITECTURE}: n_embd: {hidden_size} must be a multiple of n_head: {num_heads}")
+    hf.note_dropout("resid_pdrop", "embd_pdrop", "attn_pdrop")
+    config = DecoderConfig(
+        vocab_size=hf.positive("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=hf.positive("n_inner", 4 * hidden_size),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=hidden_size // num_heads,
+        max_position_embeddings=hf.positive("n_positions"),
+        windows=(None,) * num_layers,
+        attention_scales=_read_scales(hf, hidden_size // num_heads, num_layers),
+        rope=None,
+        norm="layer",
+        norm_eps=hf.get("layer_norm_epsilon", float, 1e-5),
+        mlp="plain",
+        activation=hf.activation("activation_function", "gelu_new"),
+        qk_norm=False,
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=hf.get("tie_word_embeddings", bool, True),
+        initializer_range=hf.get("initializer_range", float, 0.02),
+        scale_residual_init=True,
+    )
+    hf.finish(inert=[key for key in values if key.startswith("summary_")])
+    return config
+
+
+def hf_keys(config: DecoderConfig) -> dict[str, object]:
+    """The config.json keys that describe `config`."""
+    first_scale, last_scale = config.attention_scales[0], config.attention_scales[-1]
+    return {
+        "vocab_size": config.vocab_size,
+        "n_embd": config.hidden_size,
+        "n_inner": config.intermediate_size,
+        "n_layer": config.num_layers,
+        "n_head": config.num_heads,
+        "n_positions": config.max_position_embeddings,
+        "layer_norm_epsilon": config.norm_eps,
+        "activation_function": config.activation,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "initializer_range": config.initializer_range,
+        "scale_attn_weights": config.head_dim == 1 or first_scale != 1.0,
+        "scale_attn_by_inverse_layer_idx": first_scale != last_scale,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    }
+
+
+def recipes(config: DecoderConfig, merge_qkv: bool) -> dict[str, WeightRecipe]:
+    """Recipes under native names, in the order of the decoder's parameters."""
+    width = config.hidden_size
+    table: dict[str, WeightRecipe] = {
+        "model.embed_tokens.weight": matrix("transformer.wte.weight", (config.vocab_size, width)),
+        "model.embed_positions.weight": matrix("transformer.wpe.weight", (config.max_position_embeddings, width)),
+    }
+    for index in range(config.num_layers):
+        native, theirs = f"model.layers.{index}", f"transformer.h.{index}"
+        table |= _norm(f"{native}.input_layernorm", f"{theirs}.ln_1", width)
+        if merge_qkv:
+            table |= _linear(f"{native}.self_attn.qkv_proj", f"{theirs}.attn.c_attn", 3 * width, width)
+        else:
+            for third, name in enumerate(("q_proj", "k_proj", "v_proj")):
+                source = f"{theirs}.attn.c_attn"
+                table |= _linear(f"{native}.self_attn.{name}", source, width, width, third * width, shared=True)
+        table |= _linear(f"{native}.self_attn.o_proj", f"{theirs}.attn.c_proj", width, width)
+        table |= _norm(f"{native}.post_attention_layernorm", f"{theirs}.ln_2", width)
+        table |= _linear(f"{native}.mlp.up_proj", f"{theirs}.mlp.c_fc", config.intermediate_size, width)
+        table |= _linear(f"{native}.mlp.down_proj", f"{theirs}.mlp.c_proj", width, config.intermediate_size)
+    table |= _norm("model.norm", "transformer.ln_f", width)
+    if not config.tie_word_embeddings:
+        table["lm_head.weight"] = matrix("lm_head.weight", (config.vocab_size, width))
+    return table
+
+
+def _read_scales(hf: HFConfig, head_dim: int, num_layers: int) -> tuple[float, ...]:
+    scale = head_dim**-0.5 if hf.get("scale_attn_weights", bool, True) else 1.0
+    by_depth = hf.get("scale_attn_by_inverse_layer_idx", bool, False)
+    return tuple(scale / (index + 1) if by_depth else scale for index in range(num_layers))
+
+
+def _norm(native: str, theirs: str, width: int) -> dict[str, WeightRecipe]:
+    return {f"{native}.{leaf}": vector(f"{theirs}.{leaf}", width) for leaf in ("weight", "bias")}
+
+
+def _linear(
+    native: str, theirs: str, num_out: int, num_in: int, first: int = 0, *, shared: bool = False
+) -> dict[str, WeightRecipe]:
+    """Output features [first, first + num_out) of a linear layer whose weight is kept as [in, out]."""
+    return {
+        f"{native}.weight": Part(f"{theirs}.weight", first, (num_out, num_in), transposed=True, shared=shared),
+        f"{native}.bias": Part(f"{theirs}.bias", first, (num_out,), transposed=False, shared=shared),
+    }
+
+
+SPEC = ModelSpec(
+    architecture=ARCHITECTURE,
+    model_type="gpt2",
+    config_from_hf=config_from_hf,
+    hf_keys=hf_keys,
+    make_recipes=recipes,
+    checkpoint_names=CheckpointNames(
+        prefix="transformer.", head="lm_head.weight", ignored=r"\.attn\.(bias|masked_bias)$"
+    ),
+    adapter_targets=("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"),
+)

@@ -1,0 +1,47 @@
+"""Llama 2 and 3.x: rotary positions, RMS norms, gated feed-forward; biases only where the config asks for them."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from xorl.core.models import rotary_gated
+from xorl.core.models.decoder_config import DecoderConfig
+from xorl.core.models.hf_config import HFConfig
+from xorl.core.models.rope_config import ROPE_TYPES
+from xorl.core.models.spec import ModelSpec
+from xorl.core.nn import RopeKind
+
+ARCHITECTURE = "LlamaForCausalLM"
+LLAMA_ROPE_TYPES: Mapping[str, RopeKind] = MappingProxyType({**ROPE_TYPES, "llama3": "banded"})
+
+
+def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
+    """Read config.json. One `attention_bias` covers all four projections, one `mlp_bias` all three."""
+    hf = HFConfig(values, ARCHITECTURE)
+    attention_bias = hf.get("attention_bias", bool, False)
+    config = rotary_gated.read_config(
+        hf,
+        rope_types=LLAMA_ROPE_TYPES,
+        qk_norm=False,
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+        mlp_bias=hf.get("mlp_bias", bool, False),
+    )
+    hf.finish()
+    return config
+
+
+def hf_keys(config: DecoderConfig) -> dict[str, object]:
+    """The config.json keys that describe `config`."""
+    biases = {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
+    return rotary_gated.hf_keys(config, LLAMA_ROPE_TYPES) | biases
+
+
+SPEC = ModelSpec(
+    architecture=ARCHITECTURE,
+    model_type="llama",
+    config_from_hf=config_from_hf,
+    hf_keys=hf_keys,
+    make_recipes=rotary_gated.recipes,
+    checkpoint_names=rotary_gated.CHECKPOINT_NAMES,
+    adapter_targets=rotary_gated.ADAPTER_TARGETS,
+)

@@ -1,0 +1,37 @@
+"""Qwen2 and Qwen2.5: biases on queries, keys and values; a sliding window in the upper layers where the config says."""
+
+from collections.abc import Mapping
+
+from xorl.core.models import rotary_gated
+from xorl.core.models.decoder_config import DecoderConfig
+from xorl.core.models.hf_config import HFConfig
+from xorl.core.models.spec import ModelSpec
+
+ARCHITECTURE = "Qwen2ForCausalLM"
+
+
+def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
+    """Read config.json."""
+    hf = HFConfig(values, ARCHITECTURE)
+    hf.refuse("use_mrope", "positions have one dimension here")
+    config = rotary_gated.read_config(
+        hf, qk_norm=False, qkv_bias=True, o_bias=False, mlp_bias=False, windows=rotary_gated.read_windows(hf)
+    )
+    hf.finish()
+    return config
+
+
+def hf_keys(config: DecoderConfig) -> dict[str, object]:
+    """The config.json keys that describe `config`."""
+    return rotary_gated.hf_keys(config) | rotary_gated.window_keys(config)
+
+
+SPEC = ModelSpec(
+    architecture=ARCHITECTURE,
+    model_type="qwen2",
+    config_from_hf=config_from_hf,
+    hf_keys=hf_keys,
+    make_recipes=rotary_gated.recipes,
+    checkpoint_names=rotary_gated.CHECKPOINT_NAMES,
+    adapter_targets=rotary_gated.ADAPTER_TARGETS,
+)

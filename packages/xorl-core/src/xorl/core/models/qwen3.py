@@ -1,0 +1,44 @@
+"""Qwen3 (dense): RMS norms on queries and keys, a head_dim of its own, a sliding window where the config says."""
+
+from collections.abc import Mapping
+
+from xorl.core.models import rotary_gated
+from xorl.core.models.decoder_config import DecoderConfig
+from xorl.core.models.hf_config import HFConfig
+from xorl.core.models.spec import ModelSpec
+
+ARCHITECTURE = "Qwen3ForCausalLM"
+DEFAULT_HEAD_DIM = 128
+
+
+def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
+    """Read config.json. One `attention_bias` covers all four projections."""
+    hf = HFConfig(values, ARCHITECTURE)
+    attention_bias = hf.get("attention_bias", bool, False)
+    config = rotary_gated.read_config(
+        hf,
+        qk_norm=True,
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+        mlp_bias=False,
+        windows=rotary_gated.read_windows(hf),
+        default_head_dim=DEFAULT_HEAD_DIM,
+    )
+    hf.finish()
+    return config
+
+
+def hf_keys(config: DecoderConfig) -> dict[str, object]:
+    """The config.json keys that describe `config`."""
+    return rotary_gated.hf_keys(config) | rotary_gated.window_keys(config) | {"attention_bias": config.qkv_bias}
+
+
+SPEC = ModelSpec(
+    architecture=ARCHITECTURE,
+    model_type="qwen3",
+    config_from_hf=config_from_hf,
+    hf_keys=hf_keys,
+    make_recipes=rotary_gated.recipes,
+    checkpoint_names=rotary_gated.CHECKPOINT_NAMES,
+    adapter_targets=rotary_gated.ADAPTER_TARGETS,
+)

@@ -1,0 +1,175 @@
+"""How checkpoint tensors make one native parameter and come out of it again, bit for bit.
+
+The protocols are what a checkpoint reader offers and what a recipe does, written down on this side as well: this
+package imports no reader.
+"""
+
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class WeightSource(Protocol):
+    """Where named tensors are read from, on the CPU."""
+
+    def names(self) -> Collection[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def dtype(self, name: str) -> torch.dtype: ...
+
+    def read(self, name: str, start: int | None = None, stop: int | None = None) -> Tensor:
+        """The tensor, or its rows [start, stop) along dim 0."""
+        ...
+
+
+class WeightRecipe(Protocol):
+    """One native parameter of `shape`, made of the checkpoint tensors named in `sources`.
+
+    Attributes:
+        join_dim: None where the parameter holds its sources whole. Else the source is shared: every parameter that
+            names it holds a part, and the parts, in the order of the recipes, join along this dim.
+    """
+
+    @property
+    def sources(self) -> tuple[str, ...]: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def join_dim(self) -> int | None: ...
+
+    def read(self, source: WeightSource, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of the native parameter."""
+        ...
+
+    def split(self, tensor: Tensor) -> dict[str, Tensor]:
+        """The checkpoint tensors (or parts of them) that the whole native parameter holds."""
+        ...
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Checkpoint tensors stacked along dim 0; a single one is itself.
+
+    Attributes:
+        sources: names, in the order of their rows.
+        row_counts: rows of each.
+        row_shape: shape of one row, () for vectors.
+    """
+
+    sources: tuple[str, ...]
+    row_counts: tuple[int, ...]
+    row_shape: tuple[int, ...]
+    join_dim: None = field(default=None, init=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (sum(self.row_counts), *self.row_shape)
+
+    def read(self, source: WeightSource, start: int, stop: int) -> Tensor:
+        pieces = [
+            source.read(name, max(start - first, 0), min(stop - first, num_rows))
+            for name, first, num_rows in self._placed()
+            if start < first + num_rows and stop > first
+        ]
+        if not pieces:
+            return source.read(self.sources[0], 0, 0)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def split(self, tensor: Tensor) -> dict[str, Tensor]:
+        return {name: tensor[first : first + num_rows].contiguous() for name, first, num_rows in self._placed()}
+
+    def _placed(self) -> Iterator[tuple[str, int, int]]:
+        """(name, first row, rows) of each source."""
+        first = 0
+        for name, num_rows in zip(self.sources, self.row_counts, strict=True):
+            yield name, first, num_rows
+            first += num_rows
+
+
+@dataclass(frozen=True)
+class Part:
+    """Output features [first, first + shape[0]) of one checkpoint tensor: rows, or columns of a matrix kept [in, out].
+
+    A slice of columns cannot be read alone from a row-major file, so a matrix is read whole and cut.
+    """
+
+    source: str
+    first: int
+    shape: tuple[int, ...]
+    transposed: bool
+    shared: bool
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (self.source,)
+
+    @property
+    def join_dim(self) -> int | None:
+        if not self.shared:
+            return None
+        return 1 if self.transposed else 0
+
+    def read(self, source: WeightSource, start: int, stop: int) -> Tensor:
+        if self.transposed:
+            return source.read(self.source)[:, self.first + start : self.first + stop].t().contiguous()
+        return source.read(self.source, self.first + start, self.first + stop)
+
+    def split(self, tensor: Tensor) -> dict[str, Tensor]:
+        return {self.source: (tensor.t() if self.transposed else tensor).contiguous()}
+
+
+def matrix(source: str, shape: tuple[int, int]) -> Rows:
+    """A native matrix that is a checkpoint tensor as it is."""
+    return Rows((source,), (shape[0],), (shape[1],))
+
+
+def vector(source: str, length: int) -> Rows:
+    """A native vector that is a checkpoint tensor as it is."""
+    return Rows((source,), (length,), ())
+
+
+@dataclass(frozen=True)
+class CheckpointNames:
+    """How the names in a checkpoint may differ from those the recipes use.
+
+    Attributes:
+        prefix: of the recipes' names; checkpoints of the bare trunk leave it out.
+        head: name of the head's weight; in a checkpoint of a tied model it repeats the embedding.
+        ignored: pattern (searched) of tensors that are no parameters, such as buffers of older releases.
+    """
+
+    prefix: str
+    head: str
+    ignored: str
+
+
+class CheckpointView:
+    """A `WeightSource` over another, under the names that the recipes use."""
+
+    def __init__(self, source: WeightSource, names: CheckpointNames, *, tied: bool) -> None:
+        self._source = source
+        ignored = re.compile(names.ignored)
+        kept = [name for name in source.names() if not ignored.search(name) and not (tied and name == names.head)]
+        bare = not any(name.startswith(names.prefix) for name in kept)
+        self._actual: dict[str, str] = {
+            names.prefix + name if bare and name != names.head else name: name for name in kept
+        }
+
+    def names(self) -> Collection[str]:
+        return self._actual.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(self._actual[name])
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._source.dtype(self._actual[name])
+
+    def read(self, name: str, start: int | None = None, stop: int | None = None) -> Tensor:
+        return self._source.read(self._actual[name], start, stop)

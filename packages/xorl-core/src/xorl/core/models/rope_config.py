@@ -1,0 +1,119 @@
+"""The rotary embedding in a config.json: `rope_parameters`, or `rope_scaling` and `rope_theta` as before it."""
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from xorl.core.models.hf_config import HFConfig
+from xorl.core.nn import RopeConfig, RopeKind
+
+DEFAULT_THETA = 10000.0
+# config.json's `rope_type` -> kind. A family that knows another type extends the table.
+ROPE_TYPES: Mapping[str, RopeKind] = MappingProxyType(
+    {"default": "default", "linear": "linear", "dynamic": "dynamic", "yarn": "yarn"}
+)
+
+
+def read_rope(hf: HFConfig, max_position_embeddings: int, rope_types: Mapping[str, RopeKind]) -> RopeConfig:
+    """The rotary embedding that a config.json describes.
+
+    Raises:
+        ValueError: a type that is not in `rope_types`, a key that the type does not have, a partial rotation.
+    """
+    has_scaling = hf.has("rope_scaling")
+    hf.has("rope_parameters")  # where both are written, rope_scaling decides
+    rope = hf.nested("rope_scaling" if has_scaling else "rope_parameters")
+    for where in (hf, rope):
+        where.expect("partial_rotary_factor", where.get("partial_rotary_factor", float, 1.0), [1.0])
+    theta = rope.get("rope_theta", float, hf.get("rope_theta", float, DEFAULT_THETA))
+    rope_type = rope.get("rope_type", str, rope.get("type", str, "default"))
+    kind = rope_types[rope.expect("rope_type", rope_type, rope_types)]
+    config = _READERS[kind](hf, rope, theta, max_position_embeddings)
+    rope.refuse_unread()
+    return config
+
+
+def rope_keys(rope: RopeConfig, rope_types: Mapping[str, RopeKind]) -> dict[str, object]:
+    """The `rope_parameters` that describe `rope`: the inverse of `read_rope`."""
+    rope_type = next(name for name, kind in rope_types.items() if kind == rope.kind)
+    keys: dict[str, object] = {"rope_type": rope_type, "rope_theta": rope.theta}
+    if rope.kind != "default":
+        keys["factor"] = rope.factor
+    if rope.kind in ("yarn", "banded"):
+        keys["original_max_position_embeddings"] = rope.trained_length
+    if rope.kind == "yarn":
+        keys |= {
+            "beta_fast": rope.beta_fast,
+            "beta_slow": rope.beta_slow,
+            "truncate": rope.truncate,
+            "attention_factor": rope.attention_factor,
+        }
+    if rope.kind == "banded":
+        keys |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    return keys
+
+
+def _read_default(hf: HFConfig, rope: HFConfig, theta: float, max_position_embeddings: int) -> RopeConfig:
+    return RopeConfig(theta=theta)
+
+
+def _read_linear(hf: HFConfig, rope: HFConfig, theta: float, max_position_embeddings: int) -> RopeConfig:
+    return RopeConfig(theta=theta, kind="linear", factor=rope.get("factor", float))
+
+
+def _read_dynamic(hf: HFConfig, rope: HFConfig, theta: float, max_position_embeddings: int) -> RopeConfig:
+    return RopeConfig(
+        theta=theta, kind="dynamic", factor=rope.get("factor", float), trained_length=max_position_embeddings
+    )
+
+
+def _read_banded(hf: HFConfig, rope: HFConfig, theta: float, max_position_embeddings: int) -> RopeConfig:
+    return RopeConfig(
+        theta=theta,
+        kind="banded",
+        factor=rope.get("factor", float),
+        trained_length=_trained_length(hf, rope, max_position_embeddings),
+        low_freq_factor=rope.get("low_freq_factor", float),
+        high_freq_factor=rope.get("high_freq_factor", float),
+    )
+
+
+def _read_yarn(hf: HFConfig, rope: HFConfig, theta: float, max_position_embeddings: int) -> RopeConfig:
+    trained_length = _trained_length(hf, rope, max_position_embeddings)
+    factor = rope.get("factor", float, max_position_embeddings / trained_length)
+    numerator, denominator = rope.get("mscale", float, 0.0), rope.get("mscale_all_dim", float, 0.0)
+    if numerator and denominator:
+        attention_factor = _yarn_magnitude(factor, numerator) / _yarn_magnitude(factor, denominator)
+    else:
+        attention_factor = _yarn_magnitude(factor, 1.0)
+    return RopeConfig(
+        theta=theta,
+        kind="yarn",
+        factor=factor,
+        trained_length=trained_length,
+        beta_fast=rope.get("beta_fast", float, 32.0),
+        beta_slow=rope.get("beta_slow", float, 1.0),
+        truncate=rope.get("truncate", bool, True),
+        attention_factor=rope.get("attention_factor", float, attention_factor),
+    )
+
+
+def _yarn_magnitude(factor: float, weight: float) -> float:
+    """How much larger attention's inputs become when the context is stretched (arXiv:2309.00071, section 3.4)."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _trained_length(hf: HFConfig, rope: HFConfig, max_position_embeddings: int) -> int:
+    nested = rope.positive("original_max_position_embeddings", max_position_embeddings)
+    return hf.positive("original_max_position_embeddings", nested)
+
+
+_READERS: Mapping[RopeKind, Callable[[HFConfig, HFConfig, float, int], RopeConfig]] = MappingProxyType(
+    {
+        "default": _read_default,
+        "linear": _read_linear,
+        "dynamic": _read_dynamic,
+        "yarn": _read_yarn,
+        "banded": _read_banded,
+    }
+)

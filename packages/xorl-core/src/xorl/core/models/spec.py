@@ -1,0 +1,60 @@
+"""What a decoder is (`DecoderConfig`) and what a family of models brings to make one (`ModelSpec`)."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from xorl.core.models.decoder import Decoder
+from xorl.core.models.decoder_config import DecoderConfig
+from xorl.core.models.recipes import CheckpointNames, CheckpointView, WeightRecipe, WeightSource
+from xorl.kernels.attention import AttentionFn, sdpa_attention
+
+AdapterTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A family of models, keyed by the `architectures` entry of its config.json.
+
+    Attributes:
+        architecture: the entry.
+        model_type: the `model_type` that belongs to it.
+        config_from_hf: reads config.json's mapping; ValueError names the key and value that is not supported.
+        hf_keys: the config.json keys and values that describe a config.
+        make_recipes: (config, merge_qkv) -> how each native parameter is made of checkpoint tensors.
+        checkpoint_names: how names in a checkpoint may differ from those in the recipes.
+        adapter_targets: projections that adapters go on by default.
+    """
+
+    architecture: str
+    model_type: str
+    config_from_hf: Callable[[Mapping[str, object]], DecoderConfig]
+    hf_keys: Callable[[DecoderConfig], dict[str, object]]
+    make_recipes: Callable[[DecoderConfig, bool], dict[str, WeightRecipe]]
+    checkpoint_names: CheckpointNames
+    adapter_targets: tuple[AdapterTarget, ...]
+
+    def config_to_hf(self, config: DecoderConfig, hf: Mapping[str, object] | None = None) -> dict[str, object]:
+        """The mapping for a config.json of this model.
+
+        `hf`, the mapping that `config` was read from, is kept as it is where it still describes `config`; where it
+        does not (or is None), the keys that do are written over it.
+        """
+        identity = {"architectures": [self.architecture], "model_type": self.model_type}
+        if hf is not None and self.config_from_hf(hf) == config:
+            return {**hf, **identity}
+        return {**(hf or {}), **self.hf_keys(config), **identity}
+
+    def build(
+        self, config: DecoderConfig, *, merge_qkv: bool = True, attention: AttentionFn = sdpa_attention
+    ) -> Decoder:
+        """The module, its parameters not yet initialised, on the device of the surrounding `torch.device` context."""
+        return Decoder(config, merge_qkv=merge_qkv, attention=attention)
+
+    def recipes(self, config: DecoderConfig, *, merge_qkv: bool) -> dict[str, WeightRecipe]:
+        """For each native parameter, how it is made of checkpoint tensors and taken apart into them again."""
+        return self.make_recipes(config, merge_qkv)
+
+    def checkpoint_view(self, config: DecoderConfig, source: WeightSource) -> WeightSource:
+        """`source` under the names of the recipes: prefixes settled; buffers, and the head of tied models, left out."""
+        return CheckpointView(source, self.checkpoint_names, tied=config.tie_word_embeddings)

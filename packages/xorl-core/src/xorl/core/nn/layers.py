@@ -1,0 +1,128 @@
+"""Linear, embedding, norms and feed-forward blocks that take their compute dtype from the activations.
+
+Each casts its weight to the dtype of what flows through it, so fp32 parameters and parameters gathered in bf16 compute
+the same numbers, without autocast. None initialises itself: `Decoder.init_weights` or a checkpoint gives the values.
+
+Shapes: T tokens, D model width, F feed-forward width, V vocabulary.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {
+        "silu": F.silu,
+        "swish": F.silu,
+        "gelu": F.gelu,
+        "gelu_new": _gelu_tanh,
+        "gelu_pytorch_tanh": _gelu_tanh,
+        "relu": F.relu,
+    }
+)
+
+
+class Linear(nn.Module):
+    """x @ weight.T + bias in the dtype of x. weight is [out, in]."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
+
+
+class Embedding(nn.Module):
+    """Rows of weight [V, D] by id, in a dtype that holds the weight exactly: ids carry none, so the caller casts."""
+
+    def __init__(self, num_rows: int, width: int) -> None:
+        super().__init__()
+        self.num_rows = num_rows
+        self.weight = nn.Parameter(torch.empty(num_rows, width))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        weight = self.weight
+        if weight.device.type == "cpu":
+            # The CPU kernel would add up the gradients of a repeated id in half precision, where small ones vanish.
+            weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        return F.embedding(ids, weight)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_rows}, {self.weight.shape[1]}"
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, computed in fp32, returned in the dtype of x (arXiv:1910.07467)."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / std * weight + bias over the last dimension, statistics in fp32, returned in the dtype of x."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Explicitly wide: the CPU kernel would sum a half precision weight's gradient in half precision.
+        wide = torch.promote_types(x.dtype, torch.float32)
+        weight, bias = self.weight.to(x.dtype).to(wide), self.bias.to(x.dtype).to(wide)
+        return F.layer_norm(x.to(wide), self.weight.shape, weight, bias, self.eps).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate(x)) * up(x)), gate and up being one matrix with the gate's rows first (arXiv:2002.05202)."""
+
+    def __init__(self, width: int, hidden_width: int, *, activation: str, bias: bool) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[activation]
+        self.gate_up_proj = Linear(width, 2 * hidden_width, bias=bias)
+        self.down_proj = Linear(hidden_width, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)  # [T, F] each
+        return self.down_proj(self.activation(gate) * up)
+
+
+class PlainMLP(nn.Module):
+    """down(act(up(x)))."""
+
+    def __init__(self, width: int, hidden_width: int, *, activation: str, bias: bool) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[activation]
+        self.up_proj = Linear(width, hidden_width, bias=bias)
+        self.down_proj = Linear(hidden_width, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.activation(self.up_proj(x)))

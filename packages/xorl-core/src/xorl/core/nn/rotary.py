@@ -1,0 +1,144 @@
+"""Rotary position embedding (arXiv:2104.09864) and the ways its frequencies are stretched to longer contexts.
+
+Frequencies follow from the configuration alone and are held on the host, never in a parameter or buffer: building on
+the meta device, `to_empty` and a cast to another dtype cannot lose or round them. Cosines and sines are computed in
+fp32 once per forward pass.
+
+Shapes: T tokens, N documents, H heads, C channels of a head.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from xorl.kernels.layout import SequenceLayout
+
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "banded"]
+RopeTables = tuple[Tensor, Tensor]
+"""Cosine and sine of each token's angles, [T, C / 2] fp32 each."""
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Frequencies of the rotary embedding.
+
+    Attributes:
+        theta: the base; channel pair i turns by theta ** (-2i / C) per position.
+        kind: default; linear (positions divided by factor); dynamic (the base grows with the document's length past
+            the trained one, NTK-aware); yarn (arXiv:2309.00071); banded (long wavelengths divided by factor, short
+            ones kept, a linear blend between).
+        factor: how many times longer the context becomes.
+        trained_length: tokens of the context that the model was pre-trained with.
+        low_freq_factor, high_freq_factor: banded: the blend lies between the wavelengths trained_length divided by
+            each of them.
+        beta_fast, beta_slow, truncate: yarn: turns within the trained length at which interpolation begins and is
+            complete, and whether these borders are rounded outwards to whole channel pairs.
+        attention_factor: multiplies cosines and sines.
+    """
+
+    theta: float = 10000.0
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    trained_length: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+
+class Rotary:
+    """Makes the tables of one forward pass; built once per model from its configuration."""
+
+    def __init__(self, config: RopeConfig, head_dim: int) -> None:
+        self.config = config
+        self.head_dim = head_dim
+        # Explicitly on the CPU: the model may be under construction on the meta device.
+        self.inv_freq = ROPE_KINDS[config.kind](config, head_dim)  # [C / 2]
+
+    def tables(self, layout: SequenceLayout, device: torch.device) -> RopeTables:
+        """Tables for the tokens of `layout`, on `device`."""
+        inv_freq = self.inv_freq
+        if self.config.kind == "dynamic" and layout.max_seqlen > self.config.trained_length:
+            inv_freq = self._inv_freq_by_token(layout)  # [T, C / 2]
+        # A blocking copy would wait for everything queued on the device.
+        inv_freq = inv_freq.to(device, non_blocking=True)
+        angles = layout.positions[:, None].float() * inv_freq  # [T, C / 2]
+        factor = self.config.attention_factor
+        return angles.cos() * factor, angles.sin() * factor
+
+    def _inv_freq_by_token(self, layout: SequenceLayout) -> Tensor:
+        """Each document by its own length, so that its neighbours in the pack do not change it."""
+        rows = [
+            self.inv_freq
+            if length <= self.config.trained_length
+            else _powers(_dynamic_theta(self.config, self.head_dim, length), self.head_dim)
+            for length in layout.lengths
+        ]
+        return torch.stack(rows).repeat_interleave(torch.tensor(layout.lengths), dim=0)
+
+
+def apply_rope(x: Tensor, rope: RopeTables) -> Tensor:
+    """Turn each channel pair (i, i + C / 2) of x [T, H, C] by its angle, in fp32, returned in the dtype of x."""
+    cos, sin = (table[:, None, :] for table in rope)  # [T, 1, C / 2]
+    first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def _powers(theta: float, head_dim: int) -> Tensor:
+    """theta ** (-2i / C) for each channel pair i, [C / 2]."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+    return 1.0 / (theta**exponents)
+
+
+def _default(config: RopeConfig, head_dim: int) -> Tensor:
+    return _powers(config.theta, head_dim)
+
+
+def _linear(config: RopeConfig, head_dim: int) -> Tensor:
+    return _powers(config.theta, head_dim) / config.factor
+
+
+def _dynamic_theta(config: RopeConfig, head_dim: int, length: int) -> float:
+    stretch = config.factor * length / config.trained_length - (config.factor - 1)
+    return config.theta * stretch ** (head_dim / (head_dim - 2))
+
+
+def _banded(config: RopeConfig, head_dim: int) -> Tensor:
+    inv_freq = _powers(config.theta, head_dim)
+    wavelength = 2 * math.pi / inv_freq
+    low, high = config.low_freq_factor, config.high_freq_factor
+    # 0 at the longest blended wavelength, 1 at the shortest; beyond them nothing is blended.
+    blend = (config.trained_length / wavelength - low) / (high - low)
+    blended = (1 - blend) * inv_freq / config.factor + blend * inv_freq
+    stretched = torch.where(wavelength > config.trained_length / low, inv_freq / config.factor, blended)
+    return torch.where(wavelength < config.trained_length / high, inv_freq, stretched)
+
+
+def _yarn(config: RopeConfig, head_dim: int) -> Tensor:
+    def pair_of(turns: float) -> float:
+        """The (fractional) index at which a channel makes this many turns within the trained length."""
+        return head_dim * math.log(config.trained_length / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
+
+    low, high = pair_of(config.beta_fast), pair_of(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # a step, without dividing by zero
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)
+    kept = 1 - ramp.clamp(0, 1)
+    powers = config.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
+    return 1.0 / (config.factor * powers) * (1 - kept) + 1.0 / powers * kept
+
+
+ROPE_KINDS: Mapping[RopeKind, Callable[[RopeConfig, int], Tensor]] = MappingProxyType(
+    # Up to the trained length a dynamic embedding is the default one.
+    {"default": _default, "linear": _linear, "dynamic": _default, "yarn": _yarn, "banded": _banded}
+)

@@ -1,0 +1,44 @@
+"""The learning rate as a pure function of the optimizer step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+DecayStyle = Literal["constant", "linear", "cosine"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Linear warm-up from `start` to `peak`, then `style` down to `minimum`, then `minimum` for what is left.
+
+    warmup_ratio and decay_ratio are fractions of `num_steps`; warm-up is part of the decay's span, so the decay ends at
+    step decay_ratio * num_steps.
+    """
+
+    num_steps: int
+    peak: float
+    minimum: float = 0.0
+    start: float = 0.0
+    warmup_ratio: float = 0.0
+    decay_ratio: float = 1.0
+    style: DecayStyle = "constant"
+
+    def __call__(self, step: int) -> float:
+        """The learning rate of optimizer step `step`, counted from 1."""
+        warmup_steps = round(self.num_steps * self.warmup_ratio)
+        if step <= warmup_steps:
+            return self.start + (self.peak - self.start) * step / warmup_steps
+        if self.style == "constant":
+            return self.peak
+        decay_steps = round(self.num_steps * self.decay_ratio)
+        progress = min(1.0, (step - warmup_steps) / max(1, decay_steps - warmup_steps))
+        remaining = 1.0 - progress if self.style == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+        return self.minimum + (self.peak - self.minimum) * remaining
+
+    def sample(self, count: int = 10) -> list[tuple[int, float]]:
+        """`count` (step, learning rate) pairs spread over the run, first and last step included."""
+        last = max(1, self.num_steps)
+        steps = sorted({round(1 + (last - 1) * i / max(1, count - 1)) for i in range(count)})
+        return [(step, self(step)) for step in steps]

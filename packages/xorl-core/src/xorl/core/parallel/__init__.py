@@ -1,0 +1,7 @@
+"""parallelize(): places a model on the mesh, in the one order that works."""
+
+from xorl.core.parallel.apply import ParallelModel, ParallelPolicy, parallelize
+from xorl.core.parallel.ddp import replicate
+from xorl.core.parallel.fsdp import copy_shard_, shard, sharding_units
+
+__all__ = ["ParallelModel", "ParallelPolicy", "copy_shard_", "parallelize", "replicate", "shard", "sharding_units"]

@@ -1,0 +1,116 @@
+"""The law of order: what is done to a model before it trains, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from xorl.core.mesh import DataParallelMode, Mesh
+from xorl.core.parallel.activations import RecomputeModule, checkpoint_layers
+from xorl.core.parallel.ddp import replicate
+from xorl.core.parallel.fsdp import prefetch_forward, shard, sharding_units
+
+
+@dataclass(frozen=True)
+class ParallelPolicy:
+    """What to do to a model. Defaults change nothing but its placement.
+
+    param_dtype is the dtype sharded parameters are gathered in (None: their own); gradients are always reduced in
+    fp32. reshard_after_forward frees gathered parameters between forward and backward (ZeRO-3); without it they are
+    kept (ZeRO-2). unit_modules are further class names, or last parts of module paths, sharded as units of their own.
+    """
+
+    data_parallel_mode: DataParallelMode = "fsdp2"
+    param_dtype: torch.dtype | None = None
+    reshard_after_forward: bool = True
+    forward_prefetch: bool = True
+    unit_modules: Sequence[str] = ()
+    recompute: Literal["none", "layer"] | Sequence[RecomputeModule] = "none"
+    reentrant_recompute: bool = False
+
+
+@dataclass(frozen=True)
+class ParallelModel:
+    """A placed model: `module` owns the parameters under their own names, `forward` is what to call."""
+
+    module: nn.Module
+    forward: nn.Module
+    mesh: Mesh
+
+    @contextmanager
+    def accumulation(self, *, is_last: bool) -> Iterator[None]:
+        """Around the forward and backward of one micro-batch: replicas exchange gradients at the last one only."""
+        forward = self.forward
+        if isinstance(forward, FSDPModule):
+            forward.set_requires_all_reduce(is_last)
+        replicated = isinstance(forward, DistributedDataParallel)
+        with forward.no_sync() if replicated and not is_last else nullcontext():
+            yield
+
+    def drop_gathered(self) -> None:
+        """Free gathered copies of sharded parameters, which a forward pass without a backward one may leave.
+
+        To be called when the parameters change: the next forward pass would compute with the old values.
+        """
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: Mesh,
+    policy: ParallelPolicy,
+    *,
+    device: torch.device,
+    fill: Callable[[nn.Module], None],
+) -> ParallelModel:
+    """Change `model` in place for its part of `mesh` and return it with what to call.
+
+    The order is: recomputation inside the layers, then sharding or replication around them, so that a recomputed
+    forward runs within the unit whose parameters are gathered. A model on the meta device gets memory on `device` once
+    it is known which part of it this rank holds, and `fill` then gives the parameters their values; a replica is
+    filled before it is replicated. `model.layers` are the units of recomputation and of sharding; `model.head_weight`
+    is what the loss reads.
+    """
+    layers = model.layers
+    assert isinstance(layers, nn.ModuleList)
+    if policy.recompute != "none":
+        modules = () if policy.recompute == "layer" else tuple(policy.recompute)
+        checkpoint_layers(layers, modules, reentrant=policy.reentrant_recompute)
+    if policy.data_parallel_mode == "fsdp2":
+        units = sharding_units(model, policy.unit_modules, list(layers))
+        _keep_head_at_root(model, units)
+        shard(
+            model,
+            mesh.fsdp,
+            units,
+            param_dtype=policy.param_dtype,
+            reshard_after_forward=policy.reshard_after_forward,
+        )
+        if policy.forward_prefetch:
+            prefetch_forward(list(layers))
+    if any(parameter.is_meta for parameter in model.parameters()):
+        model.to_empty(device=device)
+        fill(model)
+    if policy.data_parallel_mode == "ddp":
+        return ParallelModel(model, replicate(model, mesh), mesh)
+    return ParallelModel(model, model, mesh)
+
+
+def _keep_head_at_root(model: nn.Module, units: Sequence[nn.Module]) -> None:
+    """Raise ValueError for a unit with the head's weight, which it would free before the loss reads it."""
+    head_weight = model.head_weight
+    for unit in units:
+        if any(parameter is head_weight for parameter in unit.parameters()):
+            raise ValueError(
+                f"model.basic_modules: {type(unit).__name__} has the weight of the model's head (in a tied model, the "
+                "embedding's), which is used outside of that module too: leave it out"
+            )

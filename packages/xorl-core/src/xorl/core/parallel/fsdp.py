@@ -1,0 +1,81 @@
+"""Sharding by FSDP2: which modules are units, in which dtype they travel, and sums instead of means."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+def shard(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    units: Sequence[nn.Module],
+    *,
+    param_dtype: torch.dtype | None,
+    reshard_after_forward: bool,
+    cpu_offload: bool = False,
+) -> None:
+    """Shard each of `units`, innermost first, and then the rest of `model` over `mesh`, in place.
+
+    A unit's parameters are gathered together, in param_dtype (None: their own). Gradients are reduced in fp32, as sums.
+    cpu_offload keeps parameters, gradients and optimizer state in host memory.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+    for unit in units:
+        fully_shard(
+            unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard_after_forward
+        )
+    # The head is used last in the forward pass and first in the backward pass: freeing it in between gains nothing.
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # The default divides by the number of ranks. A factor alone asks for PREMUL_SUM, which gloo lacks.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def prefetch_forward(layers: Sequence[nn.Module]) -> None:
+    """Gather each sharded layer's parameters while the layer before it computes."""
+    for layer, following in pairwise(layers):
+        assert isinstance(layer, FSDPModule)
+        assert isinstance(following, FSDPModule)
+        layer.set_modules_to_forward_prefetch([following])
+
+
+@torch.no_grad()
+def copy_shard_(parameter: Tensor, full: Tensor) -> None:
+    """Copy this rank's part of `full`, which every rank holds, into `parameter`, sharded or not. Not collective."""
+    if not isinstance(parameter, DTensor):
+        parameter.copy_(full)
+        return
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    part = full[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+    parameter.to_local().copy_(part)
+
+
+def sharding_units(model: nn.Module, names: Sequence[str], layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """`layers` and the modules whose class or last path component is in `names`, innermost first.
+
+    `model` itself is none of them: what no unit takes is its own. Raises ValueError for a name that no module has.
+    """
+    found: list[tuple[int, nn.Module]] = []
+    matched: set[str] = set()
+    for path, module in model.named_modules():
+        hits = {type(module).__name__, path.rpartition(".")[2]} & set(names)
+        matched |= hits
+        if path and (hits or module in layers):
+            found.append((path.count("."), module))
+    if unmatched := sorted(set(names) - matched):
+        known = sorted({type(module).__name__ for module in model.modules() if any(True for _ in module.parameters())})
+        raise ValueError(
+            f"model.basic_modules: no module is named {', '.join(unmatched)}; the classes here are {', '.join(known)}"
+        )
+    return [module for _, module in sorted(found, key=lambda item: -item[0])]

@@ -1,0 +1,163 @@
+"""The process: its place in the job, its device, process group, random seeds, determinism and garbage collection.
+
+The only module that reads torchrun's environment variables.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import os
+import random
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Where this process stands in the job. `device` is where its tensors live."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the one process that logs and writes shared files."""
+        return self.rank == 0
+
+
+def local_rank() -> int:
+    """This process's index on its host, 0 without torchrun."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def global_rank() -> int:
+    """This process's index in the job, 0 without torchrun."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """How many processes the job was started with, 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def init(device_type: Literal["auto", "cpu", "cuda"] = "auto", *, timeout_s: float = 1800.0) -> Runtime:
+    """Choose the device and join the default process group (NCCL on GPUs, gloo on CPU); collective.
+
+    A process that torchrun did not start becomes a group of one, so that no later code needs a special case.
+    Raises RuntimeError where the host has fewer GPUs than processes.
+    """
+    if device_type == "auto":
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device("cpu")
+    if device_type == "cuda":
+        if local_rank() >= torch.cuda.device_count():
+            raise RuntimeError(
+                f"local rank {local_rank()} has no GPU: this host shows {torch.cuda.device_count()}; "
+                "start fewer processes with --nproc-per-node"
+            )
+        device = torch.device("cuda", local_rank())
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        launched = "MASTER_ADDR" in os.environ and "RANK" in os.environ
+        dist.init_process_group(
+            "cuda:nccl,cpu:gloo" if device_type == "cuda" else "gloo",
+            store=None if launched else dist.HashStore(),
+            rank=global_rank() if launched else 0,
+            world_size=world_size() if launched else 1,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    return Runtime(dist.get_rank(), local_rank(), dist.get_world_size(), device)
+
+
+def shutdown() -> None:
+    """Leave the process group, all ranks together: one that leaves early aborts a peer still in a collective."""
+    if dist.is_initialized():
+        dist.barrier(device_ids=[torch.cuda.current_device()] if torch.cuda.is_initialized() else None)
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def all_ranks_agree(text: str) -> bool:
+    """Whether every rank brings the same text; the answer is the same on all of them. Collective."""
+    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+    extremes = torch.tensor([digest, -digest])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    return bool(extremes[0] == -extremes[1])
+
+
+def seed_everything(seed: int, rank: int = 0) -> None:
+    """Seed Python, NumPy and torch on every device; ranks draw from different streams."""
+    random.seed(seed + rank)
+    np.random.seed((seed + rank) % 2**32)
+    torch.manual_seed(seed + rank)
+
+
+def rng_state(device: torch.device) -> dict[str, torch.Tensor]:
+    """The states of the generators that training draws from, as byte tensors."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_rng_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Continue the streams that `rng_state` saved."""
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def enable_determinism() -> None:
+    """Make every operation of torch reproducible to the bit, at a cost in speed.
+
+    cuBLAS and CUDA read these variables when they start, so this must run before the first CUDA call.
+    """
+    os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+
+
+def refuse_launch_blocking() -> None:
+    """Raise ValueError if CUDA_LAUNCH_BLOCKING is set: it slows training down for no reason the user sees."""
+    if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
+        raise ValueError(
+            "CUDA_LAUNCH_BLOCKING is set and makes every GPU kernel wait for the one before: "
+            "unset it, or allow it with train.allow_cuda_launch_blocking: true"
+        )
+
+
+class GarbageCollection:
+    """Collects garbage every `gc_steps` steps, on all ranks at the same step, and never in between.
+
+    An automatic collection stalls one rank at a time, and every other rank waits for it in the next collective.
+    """
+
+    def __init__(self, gc_steps: int, empty_cache_steps: int) -> None:
+        self._gc_steps = gc_steps
+        self._empty_cache_steps = empty_cache_steps
+
+    def __enter__(self) -> GarbageCollection:
+        gc.collect()
+        if self._gc_steps > 0:
+            gc.disable()
+        return self
+
+    def step(self, step: int) -> None:
+        """Collect and empty the CUDA cache when `step` is due."""
+        if self._gc_steps > 0 and step % self._gc_steps == 0:
+            gc.collect()
+        if self._empty_cache_steps > 0 and step % self._empty_cache_steps == 0 and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+    def __exit__(self, *_: object) -> None:
+        gc.enable()

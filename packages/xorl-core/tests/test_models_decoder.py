@@ -1,0 +1,225 @@
+"""The decoder: documents in a pack are alone, dtypes follow the activations, initial values depend on names alone."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from xorl.core.models import SPECS, Decoder
+from xorl.kernels.attention import ATTENTION, AttentionRequest, resolve_attention
+from xorl.kernels.layout import SequenceLayout
+from xorl.kernels.linear_ce import linear_cross_entropy
+
+VOCAB = 61
+LENGTHS = [9, 1, 14, 5]
+SIZES: dict[str, object] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+HF_CONFIGS: dict[str, dict[str, object]] = {
+    "LlamaForCausalLM": SIZES,
+    "Qwen2ForCausalLM": {**SIZES, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    "Qwen3ForCausalLM": {**SIZES, "tie_word_embeddings": True},
+    "GPT2LMHeadModel": {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+}
+BACKENDS = ATTENTION.runnable(AttentionRequest("cpu", torch.float32, head_dim=8))
+
+
+def make_decoder(architecture: str, *, backend: str = "sdpa", merge_qkv: bool = True, **changes: object) -> Decoder:
+    """A small decoder with weights large enough that positions and neighbours matter."""
+    spec = SPECS[architecture]
+    config = spec.config_from_hf({**HF_CONFIGS[architecture], "initializer_range": 0.3, **changes})
+    attention = resolve_attention(backend, AttentionRequest("cpu", torch.float32, config.head_dim))
+    decoder = spec.build(config, merge_qkv=merge_qkv, attention=attention)
+    decoder.init_weights(seed=1)
+    return decoder
+
+
+def make_ids(lengths: list[int]) -> torch.Tensor:
+    return torch.randint(VOCAB, (sum(lengths),), generator=torch.Generator().manual_seed(0))
+
+
+def test_every_family_is_tested_here():
+    """Catches a family added to the table without a row in these tests."""
+    assert set(HF_CONFIGS) == set(SPECS)
+
+
+@pytest.mark.parametrize("architecture", SPECS)
+def test_packed_loss_and_gradient_are_the_sums_over_documents(architecture):
+    """Catches positions that run on, masks that leak, and a loss that averages."""
+    decoder, ids = make_decoder(architecture), make_ids(LENGTHS)
+    labels = ids.roll(-1)
+
+    def loss_of(ids, labels, lengths):
+        layout = SequenceLayout.from_lengths(lengths)
+        return decoder(ids, layout, lambda hidden, weight: linear_cross_entropy(hidden, weight, labels)[0].sum())
+
+    packed = loss_of(ids, labels, LENGTHS)
+    packed.backward()
+    packed_gradients = [parameter.grad.clone() for parameter in decoder.parameters()]
+    decoder.zero_grad()
+    alone = [loss_of(*parts, [len(parts[0])]) for parts in zip(ids.split(LENGTHS), labels.split(LENGTHS), strict=True)]
+    torch.stack(alone).sum().backward()
+    torch.testing.assert_close(packed, sum(alone), rtol=1e-6, atol=0)
+    for gradient, parameter in zip(packed_gradients, decoder.parameters(), strict=True):
+        assert (gradient - parameter.grad).norm() <= 1e-5 * gradient.norm()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("architecture", SPECS)
+def test_changing_one_document_leaves_the_others_bitwise_alone(architecture, backend):
+    """Catches any path, attention or other, by which one document of a pack reaches another."""
+    decoder, ids = make_decoder(architecture, backend=backend), make_ids(LENGTHS)
+    layout = SequenceLayout.from_lengths(LENGTHS)
+    changed = slice(10, 24)  # the third document
+    other = ids.clone()
+    other[changed] = (other[changed] + 1) % VOCAB
+    before, after = decoder(ids, layout), decoder(other, layout)
+    assert not torch.equal(before[changed], after[changed])
+    after[changed] = before[changed]
+    assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("architecture", SPECS)
+def test_the_order_of_tokens_matters(architecture):
+    """Catches a decoder without positions."""
+    decoder, ids = make_decoder(architecture), make_ids([12])
+    layout = SequenceLayout.from_lengths([12])
+    swapped = ids.clone()
+    swapped[[0, 5]] = ids[[5, 0]]
+    assert ids[0] != ids[5]
+    assert not torch.allclose(decoder(ids, layout)[-1], decoder(swapped, layout)[-1], atol=1e-4)
+
+
+def test_a_window_in_every_layer_bounds_how_far_back_a_token_sees():
+    """Catches a window that is configured and not passed to the kernel: two layers of 4 reach 6 tokens back."""
+    decoder, ids = make_decoder("Qwen2ForCausalLM", max_window_layers=0), make_ids([12])
+    layout = SequenceLayout.from_lengths([12])
+    near, far = ids.clone(), ids.clone()
+    near[5], far[4] = (ids[5] + 1) % VOCAB, (ids[4] + 1) % VOCAB
+    last = decoder(ids, layout)[-1]
+    assert torch.equal(decoder(far, layout)[-1], last)
+    assert not torch.equal(decoder(near, layout)[-1], last)
+
+
+@pytest.mark.parametrize("architecture", SPECS)
+def test_compute_dtype_rules_whatever_dtype_the_parameters_have(architecture):
+    """Catches a layer that computes in its parameters' dtype: fp32 and gathered bf16 weights must give one result."""
+    decoder, ids = make_decoder(architecture), make_ids(LENGTHS)
+    layout = SequenceLayout.from_lengths(LENGTHS)
+    decoder.compute_dtype = torch.bfloat16
+    from_wide = decoder(ids, layout)
+    from_half = decoder.to(torch.bfloat16)(ids, layout)
+    assert from_wide.dtype == torch.bfloat16
+    assert torch.equal(from_wide, from_half)
+
+
+@pytest.mark.parametrize("architecture", SPECS)
+def test_half_precision_parameters_get_the_gradients_of_wide_ones(architecture):
+    """Catches sums over tokens in half precision, in which a token that occurs often stops learning."""
+    decoder = make_decoder(architecture).to(torch.bfloat16)  # so that both have the same values
+    lengths = [50] * 40
+    ids = make_ids(lengths) % 3
+    layout = SequenceLayout.from_lengths(lengths)
+    decoder.compute_dtype = torch.bfloat16
+    gradients = []
+    for dtype in (torch.bfloat16, torch.float32):
+        decoder.to(dtype).zero_grad()
+        decoder(ids, layout, lambda h, w: linear_cross_entropy(h, w, ids.roll(-1))[0].sum()).backward()
+        gradients.append([parameter.grad.float() for parameter in decoder.parameters()])
+    for (name, _), got, wanted in zip(decoder.named_parameters(), *gradients, strict=True):
+        assert (got - wanted).norm() <= 4e-3 * wanted.norm(), name
+
+
+@pytest.mark.parametrize("architecture", SPECS)
+@pytest.mark.parametrize("merge_qkv", [True, False])
+def test_meta_construction_loses_nothing(architecture, merge_qkv):
+    """Catches buffers (rotary frequencies) or parameters that stay uninitialised after `to_empty`."""
+    decoder, ids = make_decoder(architecture, merge_qkv=merge_qkv), make_ids(LENGTHS)
+    layout = SequenceLayout.from_lengths(LENGTHS)
+    with torch.device("meta"):
+        spec = SPECS[architecture]
+        late = spec.build(decoder.config, merge_qkv=merge_qkv, attention=decoder.layers[0].self_attn.attention)
+    assert all(tensor.is_meta for tensor in (*late.parameters(), *late.buffers()))
+    late.to_empty(device="cpu")
+    late.init_weights(seed=1)
+    assert torch.equal(decoder(ids, layout), late(ids, layout))
+
+
+@pytest.mark.parametrize("architecture", SPECS)
+def test_initial_values_depend_on_seed_name_and_shape_alone(architecture):
+    """Catches values that depend on the order of parameters, on global random state or on where a shard lies."""
+    decoder = make_decoder(architecture)
+    torch.manual_seed(12345)
+    deeper = make_decoder(architecture, num_hidden_layers=3, n_layer=3, vocab_size=VOCAB)
+    names = dict(deeper.named_parameters())
+    for name, parameter in decoder.named_parameters():
+        scaled = decoder.config.scale_residual_init and name.endswith(("o_proj.weight", "down_proj.weight"))
+        if not scaled:
+            assert torch.equal(parameter, names[name]), name
+    shards: dict[int, torch.Tensor] = {}
+    decoder.init_weights(seed=1, copy_=lambda parameter, full: shards.update({id(parameter): full[1:3].clone()}))
+    for parameter in decoder.parameters():
+        assert torch.equal(shards[id(parameter)], parameter[1:3])
+    decoder.init_weights(seed=2)
+    assert not torch.equal(decoder.model.embed_tokens.weight, names["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("architecture", SPECS)
+def test_initial_values_have_the_scale_the_config_asks_for(architecture):
+    """Catches norms that start at zero, biases that start at noise, and residual projections that are not scaled."""
+    decoder = make_decoder(architecture, hidden_size=64, n_embd=64)
+    for name, parameter in decoder.named_parameters():
+        if name.endswith("bias"):
+            assert not parameter.any(), name
+        elif "norm" in name:
+            assert (parameter == 1).all(), name
+        else:
+            scaled = decoder.config.scale_residual_init and name.endswith(("o_proj.weight", "down_proj.weight"))
+            assert parameter.std().item() == pytest.approx(0.3 / 2 if scaled else 0.3, rel=0.1), name
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("architecture", SPECS)
+def test_each_half_of_a_layer_can_be_recomputed_alone(architecture, reentrant):
+    """Catches halves of a layer that hand state to each other, which recomputing one of them would lose."""
+    decoder, ids = make_decoder(architecture), make_ids(LENGTHS)
+    layout = SequenceLayout.from_lengths(LENGTHS)
+    decoder(ids, layout).square().mean().backward()
+    plain = [parameter.grad.clone() for parameter in decoder.parameters()]
+    for half in ("self_attn", "mlp"):
+        decoder.zero_grad()
+        for layer in decoder.layers:
+            module = layer.get_submodule(half)
+            module.forward = _recomputed(module.forward, reentrant)
+        decoder(ids, layout).square().mean().backward()
+        for gradient, parameter in zip(plain, decoder.parameters(), strict=True):
+            assert torch.equal(gradient, parameter.grad)
+
+
+def _recomputed(forward, reentrant):
+    return lambda *args: checkpoint(forward, *args, use_reentrant=reentrant)
+
+
+def test_the_head_is_the_embedding_when_tied_and_absent_from_the_parameters():
+    """Catches a tied head stored, exported or optimised twice."""
+    tied, untied = make_decoder("Qwen3ForCausalLM"), make_decoder("Qwen3ForCausalLM", tie_word_embeddings=False)
+    assert tied.head_weight is tied.model.embed_tokens.weight
+    assert "lm_head.weight" not in dict(tied.named_parameters())
+    assert untied.head_weight is dict(untied.named_parameters())["lm_head.weight"]
+
+
+def test_input_that_does_not_fit_is_refused():
+    """Catches rows whose layout describes other tokens, and documents beyond the learned positions."""
+    decoder = make_decoder("GPT2LMHeadModel")
+    with pytest.raises(ValueError, match=r"one packed row of the layout's 5 tokens, got shape \[4\]"):
+        decoder(make_ids([4]), SequenceLayout.from_lengths([5]))
+    with pytest.raises(ValueError, match=r"one packed row of the layout's 4 tokens, got shape \[1, 4\]"):
+        decoder(make_ids([4])[None], SequenceLayout.from_lengths([4]))
+    with pytest.raises(ValueError, match="65 tokens does not fit the model's 64 learned positions"):
+        decoder(make_ids([65]), SequenceLayout.from_lengths([65]))

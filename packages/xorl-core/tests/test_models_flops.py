@@ -1,0 +1,68 @@
+"""FLOPs: against torch's own count of the forward pass, and against counting pairs."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from xorl.core.models import SPECS, training_flops
+from xorl.core.models.flops import causal_pairs
+from xorl.kernels.attention import AttentionRequest, resolve_attention
+from xorl.kernels.layout import SequenceLayout
+
+HF_CONFIGS = {
+    "Qwen2ForCausalLM": {
+        "vocab_size": 50,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "use_sliding_window": True,
+        "sliding_window": 3,
+        "max_window_layers": 1,
+    },
+    "Qwen3ForCausalLM": {
+        "vocab_size": 50,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 64,
+    },
+    "GPT2LMHeadModel": {"vocab_size": 50, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64},
+}
+
+
+@pytest.mark.parametrize(("length", "window"), [(1, None), (7, None), (7, 1), (7, 3), (7, 7), (7, 9)])
+def test_causal_pairs_are_what_counting_gives(length, window):
+    """Catches an off-by-one in the closed form."""
+    counted = sum(1 for i in range(length) for j in range(i + 1) if window is None or i - j < window)
+    assert causal_pairs(length, window) == counted
+
+
+@pytest.mark.parametrize("architecture", HF_CONFIGS)
+def test_agrees_with_the_count_of_the_operations_that_run(architecture):
+    """Catches a forgotten matrix, such as the head, or a factor of two: MFU would be off by it."""
+    spec = SPECS[architecture]
+    config = spec.config_from_hf(HF_CONFIGS[architecture])
+    attention = resolve_attention("eager", AttentionRequest("cpu", torch.float32, config.head_dim))
+    decoder = spec.build(config, merge_qkv=True, attention=attention)
+    decoder.init_weights(seed=0)
+    lengths = [9, 4]
+    with FlopCounterMode(display=False) as counter:
+        decoder(torch.randint(50, (13,)), SequenceLayout.from_lengths(lengths)).sum().backward()
+    # The plain twin computes every pair of a document; only those that are seen count.
+    per_pair = 3 * 2 * 2 * config.num_heads * config.head_dim
+    unseen = [length * length - causal_pairs(length, window) for length in lengths for window in config.windows]
+    masked = per_pair * sum(unseen)
+    assert counter.get_total_flops() - masked == training_flops(config, lengths)
+
+
+def test_documents_add_up_and_longer_ones_cost_more():
+    """Catches attention counted over the whole pack instead of inside each document."""
+    config = SPECS["Qwen3ForCausalLM"].config_from_hf(HF_CONFIGS["Qwen3ForCausalLM"])
+    assert training_flops(config, [5, 8]) == training_flops(config, [5]) + training_flops(config, [8])
+    assert training_flops(config, [13]) > training_flops(config, [5, 8])
+    assert training_flops(config, []) == 0

@@ -1,0 +1,27 @@
+"""Which modules are sharded as units of their own, and in which order."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from xorl.core.parallel import sharding_units
+
+
+class Block(nn.Sequential):
+    pass
+
+
+def test_units_come_innermost_first_and_the_model_is_none_of_them() -> None:
+    # Catches an outer unit that is sharded before the layers and takes their parameters.
+    model = nn.Sequential(nn.Embedding(3, 2), nn.Sequential(Block(nn.Linear(2, 2)), Block(nn.Linear(2, 2))))
+    trunk = model[1]
+    layers = list(trunk)
+    units = sharding_units(model, ["Linear", "Sequential"], layers)
+    assert units == [layers[0][0], layers[1][0], *layers, trunk]
+
+
+def test_name_that_no_module_has_is_refused() -> None:
+    # Catches a misspelt module that is silently not sharded on its own.
+    with pytest.raises(ValueError, match="no module is named Liner; the classes here are Linear, Sequential"):
+        sharding_units(nn.Sequential(nn.Linear(1, 1)), ["Liner"], [])

@@ -1,0 +1,65 @@
+"""Collating: documents to one PackedBatch.
+
+Labels are shifted here, inside each document, so that no other code needs to know where documents begin.
+Shapes: T tokens (padding included), N documents (the padding document included).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from xorl.data.batch import IGNORE, PackedBatch, padding_batch
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document as training data: `labels` are not shifted, IGNORE where a token is not trained."""
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+    extras: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
+def collate(
+    documents: Sequence[Document], *, pad_to_multiple_of: int = 1, extra_names: tuple[str, ...] = ()
+) -> PackedBatch:
+    """One row of all documents in order, padded once to a multiple of `pad_to_multiple_of` by a document of its own.
+
+    Without documents it is a padding batch of that length.
+    """
+    if not documents:
+        return padding_batch(pad_to_multiple_of, extra_names)
+    lengths = [len(document.input_ids) for document in documents]
+    num_tokens = sum(lengths)
+    num_padding = -num_tokens % pad_to_multiple_of
+    total = num_tokens + num_padding
+
+    input_ids = np.zeros(total, dtype=np.int64)
+    np.concatenate([document.input_ids for document in documents], out=input_ids[:num_tokens])
+    unshifted = np.concatenate([document.labels for document in documents])
+    all_lengths = np.array([*lengths, num_padding] if num_padding else lengths, dtype=np.int64)
+    ends = np.cumsum(all_lengths)
+    labels = np.full(total, IGNORE, dtype=np.int64)
+    labels[: num_tokens - 1] = unshifted[1:]
+    # A document's last position predicts nothing: what follows belongs to another.
+    labels[ends - 1] = IGNORE
+    positions = np.arange(total, dtype=np.int64) - np.repeat(ends - all_lengths, all_lengths)
+    extras = {}
+    for name in extra_names:
+        values = np.zeros(total, dtype=np.float32)
+        np.concatenate([document.extras[name] for document in documents], out=values[:num_tokens])
+        extras[name] = torch.from_numpy(values)
+    return PackedBatch(
+        input_ids=torch.from_numpy(input_ids),
+        labels=torch.from_numpy(labels),
+        positions=torch.from_numpy(positions),
+        cu_seqlens=torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)),
+        lengths=tuple(all_lengths.tolist()),
+        num_tokens=num_tokens,
+        num_trained_tokens=int(np.count_nonzero(labels != IGNORE)),
+        extras=extras,
+    )

@@ -1,0 +1,118 @@
+"""PreparedDocuments: random access to the merged documents in their final order, and taking parts of them."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from xorl.data.errors import DataError
+from xorl.data.receipt import Receipt
+from xorl.data.shuffle import digest, permutation
+from xorl.data.sources import shard_range
+from xorl.data.store import DocumentStore
+
+
+class PreparedDocuments:
+    """Documents of one or more stores in one order.
+
+    `rows` [N] number the documents of all stores, one store after the other; `fingerprint` names content and order.
+    Cheap to pickle and to fork: the stores travel by reference.
+    """
+
+    def __init__(
+        self, stores: Sequence[DocumentStore], rows: np.ndarray, *, fingerprint: str, receipt: Receipt
+    ) -> None:
+        self._stores = tuple(stores)
+        self._starts = [0, *accumulate(len(store.lengths) for store in self._stores)]
+        self._rows = rows
+        self.fingerprint = fingerprint
+        self.receipt = receipt
+        self.extra_names = self._stores[0].extra_names
+        self.lengths = np.concatenate([store.lengths for store in self._stores])[rows]  # [N] int64
+        num_trained = np.concatenate([store.num_trained for store in self._stores])
+        self.num_trained = num_trained[rows].astype(np.int64)  # [N], after the shift
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """(input_ids, labels) of document `index`, int32, not shifted, to be read only."""
+        store, row = self._locate(index)
+        return store.document(row)
+
+    def extras(self, index: int) -> dict[str, np.ndarray]:
+        """The per-token columns beyond ids and labels that the entries selected, float32."""
+        if not self.extra_names:
+            return {}
+        store, row = self._locate(index)
+        return store.extras(row)
+
+    def select(self, indices: np.ndarray, fingerprint: str) -> PreparedDocuments:
+        """The documents `indices`, in that order. The receipt still tells of all."""
+        return PreparedDocuments(self._stores, self._rows[indices], fingerprint=fingerprint, receipt=self.receipt)
+
+    def _locate(self, index: int) -> tuple[DocumentStore, int]:
+        row = int(self._rows[index])
+        if len(self._stores) == 1:
+            return self._stores[0], row
+        store = bisect_right(self._starts, row) - 1
+        return self._stores[store], row - self._starts[store]
+
+
+def merge(
+    stores: Sequence[DocumentStore],
+    receipt: Receipt,
+    *,
+    seed: int,
+    shuffle_before_merging: bool,
+    shuffle_merged: bool,
+    num_shards: int | None,
+    shard_index: int | None,
+) -> PreparedDocuments:
+    """All documents of all stores: each shuffled, put in a row, shuffled again, one shard taken, as asked."""
+    parts = []
+    first = 0
+    for number, store in enumerate(stores):
+        num = len(store.lengths)
+        local = (
+            permutation(num, "before merging", seed, number, store.key) if shuffle_before_merging else np.arange(num)
+        )
+        parts.append(local + first)
+        first += num
+    rows = np.concatenate(parts)
+    keys = [store.key for store in stores]
+    if shuffle_merged:
+        rows = rows[permutation(len(rows), "merged", seed, *keys)]
+    if num_shards is not None:
+        assert shard_index is not None, "prepare asks for both"
+        start, stop = shard_range(len(rows), num_shards, shard_index)
+        if start == stop:
+            raise DataError(
+                f"data.dataset_shard_num: {num_shards} shards of {len(rows)} documents leave this one empty"
+            )
+        rows = rows[start:stop]
+    shuffled = shuffle_before_merging or shuffle_merged
+    order = [seed if shuffled else 0, shuffle_before_merging, shuffle_merged, num_shards or 1, shard_index or 0]
+    return PreparedDocuments(stores, rows, fingerprint=digest("documents", keys, order), receipt=receipt)
+
+
+def split_documents(
+    documents: PreparedDocuments, val_set_size: int | float, seed: int
+) -> tuple[PreparedDocuments, PreparedDocuments]:
+    """(training, held out): `val_set_size` documents, or that fraction of them, drawn by `seed`; both keep order."""
+    total = len(documents)
+    fraction = isinstance(val_set_size, float)
+    num_held_out = max(1, round(total * val_set_size)) if fraction else val_set_size
+    valid = 0 < val_set_size < 1 if fraction else val_set_size > 0
+    if isinstance(val_set_size, bool) or not valid or num_held_out >= total:
+        raise DataError(
+            f"data.val_set_size: {val_set_size} of {total} documents cannot be held out; want a whole number from 1 to "
+            f"{total - 1}, or a fraction above 0 and below 1 that leaves some to train on"
+        )
+    drawn = permutation(total, "held out", seed, documents.fingerprint)
+    held_out, rest = np.sort(drawn[:num_held_out]), np.sort(drawn[num_held_out:])
+    names = [digest(part, documents.fingerprint, num_held_out, seed) for part in ("training", "held out")]
+    return documents.select(rest, names[0]), documents.select(held_out, names[1])

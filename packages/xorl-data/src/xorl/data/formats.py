@@ -1,0 +1,360 @@
+"""What a row means: the tokenized format, from columns of ids to documents of bounded length.
+
+`encode_piece` has two ways that give the same arrays: a vectorised one over Arrow lists, which gives up on anything
+irregular, and a plain one, row by row, which takes every spelling (lists, JSON strings, space-separated ids) and raises
+the errors. Array legend: T tokens of all documents on one axis, N documents, R rows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from xorl.data.batch import IGNORE
+from xorl.data.errors import DataError
+from xorl.data.readers import COLUMNS, Piece, Row
+from xorl.data.receipt import Counts
+
+Overflow = Literal["truncate", "drop", "split", "error"]
+OVERFLOWS: tuple[Overflow, ...] = get_args(Overflow)
+_LARGEST_ID = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class TokenizedFormat:
+    """How rows become documents. `columns` None reads COLUMNS; those beyond COLUMNS become per-token extras."""
+
+    limit: int
+    overflow: Overflow
+    limit_option: str
+    columns: tuple[str, ...] | None = None
+    vocab_size: int | None = None
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        if self.columns is None:
+            return COLUMNS
+        return ("input_ids", *(name for name in self.columns if name != "input_ids"))
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        return tuple(name for name in self.wanted if name not in COLUMNS)
+
+
+@dataclass(frozen=True)
+class EncodedDocuments:
+    """The documents of one piece. `labels` None: every token is its own label."""
+
+    input_ids: np.ndarray  # [T] int32
+    labels: np.ndarray | None  # [T] int32, IGNORE where not trained
+    extras: dict[str, np.ndarray]  # each [T] float32
+    lengths: np.ndarray  # [N] int64
+    num_trained: np.ndarray  # [N] int64
+    counts: Counts
+    has_labels: bool
+    largest_id: int
+    largest_id_row: int
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows as they came, one after the other; `lengths` [R]."""
+
+    input_ids: np.ndarray
+    labels: np.ndarray | None
+    extras: dict[str, np.ndarray]
+    lengths: np.ndarray
+    has_labels: bool
+    masked_tokens: int = 0
+
+
+def encode_piece(piece: Piece, form: TokenizedFormat) -> EncodedDocuments:
+    """Reads one piece and fits its rows to `form`. DataError names the file and row that cannot be used."""
+    table = piece.table(form.wanted)
+    rows = None if table is None else _encode_table(table, form)
+    if rows is None:
+        rows = _encode_rows(piece.rows(), piece, form)
+    return _fit(rows, piece, form)
+
+
+def _encode_table(table: pa.Table, form: TokenizedFormat) -> _Rows | None:
+    """The vectorised way; None where a row needs a closer look, be it for its spelling or for its error."""
+    columns: dict[str, np.ndarray] = {}
+    lengths: np.ndarray | None = None
+    for name in form.wanted:
+        lists = _flat_lists(table.column(name)) if name in table.column_names else None
+        if lists is None:
+            absent = name not in table.column_names or table.column(name).null_count == table.num_rows
+            if form.columns is None and name != "input_ids" and absent:
+                continue
+            return None
+        columns[name], own_lengths = lists
+        lengths = own_lengths if lengths is None else lengths
+        if not np.array_equal(own_lengths, lengths):
+            return None
+    ids, labels, mask = (columns.get(name) for name in COLUMNS)
+    if lengths is None or ids is None or not _valid_ids(ids, form.vocab_size):
+        return None
+    if labels is not None:
+        if not np.issubdtype(labels.dtype, np.integer) or not _valid_labels(labels, form.vocab_size):
+            return None
+        labels = labels.astype(np.int32, copy=False)
+    extras = {name: columns[name].astype(np.float32, copy=False) for name in form.extras}
+    ids = ids.astype(np.int32, copy=False)
+    rows = _Rows(ids, labels, extras, lengths, has_labels=labels is not None)
+    if mask is None or bool(np.all(mask == 1)):
+        return rows
+    return _without_masked(rows, mask != 0) if bool(np.all((mask == 0) | (mask == 1))) else None
+
+
+def _flat_lists(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray] | None:
+    """A column of lists of numbers as (values, lengths), or None."""
+    kind = column.type
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
+        return None
+    chunk = column.combine_chunks()
+    array = chunk.combine_chunks() if isinstance(chunk, pa.ChunkedArray) else chunk
+    values = array.flatten()
+    if pa.types.is_boolean(values.type) or (pa.types.is_null(values.type) and len(values) == 0):
+        values = values.cast(pa.int8())
+    numeric = pa.types.is_integer(values.type) or pa.types.is_floating(values.type)
+    if array.null_count or values.null_count or not numeric:
+        return None
+    lengths = pc.call_function("list_value_length", [array])
+    return as_numpy(values), as_numpy(lengths).astype(np.int64)
+
+
+def as_numpy(array: pa.Array) -> np.ndarray:
+    """A view of an Arrow array of numbers without nulls. Arrow's own `to_numpy` imports pandas, for seconds."""
+    return np.from_dlpack(array) if len(array) else np.empty(0, array.type.to_pandas_dtype())
+
+
+def _valid_ids(ids: np.ndarray, vocab_size: int | None) -> bool:
+    if not np.issubdtype(ids.dtype, np.integer):
+        return False
+    return not len(ids) or (ids.min() >= 0 and ids.max() < _end_of_ids(vocab_size))
+
+
+def _valid_labels(labels: np.ndarray, vocab_size: int | None) -> bool:
+    if _valid_ids(labels, vocab_size):
+        return True
+    return bool(np.all((labels == IGNORE) | ((labels >= 0) & (labels < _end_of_ids(vocab_size)))))
+
+
+def _end_of_ids(vocab_size: int | None) -> int:
+    return _LARGEST_ID + 1 if vocab_size is None else vocab_size
+
+
+def _encode_rows(rows: Sequence[Row], piece: Piece, form: TokenizedFormat) -> _Rows:
+    """The plain way: every row by itself, with the error that fits."""
+    encoded = [_encode_row(row, index, piece, form) for index, row in enumerate(rows)]
+    labelled = [labels is not None for _, labels, _, _ in encoded]
+    has_labels = any(labelled)
+    if has_labels and not all(labelled):
+        raise DataError(
+            f"{piece.place(labelled.index(False))}: no labels, while other rows have them. A row without labels "
+            f"would be trained on as a whole: give every row labels ({IGNORE} where a token is not trained), or leave "
+            "the column out by data.select_columns: [input_ids]"
+        )
+    flat = _Rows(
+        input_ids=_concatenate([ids for ids, _, _, _ in encoded], np.int32),
+        labels=_concatenate([labels for _, labels, _, _ in encoded if labels is not None], np.int32)
+        if has_labels
+        else None,
+        extras={name: _concatenate([e[name] for _, _, _, e in encoded], np.float32) for name in form.extras},
+        lengths=np.array([len(ids) for ids, _, _, _ in encoded], dtype=np.int64),
+        has_labels=has_labels,
+    )
+    if all(mask is None for _, _, mask, _ in encoded):
+        return flat
+    masks = [np.ones(len(ids), dtype=np.bool_) if mask is None else mask != 0 for ids, _, mask, _ in encoded]
+    return _without_masked(flat, _concatenate(masks, np.bool_))
+
+
+def _encode_row(
+    row: Row, index: int, piece: Piece, form: TokenizedFormat
+) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None, dict[str, np.ndarray]]:
+    optional = COLUMNS[1:] if form.columns is None else ()
+    columns: dict[str, np.ndarray] = {}
+    for name in form.wanted:
+        value = row.get(name)
+        if value is None:
+            if name in optional:
+                continue
+            option = "data.select_columns names it" if form.columns is not None else "type: tokenized needs it"
+            present = ", ".join(row) or "none"
+            problem = "is null" if name in row else f"does not exist; the columns are: {present}"
+            raise DataError(f"{piece.place(index)}: column {name!r} {problem} ({option})")
+        columns[name] = _numbers(value, name, index, piece)
+        if len(columns[name]) != len(columns["input_ids"] if "input_ids" in columns else columns[name]):
+            raise DataError(
+                f"{piece.place(index)}: {name} has {len(columns[name])} values and input_ids has "
+                f"{len(columns['input_ids'])}; they must be equally long"
+            )
+    ids, labels, mask = (columns.get(name) for name in COLUMNS)
+    assert ids is not None, "input_ids is wanted and comes first"
+    _check_ids(ids, "input_ids", index, piece, form.vocab_size)
+    if labels is not None:
+        _check_ids(labels[labels != IGNORE], "labels", index, piece, form.vocab_size)
+    if mask is not None and not np.all((mask == 0) | (mask == 1)):
+        raise DataError(f"{piece.place(index)}: attention_mask holds values other than 0 and 1")
+    return ids, labels, mask, {name: columns[name] for name in form.extras}
+
+
+def _numbers(value: object, name: str, index: int, piece: Piece) -> np.ndarray:
+    """A list of numbers, or a string holding one as JSON or separated by spaces; integers for COLUMNS, else floats."""
+    if isinstance(value, str):
+        text = value.strip()
+        with suppress(json.JSONDecodeError):
+            value = json.loads(text if text.startswith("[") else f"[{','.join(text.split())}]")
+    kinds = set(map(type, value)) if isinstance(value, list) else {type(value)}
+    allowed = {int} if name in ("input_ids", "labels") else {int, bool} if name in COLUMNS else {int, float}
+    if not isinstance(value, list) or not kinds <= allowed:
+        wanted = "integers" if name in COLUMNS else "numbers, one per token"
+        offender = next((v for v in value if type(v) not in allowed), value) if isinstance(value, list) else value
+        hint = "" if name in COLUMNS else "; or take it out of data.select_columns"
+        shown = repr(offender)
+        shown = shown if len(shown) <= 60 else shown[:60] + "..."
+        raise DataError(
+            f"{piece.place(index)}: {name} holds {shown} ({type(offender).__name__}), want a list of {wanted}{hint}"
+        )
+    try:
+        return np.asarray(value, dtype=np.int64 if name in COLUMNS else np.float32)
+    except OverflowError:
+        raise DataError(f"{piece.place(index)}: {name} holds a number beyond 64 bits") from None
+
+
+def _check_ids(ids: np.ndarray, name: str, index: int, piece: Piece, vocab_size: int | None) -> None:
+    if _valid_ids(ids, vocab_size):
+        return
+    offender = int(ids[(ids < 0) | (ids >= _end_of_ids(vocab_size))][0])
+    raise DataError(f"{piece.place(index)}: {id_problem(offender, name, vocab_size)}")
+
+
+def id_problem(offender: int, name: str, vocab_size: int | None) -> str:
+    """What is wrong with an id outside the vocabulary, and what to look at."""
+    if offender < 0:
+        other = f" (only {IGNORE} marks a label that is not trained)" if name == "labels" else ""
+        return f"{name} holds the negative id {offender}{other}"
+    if vocab_size is None:
+        return f"{name} holds the id {offender}, beyond 32 bits"
+    return (
+        f"{name} holds the id {offender}, but the model's vocab_size is {vocab_size}, so that the largest id is "
+        f"{vocab_size - 1}; was the data made with another tokenizer?"
+    )
+
+
+def _concatenate(arrays: Sequence[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
+    return np.concatenate([array.astype(dtype, copy=False) for array in arrays]) if arrays else np.empty(0, dtype)
+
+
+def _without_masked(rows: _Rows, mask: np.ndarray) -> _Rows:
+    """Leaves out the tokens whose attention_mask is 0: padding would be attended to, and packed, as text."""
+    kept = np.concatenate([np.zeros(1, np.int64), np.cumsum(mask)])
+    ends = np.cumsum(rows.lengths)
+    return replace(
+        rows,
+        input_ids=rows.input_ids[mask],
+        labels=None if rows.labels is None else rows.labels[mask],
+        extras={name: values[mask] for name, values in rows.extras.items()},
+        lengths=kept[ends] - kept[ends - rows.lengths],
+        masked_tokens=len(mask) - int(kept[-1]),
+    )
+
+
+def _fit(rows: _Rows, piece: Piece, form: TokenizedFormat) -> EncodedDocuments:
+    """Applies the overflow policy: rows [R] to documents [N]."""
+    long = rows.lengths > form.limit
+    if form.overflow == "error" and long.any():
+        index = int(np.argmax(long))
+        raise DataError(
+            f"{piece.place(index)}: {rows.lengths[index]} tokens, more than {form.limit_option} = {form.limit}, and "
+            "overflow is error; raise it, or choose overflow: truncate, drop or split"
+        )
+    largest, largest_row = _largest_id(rows)
+    trained_before = _num_trained(rows.labels, rows.lengths)
+    kept_lengths = rows.lengths
+    if form.overflow == "truncate":
+        kept_lengths = np.minimum(rows.lengths, form.limit)
+    elif form.overflow == "drop":
+        kept_lengths = np.where(long, 0, rows.lengths)
+    fitted = _shorten(rows, kept_lengths) if (kept_lengths != rows.lengths).any() else rows
+
+    num_parts = -(-kept_lengths // form.limit)  # 0 for empty rows, 1 for all others but the split ones
+    row_of_document = np.repeat(np.arange(len(num_parts)), num_parts)
+    part = np.arange(len(row_of_document)) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)
+    lengths = np.minimum(kept_lengths[row_of_document] - part * form.limit, form.limit)
+    num_trained = _num_trained(fitted.labels, lengths)
+    trained_after = np.bincount(row_of_document, weights=num_trained, minlength=len(num_parts))
+
+    dropped = long & (form.overflow == "drop")
+    untrained = (trained_after == 0) & ~dropped
+    labels = fitted.labels
+    if labels is not None and np.array_equal(labels, fitted.input_ids):
+        labels = None
+    counts = Counts(
+        samples=len(rows.lengths),
+        kept=int(np.count_nonzero(kept_lengths)),
+        truncated=int(np.count_nonzero(long)) if form.overflow == "truncate" else 0,
+        dropped=int(np.count_nonzero(dropped)),
+        split=int(np.count_nonzero(long)) if form.overflow == "split" else 0,
+        empty=int(np.count_nonzero(rows.lengths == 0)),
+        untrained=int(np.count_nonzero(untrained)),
+        untrained_by_overflow=int(np.count_nonzero(untrained & (trained_before > 0))),
+        documents=len(lengths),
+        tokens=int(lengths.sum()),
+        trained_tokens=int(num_trained.sum()),
+        masked_tokens=rows.masked_tokens,
+    )
+    return EncodedDocuments(
+        fitted.input_ids,
+        labels,
+        fitted.extras,
+        lengths,
+        num_trained,
+        counts,
+        has_labels=rows.has_labels,
+        largest_id=largest,
+        largest_id_row=largest_row,
+    )
+
+
+def _largest_id(rows: _Rows) -> tuple[int, int]:
+    """The largest id among tokens and labels, and its row; -1 where there is none."""
+    if not len(rows.input_ids):
+        return -1, -1
+    where = int(np.argmax(rows.input_ids))
+    largest = int(rows.input_ids[where])
+    if rows.labels is not None and rows.labels.max() > largest:
+        where = int(np.argmax(rows.labels))
+        largest = int(rows.labels[where])
+    return largest, int(np.searchsorted(np.cumsum(rows.lengths), where, side="right"))
+
+
+def _num_trained(labels: np.ndarray | None, lengths: np.ndarray) -> np.ndarray:
+    """Trained tokens per document: a document's first token has nothing before it that could predict it."""
+    if labels is None:
+        return np.maximum(lengths - 1, 0)
+    trained = np.concatenate([np.zeros(1, np.int64), np.cumsum(labels != IGNORE)])
+    ends = np.cumsum(lengths)
+    return trained[ends] - trained[np.minimum(ends - lengths + 1, ends)]
+
+
+def _shorten(rows: _Rows, kept_lengths: np.ndarray) -> _Rows:
+    starts = np.cumsum(rows.lengths) - rows.lengths
+    position = np.arange(len(rows.input_ids)) - np.repeat(starts, rows.lengths)
+    keep = position < np.repeat(kept_lengths, rows.lengths)
+    return replace(
+        rows,
+        input_ids=rows.input_ids[keep],
+        labels=None if rows.labels is None else rows.labels[keep],
+        extras={name: values[keep] for name, values in rows.extras.items()},
+        lengths=kept_lengths,
+    )

@@ -1,0 +1,79 @@
+"""Datasets of the Hugging Face Hub, through the `datasets` library and its cache; imported only when needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+from datasets.exceptions import DatasetNotFoundError, DatasetsError
+
+from xorl.data.errors import DataError, DataFailure
+from xorl.data.readers import Piece, table_pieces
+from xorl.data.shuffle import JSON, digest
+from xorl.data.sources import hash_files
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """One split of a Hub dataset, as `datasets` holds it in its cache."""
+
+    name: str
+    split: str
+    dataset: datasets.Dataset
+
+    @property
+    def num_bytes(self) -> int:
+        return self._table().nbytes
+
+    @property
+    def parallel(self) -> bool:
+        return False
+
+    def identity(self) -> JSON:
+        files = [Path(file["filename"]) for file in self.dataset.cache_files]
+        content = hash_files(files) if files else digest(self.dataset.to_list())
+        # A slice such as train[:10%] shares its cache files with the whole split.
+        return {"files": content, "split": self.split, "rows": len(self.dataset)}
+
+    def pieces(self, selected: Sequence[str] | None) -> Iterator[Piece]:
+        yield from table_pieces(self._table(), f"{self.name} (split {self.split})")
+
+    def _table(self) -> pa.Table:
+        rows = self.dataset.with_format("arrow")[:]
+        assert isinstance(rows, pa.Table), "the arrow format gives tables"
+        return rows
+
+
+def load_hub_source(
+    path: str,
+    *,
+    name: str | None,
+    split: str | None,
+    revision: str | None,
+    data_files: str | Sequence[str] | None,
+    token: str | bool | None,
+    option: str,
+) -> HubSource:
+    """Downloads the dataset where the cache lacks it. DataError where it, its config or its split does not exist;
+    DataFailure where the Hub cannot be reached."""
+    files = data_files if data_files is None or isinstance(data_files, str) else list(data_files)
+    try:
+        dataset = datasets.load_dataset(
+            path, name, split=split or "train", revision=revision, data_files=files, token=token
+        )
+    except DatasetNotFoundError as error:
+        raise DataError(
+            f"{option}.path: {path} is neither a path on this machine nor a dataset on the Hub: {error}"
+        ) from error
+    except ConnectionError as error:
+        raise DataFailure(
+            f"{option}.path: {path} is not a path on this machine, and the Hugging Face Hub cannot be reached: {error}"
+        ) from error
+    except (ValueError, FileNotFoundError, DatasetsError) as error:
+        # Config and split errors of `datasets` list what there is.
+        raise DataError(f"{option}: {path} (split {split or 'train'}) cannot be loaded: {error}") from error
+    assert isinstance(dataset, datasets.Dataset), "a single split was asked for"
+    return HubSource(path, split or "train", dataset)

@@ -1,0 +1,135 @@
+"""StepLoader: the micro-batches of each optimizer step for one data-parallel rank, from any step on.
+
+Workers hold no state: they are handed the bins of a micro-batch and give back the batch. What comes when is decided by
+the plan alone, so the number of workers, and a restart, change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from xorl.data.batch import PackedBatch
+from xorl.data.collate import Document, collate
+from xorl.data.packing import Bins, StartMethod
+from xorl.data.plan import PAIR_COST, DataPlan, bin_costs, split_step
+
+
+class Documents(Protocol):
+    """What the loader needs of prepared documents."""
+
+    lengths: np.ndarray
+    extra_names: tuple[str, ...]
+
+    def document(self, index: int) -> tuple[np.ndarray, np.ndarray]: ...
+
+    def extras(self, index: int) -> dict[str, np.ndarray]: ...
+
+
+class StepLoader:
+    """The micro-batches of `dp_rank` among `dp_size`, step by step.
+
+    Every rank gets the same number of micro-batches in a step (a padding batch where a short step leaves none for it),
+    and of similar cost at the same index. `pair_cost` weighs attention against the rest (see bin_costs). `pin_memory`
+    applies where CUDA is available, `prefetch_factor` where there are workers.
+    """
+
+    def __init__(
+        self,
+        documents: Documents,
+        bins: Bins,
+        plan: DataPlan,
+        *,
+        micro_batch_size: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        pad_to_multiple_of: int = 1,
+        num_workers: int = 0,
+        prefetch_factor: int | None = 2,
+        pin_memory: bool = False,
+        worker_start_method: StartMethod | None = None,
+        pair_cost: float = PAIR_COST,
+    ) -> None:
+        assert plan.num_bins == len(bins), f"the plan is for {plan.num_bins} bins, these are {len(bins)}"
+        assert 0 <= dp_rank < dp_size, (dp_rank, dp_size)
+        self._plan = plan
+        self._micro_batch_size = micro_batch_size
+        self._dp_rank = dp_rank
+        self._dp_size = dp_size
+        self._costs = bin_costs(documents.lengths, bins, pair_cost)
+        self._batches = _MicroBatches(documents, bins, pad_to_multiple_of)
+        self._num_workers = num_workers
+        self._prefetch_factor = (prefetch_factor or 2) if num_workers else None
+        self._pin_memory = pin_memory and torch.cuda.is_available()
+        self._start_method = worker_start_method if num_workers else None
+
+    @property
+    def num_steps(self) -> int:
+        return self._plan.num_steps
+
+    def steps(self, start: int = 0) -> Iterator[tuple[int, list[PackedBatch]]]:
+        """(step, its micro-batches) from step `start` on; no step before it is looked at.
+
+        Workers start with the first step and end with the iterator, also when it is closed early.
+        """
+        assert 0 <= start <= self.num_steps, f"step {start} is not in 0..{self.num_steps}"
+        loader = DataLoader(
+            self._batches,
+            batch_size=None,
+            sampler=_Sampler(self, start),
+            collate_fn=_unchanged,
+            num_workers=self._num_workers,
+            prefetch_factor=self._prefetch_factor,
+            pin_memory=self._pin_memory,
+            multiprocessing_context=self._start_method,
+            # Its own, lest the iterator draw from the global generator, whose state a resume restores.
+            generator=torch.Generator(),
+        )
+        batches = iter(loader)
+        for step in range(start, self.num_steps):
+            yield step, [next(batches) for _ in range(self.num_micro_batches(step))]
+
+    def num_micro_batches(self, step: int) -> int:
+        """How many micro-batches each rank gets in `step`."""
+        return -(-len(self._plan.bins_of_step(step)) // (self._dp_size * self._micro_batch_size))
+
+    def bins_of_micro_batches(self, step: int) -> list[np.ndarray]:
+        """The bins of each of this rank's micro-batches in `step`; none where others have the last ones."""
+        bins = self._plan.bins_of_step(step)
+        dealt = split_step(self._costs[bins], dp_size=self._dp_size, micro_batch_size=self._micro_batch_size)
+        return [bins[positions[positions >= 0]] for positions in dealt[self._dp_rank]]
+
+
+class _Sampler:
+    """The bins of micro-batch after micro-batch, in the order of steps."""
+
+    def __init__(self, loader: StepLoader, start: int) -> None:
+        self._loader = loader
+        self._start = start
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        for step in range(self._start, self._loader.num_steps):
+            yield from self._loader.bins_of_micro_batches(step)
+
+
+class _MicroBatches(Dataset[PackedBatch]):
+    """Bins to batch: what runs in the workers."""
+
+    def __init__(self, documents: Documents, bins: Bins, pad_to_multiple_of: int) -> None:
+        self._documents = documents
+        self._bins = bins
+        self._pad_to_multiple_of = pad_to_multiple_of
+
+    def __getitem__(self, bins: np.ndarray) -> PackedBatch:
+        members = [index for bin_index in bins for index in self._bins.documents(bin_index)]
+        rows = [Document(*self._documents.document(index), self._documents.extras(index)) for index in members]
+        names = self._documents.extra_names
+        return collate(rows, pad_to_multiple_of=self._pad_to_multiple_of, extra_names=names)
+
+
+def _unchanged(batch: object) -> object:
+    return batch

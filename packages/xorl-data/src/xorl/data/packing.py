@@ -1,0 +1,192 @@
+"""Packing: document lengths to bins of bounded length. Pure functions of their arguments."""
+
+from __future__ import annotations
+
+import multiprocessing
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import numpy as np
+import xxhash
+
+from xorl.data.errors import DataError
+from xorl.data.shuffle import permutation
+
+PackingMethod = Literal["sequential", "multipack", "none"]
+StartMethod = Literal["fork", "spawn", "forkserver"]
+
+# More open bins fill better and reorder more; the gain beyond 64 is below a thousandth.
+_OPEN_BINS = 64
+_WORD_BITS = 1024
+
+
+@dataclass(frozen=True)
+class Bins:
+    """Bin b holds the documents `indices[offsets[b] : offsets[b + 1]]`. Every document is in exactly one bin."""
+
+    indices: np.ndarray  # int64, one per document
+    offsets: np.ndarray  # [num_bins + 1] int64
+    num_tokens: int
+    bin_len: int
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def documents(self, index: int) -> np.ndarray:
+        return self.indices[self.offsets[index] : self.offsets[index + 1]]
+
+    @property
+    def fill(self) -> float:
+        """The fraction of the bins' room that holds tokens."""
+        return self.num_tokens / max(1, len(self) * self.bin_len)
+
+    @property
+    def digest(self) -> str:
+        hasher = xxhash.xxh3_128(np.ascontiguousarray(self.indices).data)
+        hasher.update(np.ascontiguousarray(self.offsets).data)
+        return hasher.hexdigest()
+
+
+def pack(
+    lengths: np.ndarray | Sequence[int],
+    *,
+    bin_len: int,
+    method: PackingMethod = "sequential",
+    group_size: int = 100_000,
+    strict_order: bool = False,
+    seed: int = 0,
+    start_method: StartMethod | None = None,
+    num_proc: int = 1,
+) -> Bins:
+    """Packs documents of `lengths` (each from 1 to `bin_len` tokens) into bins of at most `bin_len` tokens.
+
+    `sequential` keeps the order as far as a window of open bins allows: each document goes to the open bin that it
+    fills best. `strict_order` (whatever the method) never goes back: a document that does not fit closes the bin.
+    `multipack` is best-fit decreasing within each `group_size` documents, its bins shuffled by `seed`; with a
+    `start_method`, `num_proc` processes pack the groups, otherwise this one does. `none` gives every document a bin of
+    its own.
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    assert not len(lengths) or (lengths.min() >= 1 and lengths.max() <= bin_len), "preparing bounds every document"
+    if strict_order and method != "none":
+        bins = _next_fit(lengths, bin_len)
+    elif method == "sequential":
+        bins = _windowed_best_fit(lengths.tolist(), bin_len)
+    elif method == "multipack":
+        bins = _pack_groups(lengths, bin_len, group_size, start_method, num_proc)
+        bins = [bins[index] for index in permutation(len(bins), "bins", seed)]
+    elif method == "none":
+        bins = [[index] for index in range(len(lengths))]
+    else:
+        raise DataError(f"data.sample_packing_method: {method!r} is not one of sequential, multipack")
+    sizes = np.fromiter(map(len, bins), dtype=np.int64, count=len(bins))
+    indices = np.fromiter((index for members in bins for index in members), dtype=np.int64, count=len(lengths))
+    return Bins(indices, np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]), int(lengths.sum()), bin_len)
+
+
+def _next_fit(lengths: np.ndarray, bin_len: int) -> list[range]:
+    ends = np.cumsum(lengths)
+    bins, start, before = [], 0, 0
+    while start < len(lengths):
+        stop = int(np.searchsorted(ends, before + bin_len, side="right"))
+        bins.append(range(start, stop))
+        start, before = stop, int(ends[stop - 1])
+    return bins
+
+
+def _windowed_best_fit(lengths: list[int], bin_len: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    # (room left, bin), ascending: the first that is roomy enough is the best fit, the older of equals.
+    open_bins: list[tuple[int, int]] = []
+    for index, length in enumerate(lengths):
+        at = bisect_left(open_bins, (length, -1))
+        if at < len(open_bins):
+            room, bin_index = open_bins.pop(at)
+            bins[bin_index].append(index)
+        else:
+            if len(open_bins) == _OPEN_BINS:
+                # The fullest: the one that the documents to come can fill least.
+                open_bins.pop(0)
+            room, bin_index = bin_len, len(bins)
+            bins.append([index])
+        if room > length:
+            insort(open_bins, (room - length, bin_index))
+    return bins
+
+
+def _pack_groups(
+    lengths: np.ndarray, bin_len: int, group_size: int, start_method: StartMethod | None, num_proc: int
+) -> list[list[int]]:
+    if group_size < 1:
+        raise DataError(f"data.sample_packing_group_size: {group_size}, want at least 1")
+    starts = range(0, len(lengths), group_size)
+    groups = [lengths[start : start + group_size] for start in starts]
+    if start_method is None or num_proc <= 1 or len(groups) <= 1:
+        packed = [_best_fit_decreasing(group, bin_len) for group in groups]
+    else:
+        context = multiprocessing.get_context(start_method)
+        with ProcessPoolExecutor(min(num_proc, len(groups)), mp_context=context) as pool:
+            packed = list(pool.map(partial(_best_fit_decreasing, bin_len=bin_len), groups))
+    return [
+        [start + index for index in members] for start, group in zip(starts, packed, strict=True) for members in group
+    ]
+
+
+def _best_fit_decreasing(lengths: np.ndarray, bin_len: int) -> list[list[int]]:
+    """Longest first, each into the open bin that it fills best. Documents of a bin are put back in order."""
+    rooms = _Rooms(bin_len)
+    bins: list[list[int]] = []
+    by_room: dict[int, list[int]] = {}
+    order = np.argsort(-lengths, kind="stable")
+    for index, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        room = rooms.smallest_from(length)
+        if room is None:
+            room, bin_index = bin_len, len(bins)
+            bins.append([index])
+        else:
+            same = by_room[room]
+            bin_index = same.pop()
+            if not same:
+                rooms.flip(room)
+            bins[bin_index].append(index)
+        left = room - length
+        if left:
+            same = by_room.setdefault(left, [])
+            if not same:
+                rooms.flip(left)
+            same.append(bin_index)
+    for members in bins:
+        members.sort()
+    return bins
+
+
+class _Rooms:
+    """A set of integers up to `largest` that finds the smallest member from a number on: a bitmap over a bitmap."""
+
+    def __init__(self, largest: int) -> None:
+        self._words = [0] * (largest // _WORD_BITS + 1)
+        self._filled = 0
+
+    def flip(self, value: int) -> None:
+        """Puts `value` in, or takes it out."""
+        word, bit = divmod(value, _WORD_BITS)
+        before = self._words[word]
+        self._words[word] = after = before ^ (1 << bit)
+        if not before or not after:
+            self._filled ^= 1 << word
+
+    def smallest_from(self, value: int) -> int | None:
+        word, bit = divmod(value, _WORD_BITS)
+        rest = self._words[word] >> bit
+        if rest:
+            return value + (rest & -rest).bit_length() - 1
+        filled = self._filled >> (word + 1)
+        if not filled:
+            return None
+        word += (filled & -filled).bit_length()
+        rest = self._words[word]
+        return word * _WORD_BITS + (rest & -rest).bit_length() - 1

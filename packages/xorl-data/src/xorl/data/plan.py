@@ -1,0 +1,164 @@
+"""The plan: which bins each optimizer step trains on, and how a step's bins are dealt to ranks and micro-batches.
+
+The order of bins is a function of (fingerprint, seed, epoch) alone, so that one integer, the step, is the whole
+position in the data, on any number of ranks and workers. Dealing is a second, separate function: it decides who
+computes, not what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from xorl.data.documents import PreparedDocuments
+from xorl.data.errors import DataError
+from xorl.data.packing import Bins
+from xorl.data.shuffle import digest, permutation
+
+# Cost of len^2 over the cost of a token: per layer, causal attention takes 2 * D multiply-adds for each of len^2 / 2
+# pairs and the linear layers take about 12 * D^2 for each token, so 1 / (12 * D), here for D = 2048.
+PAIR_COST = 1 / (12 * 2048)
+
+
+@dataclass(frozen=True)
+class DataPlan:
+    """The global order of bins, cut into optimizer steps of `bins_per_step` bins.
+
+    Epochs follow one another, each in its own order (`shuffle`) or as packed. `drop_last` leaves out the incomplete
+    step at the end of an epoch, otherwise it is a short one. `max_steps` overrides `num_epochs` in both directions.
+    """
+
+    num_bins: int
+    bins_per_step: int
+    fingerprint: str
+    seed: int = 0
+    num_epochs: int = 1
+    max_steps: int | None = None
+    drop_last: bool = True
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        if self.bins_per_step < 1:
+            raise DataError(f"bins_per_step: {self.bins_per_step}, want at least 1")
+        if self.num_epochs < 1:
+            raise DataError(f"train.num_train_epochs: {self.num_epochs}, want at least 1")
+        if self.max_steps is not None and self.max_steps < 1:
+            raise DataError(f"train.max_steps: {self.max_steps}, want at least 1")
+        if self.num_bins < 1:
+            raise DataError("there are no bins to train on")
+        if self.drop_last and self.num_bins < self.bins_per_step:
+            raise DataError(
+                f"the data fills {self.num_bins} bins and one optimizer step takes {self.bins_per_step} "
+                "(train.micro_batch_size * train.gradient_accumulation_steps * data-parallel size), so that "
+                "data.dataloader_drop_last: true leaves no step: lower one of them, lower "
+                "data.sample_packing_sequence_len, add data, or set data.dataloader_drop_last: false"
+            )
+
+    @classmethod
+    def over(
+        cls,
+        documents: PreparedDocuments,
+        bins: Bins,
+        *,
+        bins_per_step: int,
+        seed: int = 0,
+        num_epochs: int = 1,
+        max_steps: int | None = None,
+        drop_last: bool = True,
+        shuffle: bool = True,
+    ) -> DataPlan:
+        """The plan over `bins` of `documents`; its fingerprint names the content of every bin."""
+        return cls(
+            num_bins=len(bins),
+            bins_per_step=bins_per_step,
+            fingerprint=digest("bins", documents.fingerprint, bins.digest),
+            seed=seed,
+            num_epochs=num_epochs,
+            max_steps=max_steps,
+            drop_last=drop_last,
+            shuffle=shuffle,
+        )
+
+    @classmethod
+    def one_pass(cls, documents: PreparedDocuments, bins: Bins, *, bins_per_step: int) -> DataPlan:
+        """The plan of an evaluation: every bin once, as packed, the last step as short as it comes."""
+        return cls.over(documents, bins, bins_per_step=bins_per_step, drop_last=False, shuffle=False)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.num_bins // self.bins_per_step if self.drop_last else -(-self.num_bins // self.bins_per_step)
+
+    @property
+    def num_steps(self) -> int:
+        return self.num_epochs * self.steps_per_epoch if self.max_steps is None else self.max_steps
+
+    @property
+    def hash(self) -> str:
+        """Names the order: equal hashes train on the same documents at every step. Where training stops is no part."""
+        return digest(
+            "plan", self.fingerprint, self.num_bins, self.bins_per_step, self.seed, self.drop_last, self.shuffle
+        )
+
+    def bins_of_step(self, step: int) -> np.ndarray:
+        """The bins of optimizer step `step` (from 0), in global order, int64; costs the same for every step."""
+        assert 0 <= step < self.num_steps, f"step {step} is not in 0..{self.num_steps - 1}"
+        epoch, index = divmod(step, self.steps_per_epoch)
+        start = index * self.bins_per_step
+        stop = min(start + self.bins_per_step, self.num_bins)
+        if not self.shuffle:
+            return np.arange(start, stop)
+        return _order_of_epoch(self.num_bins, self.fingerprint, self.seed, epoch)[start:stop]
+
+
+@lru_cache(maxsize=2)
+def _order_of_epoch(num_bins: int, fingerprint: str, seed: int, epoch: int) -> np.ndarray:
+    order = permutation(num_bins, "epoch", fingerprint, seed, epoch)
+    order.flags.writeable = False
+    return order
+
+
+def bin_costs(lengths: np.ndarray, bins: Bins, pair_cost: float = PAIR_COST) -> np.ndarray:
+    """What each bin costs to train on, in tokens: sum(len) + pair_cost * sum(len^2) over its documents. [num_bins]"""
+    own = lengths[bins.indices].astype(np.float64)
+    return np.add.reduceat(own + pair_cost * own**2, bins.offsets[:-1]) if len(bins) else np.empty(0)
+
+
+def split_step(costs: Sequence[float] | np.ndarray, *, dp_size: int, micro_batch_size: int) -> np.ndarray:
+    """Deals one step's bins: [dp_size, num_micro_batches, micro_batch_size] positions into `costs`, -1 for none.
+
+    Bins of similar cost come to the same micro-batch index on all ranks, which wait for each other there, and the ranks
+    take turns at drawing first, so that their sums are alike as well. A function of its arguments alone.
+    """
+    assert min(dp_size, micro_batch_size) >= 1, (dp_size, micro_batch_size)
+    descending = np.argsort(-np.asarray(costs, dtype=np.float64), kind="stable")
+    num_micro_batches = -(-len(descending) // (dp_size * micro_batch_size))
+    rounds = np.full((num_micro_batches * micro_batch_size, dp_size), -1, dtype=np.int64)
+    rounds.reshape(-1)[: len(descending)] = descending
+    # Forward, back, back, forward, ...: the Thue-Morse sequence, since plain turns favour one side in every pair.
+    back = [index.bit_count() % 2 == 1 for index in range(len(rounds))]
+    rounds[back] = rounds[back, ::-1]
+    return np.ascontiguousarray(rounds.reshape(num_micro_batches, micro_batch_size, dp_size).transpose(2, 0, 1))
+
+
+def rescale_accumulation(bins_per_step: int, *, micro_batch_size: int, dp_size: int) -> int:
+    """The gradient_accumulation_steps that keep `bins_per_step` on `dp_size` ranks; DataError where none does."""
+    per_round = micro_batch_size * dp_size
+    if bins_per_step % per_round == 0:
+        return bins_per_step // per_round
+    sizes = [n for n in range(1, bins_per_step + 1) if bins_per_step % (n * micro_batch_size) == 0]
+    micro_sizes = [n for n in range(1, bins_per_step + 1) if bins_per_step % (n * dp_size) == 0]
+    micro_batches = f"train.micro_batch_size {_listed(micro_sizes)} on this size" if micro_sizes else ""
+    ranks = f"data-parallel size {_listed(sizes)} with train.micro_batch_size {micro_batch_size}" if sizes else ""
+    raise DataError(
+        f"the run trains on {bins_per_step} bins a step, which data-parallel size {dp_size} with "
+        f"train.micro_batch_size {micro_batch_size} does not divide ({bins_per_step} / {per_round}); what works: "
+        + (" or ".join(filter(None, (ranks, micro_batches))) or "train.micro_batch_size 1 on a size that divides it")
+    )
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    shown = sizes if len(sizes) <= 12 else [*sizes[:6], *sizes[-6:]]
+    return ", ".join(map(str, shown))

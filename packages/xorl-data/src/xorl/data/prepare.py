@@ -1,0 +1,409 @@
+"""Preparing: entries in, documents out, through a cache that is addressed by content and published whole.
+
+Runs before any process group exists, so it never touches torch.distributed: one process prepares, others on the same
+file system wait at a lock, and everyone memory-maps what was published.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import wait as wait_for
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from xorl.data.documents import PreparedDocuments, merge
+from xorl.data.errors import DataError, DataFailure
+from xorl.data.formats import EncodedDocuments, TokenizedFormat, encode_piece, id_problem
+from xorl.data.published import find_prepared, open_direct
+from xorl.data.readers import Piece
+from xorl.data.receipt import Counts, DatasetReceipt, Receipt
+from xorl.data.shuffle import JSON, digest
+from xorl.data.sources import DUMMY, DatasetEntry, Source, load_source
+from xorl.data.store import (
+    FORMAT_VERSION,
+    MANIFEST,
+    DocumentStore,
+    FlatStore,
+    FlatStoreWriter,
+    SyntheticStore,
+    fsync,
+)
+
+logger = logging.getLogger(__name__)
+
+# Below this, starting processes takes longer than reading.
+_PARALLEL_BYTES = 64 << 20
+_LARGE_BYTES = 1 << 30
+_REPORT_EVERY_S = 10.0
+# Samples without any trained token are waste in ones and twos, and a wrong mask or a lost label column beyond that.
+_UNTRAINED_LIMIT = 0.01
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """What preparing reads of the `data` section. `bin_len` (sample_packing_sequence_len) is the longest document.
+
+    `vocab_size` None leaves ids unchecked; `dummy` needs it. `token` is what `datasets` takes for the Hub.
+    """
+
+    bin_len: int
+    vocab_size: int | None = None
+    prepared_path: Path = Path("last_prepared_dataset")
+    skip_prepare: bool = False
+    num_proc: int = 1
+    seed: int = 0
+    shuffle_before_merging: bool = True
+    shuffle_merged: bool = True
+    dataset_shard_num: int | None = None
+    dataset_shard_idx: int | None = None
+    dummy_documents: int = 4096
+    token: str | bool | None = None
+
+
+def prepare(
+    entries: Sequence[DatasetEntry], options: PrepareOptions, *, option: str = "data.datasets"
+) -> PreparedDocuments:
+    """The documents of `entries`, merged in the order that `options` ask for; a second call loads what the first wrote.
+
+    `option` is where the entries stand in the configuration, for messages. DataError for data or options that cannot be
+    used, DataFailure where the environment fails.
+    """
+    _check_options(entries, options, option)
+    direct = _prepared_directly(entries[0], options) if options.skip_prepare else None
+    if direct is not None:
+        prepared = [direct]
+    else:
+        prepared = [_prepare_entry(entry, options, f"{option}[{i}]") for i, entry in enumerate(entries)]
+    return merge(
+        [store for store, _ in prepared],
+        Receipt(tuple(receipt for _, receipt in prepared)),
+        seed=options.seed,
+        shuffle_before_merging=options.shuffle_before_merging,
+        shuffle_merged=options.shuffle_merged,
+        num_shards=options.dataset_shard_num,
+        shard_index=options.dataset_shard_idx,
+    )
+
+
+def _check_options(entries: Sequence[DatasetEntry], options: PrepareOptions, option: str) -> None:
+    if not entries:
+        raise DataError(f"{option} is empty; name at least one dataset")
+    if options.bin_len < 1:
+        raise DataError(f"data.sample_packing_sequence_len: {options.bin_len}, want at least 1")
+    num, index = options.dataset_shard_num, options.dataset_shard_idx
+    if (num is None) != (index is None):
+        raise DataError(f"data.dataset_shard_num and data.dataset_shard_idx go together, got {num} and {index}")
+    if num is not None and index is not None and not 0 <= index < num:
+        raise DataError(f"data.dataset_shard_idx: {index} is not in 0..{num - 1} (data.dataset_shard_num: {num})")
+    for number, entry in enumerate(entries):
+        if entry.max_seq_len is not None and not 1 <= entry.max_seq_len <= options.bin_len:
+            raise DataError(
+                f"{option}[{number}].max_seq_len: {entry.max_seq_len}, want 1 to {options.bin_len}, the bin length "
+                "(data.sample_packing_sequence_len), since a longer sample fits no bin"
+            )
+
+
+def _prepare_entry(entry: DatasetEntry, options: PrepareOptions, option: str) -> tuple[DocumentStore, DatasetReceipt]:
+    if entry.path == DUMMY:
+        return _dummy(entry, options, option)
+    form = _format_of(entry, options, option)
+    if options.skip_prepare:
+        folder = find_prepared(options.prepared_path, _request(entry, form), option)
+        return _open_store(folder, entry, form, option, cached=True)
+    started = time.monotonic()
+    source = load_source(entry, option=option, token=options.token)
+    if source.num_bytes > _LARGE_BYTES:
+        logger.info("prepare dataset=%s phase=hash gib=%.1f", source.name, source.num_bytes / 2**30)
+    key = digest(FORMAT_VERSION, source.identity(), _settings(form))
+    folder = options.prepared_path / key
+    cached = (folder / MANIFEST).is_file()
+    if not cached:
+        _make_root(options.prepared_path)
+        with _exclusive(options.prepared_path, key, source.name):
+            cached = (folder / MANIFEST).is_file()
+            if not cached:
+                _publish(source, form, folder, _request(entry, form), entry, option, options.num_proc)
+    store, receipt = _open_store(folder, entry, form, option, cached=cached)
+    took = time.monotonic() - started
+    logger.info("prepare dataset=%s cached=%s time_s=%.1f folder=%s", source.name, str(cached).lower(), took, folder)
+    return store, receipt
+
+
+def _prepared_directly(entry: DatasetEntry, options: PrepareOptions) -> tuple[DocumentStore, DatasetReceipt] | None:
+    """What data.dataset_prepared_path itself holds, in place of all entries; None where it is a root of several."""
+    path = options.prepared_path
+    bare = DatasetEntry(path=str(path), overflow="error", columns=entry.columns)
+    form = _format_of(bare, options, "data.dataset_prepared_path")
+    store = open_direct(path, form, entry.split)
+    if store is None:
+        return None
+    logger.info("prepare dataset=%s phase=skip", path)
+    held = store.manifest if isinstance(store, FlatStore) else store
+    largest = (held.largest_id, held.largest_id_row)
+    _check_counts(held.counts, str(path), form, "data.dataset_prepared_path", explicit_limit=True)
+    _check_largest_id(largest, str(path), form.vocab_size)
+    return store, DatasetReceipt(str(path), held.counts, cached=True)
+
+
+def _format_of(entry: DatasetEntry, options: PrepareOptions, option: str) -> TokenizedFormat:
+    explicit = entry.max_seq_len is not None
+    return TokenizedFormat(
+        limit=entry.max_seq_len if entry.max_seq_len is not None else options.bin_len,
+        overflow=entry.overflow,
+        limit_option=f"{option}.max_seq_len" if explicit else "data.sample_packing_sequence_len",
+        columns=entry.columns,
+        vocab_size=options.vocab_size,
+    )
+
+
+def _settings(form: TokenizedFormat) -> dict[str, JSON]:
+    """What decides the documents beside the samples; not vocab_size, which is checked against the largest id later."""
+    columns = None if form.columns is None else list(form.wanted)
+    return {"limit": form.limit, "overflow": form.overflow, "columns": columns}
+
+
+def _request(entry: DatasetEntry, form: TokenizedFormat) -> dict[str, JSON]:
+    files = (
+        entry.data_files if entry.data_files is None or isinstance(entry.data_files, str) else list(entry.data_files)
+    )
+    fields = ("path", "type", "name", "split", "revision", "ds_type", "shards", "shards_idx")
+    return {**{field: getattr(entry, field) for field in fields}, "data_files": files, **_settings(form)}
+
+
+def _dummy(entry: DatasetEntry, options: PrepareOptions, option: str) -> tuple[DocumentStore, DatasetReceipt]:
+    if options.vocab_size is None:
+        raise DataError(f"{option}.path: dummy makes random token ids and needs the model's vocab_size")
+    length = entry.max_seq_len or options.bin_len
+    # The place in the configuration tells one dummy entry from another, so that no two are alike.
+    store = SyntheticStore(options.dummy_documents, length, options.vocab_size, f"{options.seed} {option}")
+    num, tokens, trained = len(store.lengths), int(store.lengths.sum()), int(store.num_trained.sum())
+    counts = Counts(samples=num, kept=num, documents=num, tokens=tokens, trained_tokens=trained)
+    return store, DatasetReceipt(DUMMY, counts)
+
+
+def _open_store(
+    folder: Path, entry: DatasetEntry, form: TokenizedFormat, option: str, *, cached: bool
+) -> tuple[DocumentStore, DatasetReceipt]:
+    store = FlatStore(folder)
+    manifest = store.manifest
+    _check_counts(manifest.counts, _part_name(entry), form, option, explicit_limit=entry.max_seq_len is not None)
+    _check_largest_id((manifest.largest_id, manifest.largest_id_row), entry.path, form.vocab_size)
+    return store, DatasetReceipt(entry.path, manifest.counts, cached)
+
+
+def _part_name(entry: DatasetEntry) -> str:
+    if entry.shards is None:
+        return entry.path
+    return f"{entry.path} (shard {entry.shards_idx} of {entry.shards})"
+
+
+def _check_counts(counts: Counts, name: str, form: TokenizedFormat, option: str, *, explicit_limit: bool) -> None:
+    if counts.samples == 0:
+        raise DataError(f"{option}: {name} is empty: it has no samples")
+    if counts.documents == 0:
+        raise DataError(
+            f"{option}: nothing is left of {name}: of {counts.samples} samples {counts.dropped} are longer than "
+            f"{form.limit_option} = {form.limit} (overflow: {form.overflow}) and {counts.empty} are empty"
+        )
+    cut = f"{counts.untrained_by_overflow} of them lost theirs when cut at {form.limit_option} = {form.limit} tokens"
+    why = f" ({cut})" if counts.untrained_by_overflow else ""
+    if counts.trained_tokens == 0:
+        raise DataError(
+            f"{option}: no token of {name} is trained: none of its {counts.samples} samples has a label other than "
+            f"-100 after its first token{why}"
+        )
+    unexplained = counts.untrained - (counts.untrained_by_overflow if explicit_limit else 0)
+    if unexplained > _UNTRAINED_LIMIT * counts.samples:
+        raise DataError(
+            f"{option}: {counts.untrained} of the {counts.samples} samples of {name} have no trained token{why}, "
+            f"more than {_UNTRAINED_LIMIT:.0%}. Remove them, or look at how labels are made; where cutting is what you "
+            f"want, set {option}.max_seq_len"
+        )
+    if counts.untrained:
+        logger.warning("prepare dataset=%s untrained_samples=%d%s", name, counts.untrained, why)
+
+
+def _check_largest_id(largest: tuple[int, int], name: str, vocab_size: int | None) -> None:
+    if vocab_size is not None and largest[0] >= vocab_size:
+        raise DataError(f"{name}, row {largest[1]} (the first is 0): {id_problem(largest[0], 'a sample', vocab_size)}")
+
+
+# Publishing
+
+
+def _publish(
+    source: Source,
+    form: TokenizedFormat,
+    folder: Path,
+    request: Mapping[str, JSON],
+    entry: DatasetEntry,
+    option: str,
+    num_proc: int,
+) -> None:
+    """Encodes everything into a temporary sibling of `folder` and renames it. The caller holds the lock."""
+    for leftover in folder.parent.glob(f".{folder.name}.tmp-*"):
+        logger.info("prepare dataset=%s phase=clean leftover=%s", source.name, leftover)
+        shutil.rmtree(leftover)
+    temporary = folder.parent / f".{folder.name}.tmp-{secrets.token_hex(4)}"
+    writer: FlatStoreWriter | None = None
+    try:
+        writer = FlatStoreWriter(temporary, form.extras)
+        counts, largest = _write_all(source, form, writer, num_proc)
+        _check_counts(counts, _part_name(entry), form, option, explicit_limit=entry.max_seq_len is not None)
+        writer.finish(
+            key=folder.name, name=source.name, request=request, created=time.time(), counts=counts, largest_id=largest
+        )
+        temporary.rename(folder)
+        fsync(folder.parent)
+    except OSError as error:
+        raise DataFailure(
+            f"the prepared dataset cannot be written to {temporary}: {error}; "
+            "data.dataset_prepared_path names its place"
+        ) from error
+    finally:
+        if writer is not None:
+            writer.discard()
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write_all(
+    source: Source, form: TokenizedFormat, writer: FlatStoreWriter, num_proc: int
+) -> tuple[Counts, tuple[int, int]]:
+    counts, largest = Counts(), (-1, -1)
+    labelled: tuple[bool, str] | None = None
+    num_bytes, total_bytes = 0, source.num_bytes
+    started = reported = time.monotonic()
+    # Closed here and now when an error leaves the loop: a traceback would keep the pool's processes alive.
+    with closing(_encode_all(source, form, num_proc)) as encoded:
+        for piece, documents in encoded:
+            if not documents.counts.samples:
+                continue
+            if labelled is None:
+                labelled = documents.has_labels, piece.place(0)
+            elif labelled[0] != documents.has_labels:
+                raise _mixed_labels(piece.place(0), labelled[1], documents.has_labels)
+            if documents.largest_id > largest[0]:
+                largest = documents.largest_id, counts.samples + documents.largest_id_row
+            writer.append(documents)
+            counts += documents.counts
+            num_bytes += piece.num_bytes
+            now = time.monotonic()
+            if now - reported > _REPORT_EVERY_S:
+                reported, rate = now, num_bytes / (now - started)
+                left = max(0.0, total_bytes - num_bytes) / rate
+                line = "prepare dataset=%s phase=encode samples=%d mib=%d of=%d mib_per_s=%.0f left_s=%.0f"
+                logger.info(line, source.name, counts.samples, num_bytes >> 20, total_bytes >> 20, rate / 2**20, left)
+    return counts, largest
+
+
+def _mixed_labels(here: str, there: str, labelled_here: bool) -> DataError:
+    labelled, bare = (here, there) if labelled_here else (there, here)
+    return DataError(
+        f"the rows from {labelled} on have labels, those from {bare} on have none; give every row labels (-100 where a "
+        "token is not trained), or leave the column out by data.select_columns: [input_ids]"
+    )
+
+
+def _encode_all(
+    source: Source, form: TokenizedFormat, num_proc: int
+) -> Generator[tuple[Piece, EncodedDocuments], None, None]:
+    """Encodes piece after piece, in order; in `num_proc` processes where the source is large enough to gain from it."""
+    pieces = source.pieces(form.columns)
+    if num_proc <= 1 or not source.parallel or source.num_bytes < _PARALLEL_BYTES:
+        for piece in pieces:
+            yield piece, encode_piece(piece, form)
+        return
+    # Forking is cheap here: no CUDA context and no process group exists yet. macOS cannot fork safely.
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    pending: deque[tuple[Piece, Future[EncodedDocuments]]] = deque()
+    with ProcessPoolExecutor(num_proc, mp_context=context, initializer=_become_worker) as pool:
+        try:
+            for piece in pieces:
+                pending.append((piece, pool.submit(encode_piece, piece, form)))
+                # Bounds what waits in memory when writing is slower than encoding.
+                if len(pending) > 2 * num_proc:
+                    first, future = pending.popleft()
+                    yield first, future.result()
+            while pending:
+                first, future = pending.popleft()
+                yield first, future.result()
+        except BrokenProcessPool as error:
+            raise DataFailure(
+                "a preparing process died, most likely for lack of memory; lower data.dataset_num_proc "
+                f"({num_proc}) and start again"
+            ) from error
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _become_worker() -> None:
+    """Leaves interrupts to the parent, and ends with it: an orphan would hold the lock, waiting for work, for ever."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "runs in a child process"
+
+    def watch() -> None:
+        wait_for([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _make_root(root: Path) -> None:
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        writable = os.access(root, os.W_OK)
+    except OSError as error:
+        raise DataError(f"data.dataset_prepared_path: {root} cannot be made: {error.strerror}") from error
+    if not writable:
+        raise DataError(f"data.dataset_prepared_path: {root} cannot be written to")
+
+
+@contextmanager
+def _exclusive(root: Path, key: str, name: str) -> Iterator[None]:
+    """Holds the lock of one key on this file system, and says who has it while waiting."""
+    lock = FileLock(root / f".{key}.lock")
+    holder = root / f".{key}.holder.json"
+    waited = 0.0
+    while True:
+        try:
+            lock.acquire(timeout=0 if not waited else _REPORT_EVERY_S * 3)
+            break
+        except Timeout:
+            logger.info("prepare dataset=%s phase=wait holder=%s waited_s=%.0f", name, _read_holder(holder), waited)
+            waited += _REPORT_EVERY_S * 3
+        except OSError as error:
+            raise DataFailure(f"{root} cannot be locked: {error}; data.dataset_prepared_path names it") from error
+    try:
+        with suppress(OSError):  # those who wait would be told less; a full disk is told by what is written next
+            holder.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}))
+        yield
+    finally:
+        holder.unlink(missing_ok=True)
+        lock.release()
+
+
+def _read_holder(path: Path) -> str:
+    try:
+        values = json.loads(path.read_text())
+        return f"pid {values['pid']} on {values['host']}, since {time.ctime(values['since'])}"
+    except (OSError, ValueError, KeyError, TypeError):
+        # It has the lock and has not written its name yet.
+        return "another process"

@@ -1,0 +1,404 @@
+"""Local files read piece by piece: JSON lines, JSON arrays, text, CSV, Parquet and Arrow, never a whole file at once.
+
+A piece offers its rows twice: `table` is the fast view (None where the bytes are irregular), `rows` the plain one,
+which raises a DataError naming file and line for what cannot be read. What a row means is the business of formats.py.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Literal, Protocol, get_args
+
+import pyarrow as pa
+import pyarrow.csv as pa_csv
+import pyarrow.json as pa_json
+import pyarrow.parquet as pa_parquet
+
+from xorl.data.errors import DataError
+
+FileType = Literal["json", "csv", "parquet", "arrow", "text"]
+FILE_TYPES: tuple[FileType, ...] = get_args(FileType)
+SUFFIXES: dict[str, FileType] = {
+    ".jsonl": "json",
+    ".json": "json",
+    ".ndjson": "json",
+    ".csv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+    ".txt": "text",
+    ".text": "text",
+}
+COMPRESSIONS = (".gz", ".bz2", ".zst")
+Row = dict[str, object]
+
+# What a tokenized row may hold without being selected by name.
+COLUMNS = ("input_ids", "labels", "attention_mask")
+
+# Large enough that a piece's fixed cost disappears, small enough that a few per process fit anywhere.
+PIECE_BYTES = 8 << 20
+# One JSON array element longer than this is taken for a file that is not what its name says.
+_LONGEST_ELEMENT = 256 << 20
+_SPACE = re.compile(r"[ \t\r\n]*")
+
+
+class Piece(Protocol):
+    """A run of consecutive rows of one source."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def table(self, columns: Sequence[str]) -> pa.Table | None:
+        """The rows' `columns`, those that exist; None where only `rows` can tell what is there."""
+        ...
+
+    def rows(self) -> list[Row]: ...
+
+    def place(self, row: int) -> str:
+        """Where the piece's row number `row` is, for people: 'train.jsonl, line 12'."""
+        ...
+
+    def num_rows(self) -> int: ...
+
+
+def file_type(path: Path) -> FileType | None:
+    """The type that a file's suffix names, compression aside; None where it names none."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in COMPRESSIONS:
+        kind = SUFFIXES.get(suffixes[-2]) if len(suffixes) > 1 else None
+        return kind if kind in ("json", "csv", "text") else None
+    return SUFFIXES.get(suffixes[-1]) if suffixes else None
+
+
+def read_pieces(path: Path, ds_type: FileType, selected: Sequence[str] | None = None) -> Iterator[Piece]:
+    """The pieces of one file, in order, made while they are asked for.
+
+    `selected` are the columns that will be looked at (None: COLUMNS), which spares reading others where possible.
+    """
+    try:
+        match ds_type:
+            case "json":
+                yield from _json_pieces(path)
+            case "text":
+                yield from _line_pieces(path, as_json=False)
+            case "csv":
+                yield from _csv_pieces(path)
+            case "parquet":
+                yield from _parquet_pieces(path, selected)
+            case "arrow":
+                yield from _arrow_pieces(path)
+    except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
+        raise DataError(f"{path}: cannot be read as {ds_type}: {error}") from error
+
+
+@dataclass(frozen=True)
+class LinesPiece:
+    """Whole lines of a JSON lines or text file: bytes [start, stop), or `data` where the file is compressed."""
+
+    path: Path
+    as_json: bool
+    start: int
+    stop: int
+    data: bytes | None = None
+    first_line: int | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stop - self.start
+
+    def table(self, columns: Sequence[str]) -> pa.Table | None:
+        if not self.as_json:
+            return None
+        data = self._bytes()
+        # Fields of other columns are skipped unparsed; a wanted column that no row has comes back all null.
+        types = {"input_ids": pa.int32(), "labels": pa.int32(), "attention_mask": pa.int8()}
+        schema = pa.schema([(name, pa.list_(types.get(name, pa.float32()))) for name in columns])
+        try:
+            table = pa_json.read_json(
+                io.BytesIO(data),
+                read_options=pa_json.ReadOptions(use_threads=False, block_size=len(data) + 1),
+                parse_options=pa_json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore"),
+            )
+        except pa.ArrowInvalid:
+            return None
+        # The reader takes two objects on a line, or one on two lines, without a word.
+        return table if table.num_rows == self._count_lines(data) else None
+
+    def rows(self) -> list[Row]:
+        return [self._row(line, index) for index, line in enumerate(self._lines(self._bytes()))]
+
+    def place(self, row: int) -> str:
+        lines = (number for number, line in enumerate(self._bytes().split(b"\n")) if line.strip())
+        offset = next(number for index, number in enumerate(lines) if index == row)
+        return f"{self.path}, line {self._first_line() + offset}"
+
+    def num_rows(self) -> int:
+        return self._count_lines(self._bytes())
+
+    def _bytes(self) -> bytes:
+        if self.data is not None:
+            data = self.data
+        else:
+            with self.path.open("rb") as file:
+                file.seek(self.start)
+                data = file.read(self.stop - self.start)
+        return data.removeprefix(b"\xef\xbb\xbf") if self.start == 0 else data
+
+    @staticmethod
+    def _lines(data: bytes) -> Iterator[bytes]:
+        return (line for line in data.split(b"\n") if line.strip())
+
+    @classmethod
+    def _count_lines(cls, data: bytes) -> int:
+        return sum(1 for _ in cls._lines(data))
+
+    def _first_line(self) -> int:
+        if self.first_line is not None:
+            return self.first_line
+        # Counted only when a message needs it: the lines before this piece may be many gigabytes.
+        with self.path.open("rb") as file:
+            remaining, line = self.start, 1
+            while remaining:
+                block = file.read(min(remaining, PIECE_BYTES))
+                remaining -= len(block)
+                line += block.count(b"\n")
+        return line
+
+    def _row(self, line: bytes, index: int) -> Row:
+        text = ""
+        try:
+            text = line.decode()
+            row: object = json.loads(text) if self.as_json else {"input_ids": text}
+        except UnicodeDecodeError as error:
+            raise DataError(f"{self.place(index)} is not UTF-8: {error.reason} at byte {error.start}") from error
+        except (json.JSONDecodeError, RecursionError) as error:
+            reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+            raise DataError(f"{self.place(index)} is not JSON: {reason}: {_excerpt(text)}") from error
+        if not isinstance(row, dict):
+            raise DataError(f"{self.place(index)} holds {type(row).__name__}, want one JSON object: {_excerpt(text)}")
+        return {**row}
+
+
+@dataclass(frozen=True)
+class LoadedPiece:
+    """Rows already in memory (or memory-mapped), as an Arrow table or as plain rows."""
+
+    source: str
+    unit: str
+    first: int
+    num_bytes: int
+    content: pa.Table | list[Row]
+
+    def table(self, columns: Sequence[str]) -> pa.Table | None:
+        if isinstance(self.content, list):
+            return None
+        return self.content.select([name for name in columns if name in self.content.column_names])
+
+    def rows(self) -> list[Row]:
+        return self.content if isinstance(self.content, list) else self.content.to_pylist()
+
+    def place(self, row: int) -> str:
+        return f"{self.source}, {self.unit} {self.first + row} (the first is 0)"
+
+    def num_rows(self) -> int:
+        return len(self.content)
+
+
+@dataclass(frozen=True)
+class RowRange:
+    """The rows [start, stop) of another piece: how a shard cuts through pieces."""
+
+    piece: Piece
+    start: int
+    stop: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.piece.num_bytes
+
+    def table(self, columns: Sequence[str]) -> pa.Table | None:
+        table = self.piece.table(columns)
+        return None if table is None else table.slice(self.start, self.stop - self.start)
+
+    def rows(self) -> list[Row]:
+        return self.piece.rows()[self.start : self.stop]
+
+    def place(self, row: int) -> str:
+        return self.piece.place(self.start + row)
+
+    def num_rows(self) -> int:
+        return self.stop - self.start
+
+
+def table_pieces(table: pa.Table, source: str, first: int = 0) -> Iterator[LoadedPiece]:
+    """Slices of `table` of about PIECE_BYTES each, without copying; `first` numbers its first row."""
+    step = max(1, int(table.num_rows * PIECE_BYTES / max(1, table.nbytes)))
+    for start in range(0, table.num_rows, step):
+        part = table.slice(start, step)
+        yield LoadedPiece(source, "row", first + start, part.nbytes, part)
+
+
+def _json_pieces(path: Path) -> Iterator[Piece]:
+    with pa.input_stream(str(path)) as stream:
+        head = b" "
+        while head and not head.strip(b" \t\r\n\xef\xbb\xbf"):
+            head = stream.read(4096)
+    if head.lstrip(b" \t\r\n\xef\xbb\xbf").startswith(b"["):
+        yield from _array_pieces(path)
+    else:
+        yield from _line_pieces(path, as_json=True)
+
+
+def _line_pieces(path: Path, *, as_json: bool) -> Iterator[Piece]:
+    if path.suffix.lower() in COMPRESSIONS:
+        yield from _compressed_line_pieces(path, as_json=as_json)
+        return
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = 0
+        while start < size:
+            file.seek(min(start + PIECE_BYTES, size))
+            file.readline()
+            stop = file.tell()
+            yield LinesPiece(path, as_json, start, stop)
+            start = stop
+
+
+def _compressed_line_pieces(path: Path, *, as_json: bool) -> Iterator[Piece]:
+    start, line, rest = 0, 1, b""
+    with pa.input_stream(str(path)) as stream:
+        while True:
+            block = stream.read(PIECE_BYTES)
+            data, newline, tail = (rest + block).rpartition(b"\n")
+            if not block:
+                data, tail = rest, b""
+            elif not newline:
+                rest = tail
+                continue
+            data, rest = data + newline, tail
+            if data:
+                yield LinesPiece(path, as_json, start, start + len(data), data, line)
+            start, line = start + len(data), line + data.count(b"\n")
+            if not block:
+                return
+
+
+def _array_pieces(path: Path) -> Iterator[Piece]:
+    rows: list[Row] = []
+    size = first = 0
+    for number, (element, num_chars) in enumerate(_array_elements(path)):
+        if not isinstance(element, dict):
+            raise DataError(
+                f"{path}, element {number} (the first is 0) is {type(element).__name__}, want an object with "
+                "input_ids; a file with one list of ids a line is read with ds_type: text"
+            )
+        rows.append(element)
+        size += num_chars
+        if size >= PIECE_BYTES:
+            yield LoadedPiece(str(path), "element", first, size, rows)
+            rows, size, first = [], 0, number + 1
+    if rows:
+        yield LoadedPiece(str(path), "element", first, size, rows)
+
+
+def _array_elements(path: Path) -> Iterator[tuple[object, int]]:
+    """The elements of a top-level JSON array with their lengths, decoded one by one while the file is read."""
+    decoder = json.JSONDecoder()
+    with pa.input_stream(str(path)) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig") as file:
+        text = file.read(PIECE_BYTES)
+        start = _skip_space(text, text.index("[") + 1)
+        if text.startswith("]", start):
+            return
+        for number in count():
+            while True:
+                # A failure may mean that the element goes on beyond what was read: read on, then decide.
+                try:
+                    element, end = decoder.raw_decode(text, _skip_space(text, start))
+                    after = _skip_space(text, end)
+                    if text.startswith((",", "]"), after):
+                        break
+                    problem = f"want ',' or ']' after {_excerpt(text[max(start, end - 40) : end])}"
+                except json.JSONDecodeError as error:
+                    problem = f"{error.msg} near {_excerpt(text[max(0, error.pos - 20) : error.pos + 40])}"
+                except RecursionError as error:
+                    problem = str(error)
+                text, start = text[start:], 0
+                block = file.read(max(PIECE_BYTES, len(text))) if len(text) < _LONGEST_ELEMENT else ""
+                if not block:
+                    raise DataError(f"{path}, element {number} (the first is 0) is not JSON: {problem}")
+                text += block
+            yield element, end - start
+            start = after + 1
+            if text[after] == "]":
+                if _skip_space(text, start) < len(text) or file.read(1):
+                    raise DataError(f"{path}: want one JSON array, or one object a line; more follows the array's end")
+                return
+
+
+def _skip_space(text: str, start: int) -> int:
+    match = _SPACE.match(text, start)
+    assert match is not None
+    return match.end()
+
+
+def _csv_pieces(path: Path) -> Iterator[Piece]:
+    parse = pa_csv.ParseOptions(newlines_in_values=True)
+    read = pa_csv.ReadOptions(use_threads=False, block_size=PIECE_BYTES)
+    if path.stat().st_size == 0:
+        return
+    with pa_csv.open_csv(str(path), read_options=read, parse_options=parse) as reader:
+        names = reader.schema.names
+    # As strings: a column whose first rows hold one id each would be read as numbers.
+    convert = pa_csv.ConvertOptions(column_types={name: pa.string() for name in names}, strings_can_be_null=False)
+    first = 0
+    with pa_csv.open_csv(str(path), read_options=read, parse_options=parse, convert_options=convert) as reader:
+        for batch in reader:
+            if batch.num_rows:
+                yield LoadedPiece(str(path), "row", first, batch.nbytes, pa.Table.from_batches([batch]))
+            first += batch.num_rows
+
+
+def _parquet_pieces(path: Path, selected: Sequence[str] | None) -> Iterator[Piece]:
+    with pa_parquet.ParquetFile(path) as file:
+        metadata = file.metadata
+        names = file.schema_arrow.names
+        # Where a column is missing all are read, so that the complaint to come can list them.
+        complete = all(name in names for name in selected or ("input_ids",))
+        wanted = [name for name in selected or COLUMNS if name in names] if complete else None
+        num_bytes = sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
+        step = max(1, min(65536, int(metadata.num_rows * PIECE_BYTES / max(1, num_bytes))))
+        first = 0
+        for batch in file.iter_batches(batch_size=step, columns=wanted):
+            yield LoadedPiece(str(path), "row", first, batch.nbytes, pa.Table.from_batches([batch]))
+            first += batch.num_rows
+
+
+def _arrow_pieces(path: Path) -> Iterator[Piece]:
+    first = 0
+    for batch in arrow_batches(path):
+        yield from table_pieces(pa.Table.from_batches([batch]), str(path), first)
+        first += batch.num_rows
+
+
+def arrow_batches(path: Path) -> Iterator[pa.RecordBatch]:
+    """The memory-mapped record batches of an Arrow file, IPC stream or IPC file."""
+    mapped = pa.memory_map(str(path))
+    try:
+        reader = pa.ipc.open_file(mapped)
+    except pa.ArrowInvalid:
+        mapped.seek(0)
+        yield from pa.ipc.open_stream(mapped)
+        return
+    for index in range(reader.num_record_batches):
+        yield reader.get_batch(index)
+
+
+def _excerpt(text: str, limit: int = 60) -> str:
+    text = text.strip()
+    return repr(text if len(text) <= limit else text[:limit] + "...")

@@ -1,0 +1,84 @@
+"""Receipt: what became of every sample between its source and the bins, counted, printable and JSON-ready."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Counts over one dataset. A sample is a row of the source; a document is what training sees.
+
+    `untrained` samples reach training without a single trained token; `untrained_by_overflow` is the part of them that
+    had one before truncation or splitting took it. `masked_tokens` were left out because their attention_mask is 0.
+    """
+
+    samples: int = 0
+    kept: int = 0
+    truncated: int = 0
+    dropped: int = 0
+    split: int = 0
+    empty: int = 0
+    untrained: int = 0
+    untrained_by_overflow: int = 0
+    documents: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
+    masked_tokens: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, int]) -> Counts:
+        return cls(**{f.name: int(values[f.name]) for f in fields(cls)})
+
+    def __str__(self) -> str:
+        always = ("samples", "kept", "truncated", "dropped", "documents", "tokens", "trained_tokens")
+        shown = (f.name for f in fields(self) if f.name in always or getattr(self, f.name))
+        return " ".join(f"{name}={getattr(self, name)}" for name in shown)
+
+
+@dataclass(frozen=True)
+class DatasetReceipt:
+    """The counts of one dataset entry; `cached` tells whether an earlier preparation was reused."""
+
+    name: str
+    counts: Counts
+    cached: bool = False
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """The counts of all datasets, completed by `with_bins` once the documents are packed and planned."""
+
+    datasets: tuple[DatasetReceipt, ...]
+    num_bins: int | None = None
+    fill: float | None = None
+    plan_hash: str | None = None
+
+    @property
+    def total(self) -> Counts:
+        return sum((dataset.counts for dataset in self.datasets), Counts())
+
+    def with_bins(self, *, num_bins: int, fill: float, plan_hash: str) -> Receipt:
+        return replace(self, num_bins=num_bins, fill=fill, plan_hash=plan_hash)
+
+    def lines(self) -> list[str]:
+        """One line a dataset, then the total where there are several, then the bins: key=value."""
+        lines = [f"dataset={d.name} {d.counts} cached={str(d.cached).lower()}" for d in self.datasets]
+        if len(self.datasets) > 1:
+            lines.append(f"dataset=total {self.total}")
+        if self.num_bins is not None:
+            lines.append(f"bins={self.num_bins} fill={self.fill:.2%} plan={self.plan_hash}")
+        return lines
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "datasets": [asdict(dataset) for dataset in self.datasets],
+            "total": asdict(self.total),
+            "num_bins": self.num_bins,
+            "fill": self.fill,
+            "plan_hash": self.plan_hash,
+        }

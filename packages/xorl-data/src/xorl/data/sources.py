@@ -1,0 +1,319 @@
+"""Where samples come from: what a dataset entry names (files, folders, saved datasets, Hub ids) becomes a Source.
+
+A source names its content by hash and hands out pieces; what its rows mean is the business of formats.py.
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import xxhash
+
+from xorl.data.errors import DataError
+from xorl.data.formats import OVERFLOWS, Overflow
+from xorl.data.readers import COMPRESSIONS, FILE_TYPES, SUFFIXES, FileType, Piece, RowRange, file_type, read_pieces
+from xorl.data.saved import is_saved_folder, saved_files
+from xorl.data.shuffle import JSON
+
+DUMMY = "dummy"
+_SPLIT_WORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HASH_BLOCK_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class DatasetEntry:
+    """One entry of `data.datasets` or `data.test_datasets`, with the meaning of the option of the same name.
+
+    `columns` is `data.select_columns`: None reads input_ids, labels and attention_mask where they exist; naming others
+    makes them per-token extras.
+    """
+
+    path: str
+    type: str = "tokenized"
+    name: str | None = None
+    split: str | None = None
+    revision: str | None = None
+    data_files: str | Sequence[str] | None = None
+    ds_type: FileType | None = None
+    max_seq_len: int | None = None
+    overflow: Overflow = "truncate"
+    shards: int | None = None
+    shards_idx: int | None = None
+    columns: tuple[str, ...] | None = None
+
+
+class Source(Protocol):
+    """The samples of one entry, before anything is done to them."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def num_bytes(self) -> int:
+        """About how much there is to read: for progress, and for deciding whether processes pay."""
+        ...
+
+    @property
+    def parallel(self) -> bool:
+        """Whether its pieces are cheap to send to other processes and costly to encode."""
+        ...
+
+    def identity(self) -> JSON:
+        """What the samples are, by content, wherever they lie. Reads everything."""
+        ...
+
+    def pieces(self, selected: Sequence[str] | None) -> Iterator[Piece]: ...
+
+
+def load_source(entry: DatasetEntry, *, option: str = "data.datasets[0]", token: str | bool | None = None) -> Source:
+    """The source that `entry` names; `option` is the entry's place in the configuration, for messages.
+
+    `token` is what `datasets` takes for private Hub datasets. DataError for what does not exist or cannot be read.
+    """
+    _check_entry(entry, option)
+    if "://" in entry.path:
+        raise DataError(
+            f"{option}.path: {entry.path}: cloud and web addresses are not supported yet; copy the data here"
+        )
+    path = Path(entry.path).expanduser()
+    if not path.exists() and (_HUB_ID.fullmatch(entry.path) is None or _looks_local(entry.path)):
+        raise DataError(
+            f"{option}.path: {entry.path} does not exist (looked at {path.absolute()}), and it is not of the form "
+            "org/name of a Hub dataset"
+        )
+    source: Source = _local_source(path, entry, option) if path.exists() else _hub_source(entry, option, token)
+    if entry.shards is None:
+        return source
+    assert entry.shards_idx is not None, "_check_entry asks for both"
+    return ShardedSource(source, entry.shards, entry.shards_idx)
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """Local files of one type, in order."""
+
+    name: str
+    files: tuple[Path, ...]
+    ds_type: FileType
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(path.stat().st_size for path in self.files)
+
+    @property
+    def parallel(self) -> bool:
+        return self.ds_type in ("json", "text")
+
+    def identity(self) -> JSON:
+        return {"ds_type": self.ds_type, "files": hash_files(self.files)}
+
+    def pieces(self, selected: Sequence[str] | None) -> Iterator[Piece]:
+        for path in self.files:
+            yield from read_pieces(path, self.ds_type, selected)
+
+
+@dataclass(frozen=True)
+class ShardedSource:
+    """Part `index` of `num` consecutive, nearly equal parts of another source; the first parts get the rest."""
+
+    source: Source
+    num: int
+    index: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.source.name}[{self.index}/{self.num}]"
+
+    @property
+    def num_bytes(self) -> int:
+        return self.source.num_bytes // self.num
+
+    @property
+    def parallel(self) -> bool:
+        return self.source.parallel
+
+    def identity(self) -> JSON:
+        return {"source": self.source.identity(), "shards": self.num, "shards_idx": self.index}
+
+    def pieces(self, selected: Sequence[str] | None) -> Iterator[Piece]:
+        total = sum(piece.num_rows() for piece in self.source.pieces(selected))
+        start, stop = shard_range(total, self.num, self.index)
+        first = 0
+        for piece in self.source.pieces(selected):
+            size = piece.num_rows()
+            low, high = max(start - first, 0), min(stop - first, size)
+            if low < high:
+                yield RowRange(piece, low, high)
+            first += size
+            if first >= stop:
+                return
+
+
+def shard_range(total: int, num: int, index: int) -> tuple[int, int]:
+    """The rows [start, stop) of shard `index` among `num` consecutive shards of `total` rows."""
+    size, rest = divmod(total, num)
+    start = size * index + min(index, rest)
+    return start, start + size + (index < rest)
+
+
+def hash_files(paths: Sequence[Path]) -> list[str]:
+    """The xxh3_128 of each file's content."""
+    hashes = []
+    for path in paths:
+        hasher = xxhash.xxh3_128()
+        try:
+            with path.open("rb", buffering=0) as file:
+                while block := file.read(_HASH_BLOCK_BYTES):
+                    hasher.update(block)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+        hashes.append(hasher.hexdigest())
+    return hashes
+
+
+def _check_entry(entry: DatasetEntry, option: str) -> None:
+    if entry.type != "tokenized":
+        raise DataError(f"{option}.type: {entry.type!r} is not known; only 'tokenized' is supported so far")
+    if entry.ds_type is not None and entry.ds_type not in FILE_TYPES:
+        raise DataError(f"{option}.ds_type: {entry.ds_type!r} is not one of {', '.join(FILE_TYPES)}")
+    if entry.overflow not in OVERFLOWS:
+        raise DataError(f"{option}.overflow: {entry.overflow!r} is not one of {', '.join(OVERFLOWS)}")
+    if entry.columns is not None and "input_ids" not in entry.columns:
+        raise DataError(
+            f"data.select_columns: {list(entry.columns)} leaves out input_ids, without which nothing is left"
+        )
+    if (entry.shards is None) != (entry.shards_idx is None):
+        raise DataError(f"{option}: shards and shards_idx go together, got {entry.shards} and {entry.shards_idx}")
+    if entry.shards is not None and entry.shards_idx is not None and not 0 <= entry.shards_idx < entry.shards:
+        raise DataError(
+            f"{option}.shards_idx: {entry.shards_idx} is not in 0..{entry.shards - 1} (shards: {entry.shards})"
+        )
+
+
+def _looks_local(path: str) -> bool:
+    return path.startswith((".", "~")) or file_type(Path(path)) is not None
+
+
+def _local_source(path: Path, entry: DatasetEntry, option: str) -> FileSource:
+    for name, value in (("name", entry.name), ("revision", entry.revision)):
+        if value is not None:
+            raise DataError(f"{option}.{name}: {value!r} has no meaning for the local path {entry.path}; leave it out")
+    if entry.data_files is None and path.is_dir() and is_saved_folder(path):
+        return FileSource(entry.path, tuple(saved_files(path, entry.split, option=option)), "arrow")
+    if entry.data_files is not None:
+        _only_train(entry, option)
+        files = _named_files(path, entry.data_files, option)
+    elif path.is_dir():
+        files = _folder_files(path, entry, option)
+    else:
+        _only_train(entry, option)
+        files = [path]
+    return FileSource(entry.path, tuple(files), _type_of(files, entry, option))
+
+
+def _only_train(entry: DatasetEntry, option: str) -> None:
+    if entry.split not in (None, "train"):
+        raise DataError(
+            f"{option}.split: files have no split {entry.split!r}; name the files that belong to it, "
+            "or use shards and shards_idx to take a part"
+        )
+
+
+def _named_files(folder: Path, data_files: str | Sequence[str], option: str) -> list[Path]:
+    if not folder.is_dir():
+        raise DataError(
+            f"{option}.data_files: given together with the file {folder}; make path the folder, or leave it out"
+        )
+    files: list[Path] = []
+    for pattern in [data_files] if isinstance(data_files, str) else data_files:
+        full = str(folder / Path(pattern).expanduser())
+        if Path(full).is_file():
+            files.append(Path(full))
+            continue
+        matches = sorted(Path(match) for match in glob.glob(full, recursive=True) if Path(match).is_file())
+        if not matches:
+            raise DataError(f"{option}.data_files: {pattern!r} matches no file in {folder.absolute()}")
+        files.extend(matches)
+    return files
+
+
+def _folder_files(folder: Path, entry: DatasetEntry, option: str) -> list[Path]:
+    """The data files below a folder; those of one split where the file or folder names speak of splits."""
+    below = sorted(path for path in folder.rglob("*") if path.is_file())
+    below = [path for path in below if not any(part[0] in "._" for part in path.relative_to(folder).parts)]
+    files = [path for path in below if (kind := file_type(path)) is not None and entry.ds_type in (None, kind)]
+    if not files:
+        wanted = f"{entry.ds_type} files" if entry.ds_type else f"files ending in {', '.join(SUFFIXES)}"
+        raise DataError(f"{option}.path: the folder {entry.path} holds no {wanted} ({len(below)} other files)")
+    splits: dict[str, list[Path]] = {}
+    for path in files:
+        splits.setdefault(_split_of(path.relative_to(folder)), []).append(path)
+    if set(splits) == {""}:
+        _only_train(entry, option)
+        return files
+    wanted = entry.split or "train"
+    if wanted not in splits:
+        names = ", ".join(name for name in splits if name)
+        raise DataError(f"{option}.split: {wanted!r} not found; the file names in {entry.path} speak of {names}")
+    if "" in splits:
+        raise DataError(
+            f"{option}.path: some file names in {entry.path} speak of splits ({splits[wanted][0].name}) and some do "
+            f"not ({splits[''][0].name}); name the files in {option}.data_files"
+        )
+    return splits[wanted]
+
+
+def _split_of(path: Path) -> str:
+    for part in reversed(path.parts):
+        words = re.split(r"[^a-z]+", part.lower())
+        for split, keywords in _SPLIT_WORDS.items():
+            if any(word in keywords for word in words):
+                return split
+    return ""
+
+
+def _type_of(files: Sequence[Path], entry: DatasetEntry, option: str) -> FileType:
+    if entry.ds_type is not None:
+        return entry.ds_type
+    kinds: dict[FileType | None, Path] = {file_type(path): path for path in files}
+    if None in kinds:
+        raise DataError(
+            f"{option}.path: the type of {kinds[None]} cannot be told from its name; set {option}.ds_type to one of "
+            f"{', '.join(FILE_TYPES)} (known endings: {', '.join(SUFFIXES)}, also with {', '.join(COMPRESSIONS)})"
+        )
+    if len(kinds) > 1:
+        raise DataError(f"{option}.path: {entry.path} mixes {', '.join(sorted(map(str, kinds)))}; set {option}.ds_type")
+    return next(kind for kind in kinds if kind is not None)
+
+
+def _hub_source(entry: DatasetEntry, option: str, token: str | bool | None) -> Source:
+    files = [entry.data_files] if isinstance(entry.data_files, str) else entry.data_files or ()
+    for file in files:
+        # The Hub's library goes by the name.
+        if entry.ds_type is not None and file_type(Path(file)) != entry.ds_type:
+            raise DataError(
+                f"{option}.ds_type: {entry.ds_type}, but by its name {file} on the Hub is not a {entry.ds_type} file; "
+                "set ds_type to what it is, or download it and give its local path"
+            )
+    # Importing `datasets` takes seconds, and every rank imports this package: only an entry on the Hub pays.
+    from xorl.data.hub import load_hub_source  # noqa: PLC0415
+
+    return load_hub_source(
+        entry.path,
+        name=entry.name,
+        split=entry.split,
+        revision=entry.revision,
+        data_files=entry.data_files,
+        token=token,
+        option=option,
+    )

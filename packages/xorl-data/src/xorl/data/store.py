@@ -1,0 +1,228 @@
+"""Where encoded documents rest: flat memory-mapped arrays in a folder, published whole or not at all.
+
+A folder holds `input_ids.i32` and, where they differ, `labels.i32` (all documents on one axis), `offsets.i64`,
+`num_trained.i32`, `extra_{index}.f32` and `manifest.json`. It is never written to after it is published. Also here: the
+synthetic documents of `dummy`, which are computed instead of stored.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import numpy as np
+
+from xorl.data.errors import DataError
+from xorl.data.formats import EncodedDocuments
+from xorl.data.receipt import Counts
+from xorl.data.shuffle import JSON, digest
+
+# Part of every key: raised whenever the files, or what preparation makes of a row, change.
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+
+
+class DocumentStore(Protocol):
+    """Random access to documents in the order of their source. Pickled by reference, never by content."""
+
+    key: str
+    lengths: np.ndarray  # [N] int64
+    num_trained: np.ndarray  # [N]
+    extra_names: tuple[str, ...]
+
+    def document(self, row: int) -> tuple[np.ndarray, np.ndarray]: ...
+
+    def extras(self, row: int) -> dict[str, np.ndarray]: ...
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a published folder says about itself. `request` describes what was asked for, without content hashes."""
+
+    key: str
+    name: str
+    request: dict[str, JSON]
+    created: float
+    counts: Counts
+    num_documents: int
+    longest: int
+    extra_names: tuple[str, ...]
+    has_labels_file: bool
+    largest_id: int
+    largest_id_row: int
+    files: dict[str, int]
+
+    def write(self, folder: Path) -> None:
+        values = {**vars(self), "counts": vars(self.counts), "format_version": FORMAT_VERSION}
+        (folder / MANIFEST).write_text(json.dumps(values, indent=1) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        path = folder / MANIFEST
+        try:
+            values = json.loads(path.read_text())
+            version = values.pop("format_version")
+            if version != FORMAT_VERSION:
+                raise DataError(f"{folder} was prepared in format {version}, this version reads {FORMAT_VERSION}")
+            values["counts"] = Counts.from_dict(values["counts"])
+            values["extra_names"] = tuple(values["extra_names"])
+            return cls(**values)
+        except (OSError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"{path}: not the manifest of a prepared dataset: {error!r}") from error
+
+
+class FlatStore:
+    """A published folder, memory-mapped. DataError where its files are not those that its manifest lists."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.manifest = Manifest.read(folder)
+        for name, size in self.manifest.files.items():
+            path = folder / name
+            actual = path.stat().st_size if path.is_file() else None
+            if actual != size:
+                state = "is missing" if actual is None else f"has {actual} bytes"
+                raise DataError(f"{path} {state}, its manifest says {size} bytes; remove {folder} and prepare again")
+        self.key = self.manifest.key
+        self.extra_names = self.manifest.extra_names
+        self._offsets = _mapped(folder / "offsets.i64", np.int64)
+        self._input_ids = _mapped(folder / "input_ids.i32", np.int32)
+        self._labels = _mapped(folder / "labels.i32", np.int32) if self.manifest.has_labels_file else self._input_ids
+        self._extras = {
+            name: _mapped(folder / _extra_file(index), np.float32) for index, name in enumerate(self.extra_names)
+        }
+        self.lengths = np.diff(self._offsets)
+        self.num_trained = _mapped(folder / "num_trained.i32", np.int32)
+
+    def document(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        span = slice(self._offsets[row], self._offsets[row + 1])
+        return self._input_ids[span], self._labels[span]
+
+    def extras(self, row: int) -> dict[str, np.ndarray]:
+        span = slice(self._offsets[row], self._offsets[row + 1])
+        return {name: values[span] for name, values in self._extras.items()}
+
+    def __reduce__(self) -> tuple[type[FlatStore], tuple[Path]]:
+        return FlatStore, (self.folder,)
+
+
+class FlatStoreWriter:
+    """Writes a folder piece by piece; `finish` makes it durable. Publishing (the rename) is the caller's."""
+
+    def __init__(self, folder: Path, extra_names: tuple[str, ...]) -> None:
+        folder.mkdir(parents=True)
+        self._folder = folder
+        self._extra_names = extra_names
+        self._files: dict[str, BinaryIO] = {}
+        self._lengths: list[np.ndarray] = []
+        self._num_trained: list[np.ndarray] = []
+
+    def append(self, documents: EncodedDocuments) -> None:
+        # Most corpora train on every token: labels get a file once they differ, with the tokens so far as its start.
+        if documents.labels is not None and "labels.i32" not in self._files and "input_ids.i32" in self._files:
+            self._files["input_ids.i32"].flush()
+            shutil.copyfile(self._folder / "input_ids.i32", self._folder / "labels.i32")
+        self._write("input_ids.i32", documents.input_ids)
+        if documents.labels is not None or "labels.i32" in self._files:
+            self._write("labels.i32", documents.input_ids if documents.labels is None else documents.labels)
+        for index, name in enumerate(self._extra_names):
+            self._write(_extra_file(index), documents.extras[name])
+        self._lengths.append(documents.lengths)
+        self._num_trained.append(documents.num_trained.astype(np.int32))
+
+    def finish(
+        self,
+        *,
+        key: str,
+        name: str,
+        request: Mapping[str, JSON],
+        created: float,
+        counts: Counts,
+        largest_id: tuple[int, int],
+    ) -> None:
+        lengths = np.concatenate(self._lengths)
+        self._write("offsets.i64", np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]))
+        self._write("num_trained.i32", np.concatenate(self._num_trained))
+        sizes = {name: file.tell() for name, file in self._files.items()}
+        self.close()
+        Manifest(
+            key=key,
+            name=name,
+            request=dict(request),
+            created=created,
+            counts=counts,
+            num_documents=len(lengths),
+            longest=int(lengths.max()),
+            extra_names=self._extra_names,
+            has_labels_file="labels.i32" in sizes,
+            largest_id=largest_id[0],
+            largest_id_row=largest_id[1],
+            files=sizes,
+        ).write(self._folder)
+        for name in (*sizes, MANIFEST):
+            fsync(self._folder / name)
+        fsync(self._folder)
+
+    def close(self) -> None:
+        while self._files:
+            self._files.popitem()[1].close()
+
+    def discard(self) -> None:
+        """Closes the files, whether or not what they still hold can be written; does nothing after `finish`."""
+        while self._files:
+            with suppress(OSError):
+                self._files.popitem()[1].close()
+
+    def _write(self, name: str, values: np.ndarray) -> None:
+        if name not in self._files:
+            # Appending: labels may start as a copy of the tokens so far.
+            self._files[name] = (self._folder / name).open("ab")
+        self._files[name].write(values.tobytes())
+
+
+class SyntheticStore:
+    """`num_documents` documents of `length` uniformly random ids, the same for the same arguments; nothing on disk."""
+
+    extra_names: tuple[str, ...] = ()
+
+    def __init__(self, num_documents: int, length: int, vocab_size: int, seed: str) -> None:
+        self._arguments = (num_documents, length, vocab_size, seed)
+        self.key = digest("synthetic", *self._arguments)
+        self.lengths = np.full(num_documents, length, dtype=np.int64)
+        self.num_trained = np.maximum(self.lengths - 1, 0)
+
+    def document(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        _, length, vocab_size, _ = self._arguments
+        generator = np.random.Generator(np.random.Philox(key=int(self.key, 16), counter=int(row) << 128))
+        ids = generator.integers(0, vocab_size, length, dtype=np.int32)
+        return ids, ids
+
+    def extras(self, row: int) -> dict[str, np.ndarray]:
+        return {}
+
+    def __reduce__(self) -> tuple[type[SyntheticStore], tuple[int, int, int, str]]:
+        return SyntheticStore, self._arguments
+
+
+def fsync(path: Path) -> None:
+    """Flushes a file or a folder's entries to the device."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _extra_file(index: int) -> str:
+    return f"extra_{index}.f32"
+
+
+def _mapped(path: Path, dtype: type[np.generic]) -> np.ndarray:
+    # A plain array over the mapping: slices of np.memmap itself cost several times more.
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r"))

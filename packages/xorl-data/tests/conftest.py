@@ -1,0 +1,93 @@
+"""Rows, and files that hold them in every format."""
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from xorl.data import PrepareOptions
+
+Rows = list[dict[str, list[int]]]
+
+
+def make_rows(num, seed=0, longest=40, shortest=2):
+    rng = np.random.default_rng(seed)
+    rows = []
+    for _ in range(num):
+        ids = rng.integers(0, 1000, rng.integers(shortest, longest + 1))
+        labels = np.where(rng.random(len(ids)) < 0.3, -100, ids)
+        labels[-1] = ids[-1]
+        rows.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
+    return rows
+
+
+def write_jsonl(path: Path, rows) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_as(kind: str, folder: Path, rows) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"rows.{kind}"
+    if kind == "jsonl":
+        return write_jsonl(path, rows)
+    if kind == "json":
+        path.write_text(json.dumps(rows, indent=1))
+    elif kind == "csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows({k: json.dumps(v) for k, v in row.items()} for row in rows)
+    elif kind == "parquet":
+        pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=7)
+    elif kind == "arrow":
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, pa.Table.from_pylist(rows).schema) as writer:
+            writer.write_table(pa.Table.from_pylist(rows), max_chunksize=5)
+    elif kind == "txt":
+        path.write_text("".join(" ".join(map(str, row["input_ids"])) + "\n" for row in rows))
+    else:
+        raise AssertionError(kind)
+    return path
+
+
+@pytest.fixture
+def options(tmp_path):
+    """Options that keep the source's order, with the cache in the test's folder."""
+    return PrepareOptions(
+        bin_len=64,
+        vocab_size=1000,
+        prepared_path=tmp_path / "prepared",
+        shuffle_before_merging=False,
+        shuffle_merged=False,
+    )
+
+
+@pytest.fixture(name="make_rows")
+def _make_rows():
+    return make_rows
+
+
+@pytest.fixture(name="write_jsonl")
+def _write_jsonl():
+    return write_jsonl
+
+
+@pytest.fixture(name="write_as")
+def _write_as():
+    return write_as
+
+
+@pytest.fixture
+def rows_of():
+    """The rows that prepared documents hold, in order."""
+
+    def read(documents):
+        pairs = [documents.document(index) for index in range(len(documents))]
+        return [{"input_ids": ids.tolist(), "labels": labels.tolist()} for ids, labels in pairs]
+
+    return read

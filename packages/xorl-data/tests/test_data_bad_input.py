@@ -1,0 +1,198 @@
+"""Bad input: each mistake is a DataError that names the place and what to do."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from xorl.data import DataError, DatasetEntry, PrepareOptions, prepare, split_documents
+
+GOOD = '{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}'
+LINES = {
+    "not JSON": ('{"input_ids": [1, 2', r"line 3 is not JSON: .* at column \d+: '\{\"input_ids"),
+    "words": ("hello", r"line 3 is not JSON: Expecting value at column 1: 'hello'"),
+    "not an object": ("[1, 2]", r"line 3 holds list, want one JSON object: '\[1, 2\]'"),
+    "two objects": (GOOD + GOOD, r"line 3 is not JSON: Extra data"),
+    "not UTF-8": (b'{"input_ids": "1 \xff", "labels": [1]}', r"line 3 is not UTF-8"),
+    "other lengths": ('{"input_ids": [1, 2], "labels": [1]}', r"line 3: labels has 1 values and input_ids has 2"),
+    "no ids": (
+        '{"ids": [1], "labels": [1]}',
+        r"line 3: column 'input_ids' does not exist; the columns are: ids, labels",
+    ),
+    "null ids": ('{"input_ids": null, "labels": [1]}', r"line 3: column 'input_ids' is null"),
+    "no labels": ('{"input_ids": [1, 2]}', r"line 3: no labels, while other rows have them.*\[input_ids\]"),
+    "floats": ('{"input_ids": [1, 2.5], "labels": [1, 2]}', r"line 3: input_ids holds 2.5 \(float\), want .* integers"),
+    "strings": ('{"input_ids": [1, "a"], "labels": [1, 2]}', r"line 3: input_ids holds 'a' \(str\)"),
+    "booleans": ('{"input_ids": [1, true], "labels": [1, 2]}', r"line 3: input_ids holds True \(bool\)"),
+    "nested": ('{"input_ids": [[1]], "labels": [1]}', r"line 3: input_ids holds \[1\] \(list\)"),
+    "a number": ('{"input_ids": 5, "labels": [1]}', r"line 3: input_ids holds 5 \(int\)"),
+    "beyond the vocabulary": (
+        '{"input_ids": [1, 1000], "labels": [1, 2]}',
+        r"line 3: input_ids holds the id 1000.* 1000,",
+    ),
+    "label beyond": ('{"input_ids": [1, 2], "labels": [1, 1000]}', r"line 3: labels holds the id 1000"),
+    "negative": ('{"input_ids": [1, -1], "labels": [1, 2]}', r"line 3: input_ids holds the negative id -1$"),
+    "other mark": ('{"input_ids": [1, 2], "labels": [-1, 2]}', r"line 3: labels holds the negative id -1 \(only -100"),
+    "huge": ('{"input_ids": [1, 99999999999999999999], "labels": [1, 2]}', r"line 3: input_ids holds a number beyond"),
+    "mask": ('{"input_ids": [1], "labels": [1], "attention_mask": [2]}', r"line 3: attention_mask holds values other"),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_bad_line_is_named(tmp_path, options, name):
+    """Catches errors without file and line, and bad lines that pass."""
+    line, message = LINES[name]
+    path = tmp_path / "rows.jsonl"
+    line = line if isinstance(line, bytes) else line.encode()
+    path.write_bytes(b"\n".join([GOOD.encode(), b"", line, GOOD.encode()]) + b"\n")
+    with pytest.raises(DataError, match=message) as caught:
+        prepare([DatasetEntry(str(path))], options)
+    assert str(caught.value).startswith(f"{path}, line 3")
+    assert not [child for child in options.prepared_path.glob("*") if child.is_dir()]
+
+
+def test_a_bad_row_of_a_table_is_named(tmp_path, options):
+    """Catches row numbers that start again with every batch."""
+    table = pa.table({"input_ids": [[1, 2]] * 50, "labels": [[1, 2]] * 40 + [[1]] + [[1, 2]] * 9})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet", row_group_size=8)
+    with pytest.raises(DataError, match=r"rows.parquet, row 40 \(the first is 0\): labels has 1 values and .* has 2"):
+        prepare([DatasetEntry(str(tmp_path / "rows.parquet"))], options)
+    pyarrow.parquet.write_table(table.rename_columns(["ids", "labels"]), tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match="'input_ids' does not exist; the columns are: ids, labels"):
+        prepare([DatasetEntry(str(tmp_path / "rows.parquet"))], options)
+
+
+def test_a_missing_file_names_the_path_and_the_option(tmp_path, options, make_rows, write_jsonl):
+    """Catches an error from deep inside that does not say which entry is wrong."""
+    good = write_jsonl(tmp_path / "rows.jsonl", make_rows(3))
+    with pytest.raises(DataError, match=r"data.datasets\[1\].path: .*missing.jsonl does not exist"):
+        prepare([DatasetEntry(str(good)), DatasetEntry(str(tmp_path / "missing.jsonl"))], options)
+    with pytest.raises(DataError, match=r"data.test_datasets\[0\].path: /no/such/folder does not exist"):
+        prepare([DatasetEntry("/no/such/folder")], options, option="data.test_datasets")
+
+
+def test_files_that_are_not_what_they_say(tmp_path, options):
+    """Catches a library's own exception type and message without the file's name."""
+    for name, content in {
+        "a.parquet": b"PAR1 no",
+        "b.arrow": b"no arrow",
+        "c.csv": b'input_ids,labels\n"1 2"\n',
+        "d.jsonl.gz": b"no gzip",
+        "e.json": b'[{"input_ids": [1, 2]}, {"input_ids": [3, 4] oops}]',
+        "f.json": b'[{"input_ids": [1, 2]}, 5]',
+        "g.json": b'[{"input_ids": [1, 2]}] {}',
+        "h.json": b'[{"input_ids": [1, 2]},',
+        "i.json": b'{\n "input_ids": [1, 2]\n}',
+    }.items():
+        path = tmp_path / name
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=str(path)):
+            prepare([DatasetEntry(str(path))], options)
+
+
+def test_an_id_beyond_the_vocabulary_is_found_in_the_cache_too(tmp_path, options, make_rows, write_jsonl):
+    """Catches data prepared for one model that another model's smaller vocabulary cannot index."""
+    rows = make_rows(20)
+    rows[7]["input_ids"][0] = 999
+    path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
+    prepare([DatasetEntry(path)], options)
+    smaller = PrepareOptions(bin_len=64, vocab_size=999, prepared_path=options.prepared_path)
+    with pytest.raises(DataError, match=rf"{path}, row 7 .* the id 999, but the model's vocab_size is 999"):
+        prepare([DatasetEntry(path)], smaller)
+
+
+def test_data_that_trains_nothing_stops(tmp_path, options, write_jsonl):
+    """Catches the run whose loss reads 0.0 and that 'succeeds'."""
+    masked = {"input_ids": [1, 2, 3], "labels": [1, -100, -100]}
+    path = str(write_jsonl(tmp_path / "rows.jsonl", [masked] * 5))
+    with pytest.raises(DataError, match=rf"data.datasets\[0\]: no token of {path} is trained: none of its 5 samples"):
+        prepare([DatasetEntry(path)], options)
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    with pytest.raises(DataError, match=r"data.datasets\[0\]: .*empty.jsonl is empty"):
+        prepare([DatasetEntry(str(tmp_path / "empty.jsonl"))], options)
+    path = str(write_jsonl(tmp_path / "long.jsonl", [{"input_ids": list(range(100))}] * 5))
+    with pytest.raises(DataError, match=r"nothing is left of .*: of 5 samples 5 are longer than data.sample_packing"):
+        prepare([DatasetEntry(path, overflow="drop")], options)
+
+
+def test_more_than_one_percent_without_trained_tokens_stops_unless_explained(tmp_path, options, write_jsonl, caplog):
+    """Catches a wrong mask on a part of the data, and a refusal of what the user asked for."""
+    good = {"input_ids": [1, 2, 3], "labels": [1, 2, 3]}
+    masked = {"input_ids": [1, 2, 3], "labels": [-100] * 3}
+    few = str(write_jsonl(tmp_path / "few.jsonl", [good] * 99 + [masked]))
+    assert prepare([DatasetEntry(few)], options).receipt.total.untrained == 1
+    assert "untrained_samples=1" in caplog.text
+    many = str(write_jsonl(tmp_path / "many.jsonl", [good] * 98 + [masked] * 2))
+    with pytest.raises(DataError, match=r"2 of the 100 samples .* have no trained token, more than 1%"):
+        prepare([DatasetEntry(many)], options)
+    late = {"input_ids": list(range(70)), "labels": [-100] * 69 + [69]}
+    cut = str(write_jsonl(tmp_path / "cut.jsonl", [good] * 90 + [late] * 10))
+    with pytest.raises(DataError, match=r"10 of them lost theirs when cut at data.sample_packing_sequence_len = 64"):
+        prepare([DatasetEntry(cut)], options)
+    assert prepare([DatasetEntry(cut, max_seq_len=64)], options).receipt.total.untrained_by_overflow == 10
+    # The same documents are in the cache now, and still nobody set max_seq_len.
+    with pytest.raises(DataError, match="lost theirs"):
+        prepare([DatasetEntry(cut)], options)
+
+
+ENTRIES = [
+    ({"type": "chat"}, r"\[0\].type: 'chat' is not known; only 'tokenized'"),
+    ({"ds_type": "xml"}, r"\[0\].ds_type: 'xml' is not one of json, csv"),
+    ({"overflow": "cut"}, r"\[0\].overflow: 'cut' is not one of truncate"),
+    ({"max_seq_len": 65}, r"\[0\].max_seq_len: 65, want 1 to 64, the bin length"),
+    ({"max_seq_len": 0}, r"\[0\].max_seq_len: 0, want 1 to 64"),
+    ({"shards": 2}, r"\[0\]: shards and shards_idx go together"),
+    ({"shards": 2, "shards_idx": 2}, r"\[0\].shards_idx: 2 is not in 0..1"),
+    ({"split": "validation"}, r"\[0\].split: files have no split 'validation'"),
+    ({"revision": "main"}, r"\[0\].revision: 'main' has no meaning for the local path"),
+    ({"data_files": "x.jsonl"}, r"\[0\].data_files: given together with the file"),
+    ({"columns": ("labels",)}, r"data.select_columns: \['labels'\] leaves out input_ids"),
+    (
+        {"columns": ("input_ids", "label")},
+        r"line 1: column 'label' does not exist; the columns are: input_ids, labels \(",
+    ),
+    ({"path": "s3://bucket/data"}, r"\[0\].path: s3://bucket/data: cloud and web addresses are not supported yet"),
+    ({"path": "dummy"}, r"\[0\].path: dummy makes random token ids and needs the model's vocab_size"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), ENTRIES, ids=[str(changes) for changes, _ in ENTRIES])
+def test_an_entry_that_cannot_be_is_refused(tmp_path, options, make_rows, write_jsonl, changes, message):
+    """Catches an option that is accepted and ignored."""
+    path = write_jsonl(tmp_path / "rows.jsonl", make_rows(3))
+    options = PrepareOptions(**{**vars(options), "vocab_size": None})
+    with pytest.raises(DataError, match=message):
+        prepare([DatasetEntry(**{"path": str(path), **changes})], options)
+
+
+def test_options_that_cannot_be_are_refused(tmp_path, options, make_rows, write_jsonl):
+    """Catches contradictions that would surface as a crash much later."""
+    entry = DatasetEntry(str(write_jsonl(tmp_path / "rows.jsonl", make_rows(10))))
+    for changes, message in (
+        ({"dataset_shard_num": 2}, "dataset_shard_num and data.dataset_shard_idx go together"),
+        ({"dataset_shard_num": 2, "dataset_shard_idx": 5}, "dataset_shard_idx: 5 is not in 0..1"),
+        ({"dataset_shard_num": 20, "dataset_shard_idx": 19}, "leave this one empty"),
+        ({"bin_len": 0}, "sample_packing_sequence_len: 0"),
+        ({"prepared_path": tmp_path / "rows.jsonl"}, "dataset_prepared_path: .* cannot be made"),
+    ):
+        with pytest.raises(DataError, match=message):
+            prepare([entry], PrepareOptions(**{**vars(options), **changes}))
+    with pytest.raises(DataError, match=r"data.datasets is empty"):
+        prepare([], options)
+    documents = prepare([entry], options)
+    for size in (10, 0, -1, 1.5, 0.0, 1.0, True):
+        with pytest.raises(DataError, match=r"data.val_set_size"):
+            split_documents(documents, size, seed=0)
+
+
+def test_a_selected_column_that_is_not_one_number_per_token_is_refused(tmp_path, options):
+    """Catches select_columns that keeps a column nobody can use."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"input_ids": [1, 2], "text": "hi", "weight": [1.0]}) + "\n")
+    with pytest.raises(
+        DataError, match=r"text holds 'hi' .*numbers, one per token; or take it out of data.select_columns"
+    ):
+        prepare([DatasetEntry(str(path), columns=("input_ids", "text"))], options)
+    with pytest.raises(DataError, match="weight has 1 values and input_ids has 2"):
+        prepare([DatasetEntry(str(path), columns=("input_ids", "weight"))], options)

@@ -1,0 +1,41 @@
+"""What an attention function is and what a backend is asked: the contract every attention backend keeps."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from xorl.kernels.layout import SequenceLayout
+
+
+class AttentionFn(Protocol):
+    """Causal attention inside each document of a packed row; documents never see each other.
+
+    Shapes: T tokens, H query heads, G key/value heads (G divides H, query head h reads key/value head h * G // H),
+    C channels of a head. q is [T, H, C], k and v are [T, G, C], the result is [T, H, C] in q's dtype; softmax is
+    accumulated in fp32 at least.
+
+    `scale` multiplies the scores. With `window` w a token sees itself and the w - 1 tokens before it; None sees all.
+    """
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, *, scale: float, window: int | None
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class AttentionRequest:
+    """What a backend must be able to run; known when the model is built, before any data.
+
+    Attributes:
+        device_type: "cpu", "cuda", ...
+        dtype: of q, k and v (the compute dtype).
+        head_dim: C.
+        window: the sliding window of the layers that have one, or None.
+    """
+
+    device_type: str
+    dtype: torch.dtype
+    head_dim: int
+    window: int | None = None

@@ -1,0 +1,134 @@
+"""For tests of kernels: how exact each dtype must be, uninitialised memory that shows, and the comparison itself."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Kernel = Callable[..., Tensor | tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far a result may be from its reference, both relative to the reference.
+
+    Attributes:
+        worst: largest absolute difference over the largest absolute value.
+        mean: norm of the difference over the norm. A kernel that drops a row can pass `worst`, never this.
+    """
+
+    worst: float
+    mean: float
+
+
+# A few times the rounding error of the dtype: products of a few hundred terms accumulated in fp32, rounded once.
+TOLERANCES: Mapping[torch.dtype, Tolerance] = MappingProxyType(
+    {
+        torch.float64: Tolerance(worst=1e-12, mean=1e-13),
+        torch.float32: Tolerance(worst=1e-5, mean=2e-6),
+        torch.float16: Tolerance(worst=4e-3, mean=1e-3),
+        torch.bfloat16: Tolerance(worst=3e-2, mean=8e-3),
+    }
+)
+
+
+def nan_poisoned_empty() -> AbstractContextManager[object]:
+    """Inside, memory that Python code allocates uninitialised holds NaN, so that reading it before writing shows.
+
+    Reaches the backward pass as well. Memory that an operator of torch allocates for itself is left alone.
+    """
+    return _PoisonEmpty()
+
+
+def assert_matches_reference(
+    kernel: Kernel,
+    reference: Kernel,
+    inputs: Sequence[Tensor],
+    *,
+    tolerance: Tolerance | None = None,
+    seed: int = 0,
+) -> None:
+    """Compare outputs, and gradients of every floating-point input, of a kernel and its plain twin.
+
+    The kernel runs on `inputs` as they are, with `nan_poisoned_empty`; the reference on the same values in fp64.
+    Outputs must agree in number, shape and, where the kernel's input dtype is its output dtype, precision. Gradients
+    are those of one random linear function of all outputs.
+
+    Args:
+        kernel: takes `inputs`, returns one tensor or a tuple of them.
+        reference: the same signature.
+        inputs: floating-point ones are differentiated, others passed through.
+        tolerance: by default that of the least precise floating-point input.
+        seed: of the random linear function.
+
+    Raises:
+        AssertionError: says which output or gradient is off and by how much.
+    """
+    floating = [x.dtype for x in inputs if x.is_floating_point()]
+    tolerance = tolerance or max((TOLERANCES[dtype] for dtype in floating), key=lambda limits: limits.mean)
+    with nan_poisoned_empty():
+        outputs, gradients = _run(kernel, inputs, seed)
+    wide = [x.double() if x.is_floating_point() else x for x in inputs]
+    wanted_outputs, wanted_gradients = _run(reference, wide, seed)
+    assert len(outputs) == len(wanted_outputs), f"{len(outputs)} outputs, the reference has {len(wanted_outputs)}"
+    for index, (got, wanted) in enumerate(zip(outputs, wanted_outputs, strict=True)):
+        assert_close(f"output {index}", got, wanted, tolerance)
+    for index, (got, wanted) in enumerate(zip(gradients, wanted_gradients, strict=True)):
+        assert_close(f"gradient of input {index}", got, wanted, tolerance)
+
+
+def assert_close(name: str, got: Tensor, wanted: Tensor, tolerance: Tolerance) -> None:
+    """Fail, naming the tensor and its errors, unless `got` is finite and within `tolerance` of `wanted`."""
+    assert got.shape == wanted.shape, f"{name}: shape {list(got.shape)}, want {list(wanted.shape)}"
+    assert bool(torch.isfinite(got).all()), f"{name}: {int((~torch.isfinite(got)).sum())} values are not finite"
+    difference = got.double() - wanted.double()
+    if difference.numel() == 0 or not bool(difference.any()):
+        return
+    worst = (difference.abs().max() / wanted.abs().max()).item()
+    mean = (difference.norm() / wanted.norm()).item()
+    within = worst <= tolerance.worst and mean <= tolerance.mean
+    assert within, (
+        f"{name}: worst error {worst:.2e} (limit {tolerance.worst:.0e}), "
+        f"mean error {mean:.2e} (limit {tolerance.mean:.0e}), relative to the reference"
+    )
+
+
+def _run(kernel: Kernel, inputs: Sequence[Tensor], seed: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs of `kernel`, and gradients of its floating-point inputs."""
+    leaves = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
+    result = kernel(*leaves)
+    outputs = [result] if isinstance(result, Tensor) else list(result)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    # Values that bfloat16 holds exactly, so that kernel and reference differentiate the same function.
+    cotangents = [
+        torch.randn(output.shape, generator=generator).bfloat16().to(output.device, output.dtype) for output in outputs
+    ]
+    differentiated = [leaf for leaf in leaves if leaf.requires_grad]
+    gradients = torch.autograd.grad(outputs, differentiated, cotangents)
+    return [output.detach() for output in outputs], list(gradients)
+
+
+class _PoisonEmpty(TorchDispatchMode):
+    ALLOCATORS = (
+        torch.ops.aten.empty.memory_format,
+        torch.ops.aten.empty_like.default,
+        torch.ops.aten.empty_strided.default,
+        torch.ops.aten.new_empty.default,
+        torch.ops.aten.new_empty_strided.default,
+    )
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Tensor],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        if func in self.ALLOCATORS and result.is_floating_point():
+            result.fill_(float("nan"))
+        return result

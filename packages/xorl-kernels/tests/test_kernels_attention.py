@@ -1,0 +1,104 @@
+"""Every attention backend that runs here against its plain twin, and the plain twin against the definition."""
+
+import math
+
+import pytest
+import torch
+
+from xorl.kernels.attention import ATTENTION, AttentionRequest, eager_attention, resolve_attention
+from xorl.kernels.layout import SequenceLayout
+from xorl.kernels.testing import assert_matches_reference
+
+LENGTHS = [33, 1, 7, 64, 2]
+BACKENDS = ATTENTION.runnable(AttentionRequest("cpu", torch.float32, head_dim=64))
+
+
+def make_inputs(lengths, num_heads, num_kv_heads, head_dim, dtype):
+    """Random q, k, v for a packed row."""
+    generator = torch.Generator().manual_seed(0)
+    num_tokens = sum(lengths)
+    return tuple(
+        torch.randn(num_tokens, heads, head_dim, generator=generator, dtype=torch.float64).to(dtype)
+        for heads in (num_heads, num_kv_heads, num_kv_heads)
+    )
+
+
+def attend_by_definition(q, k, v, lengths, scale, window):
+    """Token by token and head by head, as in the contract's words."""
+    out = torch.zeros_like(q)
+    group = q.shape[1] // k.shape[1]
+    first = 0
+    for length in lengths:
+        for i in range(length):
+            begin = max(0, i + 1 - window) if window else 0
+            for head in range(q.shape[1]):
+                keys = [k[first + j, head // group] for j in range(begin, i + 1)]
+                values = [v[first + j, head // group] for j in range(begin, i + 1)]
+                scores = [math.exp(scale * float(q[first + i, head] @ key)) for key in keys]
+                out[first + i, head] = sum(s * value for s, value in zip(scores, values, strict=True)) / sum(scores)
+        first += length
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 1, 3])
+def test_eager_is_the_definition(window):
+    """Catches a plain twin that is wrong: a window off by one, heads that read the wrong key, a leak at a border."""
+    lengths = [5, 1, 3]
+    q, k, v = make_inputs(lengths, 4, 2, 8, torch.float64)
+    got = eager_attention(q, k, v, SequenceLayout.from_lengths(lengths), scale=0.3, window=window)
+    torch.testing.assert_close(got, attend_by_definition(q, k, v, lengths, 0.3, window), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(6, 2, 64), (3, 3, 80), (4, 1, 128), (2, 2, 20)])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_backend_matches_the_plain_twin(backend, num_heads, num_kv_heads, head_dim, window, dtype):
+    """Catches wrong outputs or gradients at odd lengths, with grouped heads, with a window, in each precision."""
+    layout = SequenceLayout.from_lengths(LENGTHS)
+    options = {"layout": layout, "scale": head_dim**-0.5, "window": window}
+    attention = resolve_attention(backend, AttentionRequest("cpu", dtype, head_dim, window))
+    assert_matches_reference(
+        lambda q, k, v: attention(q, k, v, **options),
+        lambda q, k, v: eager_attention(q, k, v, **options),
+        make_inputs(LENGTHS, num_heads, num_kv_heads, head_dim, dtype),
+    )
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_document_is_bitwise_alone_in_its_pack(backend, window):
+    """Catches attention across a document border, however faint: neighbours may not change one bit."""
+    attention = resolve_attention(backend, AttentionRequest("cpu", torch.float32, 16, window))
+    layout = SequenceLayout.from_lengths(LENGTHS)
+    before = make_inputs(LENGTHS, 4, 2, 16, torch.float32)
+    after = [x.clone() for x in before]
+    changed = slice(34, 41)  # the third document
+    for x in after:
+        x[changed] = torch.randn_like(x[changed]) * 100
+    options = {"layout": layout, "scale": 0.25, "window": window}
+    out_before, out_after = attention(*before, **options), attention(*after, **options)
+    assert not torch.equal(out_before[changed], out_after[changed])
+    out_after[changed] = out_before[changed]
+    assert torch.equal(out_before, out_after)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_pack_is_its_documents_one_by_one(backend):
+    """Catches a backend that treats one document differently from several."""
+    attention = resolve_attention(backend, AttentionRequest("cpu", torch.float32, 16))
+    q, k, v = make_inputs(LENGTHS, 4, 2, 16, torch.float32)
+    packed = attention(q, k, v, SequenceLayout.from_lengths(LENGTHS), scale=0.25, window=None)
+    alone = [
+        attention(*parts, SequenceLayout.from_lengths([length]), scale=0.25, window=None)
+        for length, *parts in zip(LENGTHS, q.split(LENGTHS), k.split(LENGTHS), v.split(LENGTHS), strict=True)
+    ]
+    assert torch.equal(packed, torch.cat(alone))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_tokens_give_no_outputs(backend):
+    """Catches a crash on the empty row of a rank that holds nothing."""
+    attention = resolve_attention(backend, AttentionRequest("cpu", torch.float32, 16))
+    q, k, v = make_inputs([], 4, 2, 16, torch.float32)
+    assert attention(q, k, v, SequenceLayout.from_lengths([]), scale=0.25, window=None).shape == (0, 4, 16)

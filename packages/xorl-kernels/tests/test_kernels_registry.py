@@ -1,0 +1,77 @@
+"""Backends by name: explicit choice or error."""
+
+import logging
+
+import pytest
+import torch
+
+from xorl.kernels.attention import ATTENTION, AttentionRequest, resolve_attention
+from xorl.kernels.registry import Backend, Registry
+
+CPU = AttentionRequest("cpu", torch.float32, head_dim=64)
+
+
+def make_registry() -> Registry[int, str]:
+    """Backends that run numbers up to a limit."""
+    registry: Registry[int, str] = Registry("toy", preference=("fast", "slow"))
+    for name, limit in (("fast", 5), ("slow", 10)):
+        registry.register(
+            Backend(
+                name,
+                load=lambda name=name: name,
+                refusal=lambda n, limit=limit: None if n <= limit else f"above {limit}",
+            )
+        )
+    return registry
+
+
+def test_a_backend_that_cannot_run_says_why_and_what_can():
+    """Catches a silent fall-back, and a refusal that leaves the user to guess."""
+    with pytest.raises(RuntimeError, match=r"toy backend 'fast' cannot run here: above 5; these can: slow"):
+        make_registry().resolve("fast", 7)
+    with pytest.raises(RuntimeError, match="no other backend can either"):
+        make_registry().resolve("fast", 11)
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    """Catches a KeyError as the answer to a misspelt name."""
+    with pytest.raises(ValueError, match="unknown toy backend 'fats'; known: auto, fast, slow"):
+        make_registry().resolve("fats", 1)
+
+
+def test_auto_takes_the_first_that_runs_and_says_so_once(caplog):
+    """Catches an automatic choice that nobody can see in the log, or that floods it."""
+    registry = make_registry()
+    with caplog.at_level(logging.INFO, logger="xorl.kernels.registry"):
+        assert [registry.resolve("auto", n) for n in (3, 4, 7, 8)] == ["fast", "fast", "slow", "slow"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "toy backend=fast chosen_by=auto request=3",
+        "toy backend=slow chosen_by=auto request=7 passed_over='fast (above 5)'",
+    ]
+    with pytest.raises(RuntimeError, match=r"no toy backend can run 11: fast \(above 5\); slow \(above 10\)"):
+        registry.resolve("auto", 11)
+
+
+def test_native_attention_refuses_the_cpu_with_the_reason():
+    """Catches `native` answering on a CPU with another backend, or with torch's own error in mid-training."""
+    with pytest.raises(RuntimeError, match=r"'native' cannot run here: it needs a CUDA device.*these can: eager, sdpa"):
+        resolve_attention("native", CPU)
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason"),
+    [
+        (AttentionRequest("cuda", torch.float32, 64), "computes in float16 or bfloat16, the model computes in float32"),
+        (AttentionRequest("cuda", torch.bfloat16, 20), "a multiple of 8 up to 256, the model has 20"),
+        (AttentionRequest("cuda", torch.bfloat16, 264), "a multiple of 8 up to 256, the model has 264"),
+    ],
+)
+def test_native_attention_names_what_it_lacks(request_, reason):
+    """Catches a refusal that names the wrong reason."""
+    with pytest.raises(RuntimeError, match=reason):
+        resolve_attention("native", request_)
+
+
+def test_the_names_of_the_attention_backends():
+    """Catches a backend renamed or lost: the names are what users write in their configurations."""
+    assert ATTENTION.names == ("eager", "sdpa", "native")

@@ -1,0 +1,102 @@
+"""What an AdapterSpec accepts, and which layers it finds."""
+
+import pytest
+import torch
+from torch import nn
+
+from xorl.lora import AdapterSpec
+
+
+def two_layers() -> nn.Module:
+    layer = {"q_proj": nn.Linear(4, 4), "seq_proj": nn.Linear(4, 4), "norm": nn.LayerNorm(4)}
+    return nn.ModuleDict({"0": nn.ModuleDict(layer), "1": nn.ModuleDict({"q_proj": nn.Linear(4, 4)})})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 0}, "rank must be at least 1, got 0"),
+        ({"alpha": 0.0}, "alpha must be a finite number above 0, got 0.0"),
+        ({"alpha": float("nan")}, "alpha must be a finite number above 0, got nan"),
+        ({"targets": ()}, "at least one name"),
+        ({"targets": ("q_proj", "")}, "no empty one"),
+        ({"targets": "q_proj"}, "a tuple of names, got the string 'q_proj'"),
+    ],
+)
+def test_values_out_of_range_are_refused(options, message):
+    """Catches a scale of zero that trains nothing, and a string taken for a list of letters."""
+    with pytest.raises(ValueError, match=message):
+        AdapterSpec(**options)
+
+
+@pytest.mark.parametrize(
+    ("targets", "found"),
+    [
+        ("all-linear", ("0.q_proj", "0.seq_proj", "1.q_proj")),
+        (("q_proj",), ("0.q_proj", "1.q_proj")),
+        (("1.q_proj", "seq_proj"), ("0.seq_proj", "1.q_proj")),
+    ],
+)
+def test_targets_are_the_ends_of_names_in_whole_parts(targets, found):
+    """Catches `q_proj` matching `seq_proj`, and an order that follows the targets."""
+    assert AdapterSpec(targets=targets).resolve(two_layers()) == found
+
+
+@pytest.mark.parametrize("unmatched", ["k_proj", "norm", "0", "proj"])
+def test_a_target_that_matches_nothing_is_an_error_that_lists_the_names(unmatched):
+    """Catches a misspelt target that is ignored, so that fewer layers train than were asked for."""
+    with pytest.raises(ValueError, match=rf"\['{unmatched}'\] match no nn.Linear .* \['q_proj', 'seq_proj'\]"):
+        AdapterSpec(targets=("q_proj", unmatched)).resolve(two_layers())
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.body, self.head = nn.Embedding(6, 4), nn.Linear(4, 4), nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+
+
+@pytest.mark.parametrize(
+    ("model", "target", "found", "reason"),
+    [
+        (Tied(), "head", ("body",), "another module uses its weight"),
+        (
+            nn.ModuleDict({"attention": nn.MultiheadAttention(4, 2), "up": nn.Linear(4, 4)}),
+            "attention.out_proj",
+            ("up",),
+            "NonDynamicallyQuantizableLinear",
+        ),
+        (
+            nn.ModuleDict({"encoder": nn.TransformerEncoderLayer(4, 2), "up": nn.Linear(4, 4)}),
+            "linear1",
+            ("up",),
+            "without calling it",
+        ),
+        (
+            nn.ModuleDict({"up": nn.Linear(4, 4), "later": nn.Linear(4, 4, device="meta")}),
+            "later",
+            ("up",),
+            "meta device",
+        ),
+    ],
+)
+def test_layers_that_an_adapter_would_break_or_miss_are_left_alone(model, target, found, reason):
+    """Catches a merge that changes a tied embedding, and adapters that the module around them never calls."""
+    assert AdapterSpec().resolve(model) == found
+    with pytest.raises(ValueError, match=rf"cannot be adapted: .*{target} \(.*{reason}"):
+        AdapterSpec(targets=(target,)).resolve(model)
+
+
+@pytest.mark.parametrize("model", [nn.LayerNorm(4), nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4, device="meta"))])
+def test_a_model_with_nothing_to_adapt_is_an_error(model):
+    """Catches a run that freezes the whole model and trains nothing."""
+    with pytest.raises(ValueError, match=r"finds no nn\.Linear to adapt"):
+        AdapterSpec().resolve(model)
+
+
+def test_the_fused_inference_path_of_torch_would_miss_an_adapter():
+    """Says when torch's encoder layer no longer reads the weights of its linear layers itself."""
+    layer = nn.TransformerEncoderLayer(4, 2, batch_first=True).eval()
+    layer.linear1.forward = lambda x: torch.full((*x.shape[:-1], 2048), torch.nan)
+    with torch.no_grad():
+        assert layer(torch.randn(1, 3, 4)).isfinite().all()

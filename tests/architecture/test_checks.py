@@ -1,0 +1,83 @@
+"""The project's own checks find what they are for."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import check_docs
+import check_layout
+import check_sizes
+import check_text
+
+
+def test_a_size_exception_may_neither_grow_nor_idle() -> None:
+    # Would catch a list of exceptions under which code grows on.
+    too_long = {"new.py": (501, 500), "grown.py": (620, 500), "shrunk.py": (510, 500), "same.py": (600, 500)}
+    allowed = {"grown.py": 610, "shrunk.py": 600, "same.py": 600, "mended.py": 550}
+    assert [line.split(":")[0] for line in check_sizes.compare(too_long, allowed)] == [
+        "grown.py",
+        "new.py",
+        "shrunk.py",
+        "mended.py",
+    ]
+
+
+def test_every_function_is_measured() -> None:
+    # Would catch long methods and nested functions that hide from the limit.
+    source = """
+class A:
+    def b(self):
+        def c():
+            pass
+        if self:
+            async def d(): ...
+"""
+    assert check_sizes.functions(ast.parse(source), "") == [("A.b", 5), ("A.b.c", 2), ("A.b.d", 1)]
+
+
+@pytest.mark.parametrize(
+    ("path", "fault"),
+    [
+        ("packages/xorl-core/src/xorl/__init__.py", True),
+        ("packages/xorl-core/src/xorl/core/__init__.py", False),
+        ("packages/xorl-core/tests/__init__.py", True),
+        (".github/workflows/ci.yml", True),
+        (".ci/run", False),
+    ],
+)
+def test_misplaced_files_are_refused(path: str, fault: bool) -> None:
+    # Would catch the stray file that makes the other five distributions vanish.
+    assert bool(check_layout.reasons_against(Path(path))) == fault
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("see https://" + "pypi." + "org/simple/torch", True),
+        ("model_path: /" + "home/me/models/tiny", True),
+        ("pip install --extra-" + "index-url x", True),
+        ("model_path: ./models/tiny, ~/work/tiny or /path/to/it", False),
+        ("https://huggingface.co/docs/home/x", False),
+        ("xorl.config.local", False),
+    ],
+)
+def test_names_of_one_machine_are_refused(text: str, fault: bool) -> None:
+    # Would catch documents that only work where they were written.
+    assert bool(check_text.problems_in(text)) == fault
+
+
+@pytest.mark.parametrize(
+    ("text", "unknown"),
+    [
+        ("`train.output_dir`, `data.datasets[].path` and `--train.output_dir x`", []),
+        ("`data.batch` is a module", []),
+        ("`train.outptu_dir: x` and --data.nothing", ["data.nothing", "train.outptu_dir"]),
+        ("```yaml\ndata:\n  datasets: [{path: a, tyype: b}]\n```", ["data.datasets.0.tyype"]),
+        ("```yaml\ntrain: {lrr: 1}\n```", ["train.lrr"]),
+        ("```yaml\nother: {train: 1}\n```", []),
+    ],
+)
+def test_documents_name_options_that_exist(text: str, unknown: list[str]) -> None:
+    # Would catch documents that keep an option's old name.
+    assert sorted(line.removeprefix("unknown option ") for line in check_docs.unknown_in_markdown(text)) == unknown

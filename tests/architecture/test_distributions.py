@@ -1,0 +1,34 @@
+"""Each distribution is complete: a README that opens with a short example, a type marker per part, and tests."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+PACKAGES = Path(__file__).resolve().parents[2] / "packages"
+NAMES = ("xorl-kernels", "xorl-data", "xorl-ckpt", "xorl-core", "xorl-lora", "xorl-cli")
+MAX_EXAMPLE_LINES = 7
+
+
+def test_the_distributions_are_those_that_are_checked() -> None:
+    # Would catch a seventh distribution that nothing below looks at.
+    assert {folder.name for folder in PACKAGES.iterdir() if (folder / "pyproject.toml").exists()} == set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_readme_opens_with_a_short_example(name: str) -> None:
+    # Would catch a README whose first example has grown past a glance. tools/check_isolated.py runs it.
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", (PACKAGES / name / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    examples = [code for language, code in blocks if language == "python"]
+    assert examples, "no ```python block"
+    lines = [line for line in examples[0].splitlines() if line.strip()]
+    assert 1 <= len(lines) <= MAX_EXAMPLE_LINES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_part_is_typed_and_tested(name: str) -> None:
+    # Would catch a part whose types a user's checker ignores, or a distribution that is never tested alone.
+    parts = [part for part in (PACKAGES / name / "src" / "xorl").iterdir() if (part / "__init__.py").exists()]
+    assert parts
+    assert [part.name for part in parts if not (part / "py.typed").exists()] == []
+    assert list((PACKAGES / name / "tests").glob("test_*.py"))

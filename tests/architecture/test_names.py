@@ -1,0 +1,59 @@
+"""A name has one place: model families in their own file, and nothing but re-exports in `__init__.py`."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+PACKAGES = Path(__file__).resolve().parents[2] / "packages"
+MODELS = PACKAGES / "xorl-core" / "src" / "xorl" / "core" / "models"
+SOURCES = sorted(PACKAGES.glob("*/src/**/*.py"))
+FAMILIES = ("llama", "qwen2", "qwen3", "gpt2")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_family_is_named_in_its_own_file_and_the_table_alone(family: str) -> None:
+    # Would catch a branch on one family outside its file, which every new model would have to find.
+    own = {MODELS / f"{family}.py", MODELS / "__init__.py"}
+    elsewhere = [
+        f"{file.relative_to(PACKAGES)}:{number}: {line.strip()}"
+        for file in SOURCES
+        if file not in own
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1)
+        if re.search(family, line, re.IGNORECASE)
+    ]
+    assert not elsewhere
+    assert all(file.exists() for file in own)
+
+
+def test_the_families_looked_for_are_those_of_the_table() -> None:
+    # Would catch a new family that the test above does not know.
+    body = ast.parse((MODELS / "__init__.py").read_text(encoding="utf-8")).body
+    tables = [node for node in body if isinstance(node, ast.ImportFrom) and node.module == "xorl.core.models"]
+    assert {alias.name for table in tables for alias in table.names} == set(FAMILIES)
+
+
+def is_re_export(statement: ast.stmt) -> bool:
+    """Says whether a statement is a docstring, an absolute import, `__all__` or a table in capitals."""
+    match statement:
+        case ast.Expr(value=ast.Constant(value=str())) | ast.ImportFrom(level=0):
+            return True
+        case ast.Assign(targets=[ast.Name(id="__all__")]):
+            return True
+        case ast.AnnAssign(target=ast.Name(id=name), value=ast.Dict() | ast.Tuple()):
+            return name.isupper()
+        case _:
+            return False
+
+
+@pytest.mark.parametrize(
+    "file",
+    [file for file in SOURCES if file.name == "__init__.py" and file.parent != MODELS],
+    ids=lambda file: ".".join(file.relative_to(PACKAGES).parts[2:-1]),
+)
+def test_a_package_only_re_exports(file: Path) -> None:
+    # Would catch logic that hides in `__init__.py` and runs whenever anything below is imported.
+    body = ast.parse(file.read_text(encoding="utf-8")).body
+    other = [f"line {statement.lineno}" for statement in body if not is_re_export(statement)]
+    assert not other, f"{file.relative_to(PACKAGES)} holds more than a docstring, `from ... import`, tables and __all__"

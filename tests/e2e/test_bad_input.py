@@ -1,0 +1,197 @@
+"""What a user can get wrong ends `xorl train` with a message that names it and exit code 2, and loses nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+CONFIG = """\
+model:
+  config_path: {folder}/model
+data:
+  datasets:
+    - path: {folder}/train.jsonl
+  dataset_prepared_path: {folder}/prepared
+  sample_packing_sequence_len: 32
+  dataloader_num_workers: 0
+  pad_to_multiple_of: 8
+train:
+  output_dir: {folder}/output
+  max_steps: 2
+  log_format: structured
+  use_wandb: false
+"""
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
+    rows = [{"input_ids": list(range(8)), "labels": list(range(8))}] * 40
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "config.yaml").write_text(CONFIG.format(folder=tmp_path))
+    return tmp_path
+
+
+def train(
+    folder: Path, *arguments: str, preexec_fn: Callable[[], None] | None = None
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "xorl.cli.train", str(folder / "config.yaml"), *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=200, check=False, env=os.environ, preexec_fn=preexec_fn
+    )
+
+
+def add_lines(path: Path, *lines: str) -> None:
+    with path.open("a") as file:
+        file.writelines(line + "\n" for line in lines)
+
+
+def misspelt_key(folder: Path) -> list[str]:
+    add_lines(folder / "config.yaml", "  weigth_decay: 0.1")
+    return []
+
+
+def wrong_type(folder: Path) -> list[str]:
+    add_lines(folder / "config.yaml", "  lr: fast")
+    return []
+
+
+def row_that_is_not_json(folder: Path) -> list[str]:
+    add_lines(folder / "train.jsonl", '{"input_ids": [1, 2')
+    return []
+
+
+def row_of_two_lengths(folder: Path) -> list[str]:
+    add_lines(folder / "train.jsonl", '{"input_ids": [1, 2, 3], "labels": [1, 2]}')
+    return []
+
+
+def id_beyond_the_vocabulary(folder: Path) -> list[str]:
+    add_lines(folder / "train.jsonl", '{"input_ids": [1, 64], "labels": [1, 64]}')
+    return []
+
+
+def nothing_trained(folder: Path) -> list[str]:
+    (folder / "train.jsonl").write_text('{"input_ids": [1, 2, 3], "labels": [-100, -100, -100]}\n' * 9)
+    return []
+
+
+def checkpoint_of_another_model(folder: Path) -> list[str]:
+    assert train(folder).returncode == 0
+    (folder / "model" / "config.json").write_text(json.dumps({**MODEL, "hidden_size": 24}))
+    return ["--train.load_checkpoint_path", "auto", "--train.max_steps", "4"]
+
+
+def output_that_holds_a_run(folder: Path) -> list[str]:
+    assert train(folder).returncode == 0
+    return []
+
+
+def output_under_a_file(folder: Path) -> list[str]:
+    return ["--train.output_dir", str(folder / "train.jsonl" / "output")]
+
+
+def gpt2_of_few_positions(folder: Path) -> list[str]:
+    small = {"vocab_size": 64, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 4}
+    config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **small}
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    return ["--data.pad_to_multiple_of", "4"]
+
+
+CASES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
+    "misspelt key": (misspelt_key, ["config.yaml:15", "weigth_decay", "weight_decay"]),
+    "wrong type": (wrong_type, ["config.yaml:15", "train.lr", "fast"]),
+    "missing dataset": (
+        lambda folder: ["--data.datasets.0.path", f"{folder}/none.jsonl"],
+        ["none.jsonl", "data.datasets"],
+    ),
+    "row not JSON": (row_that_is_not_json, ["train.jsonl, line 41"]),
+    "row of two lengths": (row_of_two_lengths, ["train.jsonl, line 41", "3", "2"]),
+    "id beyond the vocabulary": (id_beyond_the_vocabulary, ["train.jsonl, line 41", "64"]),
+    "nothing trained": (nothing_trained, ["no token", "train.jsonl"]),
+    "checkpoint of another model": (
+        checkpoint_of_another_model,
+        ["another model", "model.model.embed_tokens.weight: saved as float32[64, 16], wanted float32[64, 24]"],
+    ),
+    "output holds a run": (output_that_holds_a_run, ["train.output_dir", "global_step_2", "auto"]),
+    "output not writable": (output_under_a_file, ["train.output_dir", "train.jsonl/output"]),
+    "sizes do not divide": (
+        lambda _: ["--nproc-per-node", "4", "--train.data_parallel_shard_size", "3"],
+        ["train.data_parallel_shard_size", "4"],
+    ),
+    "document without positions": (
+        gpt2_of_few_positions,
+        ["data.datasets: a document of 8 tokens", "4 learned positions", "max_seq_len: 4"],
+    ),
+    "attention that cannot run": (
+        lambda _: ["--model.attn_implementation", "native"],
+        ["model.attn_implementation", "CUDA", "eager, sdpa"],
+    ),
+    "no such checkpoint": (
+        lambda _: ["--train.load_checkpoint_path", "global_step_9"],
+        ["train.load_checkpoint_path", "global_step_9 does not exist"],
+    ),
+    "model not known": (lambda folder: ["--model.config_path", f"{folder}/nowhere"], ["model.config_path", "nowhere"]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input_is_told_and_ends_with_2(case: str, folder: Path) -> None:
+    # Catches tracebacks in place of messages, messages that do not name the place, and exit codes of success.
+    prepare, named = CASES[case]
+    result = train(folder, *prepare(folder))
+    assert result.returncode == 2, result.stderr
+    missing = [text for text in named if text not in result.stderr]
+    assert not missing, f"{missing} not in:\n{result.stderr}"
+    assert "Traceback" not in result.stderr
+
+
+def test_run_that_is_complete_says_so_and_ends_with_0(folder: Path) -> None:
+    # Catches a second start that trains again, or that fails.
+    assert train(folder, "--train.load_checkpoint_path", "auto").returncode == 0
+    before = (folder / "output" / "metrics.jsonl").read_text()
+    again = train(folder, "--train.load_checkpoint_path", "auto")
+    assert again.returncode == 0
+    assert "--train.output_dir" in again.stderr
+    assert (folder / "output" / "metrics.jsonl").read_text() == before
+
+
+def test_a_save_that_fails_is_told_in_a_few_lines_and_leaves_the_former_checkpoint(folder: Path) -> None:
+    # Catches forty lines of libraries around "no space left", and a half-written checkpoint that stays.
+    def limit() -> None:
+        # Larger than what a run writes beside its tensors, and smaller than those.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+    assert train(folder, "--train.max_steps", "1").returncode == 0
+    options = ("--train.load_checkpoint_path", "auto", "--train.max_steps", "2")
+    result = train(folder, *options, preexec_fn=limit)
+    assert result.returncode == 1, result.stderr
+    assert "Traceback" not in result.stderr
+    assert "error: step 2: " in result.stderr
+    assert "global_step_1 is whole" in result.stderr
+    assert sorted(file.name for file in (folder / "output" / "checkpoints").iterdir()) == ["global_step_1", "latest"]
+    assert train(folder, *options).returncode == 0

@@ -1,0 +1,99 @@
+"""A folder that transformers wrote is loaded, trained and exported, and transformers reads the result."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from xorl.config import config_from_mapping
+from xorl.train.run import run_training
+
+NUM_DOCUMENTS = 64
+
+
+def write_data(path: Path) -> None:
+    """Documents in which each token is the one before plus one, so that there is something to learn."""
+    with path.open("w") as file:
+        for index in range(NUM_DOCUMENTS):
+            ids = [(index + offset) % 50 for offset in range(6 + index % 7)]
+            file.write(json.dumps({"input_ids": ids, "labels": [-100, -100, *ids[2:]]}) + "\n")
+
+
+def mean_loss(model: PreTrainedModel, data: Path) -> float:
+    """The loss that transformers gives, document by document, over all trained tokens."""
+    total, trained = 0.0, 0
+    for line in data.read_text().splitlines():
+        row = json.loads(line)
+        logits = model(torch.tensor([row["input_ids"]])).logits[0, :-1].float()
+        labels = torch.tensor(row["labels"][1:])
+        total += F.cross_entropy(logits, labels, reduction="sum").item()
+        trained += int((labels != -100).sum())
+    return total / trained
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    ("world_size", "mode", "load_weights_mode", "init_device"),
+    [(1, "none", "broadcast", "auto"), (2, "fsdp2", "all_ranks", "meta"), (2, "ddp", "broadcast", "cpu")],
+)
+def test_folder_is_loaded_trained_and_exported(
+    world_size: int, mode: str, load_weights_mode: str, init_device: str, tmp_path: Path, run_ranks
+) -> None:
+    # Catches weights that are loaded into the wrong place, and exports that other tools read as another model.
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+    )
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "base")
+    data = tmp_path / "data.jsonl"
+    write_data(data)
+    output = tmp_path / "output"
+    loaded = config_from_mapping(
+        {
+            "model": {"model_path": str(tmp_path / "base")},
+            "data": {
+                "datasets": [{"path": str(data)}],
+                "test_datasets": [{"path": str(data)}],
+                "dataset_prepared_path": str(tmp_path / "prepared"),
+                "sample_packing_sequence_len": 64,
+                "dataloader_num_workers": 0,
+                "pad_to_multiple_of": 8,
+            },
+            "train": {
+                "output_dir": str(output),
+                "data_parallel_mode": mode,
+                "init_device": init_device,
+                "load_weights_mode": load_weights_mode,
+                "max_steps": 12,
+                "lr": 0.01,
+                "enable_mixed_precision": False,
+                "log_format": "structured",
+                "use_wandb": False,
+            },
+        }
+    )
+    assert run_ranks(lambda: run_training(loaded), world_size) == [0] * world_size
+
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    evaluations = {record["step"]: record for record in records if "eval_loss" in record}
+    assert set(evaluations) == {0, 12}
+    with torch.no_grad():
+        assert evaluations[0]["eval_loss"] == pytest.approx(mean_loss(model, data), rel=1e-5)
+        exported = AutoModelForCausalLM.from_pretrained(output / "checkpoints" / "global_step_12" / "hf").eval()
+        assert isinstance(exported, LlamaForCausalLM)
+        assert evaluations[12]["eval_loss"] == pytest.approx(mean_loss(exported, data), rel=1e-5)
+    assert evaluations[12]["eval_loss"] < evaluations[0]["eval_loss"] / 2
+    assert evaluations[12]["eval_token_accuracy"] > evaluations[0]["eval_token_accuracy"]

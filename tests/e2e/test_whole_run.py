@@ -1,0 +1,82 @@
+"""The command on two ranks with everything that observes a run switched on; and a run that is asked to stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+CONFIG = """\
+model:
+  config_path: configs/quickstart
+data:
+  datasets:
+    - path: configs/quickstart/heldout.jsonl
+  select_columns: [input_ids, labels]
+  val_set_size: 0.2
+  dataset_prepared_path: {folder}/prepared
+  sample_packing_sequence_len: 128
+  dataloader_num_workers: 1
+train:
+  output_dir: {folder}/output
+  max_steps: {steps}
+  lr: 1e-3
+  enable_mixed_precision: false
+  load_checkpoint_path: auto
+  log_format: structured
+  use_wandb: false
+"""
+
+
+def start(folder: Path, steps: int, *arguments: str) -> subprocess.Popen[str]:
+    (folder / "config.yaml").write_text(CONFIG.format(folder=folder, steps=steps))
+    command = [sys.executable, "-m", "xorl.cli.train", str(folder / "config.yaml"), *arguments]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "WANDB_API_KEY": ""})
+
+
+def records_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "output" / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.multi
+def test_two_ranks_with_every_observer(tmp_path: Path) -> None:
+    # Catches a sink that only some runs have: wandb without a key, the profiler, evaluations between steps.
+    observers = ["--train.use_wandb", "true", "--train.wandb_tags", "[a, b]", "--train.enable_profiling", "true"]
+    folders = ["--train.profile_trace_dir", str(tmp_path / "trace")]
+    process = start(tmp_path, 4, "--nproc-per-node", "2", "--train.eval_steps", "2", *observers, *folders)
+    _, stderr = process.communicate(timeout=250)
+    assert process.returncode == 0, stderr
+    assert "torchrun" in stderr
+    assert "wandb=offline" in stderr
+    assert list((tmp_path / "output" / "wandb").glob("offline-run-*"))
+    assert [file.name for file in (tmp_path / "trace").iterdir()] == ["rank0_steps_1_2.json.gz"]
+    records = records_of(tmp_path)
+    assert [record["step"] for record in records if "loss" in record] == [1, 2, 3, 4]
+    assert [record["step"] for record in records if "eval_loss" in record] == [0, 2, 4]
+    assert all(record["loss"] > 0 and record["grad_norm"] > 0 for record in records if "loss" in record)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGINT), (2, signal.SIGTERM)])
+def test_run_that_is_asked_to_stop_saves_and_can_be_continued(ranks: int, number: int, tmp_path: Path) -> None:
+    # Catches work that is lost to Ctrl-C or to a scheduler that takes the machine back.
+    many = 100_000
+    process = start(tmp_path, many, "--nproc-per-node", str(ranks))
+    metrics = tmp_path / "output" / "metrics.jsonl"
+    deadline = time.monotonic() + 200
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) > 5):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=100)
+    assert process.returncode == 128 + number, stderr
+    last = max(record["step"] for record in records_of(tmp_path))
+    assert (tmp_path / "output" / "checkpoints" / "latest").read_text().strip() == f"global_step_{last}"
+    assert last < many

@@ -1,0 +1,289 @@
+"""Every family against transformers: logits, gradients, rotary frequencies and files, from the same random weights."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from xorl.ckpt import SafetensorsSource, export_hf, load_weights
+from xorl.core.models import SPECS, Decoder, WeightRecipe, spec_for
+from xorl.core.nn import Rotary
+from xorl.kernels.attention import AttentionRequest, resolve_attention
+from xorl.kernels.layout import SequenceLayout
+from xorl.kernels.linear_ce import linear_cross_entropy
+
+LOGIT_TOLERANCE = 1e-5
+GRADIENT_TOLERANCE = 1e-4
+VOCAB = 83
+LENGTHS = [23, 1, 40, 9]
+SIZES: dict[str, object] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+GPT2_SIZES: dict[str, object] = {
+    "vocab_size": VOCAB,
+    "n_embd": 48,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 64,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+# The trained length is shorter than the documents, so that scaling shows.
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0}
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e3,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table: a family and what its config changes."""
+
+    architecture: str
+    label: str
+    changes: Mapping[str, object] = field(default_factory=dict)
+
+    def make_hf_model(self) -> transformers.PreTrainedModel:
+        """The transformers model with random weights, biases and norms away from zero and one."""
+        model_class = getattr(transformers, self.architecture)
+        sizes = GPT2_SIZES if self.architecture == "GPT2LMHeadModel" else SIZES
+        config = model_class.config_class(**{**sizes, **self.changes}, attn_implementation="eager")
+        torch.manual_seed(0)
+        model = model_class(config)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                scale = 0.15 if parameter.dim() > 1 else 0.1
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+        return model.eval()
+
+
+CASES = [
+    Case("LlamaForCausalLM", "grouped heads"),
+    Case("LlamaForCausalLM", "all heads, tied", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    Case("LlamaForCausalLM", "one kv head", {"num_key_value_heads": 1, "head_dim": 20}),
+    Case("LlamaForCausalLM", "biases", {"attention_bias": True, "mlp_bias": True}),
+    Case("LlamaForCausalLM", "llama3 rope", {"rope_parameters": LLAMA3}),
+    Case("LlamaForCausalLM", "linear rope", {"rope_parameters": LINEAR}),
+    Case("LlamaForCausalLM", "dynamic rope", {"rope_parameters": DYNAMIC, "max_position_embeddings": 16}),
+    Case("LlamaForCausalLM", "yarn rope", {"rope_parameters": YARN}),
+    Case("LlamaForCausalLM", "gelu", {"hidden_act": "gelu"}),
+    Case("Qwen2ForCausalLM", "grouped heads"),
+    Case("Qwen2ForCausalLM", "tied", {"tie_word_embeddings": True}),
+    Case("Qwen2ForCausalLM", "yarn rope", {"rope_parameters": YARN}),
+    Case("Qwen2ForCausalLM", "sliding window", WINDOW),
+    Case("Qwen3ForCausalLM", "grouped heads", {"head_dim": 16}),
+    Case("Qwen3ForCausalLM", "tied", {"head_dim": 24, "tie_word_embeddings": True}),
+    Case("Qwen3ForCausalLM", "biases", {"head_dim": 12, "attention_bias": True}),
+    Case("Qwen3ForCausalLM", "yarn rope", {"head_dim": 16, "rope_parameters": {**YARN, "truncate": False}}),
+    Case("Qwen3ForCausalLM", "sliding window", {"head_dim": 16, **WINDOW}),
+    Case("GPT2LMHeadModel", "tied"),
+    Case("GPT2LMHeadModel", "untied, inner width", {"tie_word_embeddings": False, "n_inner": 56}),
+    Case("GPT2LMHeadModel", "scaled by layer", {"scale_attn_by_inverse_layer_idx": True}),
+    Case("GPT2LMHeadModel", "unscaled, gelu", {"scale_attn_weights": False, "activation_function": "gelu"}),
+]
+IDS = [f"{case.architecture} {case.label}" for case in CASES]
+
+
+class ModelSource:
+    """A transformers model as a source of weights, without files."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def names(self):
+        return self.tensors.keys()
+
+    def shape(self, name):
+        return tuple(self.tensors[name].shape)
+
+    def dtype(self, name):
+        return self.tensors[name].dtype
+
+    def read(self, name, start=None, stop=None):
+        return self.tensors[name][start:stop]
+
+
+def make_decoder(hf_config: Mapping[str, object], *, backend: str, merge_qkv: bool):
+    """An uninitialised decoder for a config.json, and its recipes."""
+    spec = spec_for(hf_config)
+    config = spec.config_from_hf(hf_config)
+    attention = resolve_attention(backend, AttentionRequest("cpu", torch.float32, config.head_dim))
+    return spec.build(config, merge_qkv=merge_qkv, attention=attention), spec.recipes(config, merge_qkv=merge_qkv)
+
+
+def make_twin(model: transformers.PreTrainedModel, *, backend: str, merge_qkv: bool):
+    """A decoder with the weights of a transformers model, and its recipes."""
+    hf_config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
+    decoder, recipes = make_decoder(hf_config, backend=backend, merge_qkv=merge_qkv)
+    source = spec_for(hf_config).checkpoint_view(decoder.config, ModelSource(model.state_dict()))
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            parameter.copy_(recipes[name].read(source, 0, parameter.shape[0]))
+    return decoder, recipes
+
+
+def to_hf(recipes: Mapping[str, WeightRecipe], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Native tensors (weights or gradients) under the names of transformers."""
+    parts: dict[str, list[Tensor]] = {}
+    for name, recipe in recipes.items():
+        for source, tensor in recipe.split(tensors[name]).items():
+            parts.setdefault(source, []).append(tensor)
+    dims = {source: recipe.join_dim for recipe in recipes.values() for source in recipe.sources}
+    return {source: torch.cat(tensors, dim=dims[source] or 0) for source, tensors in parts.items()}
+
+
+def make_rows() -> tuple[Tensor, Tensor]:
+    """Token ids and labels of one packed row; the last label of each document and a few others are ignored."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(VOCAB, (sum(LENGTHS),), generator=generator)
+    labels = torch.cat([torch.cat((row[1:], torch.tensor([-100]))) for row in ids.split(LENGTHS)])
+    labels[5:9] = -100
+    return ids, labels
+
+
+@pytest.mark.parametrize(("backend", "merge_qkv"), [("sdpa", True), ("eager", False)])
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_packed_rows_match_transformers_on_separate_rows(case: Case, backend: str, merge_qkv: bool):
+    """Catches any difference in the mathematics of a family, forward or backward, and any leak inside a pack."""
+    model = case.make_hf_model()
+    decoder, recipes = make_twin(model, backend=backend, merge_qkv=merge_qkv)
+    ids, labels = make_rows()
+    wanted = []
+    for row, row_labels in zip(ids.split(LENGTHS), labels.split(LENGTHS), strict=True):
+        if "dynamic" in case.label:  # transformers keeps the frequencies of the longest row seen so far
+            row_model = case.make_hf_model()
+            row_model.load_state_dict(model.state_dict())
+        else:
+            row_model = model
+        logits = row_model(row[None]).logits[0]
+        F.cross_entropy(logits, row_labels, reduction="sum").backward()
+        if row_model is not model:
+            add_gradients(model, row_model)
+        wanted.append(logits.detach())
+
+    layout = SequenceLayout.from_lengths(LENGTHS)
+    logits = decoder(ids, layout)
+    assert (logits - torch.cat(wanted)).abs().max() <= LOGIT_TOLERANCE
+    decoder(ids, layout, lambda hidden, weight: linear_cross_entropy(hidden, weight, labels)[0].sum()).backward()
+    got = to_hf(recipes, {name: parameter.grad for name, parameter in decoder.named_parameters()})
+    for name, parameter in model.named_parameters():
+        error = (got[name] - parameter.grad).norm() / parameter.grad.norm()
+        assert error <= GRADIENT_TOLERANCE, f"gradient of {name} is off by {error:.2e}"
+
+
+def add_gradients(model: transformers.PreTrainedModel, other: transformers.PreTrainedModel) -> None:
+    for parameter, source in zip(model.parameters(), other.parameters(), strict=True):
+        parameter.grad = source.grad if parameter.grad is None else parameter.grad + source.grad
+
+
+@pytest.mark.parametrize("merge_qkv", [True, False])
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_weights_return_to_transformers_bit_for_bit(case: Case, merge_qkv: bool):
+    """Catches a weight lost, transposed or misplaced on the way in or out."""
+    model = case.make_hf_model()
+    decoder, recipes = make_twin(model, backend="sdpa", merge_qkv=merge_qkv)
+    back = to_hf(recipes, {name: parameter.detach() for name, parameter in decoder.named_parameters()})
+    assert back.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(back[name], parameter) for name, parameter in model.named_parameters())
+
+
+@pytest.mark.parametrize("merge_qkv", [True, False])
+@pytest.mark.parametrize("architecture", SPECS)
+def test_folders_pass_to_and_fro_bit_for_bit(tmp_path: Path, architecture: str, merge_qkv: bool):
+    """Catches files that transformers writes and we do not read, or the other way round."""
+    case = next(case for case in CASES if case.architecture == architecture)
+    model = case.make_hf_model()
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="40KB")
+    hf_config = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    decoder, recipes = make_decoder(hf_config, backend="sdpa", merge_qkv=merge_qkv)
+    spec = spec_for(hf_config)
+    view = spec.checkpoint_view(decoder.config, SafetensorsSource(tmp_path / "theirs"))
+    load_weights(dict(decoder.named_parameters()), recipes, view, mode="all_ranks")
+    export_hf(
+        dict(decoder.named_parameters()),
+        recipes,
+        tmp_path / "ours",
+        hf_config=spec.config_to_hf(decoder.config, hf_config),
+    )
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert type(again) is type(model)
+    for (name, got), wanted in zip(again.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(got, wanted), name
+    ids, _ = make_rows()
+    row = ids[: LENGTHS[0]]
+    logits = decoder(row, SequenceLayout.from_lengths([len(row)]))
+    assert (logits - again(row[None]).logits[0]).abs().max() <= LOGIT_TOLERANCE
+
+
+@pytest.mark.parametrize("architecture", SPECS)
+def test_a_config_of_ours_builds_the_same_model_there(tmp_path: Path, architecture: str):
+    """Catches a config.json written without one to start from that transformers reads as another model."""
+    case = next(case for case in CASES if case.architecture == architecture)
+    model = case.make_hf_model()
+    decoder, recipes = make_twin(model, backend="sdpa", merge_qkv=True)
+    hf_config = SPECS[architecture].config_to_hf(decoder.config)
+    parameters = dict(decoder.named_parameters())
+    export_hf(parameters, recipes, tmp_path / "ours", hf_config=hf_config)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager")
+    ids, _ = make_rows()
+    assert torch.equal(again(ids[None, :9]).logits, model(ids[None, :9]).logits)
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize(
+    "rope", [LINEAR, YARN, {**YARN, "truncate": False, "mscale": 1.0, "mscale_all_dim": 0.7}, LLAMA3]
+)
+def test_rotary_frequencies_are_those_of_transformers(rope: dict[str, object], head_dim: int):
+    """Catches a slip in a scaling formula at sizes that matter, where small models would hide it."""
+    rope = {**rope, "rope_theta": 5e5}
+    if "original_max_position_embeddings" in rope:
+        rope["original_max_position_embeddings"] = 8192
+    config = transformers.LlamaConfig(head_dim=head_dim, max_position_embeddings=131072, rope_parameters=rope)
+    wanted, attention_factor = ROPE_INIT_FUNCTIONS[str(rope["rope_type"])](config, torch.device("cpu"))
+    read = SPECS["LlamaForCausalLM"].config_from_hf(config.to_dict())
+    assert read.rope is not None
+    torch.testing.assert_close(Rotary(read.rope, head_dim).inv_freq, wanted, rtol=1e-6, atol=0)
+    assert read.rope.attention_factor == pytest.approx(attention_factor, rel=1e-12)
+
+
+def test_the_decoder_starts_like_transformers():
+    """Catches initial weights of another scale, per kind of parameter: training from scratch would differ."""
+    for case in (CASES[0], Case("GPT2LMHeadModel", "wide", {"n_embd": 128, "n_layer": 2})):
+        model_class = getattr(transformers, case.architecture)
+        sizes = GPT2_SIZES if case.architecture == "GPT2LMHeadModel" else SIZES
+        torch.manual_seed(0)
+        model = model_class(model_class.config_class(**{**sizes, **case.changes}))
+        decoder, recipes = make_twin(model, backend="sdpa", merge_qkv=True)
+        assert isinstance(decoder, Decoder)
+        decoder.init_weights(seed=0)
+        ours = to_hf(recipes, {name: parameter.detach() for name, parameter in decoder.named_parameters()})
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                assert ours[name].std().item() == pytest.approx(parameter.std().item(), rel=0.1), name
+            else:
+                assert torch.equal(ours[name], parameter), name

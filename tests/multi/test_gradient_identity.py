@@ -1,0 +1,233 @@
+"""One optimizer step is the same for every way of splitting its rows and placing its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from xorl.core.loss import cross_entropy
+from xorl.core.mesh import Mesh, ParallelDims
+from xorl.core.models import Decoder, spec_for
+from xorl.core.optim import OptimizerName, build_optimizer, scale_and_clip_
+from xorl.core.parallel import ParallelPolicy, copy_shard_, parallelize
+from xorl.data import Document, PackedBatch, collate
+from xorl.kernels.attention import AttentionRequest, resolve_attention
+from xorl.train.engine import Engine
+
+NUM_ROWS = 16
+HF_CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "initializer_range": 0.2,
+}
+
+LAYOUTS = {
+    # name: (mode, ranks, shard size, replicate size, reshard after forward)
+    "none": ("none", 1, -1, -1, True),
+    "ddp-1": ("ddp", 1, -1, -1, True),
+    "ddp-2": ("ddp", 2, -1, -1, True),
+    "ddp-4": ("ddp", 4, -1, -1, True),
+    "zero3-1": ("fsdp2", 1, -1, -1, True),
+    "zero3-2": ("fsdp2", 2, -1, -1, True),
+    "zero3-4": ("fsdp2", 4, -1, -1, True),
+    "zero2-2": ("fsdp2", 2, -1, -1, False),
+    "zero2-4": ("fsdp2", 4, -1, -1, False),
+    "hsdp-2x2": ("fsdp2", 4, 2, 2, True),
+}
+RECOMPUTE = {"none": ("none", False), "layer": ("layer", False), "reentrant": ("layer", True), "mlp": (("mlp",), False)}
+
+
+def rows() -> list[list[Document]]:
+    """16 bins of documents of unequal lengths, with unequal numbers of trained tokens."""
+    generator = torch.Generator().manual_seed(7)
+    bins = []
+    for index in range(NUM_ROWS):
+        documents = []
+        for length in (3 + index, 5, 2 + index % 4):
+            ids = torch.randint(0, 64, (length,), generator=generator)
+            labels = torch.where(torch.rand(length, generator=generator) < index / NUM_ROWS, -100, ids)
+            documents.append(Document(ids.numpy(), labels.numpy()))
+        bins.append(documents)
+    return bins
+
+
+def engine_for(layout: str, recompute: str = "none", units: Sequence[str] = ()) -> Engine:
+    mode, world_size, shard_size, replicate_size, reshard = LAYOUTS[layout]
+    mesh = Mesh(ParallelDims.resolve(mode, world_size, shard_size=shard_size, replicate_size=replicate_size), "cpu")
+    spec = spec_for(HF_CONFIG)
+    config = spec.config_from_hf(HF_CONFIG)
+    request = AttentionRequest(device_type="cpu", dtype=torch.float32, head_dim=config.head_dim, window=None)
+    with torch.device("meta"):
+        model = spec.build(config, merge_qkv=True, attention=resolve_attention("sdpa", request))
+    parts, reentrant = RECOMPUTE[recompute]
+    policy = ParallelPolicy(
+        data_parallel_mode=mode,
+        reshard_after_forward=reshard,
+        unit_modules=units,
+        recompute=parts,
+        reentrant_recompute=reentrant,
+    )
+
+    def fill(module: torch.nn.Module) -> None:
+        assert isinstance(module, Decoder)
+        module.init_weights(0, copy_=copy_shard_)
+
+    placed = parallelize(model, mesh, policy, device=torch.device("cpu"), fill=fill)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    return Engine(placed, optimizer, torch.device("cpu"), max_grad_norm=None, flops=sum)
+
+
+def step_gradient(
+    layout: str, micro_batch_size: int, recompute: str = "none", units: Sequence[str] = ()
+) -> tuple[dict[str, Tensor], float]:
+    """Whole gradients by parameter, and the loss, of one step over all rows, as every rank ends up with them."""
+    engine = engine_for(layout, recompute, units)
+    mesh = engine.model.mesh
+    own = rows()[mesh.dp_rank :: mesh.dp_size]
+    batches: Sequence[PackedBatch] = [
+        collate(list(chain.from_iterable(own[start : start + micro_batch_size])), pad_to_multiple_of=8)
+        for start in range(0, len(own), micro_batch_size)
+    ]
+    losses = engine.forward_backward(batches, cross_entropy)
+    parameters = dict(engine.model.module.named_parameters())
+    scale_and_clip_(list(parameters.values()), losses.num_trained_tokens, None)
+    gradients = {}
+    for name, parameter in parameters.items():
+        gradient = parameter.grad
+        assert gradient is not None
+        gradients[name] = (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).clone()
+    return gradients, float(losses.loss_sum / losses.num_trained_tokens)
+
+
+def assert_same(reference: dict[str, Tensor], measured: dict[str, Tensor], limit: float = 1e-6) -> None:
+    assert set(reference) == set(measured)
+    for name, tensor in reference.items():
+        difference = (measured[name] - tensor).norm() / tensor.norm()
+        assert difference < limit, f"{name} differs by {difference:.2e}"
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradient_does_not_depend_on_the_split(layout: str, run_ranks) -> None:
+    # Catches means of means: any division by ranks, micro-batches or per-batch token counts.
+    world_size = LAYOUTS[layout][1]
+    [(reference, reference_loss)] = run_ranks(lambda: step_gradient("none", NUM_ROWS), 1)
+    assert all(gradient.norm() > 0 for gradient in reference.values())
+    sizes = [size for size in (1, 2, 4, 8, 16) if size * world_size <= NUM_ROWS]
+    for by_size in run_ranks(lambda: [step_gradient(layout, size) for size in sizes], world_size):
+        for gradients, loss in by_size:
+            assert_same(reference, gradients)
+            assert loss == pytest.approx(reference_loss, rel=1e-6)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("layout", ["none", "ddp-2", "zero3-2"])
+def test_recomputation_does_not_change_the_gradient(layout: str, run_ranks) -> None:
+    # Catches a recomputed forward that runs without its gathered parameters, or twice in the gradient.
+    kinds = ["layer", "mlp"] if layout == "ddp-2" else ["layer", "reentrant", "mlp"]
+    [(reference, _)] = run_ranks(lambda: step_gradient("none", 4), 1)
+    for by_kind in run_ranks(lambda: [step_gradient(layout, 4, kind) for kind in kinds], LAYOUTS[layout][1]):
+        for gradients, _ in by_kind:
+            assert_same(reference, gradients)
+
+
+@pytest.mark.multi
+def test_further_units_of_sharding_do_not_change_the_gradient(run_ranks) -> None:
+    # Catches units sharded from the outside in, which leaves the inner ones nothing.
+    units = ["mlp", "Attention", "norm", "Decoder"]
+    [(reference, _)] = run_ranks(lambda: step_gradient("none", 4), 1)
+    for gradients, _ in run_ranks(lambda: step_gradient("zero3-2", 4, "none", units), 2):
+        assert_same(reference, gradients)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("unit", ["embed_tokens", "DecoderTrunk"])
+def test_unit_with_the_weight_of_the_head_is_refused(unit: str, run_ranks) -> None:
+    # Catches an error from deep within torch about mixed tensors, when the loss reads the tied head.
+    def error() -> str:
+        with pytest.raises(ValueError, match="the weight of the model's head") as caught:
+            engine_for("zero3-1", units=[unit])
+        return str(caught.value)
+
+    [message] = run_ranks(error, 1)
+    assert message.startswith("model.basic_modules: ")
+
+
+PLACED = ["ddp-2", "zero3-2", "zero2-2", "hsdp-2x2"]
+
+
+def engine_with(layout: str, optimizer: OptimizerName) -> Engine:
+    engine = engine_for(layout)
+    parameters = engine.model.module.named_parameters()
+    engine.optimizer = build_optimizer(optimizer, parameters, lr=0.1, weight_decay=0.1, no_decay_modules=["norm"])
+    return engine
+
+
+def batch_of(engine: Engine) -> PackedBatch:
+    own = rows()[engine.model.mesh.dp_rank :: engine.model.mesh.dp_size]
+    return collate(list(chain.from_iterable(own)), pad_to_multiple_of=8)
+
+
+def parameters_of(engine: Engine) -> dict[str, Tensor]:
+    named = engine.model.module.named_parameters()
+    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in named}
+
+
+def two_steps(layout: str, optimizer: OptimizerName) -> tuple[dict[str, Tensor], float]:
+    """The parameters after two steps between which the loss is looked at, and the loss then."""
+    engine = engine_with(layout, optimizer)
+    batch = batch_of(engine)
+    for _ in range(2):
+        losses = engine.forward_backward([batch], cross_entropy)
+        engine.forward(batch, cross_entropy)
+        engine.optim_step(0.1, divisor=losses.num_trained_tokens)
+    loss = engine.forward(batch, cross_entropy).sum.detach()
+    torch.distributed.all_reduce(loss)
+    return parameters_of(engine), float(loss)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_steps_do_not_depend_on_the_placement(optimizer: OptimizerName, run_ranks) -> None:
+    # Catches an optimizer that cannot take shards, and a forward pass with gathered parameters of before the step.
+    [(expected, expected_loss)] = run_ranks(lambda: two_steps("none", optimizer), 1)
+    for layout in PLACED:
+        for parameters, loss in run_ranks(lambda layout=layout: two_steps(layout, optimizer), LAYOUTS[layout][1]):
+            # AdamW divides by the gradient's own size, so it magnifies what is lost in summation.
+            assert_same(expected, parameters, limit=1e-4)
+            assert loss == pytest.approx(expected_loss, rel=1e-5)
+
+
+def skipped_step(optimizer: OptimizerName) -> float:
+    """How far a step with a gradient that is not finite moves the parameters."""
+    engine = engine_with("zero3-2", optimizer)
+    before = parameters_of(engine)
+    losses = engine.forward_backward([batch_of(engine)], cross_entropy)
+    update = engine.optim_step(0.1, divisor=losses.num_trained_tokens * float("nan"))
+    assert update.skipped
+    after = parameters_of(engine)
+    return max(float((after[name] - value).abs().max()) for name, value in before.items())
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_gradient_that_is_not_finite_moves_no_shard(optimizer: OptimizerName, run_ranks) -> None:
+    # Catches weights that are poisoned on the device before the host sees the loss.
+    assert run_ranks(lambda: skipped_step(optimizer), 2) == [0.0, 0.0]

@@ -1,0 +1,213 @@
+"""A run that was killed and resumed ends where the run that was not stopped ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from xorl.ckpt import Checkpointer, read_manifest
+from xorl.config import load_config
+from xorl.train.checkpoints import Checkpoints
+from xorl.train.run import run_training
+
+NUM_STEPS = 20
+KILLED_AT = 10
+CONFIG = """
+model:
+  config_path: {folder}/model
+data:
+  datasets: [{{path: {folder}/train.jsonl}}]
+  dataset_prepared_path: {folder}/prepared
+  sample_packing_sequence_len: 64
+  sample_packing_method: multipack
+  dataloader_num_workers: 0
+  pad_to_multiple_of: 16
+train:
+  output_dir: {output}
+  data_parallel_mode: {mode}
+  micro_batch_size: 1
+  gradient_accumulation_steps: {accumulation}
+  max_steps: {steps}
+  lr: 1e-2
+  lr_warmup_ratio: 0.2
+  lr_decay_style: cosine
+  weight_decay: 0.1
+  enable_mixed_precision: false
+  enable_gradient_checkpointing: false
+  save_steps: 10
+  save_hf_weights: false
+  load_checkpoint_path: auto
+  log_format: structured
+  use_wandb: false
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resume")
+    generator = torch.Generator().manual_seed(3)
+    with (folder / "train.jsonl").open("w") as file:
+        for _ in range(300):
+            length = int(torch.randint(4, 40, (1,), generator=generator))
+            ids = torch.randint(0, 64, (length,), generator=generator).tolist()
+            file.write(json.dumps({"input_ids": ids, "labels": [-100, *ids[1:]]}) + "\n")
+    (folder / "model").mkdir()
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
+    rest = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": True}
+    config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **shape, **heads, **rest}
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def run(folder: Path, output: Path, *, mode: str, accumulation: int, killed_at: int | None = None) -> int:
+    """What one rank does; with `killed_at`, every rank dies when the checkpoint of that step has been published."""
+    text = CONFIG.format(folder=folder, output=output, mode=mode, accumulation=accumulation, steps=NUM_STEPS)
+    path = output.parent / f"{output.name}_{os.environ['RANK']}.yaml"
+    path.write_text(text)
+    if killed_at is not None:
+        save = Checkpoints.save
+
+        def save_and_die(checkpoints: Checkpoints, step: int) -> None:
+            save(checkpoints, step)
+            if step == killed_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        Checkpoints.save = save_and_die
+    return run_training(load_config(path))
+
+
+def losses(output: Path) -> dict[int, tuple[float, float]]:
+    """(loss, gradient norm) by step."""
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return {record["step"]: (record["loss"], record["grad_norm"]) for record in records if "loss" in record}
+
+
+class Tensors(dict):
+    """Named tensors as a part of a checkpoint's state."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return dict(self)
+
+    def load_state_dict(self, _: dict[str, Tensor]) -> None:
+        pass
+
+
+def final_state(output: Path) -> dict[str, Tensor]:
+    checkpoint = output / "checkpoints" / f"global_step_{NUM_STEPS}"
+    parts: dict[str, Tensors] = {}
+    for name, record in read_manifest(checkpoint).tensors.items():
+        part, _, key = name.partition(".")
+        parts.setdefault(part, Tensors())[key] = torch.zeros(record.shape, dtype=getattr(torch, record.dtype))
+    Checkpointer(output / "checkpoints").load(checkpoint, parts)
+    return {f"{part}.{key}": tensor for part, tensors in parts.items() for key, tensor in tensors.items()}
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(("mode", "world_size"), [("none", 1), ("fsdp2", 2)])
+def test_killed_and_resumed_run_is_the_same_to_the_bit(
+    mode: str, world_size: int, folder: Path, tmp_path: Path, run_ranks
+) -> None:
+    # Catches anything that a checkpoint forgets: a moment, a step count, a place in the data, a schedule.
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    split = {"mode": mode, "accumulation": 4 // world_size}
+    assert run_ranks(lambda: run(folder, straight, **split), world_size) == [0] * world_size
+    killed = run_ranks(lambda: run(folder, resumed, **split, killed_at=KILLED_AT), world_size)
+    assert killed == ["no result"] * world_size
+    assert max(losses(resumed)) == KILLED_AT
+    assert run_ranks(lambda: run(folder, resumed, **split), world_size) == [0] * world_size
+    assert losses(resumed) == losses(straight)
+    assert len(losses(resumed)) == NUM_STEPS
+    expected, state = final_state(straight), final_state(resumed)
+    assert any(name.startswith("optimizer.") for name in expected)
+    torch.testing.assert_close(state, expected, rtol=0, atol=0)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_run_of_two_ranks_resumes_on_another_number(world_size: int, folder: Path, tmp_path: Path, run_ranks) -> None:
+    # Catches a data order, or a number of bins per step, that depends on how many ranks read it.
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    split = {"mode": "fsdp2", "accumulation": 2}
+    run_ranks(lambda: run(folder, straight, **split), 2)
+    run_ranks(lambda: run(folder, resumed, **split, killed_at=KILLED_AT), 2)
+    assert run_ranks(lambda: run(folder, resumed, **split), world_size) == [0] * world_size
+    expected, measured = losses(straight), losses(resumed)
+    assert expected.keys() == measured.keys()
+    for step, (loss, norm) in expected.items():
+        assert measured[step] == (pytest.approx(loss, rel=1e-6), pytest.approx(norm, rel=1e-4))
+
+
+def error_of(folder: Path, output: Path, *overrides: str) -> str:
+    """What a run with these overrides is refused with."""
+    path = output.parent / f"{output.name}_{os.environ['RANK']}.yaml"
+    path.write_text(CONFIG.format(folder=folder, output=output, mode="fsdp2", accumulation=1, steps=NUM_STEPS))
+    try:
+        run_training(load_config(path, overrides))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.multi
+def test_order_of_the_data_that_changed_is_refused(folder: Path, tmp_path: Path, run_ranks) -> None:
+    # Catches a resumed run that trains on some rows again and never on others, because the seed is another one.
+    output = tmp_path / "output"
+    kept = ["--data.shuffle_merged_datasets", "false", "--data.shuffle_before_merging_datasets", "false"]
+    kept += ["--data.sample_packing_method", "sequential"]
+    assert run_ranks(lambda: error_of(folder, output, *kept, "--train.max_steps", "2"), 1) == ["no error"]
+    [error] = run_ranks(lambda: error_of(folder, output, *kept, "--train.seed", "7"), 1)
+    assert "comes in another order" in error
+
+
+@pytest.mark.multi
+def test_ranks_that_see_other_files_are_told_so(folder: Path, tmp_path: Path, run_ranks) -> None:
+    # Catches nodes with folders of their own that hang in different collectives, or train on a mixture.
+    def with_own_data() -> str:
+        own = tmp_path / f"own_{os.environ['RANK']}"
+        own.mkdir()
+        rows = (folder / "train.jsonl").read_text().splitlines(keepends=True)
+        (own / "train.jsonl").write_text("".join(rows[int(os.environ["RANK"]) :]))
+        return error_of(folder, tmp_path / "output", "--data.datasets", f"[{{path: {own}/train.jsonl}}]")
+
+    def with_own_output() -> str:
+        return error_of(folder, tmp_path / f"output_{os.environ['RANK']}")
+
+    assert all("data: not every node" in error for error in run_ranks(with_own_data, 2))
+    assert run_ranks(lambda: error_of(folder, tmp_path / "output_1", "--train.max_steps", "2"), 1) == ["no error"]
+    assert all("load_checkpoint_path: not every node" in error for error in run_ranks(with_own_output, 2))
+
+
+@pytest.mark.multi
+def test_export_that_a_kill_prevented_is_made_up_for(folder: Path, tmp_path: Path, run_ranks) -> None:
+    # Catches a run that calls itself complete and has no model for other tools.
+    output = tmp_path / "output"
+    assert run_ranks(lambda: error_of(folder, output, "--train.max_steps", "2"), 1) == ["no error"]
+    exported = output / "checkpoints" / "global_step_2" / "hf" / "model.safetensors"
+    assert not exported.exists()
+    again = ["--train.max_steps", "2", "--train.save_hf_weights", "true"]
+    for _ in range(2):
+        assert run_ranks(lambda: error_of(folder, output, *again), 1) == ["no error"]
+        assert exported.exists()
+    assert len(losses(output)) == 2
+
+
+@pytest.mark.multi
+def test_evaluation_of_fewer_bins_than_ranks(folder: Path, tmp_path: Path, run_ranks) -> None:
+    # Catches a rank without held-out data that leaves the others alone in a collective, or counts its padding.
+    results = []
+    for world_size in (1, 4):
+        output = tmp_path / f"on_{world_size}"
+        options = ["--data.val_set_size", "2", "--train.max_steps", "1", "--train.gradient_accumulation_steps", "4"]
+        run_ranks(lambda output=output, options=options: error_of(folder, output, *options), world_size)
+        records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+        results.append([record for record in records if record["step"] == 0])
+    [[alone], [together]] = results
+    assert together == pytest.approx(alone, rel=1e-6)
+    assert together["eval_num_tokens"] > 0

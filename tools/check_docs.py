@@ -1,0 +1,80 @@
+"""The documents and the example configurations name only options that exist: `uv run tools/check_docs.py`.
+
+Looks at `--section.option` anywhere, at `section.option` in code, and at the keys of YAML blocks and files.
+"""
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from io import StringIO
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from workspace import ROOT, project_files
+from xorl.config.local import Config
+from xorl.config.options import find_option, sections
+
+TOP = tuple(Config.model_fields)
+OVERRIDE = re.compile(rf"--((?:{'|'.join(TOP)})\.[a-z0-9_.]*[a-z0-9_])")
+INLINE = re.compile(rf"`((?:{'|'.join(TOP)})\.[a-z0-9_.\[\]]*[a-z0-9_\]])(?<!\.py)(?=[`:= ])")
+YAML_BLOCK = re.compile(r"^ *```ya?ml\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
+
+
+def main() -> int:
+    """Prints every unknown name and returns the exit code."""
+    problems: list[str] = []
+    for path in project_files():
+        text = (ROOT / path).read_text(encoding="utf-8") if path.suffix in {".md", ".yaml", ".yml"} else ""
+        names = unknown_in_yaml(text) if path.suffix != ".md" else unknown_in_markdown(text)
+        problems += [f"{path}: {name}" for name in dict.fromkeys(names)]
+    print("\n".join(problems))
+    return 1 if problems else 0
+
+
+def unknown_in_markdown(text: str) -> Iterator[str]:
+    """Yields what a document says about options that do not exist."""
+    for pattern in (OVERRIDE, INLINE):
+        for match in pattern.finditer(text):
+            if not exists(match.group(1)):
+                yield f"unknown option {match.group(1)}"
+    for block in YAML_BLOCK.finditer(text):
+        yield from unknown_in_yaml(block.group(1))
+
+
+def exists(name: str) -> bool:
+    """Says whether a name is an option, a section, or a module of that name."""
+    module = f"*/src/xorl/{name.replace('.', '/')}"
+    found = any((ROOT / "packages").glob(module)) or any((ROOT / "packages").glob(f"{module}.py"))
+    return found or name in sections() or find_option(name) is not None
+
+
+def unknown_in_yaml(text: str) -> Iterator[str]:
+    """Yields the keys below a section of the configuration that are no options; other YAML is left alone."""
+    try:
+        documents = list(YAML(typ="safe").load_all(StringIO(text)))
+    except YAMLError as error:
+        yield f"not YAML: {error}"
+        return
+    for document in documents:
+        if isinstance(document, Mapping):
+            for section in TOP:
+                yield from _unknown_below(document.get(section), section)
+
+
+def _unknown_below(value: object, path: str) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            inner = f"{path}.{key}"
+            if find_option(inner) is None and inner not in sections():
+                yield f"unknown option {inner}"
+            elif inner in sections() or isinstance(item, list):
+                yield from _unknown_below(item, inner)
+    elif isinstance(value, list):
+        for position, item in enumerate(value):
+            if isinstance(item, Mapping):
+                yield from _unknown_below(item, f"{path}.{position}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

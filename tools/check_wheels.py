@@ -1,0 +1,102 @@
+"""The six wheels build and fit together: `uv run tools/check_wheels.py`.
+
+They are built and installed in a throw-away environment, where third-party packages are borrowed from this one.
+"""
+
+import email
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import zipfile
+from pathlib import Path
+
+from workspace import ROOT, Distribution, distributions, uv
+
+IMPORT_ALL = """
+import importlib, sys
+prefix, *modules = sys.argv[1:]
+for name in modules:
+    file = importlib.import_module(name).__file__ or ""
+    if not file.startswith(prefix):
+        sys.exit(f"{name} was imported from {file}, not from its wheel")
+"""
+
+
+def main() -> int:
+    """Builds, inspects and imports, prints what is wrong and returns the exit code."""
+    members = distributions()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name).resolve()
+        subprocess.run([uv(), "build", "--all-packages", "--wheel", "--quiet", "--out-dir", name], cwd=ROOT, check=True)
+        wheels = sorted(folder.glob("*.whl"))
+        problems = _wrong_set(wheels, members)
+        for member in () if problems else members.values():
+            problems += _wrong_content(_wheel_of(member, wheels), member, members)
+        problems = problems or _wrong_install(folder, wheels, members)
+    print(
+        "\n".join(problems)
+        or f"ok   {len(members)} wheels of version {_version(members)} build, fit together and import"
+    )
+    return 1 if problems else 0
+
+
+def _version(members: dict[str, Distribution]) -> str:
+    """Returns the versions of all members, one if they agree."""
+    return ", ".join(sorted({member.version for member in members.values()}))
+
+
+def _wheel_of(member: Distribution, wheels: list[Path]) -> Path:
+    """Returns the wheel of a member."""
+    return next(wheel for wheel in wheels if wheel.name.startswith(member.name.replace("-", "_") + "-"))
+
+
+def _wrong_set(wheels: list[Path], members: dict[str, Distribution]) -> list[str]:
+    """Compares the wheels built with the members and their one version."""
+    built = {wheel.name.split("-")[0].replace("_", "-") for wheel in wheels}
+    problems = [f"built {sorted(built)}, wanted {sorted(members)}"] if built != set(members) else []
+    versions = _version(members)
+    return problems + ([f"the members have several versions: {versions}"] if "," in versions else [])
+
+
+def _wrong_content(wheel: Path, member: Distribution, members: dict[str, Distribution]) -> list[str]:
+    """Compares a wheel with the sources and its requirements with the members' version."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        metadata = next(name for name in names if name.endswith(".dist-info/METADATA"))
+        headers = email.message_from_bytes(archive.read(metadata))
+    source = member.folder / "src"
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "."]
+    tracked = subprocess.run(listing, cwd=source, check=True, capture_output=True, text=True).stdout.split("\0")
+    problems = [f"{wheel.name}: lacks {name}" for name in tracked if name and name not in names]
+    problems += [f"{wheel.name}: holds xorl/__init__.py"] if "xorl/__init__.py" in names else []
+    for module in member.modules:
+        marker = f"{module.replace('.', '/')}/py.typed"
+        problems += [] if marker in names else [f"{wheel.name}: lacks {marker}"]
+    for requirement in headers.get_all("Requires-Dist", []):
+        if requirement.startswith("xorl-") and requirement not in {f"{name}=={member.version}" for name in members}:
+            problems.append(f"{wheel.name}: requires {requirement!r}, not the version =={member.version}")
+    return problems
+
+
+def _wrong_install(folder: Path, wheels: list[Path], members: dict[str, Distribution]) -> list[str]:
+    """Installs all wheels, imports every part of xorl from them and asks the command for its help."""
+    environment = folder / "environment"
+    python = environment / "bin" / "python"
+    steps = [
+        [uv(), "venv", "--quiet", "--python", sys.executable, str(environment)],
+        [uv(), "pip", "install", "--quiet", "--no-deps", "--no-index", "--python", str(python), *map(str, wheels)],
+    ]
+    for step in steps:
+        subprocess.run(step, cwd=folder, check=True)
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(environment)}))
+    # A path file brings the third-party packages; path files that lie there, such as the editable xorl, are not read.
+    (packages / "third_party.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    modules = [module for member in members.values() for module in member.modules]
+    runs = [[str(python), "-c", IMPORT_ALL, str(packages), *modules], [str(environment / "bin" / "xorl"), "--help"]]
+    results = [subprocess.run(run, cwd=folder, text=True, capture_output=True, check=False) for run in runs]
+    return [(result.stdout + result.stderr).strip() for result in results if result.returncode]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
