@@ -7,14 +7,14 @@ import pyarrow as pa
 import pytest
 
 from xorl.data import DataError
-from xorl.data.formats import TokenizedFormat, encode_piece
+from xorl.data.formats import TokenizedFormat
 from xorl.data.readers import LoadedPiece
 
 
 def encode(rows, *, as_table=False, **changes):
     form = TokenizedFormat(**{"limit": 16, "overflow": "truncate", "limit_option": "max", **changes})
     content = pa.Table.from_pylist(rows) if as_table else rows
-    return encode_piece(LoadedPiece("rows", "row", 0, 0, content), form)
+    return form.encode(LoadedPiece("rows", "row", 0, 0, content))
 
 
 def documents(encoded):
@@ -103,7 +103,7 @@ def test_every_integer_width_and_list_kind_is_read_vectorised():
     for kind in (pa.int8(), pa.uint16(), pa.uint32(), pa.int64(), pa.uint64()):
         for lists in (pa.list_(kind), pa.large_list(kind), pa.list_(kind, 3)):
             table = pa.table({"input_ids": pa.array([[1, 2, 3], [4, 5, 6]], type=lists)})
-            encoded = encode_piece(LoadedPiece("r", "row", 0, 0, table), TokenizedFormat(16, "truncate", "max"))
+            encoded = TokenizedFormat(16, "truncate", "max").encode(LoadedPiece("r", "row", 0, 0, table))
             assert [ids for ids, _ in documents(encoded)] == [[1, 2, 3], [4, 5, 6]]
             assert encoded.input_ids.dtype == np.int32
 

@@ -28,9 +28,11 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from xorl.data.choose import choose_format
 from xorl.data.documents import PreparedDocuments, merge
 from xorl.data.errors import DataError, DataFailure
-from xorl.data.formats import EncodedDocuments, TokenizedFormat, encode_piece, id_problem
+from xorl.data.formats import EncodedDocuments, Format, TokenizedFormat
+from xorl.data.invariants import check_counts, check_largest_id
 from xorl.data.published import find_prepared, open_direct
 from xorl.data.readers import Piece
 from xorl.data.receipt import Counts, DatasetReceipt, Receipt
@@ -52,8 +54,6 @@ logger = logging.getLogger(__name__)
 _PARALLEL_BYTES = 64 << 20
 _LARGE_BYTES = 1 << 30
 _REPORT_EVERY_S = 10.0
-# Samples without any trained token are waste in ones and twos, and a wrong mask or a lost label column beyond that.
-_UNTRAINED_LIMIT = 0.01
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def _check_options(entries: Sequence[DatasetEntry], options: PrepareOptions, opt
 def _prepare_entry(entry: DatasetEntry, options: PrepareOptions, option: str) -> tuple[DocumentStore, DatasetReceipt]:
     if entry.path == DUMMY:
         return _dummy(entry, options, option)
-    form = _format_of(entry, options, option)
+    form = choose_format(entry, bin_len=options.bin_len, vocab_size=options.vocab_size, option=option)
     if options.skip_prepare:
         folder = find_prepared(options.prepared_path, _request(entry, form), option)
         return _open_store(folder, entry, form, option, cached=True)
@@ -131,7 +131,7 @@ def _prepare_entry(entry: DatasetEntry, options: PrepareOptions, option: str) ->
     source = load_source(entry, option=option, token=options.token)
     if source.num_bytes > _LARGE_BYTES:
         logger.info("prepare dataset=%s phase=hash gib=%.1f", source.name, source.num_bytes / 2**30)
-    key = digest(FORMAT_VERSION, source.identity(), _settings(form))
+    key = digest(FORMAT_VERSION, source.identity(), form.fingerprint())
     folder = options.prepared_path / key
     cached = (folder / MANIFEST).is_file()
     if not cached:
@@ -149,42 +149,26 @@ def _prepare_entry(entry: DatasetEntry, options: PrepareOptions, option: str) ->
 def _prepared_directly(entry: DatasetEntry, options: PrepareOptions) -> tuple[DocumentStore, DatasetReceipt] | None:
     """What data.dataset_prepared_path itself holds, in place of all entries; None where it is a root of several."""
     path = options.prepared_path
-    bare = DatasetEntry(path=str(path), overflow="error", columns=entry.columns)
-    form = _format_of(bare, options, "data.dataset_prepared_path")
+    form = TokenizedFormat(
+        options.bin_len, "error", "data.sample_packing_sequence_len", entry.columns, options.vocab_size
+    )
     store = open_direct(path, form, entry.split)
     if store is None:
         return None
     logger.info("prepare dataset=%s phase=skip", path)
     held = store.manifest if isinstance(store, FlatStore) else store
     largest = (held.largest_id, held.largest_id_row)
-    _check_counts(held.counts, str(path), form, "data.dataset_prepared_path", explicit_limit=True)
-    _check_largest_id(largest, str(path), form.vocab_size)
+    check_counts(held.counts, str(path), form, "data.dataset_prepared_path", explicit_limit=True)
+    check_largest_id(largest, str(path), form.vocab_size)
     return store, DatasetReceipt(str(path), held.counts, cached=True)
 
 
-def _format_of(entry: DatasetEntry, options: PrepareOptions, option: str) -> TokenizedFormat:
-    explicit = entry.max_seq_len is not None
-    return TokenizedFormat(
-        limit=entry.max_seq_len if entry.max_seq_len is not None else options.bin_len,
-        overflow=entry.overflow,
-        limit_option=f"{option}.max_seq_len" if explicit else "data.sample_packing_sequence_len",
-        columns=entry.columns,
-        vocab_size=options.vocab_size,
-    )
-
-
-def _settings(form: TokenizedFormat) -> dict[str, JSON]:
-    """What decides the documents beside the samples; not vocab_size, which is checked against the largest id later."""
-    columns = None if form.columns is None else list(form.wanted)
-    return {"limit": form.limit, "overflow": form.overflow, "columns": columns}
-
-
-def _request(entry: DatasetEntry, form: TokenizedFormat) -> dict[str, JSON]:
+def _request(entry: DatasetEntry, form: Format) -> dict[str, JSON]:
     files = (
         entry.data_files if entry.data_files is None or isinstance(entry.data_files, str) else list(entry.data_files)
     )
     fields = ("path", "type", "name", "split", "revision", "ds_type", "shards", "shards_idx")
-    return {**{field: getattr(entry, field) for field in fields}, "data_files": files, **_settings(form)}
+    return {**{field: getattr(entry, field) for field in fields}, "data_files": files, **form.fingerprint()}
 
 
 def _dummy(entry: DatasetEntry, options: PrepareOptions, option: str) -> tuple[DocumentStore, DatasetReceipt]:
@@ -199,12 +183,12 @@ def _dummy(entry: DatasetEntry, options: PrepareOptions, option: str) -> tuple[D
 
 
 def _open_store(
-    folder: Path, entry: DatasetEntry, form: TokenizedFormat, option: str, *, cached: bool
+    folder: Path, entry: DatasetEntry, form: Format, option: str, *, cached: bool
 ) -> tuple[DocumentStore, DatasetReceipt]:
     store = FlatStore(folder)
     manifest = store.manifest
-    _check_counts(manifest.counts, _part_name(entry), form, option, explicit_limit=entry.max_seq_len is not None)
-    _check_largest_id((manifest.largest_id, manifest.largest_id_row), entry.path, form.vocab_size)
+    check_counts(manifest.counts, _part_name(entry), form, option, explicit_limit=entry.max_seq_len is not None)
+    check_largest_id((manifest.largest_id, manifest.largest_id_row), entry.path, form.vocab_size)
     return store, DatasetReceipt(entry.path, manifest.counts, cached)
 
 
@@ -214,43 +198,12 @@ def _part_name(entry: DatasetEntry) -> str:
     return f"{entry.path} (shard {entry.shards_idx} of {entry.shards})"
 
 
-def _check_counts(counts: Counts, name: str, form: TokenizedFormat, option: str, *, explicit_limit: bool) -> None:
-    if counts.samples == 0:
-        raise DataError(f"{option}: {name} is empty: it has no samples")
-    if counts.documents == 0:
-        raise DataError(
-            f"{option}: nothing is left of {name}: of {counts.samples} samples {counts.dropped} are longer than "
-            f"{form.limit_option} = {form.limit} (overflow: {form.overflow}) and {counts.empty} are empty"
-        )
-    cut = f"{counts.untrained_by_overflow} of them lost theirs when cut at {form.limit_option} = {form.limit} tokens"
-    why = f" ({cut})" if counts.untrained_by_overflow else ""
-    if counts.trained_tokens == 0:
-        raise DataError(
-            f"{option}: no token of {name} is trained: none of its {counts.samples} samples has a label other than "
-            f"-100 after its first token{why}"
-        )
-    unexplained = counts.untrained - (counts.untrained_by_overflow if explicit_limit else 0)
-    if unexplained > _UNTRAINED_LIMIT * counts.samples:
-        raise DataError(
-            f"{option}: {counts.untrained} of the {counts.samples} samples of {name} have no trained token{why}, "
-            f"more than {_UNTRAINED_LIMIT:.0%}. Remove them, or look at how labels are made; where cutting is what you "
-            f"want, set {option}.max_seq_len"
-        )
-    if counts.untrained:
-        logger.warning("prepare dataset=%s untrained_samples=%d%s", name, counts.untrained, why)
-
-
-def _check_largest_id(largest: tuple[int, int], name: str, vocab_size: int | None) -> None:
-    if vocab_size is not None and largest[0] >= vocab_size:
-        raise DataError(f"{name}, row {largest[1]} (the first is 0): {id_problem(largest[0], 'a sample', vocab_size)}")
-
-
 # Publishing
 
 
 def _publish(
     source: Source,
-    form: TokenizedFormat,
+    form: Format,
     folder: Path,
     request: Mapping[str, JSON],
     entry: DatasetEntry,
@@ -266,7 +219,7 @@ def _publish(
     try:
         writer = FlatStoreWriter(temporary, form.extras)
         counts, largest = _write_all(source, form, writer, num_proc)
-        _check_counts(counts, _part_name(entry), form, option, explicit_limit=entry.max_seq_len is not None)
+        check_counts(counts, _part_name(entry), form, option, explicit_limit=entry.max_seq_len is not None)
         writer.finish(
             key=folder.name, name=source.name, request=request, created=time.time(), counts=counts, largest_id=largest
         )
@@ -283,9 +236,7 @@ def _publish(
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _write_all(
-    source: Source, form: TokenizedFormat, writer: FlatStoreWriter, num_proc: int
-) -> tuple[Counts, tuple[int, int]]:
+def _write_all(source: Source, form: Format, writer: FlatStoreWriter, num_proc: int) -> tuple[Counts, tuple[int, int]]:
     counts, largest = Counts(), (-1, -1)
     labelled: tuple[bool, str] | None = None
     num_bytes, total_bytes = 0, source.num_bytes
@@ -321,14 +272,12 @@ def _mixed_labels(here: str, there: str, labelled_here: bool) -> DataError:
     )
 
 
-def _encode_all(
-    source: Source, form: TokenizedFormat, num_proc: int
-) -> Generator[tuple[Piece, EncodedDocuments], None, None]:
+def _encode_all(source: Source, form: Format, num_proc: int) -> Generator[tuple[Piece, EncodedDocuments], None, None]:
     """Encodes piece after piece, in order; in `num_proc` processes where the source is large enough to gain from it."""
-    pieces = source.pieces(form.columns)
+    pieces = source.pieces(form.selected)
     if num_proc <= 1 or not source.parallel or source.num_bytes < _PARALLEL_BYTES:
         for piece in pieces:
-            yield piece, encode_piece(piece, form)
+            yield piece, form.encode(piece)
         return
     # Forking is cheap here: no CUDA context and no process group exists yet. macOS cannot fork safely.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
@@ -336,7 +285,7 @@ def _encode_all(
     with ProcessPoolExecutor(num_proc, mp_context=context, initializer=_become_worker) as pool:
         try:
             for piece in pieces:
-                pending.append((piece, pool.submit(encode_piece, piece, form)))
+                pending.append((piece, pool.submit(form.encode, piece)))
                 # Bounds what waits in memory when writing is slower than encoding.
                 if len(pending) > 2 * num_proc:
                     first, future = pending.popleft()

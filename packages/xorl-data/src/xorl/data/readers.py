@@ -174,7 +174,7 @@ class LinesPiece:
         text = ""
         try:
             text = line.decode()
-            row: object = json.loads(text) if self.as_json else {"input_ids": text}
+            row: object = json.loads(text) if self.as_json else {"text": text}
         except UnicodeDecodeError as error:
             raise DataError(f"{self.place(index)} is not UTF-8: {error.reason} at byte {error.start}") from error
         except (json.JSONDecodeError, RecursionError) as error:

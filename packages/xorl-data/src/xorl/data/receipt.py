@@ -11,7 +11,10 @@ class Counts:
     """Counts over one dataset. A sample is a row of the source; a document is what training sees.
 
     `untrained` samples reach training without a single trained token; `untrained_by_overflow` is the part of them that
-    had one before truncation or splitting took it. `masked_tokens` were left out because their attention_mask is 0.
+    had one before truncation or splitting took it. `all_trained` samples have labels and mask none of them.
+    `lost_tokens` were cut off or dropped for length, `masked_tokens` left out because their attention_mask is 0.
+    `straddling_tokens` belong to trained and untrained text at once; `unended_turns` are trained turns of a chat whose
+    end no special token marks.
     """
 
     samples: int = 0
@@ -26,6 +29,10 @@ class Counts:
     tokens: int = 0
     trained_tokens: int = 0
     masked_tokens: int = 0
+    lost_tokens: int = 0
+    all_trained: int = 0
+    straddling_tokens: int = 0
+    unended_turns: int = 0
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from xorl.data.errors import DataError
-from xorl.data.formats import EncodedDocuments, TokenizedFormat, as_numpy, encode_piece
+from xorl.data.formats import EncodedDocuments, TokenizedFormat, as_numpy
 from xorl.data.readers import arrow_batches, table_pieces
 from xorl.data.receipt import Counts
 
@@ -83,7 +83,7 @@ class SavedStore:
             first = 0
             for batch in arrow_batches(file):
                 for piece in table_pieces(pa.Table.from_batches([batch]), str(file), first):
-                    documents = encode_piece(piece, self._form)
+                    documents = self._form.encode(piece)
                     mixed = labelled not in (None, documents.has_labels)
                     if mixed or documents.counts.masked_tokens or documents.counts.empty:
                         raise DataError(

@@ -24,7 +24,7 @@ from xorl.data.receipt import Counts
 from xorl.data.shuffle import JSON, digest
 
 # Part of every key: raised whenever the files, or what preparation makes of a row, change.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 
 

@@ -1,6 +1,6 @@
-"""What a row means: the tokenized format, from columns of ids to documents of bounded length.
+"""The tokenized format: rows that hold token ids already, and maybe labels, a mask and per-token columns.
 
-`encode_piece` has two ways that give the same arrays: a vectorised one over Arrow lists, which gives up on anything
+`encode` has two ways that give the same arrays: a vectorised one over Arrow lists, which gives up on anything
 irregular, and a plain one, row by row, which takes every spelling (lists, JSON strings, space-separated ids) and raises
 the errors. Array legend: T tokens of all documents on one axis, N documents, R rows.
 """
@@ -11,7 +11,6 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -19,11 +18,11 @@ import pyarrow.compute as pc
 
 from xorl.data.batch import IGNORE
 from xorl.data.errors import DataError
+from xorl.data.formats.encoded import EncodedDocuments, Overflow, Rows, fit, id_problem
 from xorl.data.readers import COLUMNS, Piece, Row
 from xorl.data.receipt import Counts
+from xorl.data.shuffle import JSON
 
-Overflow = Literal["truncate", "drop", "split", "error"]
-OVERFLOWS: tuple[Overflow, ...] = get_args(Overflow)
 _LARGEST_ID = 2**31 - 1
 
 
@@ -47,44 +46,25 @@ class TokenizedFormat:
     def extras(self) -> tuple[str, ...]:
         return tuple(name for name in self.wanted if name not in COLUMNS)
 
+    @property
+    def selected(self) -> tuple[str, ...] | None:
+        return self.columns
 
-@dataclass(frozen=True)
-class EncodedDocuments:
-    """The documents of one piece. `labels` None: every token is its own label."""
+    def fingerprint(self) -> dict[str, JSON]:
+        # Without vocab_size: a cache is checked against the model by its largest id.
+        columns = None if self.columns is None else list(self.wanted)
+        return {"type": "tokenized", "limit": self.limit, "overflow": self.overflow, "columns": columns}
 
-    input_ids: np.ndarray  # [T] int32
-    labels: np.ndarray | None  # [T] int32, IGNORE where not trained
-    extras: dict[str, np.ndarray]  # each [T] float32
-    lengths: np.ndarray  # [N] int64
-    num_trained: np.ndarray  # [N] int64
-    counts: Counts
-    has_labels: bool
-    largest_id: int
-    largest_id_row: int
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Rows as they came, one after the other; `lengths` [R]."""
-
-    input_ids: np.ndarray
-    labels: np.ndarray | None
-    extras: dict[str, np.ndarray]
-    lengths: np.ndarray
-    has_labels: bool
-    masked_tokens: int = 0
+    def encode(self, piece: Piece) -> EncodedDocuments:
+        """Reads one piece and fits its rows. DataError names the file and row that cannot be used."""
+        table = piece.table(self.wanted)
+        rows = None if table is None else _encode_table(table, self)
+        if rows is None:
+            rows = _encode_rows(piece.rows(), piece, self)
+        return fit(rows, piece, self)
 
 
-def encode_piece(piece: Piece, form: TokenizedFormat) -> EncodedDocuments:
-    """Reads one piece and fits its rows to `form`. DataError names the file and row that cannot be used."""
-    table = piece.table(form.wanted)
-    rows = None if table is None else _encode_table(table, form)
-    if rows is None:
-        rows = _encode_rows(piece.rows(), piece, form)
-    return _fit(rows, piece, form)
-
-
-def _encode_table(table: pa.Table, form: TokenizedFormat) -> _Rows | None:
+def _encode_table(table: pa.Table, form: TokenizedFormat) -> Rows | None:
     """The vectorised way; None where a row needs a closer look, be it for its spelling or for its error."""
     columns: dict[str, np.ndarray] = {}
     lengths: np.ndarray | None = None
@@ -108,7 +88,7 @@ def _encode_table(table: pa.Table, form: TokenizedFormat) -> _Rows | None:
         labels = labels.astype(np.int32, copy=False)
     extras = {name: columns[name].astype(np.float32, copy=False) for name in form.extras}
     ids = ids.astype(np.int32, copy=False)
-    rows = _Rows(ids, labels, extras, lengths, has_labels=labels is not None)
+    rows = Rows(ids, labels, extras, lengths, has_labels=labels is not None)
     if mask is None or bool(np.all(mask == 1)):
         return rows
     return _without_masked(rows, mask != 0) if bool(np.all((mask == 0) | (mask == 1))) else None
@@ -152,7 +132,7 @@ def _end_of_ids(vocab_size: int | None) -> int:
     return _LARGEST_ID + 1 if vocab_size is None else vocab_size
 
 
-def _encode_rows(rows: Sequence[Row], piece: Piece, form: TokenizedFormat) -> _Rows:
+def _encode_rows(rows: Sequence[Row], piece: Piece, form: TokenizedFormat) -> Rows:
     """The plain way: every row by itself, with the error that fits."""
     encoded = [_encode_row(row, index, piece, form) for index, row in enumerate(rows)]
     labelled = [labels is not None for _, labels, _, _ in encoded]
@@ -163,7 +143,7 @@ def _encode_rows(rows: Sequence[Row], piece: Piece, form: TokenizedFormat) -> _R
             f"would be trained on as a whole: give every row labels ({IGNORE} where a token is not trained), or leave "
             "the column out by data.select_columns: [input_ids]"
         )
-    flat = _Rows(
+    flat = Rows(
         input_ids=_concatenate([ids for ids, _, _, _ in encoded], np.int32),
         labels=_concatenate([labels for _, labels, _, _ in encoded if labels is not None], np.int32)
         if has_labels
@@ -183,6 +163,8 @@ def _encode_row(
 ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None, dict[str, np.ndarray]]:
     optional = COLUMNS[1:] if form.columns is None else ()
     columns: dict[str, np.ndarray] = {}
+    if "input_ids" not in row and len(row) == 1 and "text" in row:
+        row = {"input_ids": row["text"]}  # a line of a text file
     for name in form.wanted:
         value = row.get(name)
         if value is None:
@@ -238,24 +220,11 @@ def _check_ids(ids: np.ndarray, name: str, index: int, piece: Piece, vocab_size:
     raise DataError(f"{piece.place(index)}: {id_problem(offender, name, vocab_size)}")
 
 
-def id_problem(offender: int, name: str, vocab_size: int | None) -> str:
-    """What is wrong with an id outside the vocabulary, and what to look at."""
-    if offender < 0:
-        other = f" (only {IGNORE} marks a label that is not trained)" if name == "labels" else ""
-        return f"{name} holds the negative id {offender}{other}"
-    if vocab_size is None:
-        return f"{name} holds the id {offender}, beyond 32 bits"
-    return (
-        f"{name} holds the id {offender}, but the model's vocab_size is {vocab_size}, so that the largest id is "
-        f"{vocab_size - 1}; was the data made with another tokenizer?"
-    )
-
-
 def _concatenate(arrays: Sequence[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
     return np.concatenate([array.astype(dtype, copy=False) for array in arrays]) if arrays else np.empty(0, dtype)
 
 
-def _without_masked(rows: _Rows, mask: np.ndarray) -> _Rows:
+def _without_masked(rows: Rows, mask: np.ndarray) -> Rows:
     """Leaves out the tokens whose attention_mask is 0: padding would be attended to, and packed, as text."""
     kept = np.concatenate([np.zeros(1, np.int64), np.cumsum(mask)])
     ends = np.cumsum(rows.lengths)
@@ -265,96 +234,5 @@ def _without_masked(rows: _Rows, mask: np.ndarray) -> _Rows:
         labels=None if rows.labels is None else rows.labels[mask],
         extras={name: values[mask] for name, values in rows.extras.items()},
         lengths=kept[ends] - kept[ends - rows.lengths],
-        masked_tokens=len(mask) - int(kept[-1]),
-    )
-
-
-def _fit(rows: _Rows, piece: Piece, form: TokenizedFormat) -> EncodedDocuments:
-    """Applies the overflow policy: rows [R] to documents [N]."""
-    long = rows.lengths > form.limit
-    if form.overflow == "error" and long.any():
-        index = int(np.argmax(long))
-        raise DataError(
-            f"{piece.place(index)}: {rows.lengths[index]} tokens, more than {form.limit_option} = {form.limit}, and "
-            "overflow is error; raise it, or choose overflow: truncate, drop or split"
-        )
-    largest, largest_row = _largest_id(rows)
-    trained_before = _num_trained(rows.labels, rows.lengths)
-    kept_lengths = rows.lengths
-    if form.overflow == "truncate":
-        kept_lengths = np.minimum(rows.lengths, form.limit)
-    elif form.overflow == "drop":
-        kept_lengths = np.where(long, 0, rows.lengths)
-    fitted = _shorten(rows, kept_lengths) if (kept_lengths != rows.lengths).any() else rows
-
-    num_parts = -(-kept_lengths // form.limit)  # 0 for empty rows, 1 for all others but the split ones
-    row_of_document = np.repeat(np.arange(len(num_parts)), num_parts)
-    part = np.arange(len(row_of_document)) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)
-    lengths = np.minimum(kept_lengths[row_of_document] - part * form.limit, form.limit)
-    num_trained = _num_trained(fitted.labels, lengths)
-    trained_after = np.bincount(row_of_document, weights=num_trained, minlength=len(num_parts))
-
-    dropped = long & (form.overflow == "drop")
-    untrained = (trained_after == 0) & ~dropped
-    labels = fitted.labels
-    if labels is not None and np.array_equal(labels, fitted.input_ids):
-        labels = None
-    counts = Counts(
-        samples=len(rows.lengths),
-        kept=int(np.count_nonzero(kept_lengths)),
-        truncated=int(np.count_nonzero(long)) if form.overflow == "truncate" else 0,
-        dropped=int(np.count_nonzero(dropped)),
-        split=int(np.count_nonzero(long)) if form.overflow == "split" else 0,
-        empty=int(np.count_nonzero(rows.lengths == 0)),
-        untrained=int(np.count_nonzero(untrained)),
-        untrained_by_overflow=int(np.count_nonzero(untrained & (trained_before > 0))),
-        documents=len(lengths),
-        tokens=int(lengths.sum()),
-        trained_tokens=int(num_trained.sum()),
-        masked_tokens=rows.masked_tokens,
-    )
-    return EncodedDocuments(
-        fitted.input_ids,
-        labels,
-        fitted.extras,
-        lengths,
-        num_trained,
-        counts,
-        has_labels=rows.has_labels,
-        largest_id=largest,
-        largest_id_row=largest_row,
-    )
-
-
-def _largest_id(rows: _Rows) -> tuple[int, int]:
-    """The largest id among tokens and labels, and its row; -1 where there is none."""
-    if not len(rows.input_ids):
-        return -1, -1
-    where = int(np.argmax(rows.input_ids))
-    largest = int(rows.input_ids[where])
-    if rows.labels is not None and rows.labels.max() > largest:
-        where = int(np.argmax(rows.labels))
-        largest = int(rows.labels[where])
-    return largest, int(np.searchsorted(np.cumsum(rows.lengths), where, side="right"))
-
-
-def _num_trained(labels: np.ndarray | None, lengths: np.ndarray) -> np.ndarray:
-    """Trained tokens per document: a document's first token has nothing before it that could predict it."""
-    if labels is None:
-        return np.maximum(lengths - 1, 0)
-    trained = np.concatenate([np.zeros(1, np.int64), np.cumsum(labels != IGNORE)])
-    ends = np.cumsum(lengths)
-    return trained[ends] - trained[np.minimum(ends - lengths + 1, ends)]
-
-
-def _shorten(rows: _Rows, kept_lengths: np.ndarray) -> _Rows:
-    starts = np.cumsum(rows.lengths) - rows.lengths
-    position = np.arange(len(rows.input_ids)) - np.repeat(starts, rows.lengths)
-    keep = position < np.repeat(kept_lengths, rows.lengths)
-    return replace(
-        rows,
-        input_ids=rows.input_ids[keep],
-        labels=None if rows.labels is None else rows.labels[keep],
-        extras={name: values[keep] for name, values in rows.extras.items()},
-        lengths=kept_lengths,
+        counted=Counts(masked_tokens=len(mask) - int(kept[-1])),
     )
