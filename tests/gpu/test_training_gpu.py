@@ -112,7 +112,9 @@ def test_two_gpus_agree_with_one(folder: Path, mode: str) -> None:
     "options",
     [
         ["--train.recompute_modules", "[self_attn, mlp]"],
+        ["--train.recompute_policy", "operation"],
         ["--train.enable_reentrant", "true"],
+        ["--train.enable_cpu_offload", "true"],
         ["--train.enable_gradient_checkpointing", "false", "--train.enable_full_shard", "false"],
         ["--train.init_device", "cpu", "--model.attn_implementation", "sdpa"],
         ["--train.init_device", "cuda", "--model.basic_modules", "[mlp]", "--train.ckpt_manager", "torch"],

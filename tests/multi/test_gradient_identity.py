@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from xorl.ckpt import Checkpointer
 from xorl.core.loss import cross_entropy
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.models import Decoder, spec_for
@@ -50,8 +52,15 @@ LAYOUTS = {
     "zero2-2": ("fsdp2", 2, -1, -1, False),
     "zero2-4": ("fsdp2", 4, -1, -1, False),
     "hsdp-2x2": ("fsdp2", 4, 2, 2, True),
+    "offload-2": ("fsdp2", 2, -1, -1, True),
 }
-RECOMPUTE = {"none": ("none", False), "layer": ("layer", False), "reentrant": ("layer", True), "mlp": (("mlp",), False)}
+RECOMPUTE = {
+    "none": ("none", False),
+    "operation": ("operation", False),
+    "layer": ("layer", False),
+    "reentrant": ("layer", True),
+    "mlp": (("mlp",), False),
+}
 
 
 def rows() -> list[list[Document]]:
@@ -81,6 +90,7 @@ def engine_for(layout: str, recompute: str = "none", units: Sequence[str] = ()) 
         data_parallel_mode=mode,
         reshard_after_forward=reshard,
         unit_modules=units,
+        cpu_offload=layout == "offload-2",
         recompute=parts,
         reentrant_recompute=reentrant,
     )
@@ -138,10 +148,10 @@ def test_gradient_does_not_depend_on_the_split(layout: str, run_ranks) -> None:
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("layout", ["none", "ddp-2", "zero3-2"])
+@pytest.mark.parametrize("layout", ["none", "ddp-2", "zero3-2", "zero2-2", "offload-2"])
 def test_recomputation_does_not_change_the_gradient(layout: str, run_ranks) -> None:
     # Catches a recomputed forward that runs without its gathered parameters, or twice in the gradient.
-    kinds = ["layer", "mlp"] if layout == "ddp-2" else ["layer", "reentrant", "mlp"]
+    kinds = ["operation", "layer", "mlp"] if layout == "ddp-2" else list(RECOMPUTE)[1:]
     [(reference, _)] = run_ranks(lambda: step_gradient("none", 4), 1)
     for by_kind in run_ranks(lambda: [step_gradient(layout, 4, kind) for kind in kinds], LAYOUTS[layout][1]):
         for gradients, _ in by_kind:
@@ -170,7 +180,7 @@ def test_unit_with_the_weight_of_the_head_is_refused(unit: str, run_ranks) -> No
     assert message.startswith("model.basic_modules: ")
 
 
-PLACED = ["ddp-2", "zero3-2", "zero2-2", "hsdp-2x2"]
+PLACED = ["ddp-2", "zero3-2", "zero2-2", "hsdp-2x2", "offload-2"]
 
 
 def engine_with(layout: str, optimizer: OptimizerName) -> Engine:
@@ -215,9 +225,9 @@ def test_steps_do_not_depend_on_the_placement(optimizer: OptimizerName, run_rank
             assert loss == pytest.approx(expected_loss, rel=1e-5)
 
 
-def skipped_step(optimizer: OptimizerName) -> float:
+def skipped_step(layout: str, optimizer: OptimizerName) -> float:
     """How far a step with a gradient that is not finite moves the parameters."""
-    engine = engine_with("zero3-2", optimizer)
+    engine = engine_with(layout, optimizer)
     before = parameters_of(engine)
     losses = engine.forward_backward([batch_of(engine)], cross_entropy)
     update = engine.optim_step(0.1, divisor=losses.num_trained_tokens * float("nan"))
@@ -227,7 +237,32 @@ def skipped_step(optimizer: OptimizerName) -> float:
 
 
 @pytest.mark.multi
+@pytest.mark.parametrize("layout", ["zero3-2", "offload-2"])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_gradient_that_is_not_finite_moves_no_shard(optimizer: OptimizerName, run_ranks) -> None:
+def test_gradient_that_is_not_finite_moves_no_shard(layout: str, optimizer: OptimizerName, run_ranks) -> None:
     # Catches weights that are poisoned on the device before the host sees the loss.
-    assert run_ranks(lambda: skipped_step(optimizer), 2) == [0.0, 0.0]
+    assert run_ranks(lambda: skipped_step(layout, optimizer), 2) == [0.0, 0.0]
+
+
+def steps_around_a_checkpoint(layout: str, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The parameters after two steps: straight on, and with a checkpoint in between that another engine continues."""
+
+    def step(engine: Engine) -> None:
+        losses = engine.forward_backward([batch_of(engine)], cross_entropy)
+        engine.optim_step(0.1, divisor=losses.num_trained_tokens)
+
+    engine, resumed = engine_with(layout, "adamw"), engine_with(layout, "adamw")
+    step(engine)
+    checkpointer = Checkpointer(folder)
+    checkpoint = checkpointer.save(1, engine.state(), info={}, scalars={}, rng={})
+    step(engine)
+    checkpointer.load(checkpoint, resumed.state())
+    step(resumed)
+    return parameters_of(engine), parameters_of(resumed)
+
+
+@pytest.mark.multi
+def test_state_in_host_memory_is_saved_and_restored(tmp_path: Path, run_ranks) -> None:
+    # Catches state that is loaded into tensors which the sharding has replaced by others.
+    for straight, resumed in run_ranks(lambda: steps_around_a_checkpoint("offload-2", tmp_path), 2):
+        torch.testing.assert_close(resumed, straight, rtol=0, atol=0)

@@ -75,6 +75,26 @@ def entry(**options: Any) -> dict[str, Any]:
             "train.enable_reentrant",
             "enable_gradient_checkpointing is true",
         ),
+        (
+            {"train": {"enable_gradient_checkpointing": False, "recompute_policy": "operation"}},
+            "train.recompute_policy",
+            "enable_gradient_checkpointing is true",
+        ),
+        (
+            {"train": {"recompute_policy": "operation", "recompute_modules": ["mlp"]}},
+            "train.recompute_modules",
+            "recompute_policy is module",
+        ),
+        (
+            {"train": {"recompute_policy": "operation", "enable_reentrant": True}},
+            "train.enable_reentrant",
+            "recompute_policy is module",
+        ),
+        (
+            {"train": {"data_parallel_mode": "ddp", "enable_cpu_offload": True}},
+            "train.enable_cpu_offload",
+            "data_parallel_mode is fsdp2",
+        ),
         ({"train": {"lr_min": 1e-6}}, "train.lr_min", "is linear or cosine"),
         ({"train": {"lr_decay_ratio": 0.5}}, "train.lr_decay_ratio", "is linear or cosine"),
         ({"train": {"lr_start": 1e-6}}, "train.lr_start", "lr_warmup_ratio is above 0"),

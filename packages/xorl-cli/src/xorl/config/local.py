@@ -30,6 +30,7 @@ PackingMethod = Literal["sequential", "multipack"]
 StartMethod = Literal["fork", "spawn", "forkserver"]
 DecayStyle = Literal["constant", "linear", "cosine"]
 RecomputableModule = Literal["self_attn", "mlp"]
+RecomputePolicy = Literal["module", "operation"]
 ExpertCheckpointMethod = Literal["moe_act"]
 LogFormat = Literal["progress_bar", "structured"]
 
@@ -258,6 +259,12 @@ class MemoryFields(Section):
     enable_reentrant: bool = Field(
         default=False, description="Use torch's older, reentrant form of gradient checkpointing."
     )
+    recompute_policy: RecomputePolicy = Field(
+        default="module",
+        description="What gradient checkpointing computes again: module (recompute_modules, or whole layers) or "
+        "operation (everything but matrix products and attention, whose outputs are kept: nearly as fast as keeping "
+        "everything).",
+    )
     recompute_modules: Annotated[list[RecomputableModule], Field(min_length=1)] | None = Field(
         default=None,
         description="Parts of a layer that are computed again: [self_attn], [mlp] or both. null means the whole layer.",
@@ -274,6 +281,11 @@ class MemoryFields(Section):
     )
     enable_forward_prefetch: bool = Field(
         default=True, description="Under fsdp2, gather the next unit's parameters while one computes its forward pass."
+    )
+    enable_cpu_offload: bool = Field(
+        default=False,
+        description="Under fsdp2 on GPUs, keep parameters, gradients and the optimizer's state in host memory, where "
+        "the optimizer then steps. Slow; for models that fit no other way.",
     )
     enable_activation_offload: bool = Field(
         default=False, description="Move activations to CPU memory until the backward pass."

@@ -117,7 +117,8 @@ class Engine:
         self.optimizer.step()
         self.model.drop_gathered()
         self.optimizer.zero_grad(set_to_none=True)
-        return Update(norm, skipped)
+        # Beside gradients in host memory they are there too.
+        return Update(norm.to(self.device), skipped.to(self.device))
 
     def state(self) -> dict[str, ModelState | OptimizerState]:
         """What a checkpoint holds."""

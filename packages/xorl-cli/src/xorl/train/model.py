@@ -15,7 +15,7 @@ from xorl.ckpt import CheckpointError, CheckpointFailure, SafetensorsSource, Wei
 from xorl.config import ModelConfig, TrainConfig
 from xorl.core.mesh import Mesh
 from xorl.core.models import Decoder, DecoderConfig, ModelSpec, spec_for
-from xorl.core.parallel import ParallelModel, ParallelPolicy, copy_shard_, parallelize
+from xorl.core.parallel import ParallelModel, ParallelPolicy, Recompute, copy_shard_, parallelize
 from xorl.kernels.attention import AttentionRequest, resolve_attention
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ def build_model(
         module.to_empty(device=train.init_device)
         fill(module)
         module.to(device)
-    return parallelize(module, mesh, _policy(model, train, compute_dtype), device=device, fill=fill)
+    return parallelize(module, mesh, _policy(model, train, compute_dtype, device), device=device, fill=fill)
 
 
 def _fill(module: Decoder, architecture: Architecture, model: ModelConfig, train: TrainConfig) -> None:
@@ -121,17 +121,27 @@ def _fill(module: Decoder, architecture: Architecture, model: ModelConfig, train
     logger.info("weights=%s mode=%s %s", model.model_path, train.load_weights_mode, report)
 
 
-def _policy(model: ModelConfig, train: TrainConfig, compute_dtype: torch.dtype) -> ParallelPolicy:
+def _policy(model: ModelConfig, train: TrainConfig, compute_dtype: torch.dtype, device: torch.device) -> ParallelPolicy:
     assert train.reshard_after_forward is not None, "resolved by the configuration"
-    recompute = "none"
-    if train.enable_gradient_checkpointing:
-        recompute = "layer" if train.recompute_modules is None else tuple(train.recompute_modules)
+    if train.enable_cpu_offload and device.type == "cpu":
+        raise ValueError(
+            "train.enable_cpu_offload: the model trains on the CPU, so it is in host memory already; leave it at false"
+        )
     return ParallelPolicy(
         data_parallel_mode=train.data_parallel_mode,
         param_dtype=compute_dtype,
         reshard_after_forward=train.reshard_after_forward,
         forward_prefetch=train.enable_forward_prefetch,
         unit_modules=model.basic_modules,
-        recompute=recompute,
+        cpu_offload=train.enable_cpu_offload,
+        recompute=_recompute(train),
         reentrant_recompute=train.enable_reentrant,
     )
+
+
+def _recompute(train: TrainConfig) -> Recompute:
+    if not train.enable_gradient_checkpointing:
+        return "none"
+    if train.recompute_policy == "operation":
+        return "operation"
+    return "layer" if train.recompute_modules is None else tuple(train.recompute_modules)

@@ -58,6 +58,7 @@ def init(device_type: Literal["auto", "cpu", "cuda"] = "auto", *, timeout_s: flo
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device("cpu")
     if device_type == "cuda":
+        use_expandable_segments()
         if local_rank() >= torch.cuda.device_count():
             raise RuntimeError(
                 f"local rank {local_rank()} has no GPU: this host shows {torch.cuda.device_count()}; "
@@ -75,6 +76,16 @@ def init(device_type: Literal["auto", "cpu", "cuda"] = "auto", *, timeout_s: flo
             timeout=timedelta(seconds=timeout_s),
         )
     return Runtime(dist.get_rank(), local_rank(), dist.get_world_size(), device)
+
+
+def use_expandable_segments() -> None:
+    """Let CUDA memory grow and shrink in place, unless the user has set up torch's allocator by its own variables.
+
+    Micro-batches differ in length, and segments of fixed size end up in pieces too small for the next one. Later calls
+    than the first allocation concern new segments alone.
+    """
+    if not os.environ.get("PYTORCH_ALLOC_CONF") and not os.environ.get("PYTORCH_CUDA_ALLOC_CONF"):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def shutdown() -> None:

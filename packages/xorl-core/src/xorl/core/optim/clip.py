@@ -23,7 +23,11 @@ def scale_and_clip_(parameters: Sequence[Tensor], divisor: Tensor | float, max_n
     grads = [p.grad for p in parameters if p.grad is not None]
     if not grads:
         return torch.zeros((), device=parameters[0].device)
-    norm = _total_norm(grads) / divisor
+    norm = _total_norm(grads)
+    if isinstance(divisor, Tensor):
+        # Waits for the divisor only where gradients are in host memory, which the host has waited for anyway.
+        divisor = divisor.to(norm.device)
+    norm = norm / divisor
     scale = torch.ones_like(norm) / divisor
     if max_norm:
         scale = scale * torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -1,7 +1,17 @@
 """parallelize(): places a model on the mesh, in the one order that works."""
 
+from xorl.core.parallel.activations import Recompute
 from xorl.core.parallel.apply import ParallelModel, ParallelPolicy, parallelize
 from xorl.core.parallel.ddp import replicate
 from xorl.core.parallel.fsdp import copy_shard_, shard, sharding_units
 
-__all__ = ["ParallelModel", "ParallelPolicy", "copy_shard_", "parallelize", "replicate", "shard", "sharding_units"]
+__all__ = [
+    "ParallelModel",
+    "ParallelPolicy",
+    "Recompute",
+    "copy_shard_",
+    "parallelize",
+    "replicate",
+    "shard",
+    "sharding_units",
+]

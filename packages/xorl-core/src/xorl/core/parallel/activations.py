@@ -1,4 +1,4 @@
-"""Recomputation: which parts of a layer run again in the backward pass instead of keeping their activations."""
+"""Recomputation: what of a layer runs again in the backward pass instead of being kept from the forward pass."""
 
 from __future__ import annotations
 
@@ -6,23 +6,67 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
 
+import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 RecomputeModule = Literal["self_attn", "mlp"]
+Recompute = Literal["none", "operation", "layer"] | Sequence[RecomputeModule]
+"""none; operation keeps the outputs of matrix products and attention; layer keeps the input alone; or submodules."""
+
+aten = torch.ops.aten
+# What takes most of the time for the bytes it returns. Linear layers reach the dispatcher as mm and addmm.
+KEPT_OPERATIONS = frozenset(
+    {
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.baddbmm.default,
+        aten.linear.default,
+        aten._scaled_mm.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_fused_attention_overrideable.default,
+    }
+)
+# Our own attention operators: xorl::attention_{backend}.
+ATTENTION_PREFIX = "xorl::attention_"
 
 
-def checkpoint_layers(layers: nn.ModuleList, modules: Sequence[RecomputeModule], *, reentrant: bool) -> None:
-    """Recompute every layer whole, or only its submodules named in `modules`; changes the layers in place.
+def recompute_layers(layers: nn.ModuleList, recompute: Recompute, *, reentrant: bool) -> None:
+    """Let every layer keep less for the backward pass, as `recompute` says; changes the layers in place.
 
     The forward function is replaced rather than the module wrapped, so parameters keep their names and hooks of the
-    module stay outside of what is recomputed.
+    module stay outside of what is recomputed. Values and gradients are the same to the bit. `reentrant` is torch's
+    older form, for whole layers and modules.
     """
+    if recompute == "none":
+        return
+    modules = [] if isinstance(recompute, str) else recompute
+    keep = _kept_operations if recompute == "operation" else None
+    assert not (keep and reentrant), "the reentrant form cannot keep anything"
     for layer in layers:
         for module in [layer.get_submodule(name) for name in modules] or [layer]:
-            module.forward = _recomputed(module.forward, reentrant)
+            module.forward = _recomputed(module.forward, reentrant, keep)
 
 
-def _recomputed(forward: Callable[..., object], reentrant: bool) -> Callable[..., object]:
+def _recomputed(
+    forward: Callable[..., object], reentrant: bool, keep: Callable[[], tuple] | None
+) -> Callable[..., object]:
     # Nothing in a layer draws random numbers, so there is no generator state to save for the second forward.
-    return partial(checkpoint, forward, use_reentrant=reentrant, preserve_rng_state=False)
+    plain = partial(checkpoint, forward, use_reentrant=reentrant, preserve_rng_state=False)
+    return plain if keep is None else partial(plain, context_fn=keep)
+
+
+def _kept_operations() -> tuple:
+    return create_selective_checkpoint_contexts(_is_kept)
+
+
+def _is_kept(context: object, operation: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    if operation in KEPT_OPERATIONS:
+        return CheckpointPolicy.MUST_SAVE
+    name = operation.name() if isinstance(operation, torch._ops.OpOverload) else ""
+    is_attention = name.startswith(ATTENTION_PREFIX) and not name.endswith("_backward")
+    return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE

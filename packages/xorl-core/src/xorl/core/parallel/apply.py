@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import nn
@@ -13,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from xorl.core.mesh import DataParallelMode, Mesh
-from xorl.core.parallel.activations import RecomputeModule, checkpoint_layers
+from xorl.core.parallel.activations import Recompute, recompute_layers
 from xorl.core.parallel.ddp import replicate
 from xorl.core.parallel.fsdp import prefetch_forward, shard, sharding_units
 
@@ -25,6 +24,8 @@ class ParallelPolicy:
     param_dtype is the dtype sharded parameters are gathered in (None: their own); gradients are always reduced in
     fp32. reshard_after_forward frees gathered parameters between forward and backward (ZeRO-3); without it they are
     kept (ZeRO-2). unit_modules are further class names, or last parts of module paths, sharded as units of their own.
+    cpu_offload keeps sharded parameters, gradients and optimizer state in host memory; what computes is gathered on the
+    device.
     """
 
     data_parallel_mode: DataParallelMode = "fsdp2"
@@ -32,8 +33,16 @@ class ParallelPolicy:
     reshard_after_forward: bool = True
     forward_prefetch: bool = True
     unit_modules: Sequence[str] = ()
-    recompute: Literal["none", "layer"] | Sequence[RecomputeModule] = "none"
+    cpu_offload: bool = False
+    recompute: Recompute = "none"
     reentrant_recompute: bool = False
+
+    def __post_init__(self) -> None:
+        if self.cpu_offload and self.data_parallel_mode != "fsdp2":
+            raise ValueError(
+                f"train.enable_cpu_offload: parameters are moved by their sharding, and train.data_parallel_mode is "
+                f"{self.data_parallel_mode}: use fsdp2, which also works in one process"
+            )
 
 
 @dataclass(frozen=True)
@@ -82,9 +91,7 @@ def parallelize(
     """
     layers = model.layers
     assert isinstance(layers, nn.ModuleList)
-    if policy.recompute != "none":
-        modules = () if policy.recompute == "layer" else tuple(policy.recompute)
-        checkpoint_layers(layers, modules, reentrant=policy.reentrant_recompute)
+    recompute_layers(layers, policy.recompute, reentrant=policy.reentrant_recompute)
     if policy.data_parallel_mode == "fsdp2":
         units = sharding_units(model, policy.unit_modules, list(layers))
         _keep_head_at_root(model, units)
@@ -94,11 +101,12 @@ def parallelize(
             units,
             param_dtype=policy.param_dtype,
             reshard_after_forward=policy.reshard_after_forward,
+            cpu_offload=policy.cpu_offload,
         )
         if policy.forward_prefetch:
             prefetch_forward(list(layers))
     if any(parameter.is_meta for parameter in model.parameters()):
-        model.to_empty(device=device)
+        model.to_empty(device="cpu" if policy.cpu_offload else device)
         fill(model)
     if policy.data_parallel_mode == "ddp":
         return ParallelModel(model, replicate(model, mesh), mesh)

@@ -28,7 +28,8 @@ def shard(
     cpu_offload keeps parameters, gradients and optimizer state in host memory.
     """
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+    # Only memory that a GPU copies from can be pinned.
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
     for unit in units:
         fully_shard(
             unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard_after_forward

@@ -1,0 +1,105 @@
+"""Recomputation keeps less and changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from xorl.core.loss import cross_entropy
+from xorl.core.models import Decoder, spec_for
+from xorl.core.parallel.activations import Recompute, recompute_layers
+from xorl.kernels.attention import eager_attention, sdpa_attention
+from xorl.kernels.layout import SequenceLayout
+
+HF_CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "hidden_act": "silu",
+    "initializer_range": 0.2,
+}
+LENGTHS = [5, 9, 40, 10]
+ATTENTION = {"eager": eager_attention, "sdpa": sdpa_attention}
+
+
+class LiveBytes(TorchDispatchMode):
+    """How many bytes of what was computed under it are still held by anyone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return result
+
+    def read(self) -> int:
+        return sum(size for weak, size in self._storages.values() if not weak.expired())
+
+
+def model_with(recompute: Recompute, attention: str, *, reentrant: bool = False) -> Decoder:
+    spec = spec_for(HF_CONFIG)
+    model = spec.build(spec.config_from_hf(HF_CONFIG), attention=ATTENTION[attention])
+    model.init_weights(0)
+    recompute_layers(model.layers, recompute, reentrant=reentrant)
+    return model
+
+
+def step(model: Decoder) -> tuple[dict[str, Tensor], int]:
+    """The gradients by name, and the bytes kept between forward and backward."""
+    layout = SequenceLayout.from_lengths(LENGTHS)
+    ids = torch.arange(layout.num_tokens) % 64
+    with LiveBytes() as live:
+        output = model(ids, layout, loss=lambda hidden, head: cross_entropy(hidden, head, {"labels": ids}))
+        kept = live.read()
+    output.sum.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}, kept
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_recomputation_changes_no_bit_and_keeps_less(attention: str) -> None:
+    # Catches a policy that keeps everything, or nothing, under another name, and a recomputed value that differs.
+    reference, whole = step(model_with("none", attention))
+    kept = {"none": whole}
+    for name, recompute in {"operation": "operation", "mlp": ("mlp",), "layer": "layer"}.items():
+        gradients, kept[name] = step(model_with(recompute, attention))
+        torch.testing.assert_close(gradients, reference, rtol=0, atol=0)
+    assert kept["layer"] < kept["mlp"] < kept["none"]
+    assert kept["layer"] < kept["operation"] < kept["none"]
+
+
+@pytest.mark.parametrize("recompute", ["layer", "operation"])
+def test_attention_runs_again_only_where_its_output_is_not_kept(recompute: Recompute) -> None:
+    # Catches an attention operator that the policy does not know by name, and so computes twice.
+    calls = 0
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal calls
+            name = func.name()
+            calls += name.endswith(("mm", "attention_for_cpu")) or name.startswith("xorl::attention_sdpa")
+            return func(*args, **(kwargs or {}))
+
+    def count(policy: Recompute) -> int:
+        nonlocal calls
+        model, calls = model_with(policy, "sdpa"), 0
+        with Calls():
+            step(model)
+        return calls
+
+    assert (count(recompute) > count("none")) == (recompute == "layer")
