@@ -4,8 +4,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from xorl.kernels.linear_ce import linear_cross_entropy
-from xorl.kernels.testing import assert_matches_reference
+from xorl.kernels.linear_ce import (
+    BUFFER_BYTES,
+    chunk_rows,
+    linear_cross_entropy,
+    linear_cross_entropy_scores,
+    linear_cross_entropy_sum,
+)
+from xorl.kernels.testing import TOLERANCES, assert_close, assert_matches_reference
 
 
 def full_logits(hidden, weight, labels):
@@ -38,6 +44,137 @@ def test_matches_full_logits(num_tokens, width, vocab_size, chunk_tokens, ignore
         full_logits,
         make_inputs(num_tokens, width, vocab_size, dtype, ignored),
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    ("num_tokens", "width", "vocab_size", "chunk_tokens", "ignored"),
+    [(1, 8, 31, None, 0), (37, 24, 101, 8, 3), (40, 16, 50, 40, 1), (7, 5, 2, 1, 2)],
+)
+def test_sum_matches_full_logits(num_tokens, width, vocab_size, chunk_tokens, ignored, weighted, dtype):
+    """Catches a gradient taken in the forward pass that misses a chunk, a weight, or the gradient of the sum."""
+    hidden, weight, labels = make_inputs(num_tokens, width, vocab_size, dtype, ignored)
+    token_weight = torch.linspace(-1, 2, num_tokens) if weighted else None
+
+    def summed(hidden, weight, labels):
+        total, loss = linear_cross_entropy_sum(
+            hidden, weight, labels, token_weight=token_weight, chunk_tokens=chunk_tokens
+        )
+        assert not loss.requires_grad
+        return total
+
+    def plain(hidden, weight, labels):
+        loss, _ = full_logits(hidden, weight, labels)
+        return (loss if token_weight is None else loss * token_weight).sum()
+
+    assert_matches_reference(summed, plain, (hidden, weight, labels))
+
+
+@pytest.mark.parametrize(("weight_dtype", "mean_error"), [(torch.float32, 3e-3), (torch.bfloat16, 6e-3)])
+def test_gradient_of_the_weight_over_eight_chunks(weight_dtype, mean_error):
+    """Catches a gradient of the weight that loses more than one rounding a chunk, or any for an fp32 weight."""
+    hidden, weight, labels = make_inputs(512, 24, 101, torch.bfloat16, ignored=5)
+    weight = weight.to(weight_dtype).requires_grad_()
+    linear_cross_entropy_sum(hidden, weight, labels, chunk_tokens=64)[0].backward()
+    wide = weight.detach().double().requires_grad_()
+    full_logits(hidden.double(), wide, labels)[0].sum().backward()
+    assert weight.grad.dtype == weight_dtype
+    assert (weight.grad - wide.grad).norm() <= mean_error * wide.grad.norm()
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight", "both"])
+def test_a_frozen_head_or_trunk_gets_no_gradient(frozen):
+    """Catches a gradient that is computed, or comes out wrong, where only the other one is asked for."""
+    hidden, weight, labels = make_inputs(9, 8, 11, torch.float64, ignored=2)
+    results = []
+    for loss_of in (
+        lambda *inputs: linear_cross_entropy_sum(*inputs)[0],
+        lambda *inputs: full_logits(*inputs)[0].sum(),
+    ):
+        leaves = [hidden.clone(), weight.clone()]
+        wanted = [x.requires_grad_() for x, name in zip(leaves, ("hidden", "weight"), strict=True) if name != frozen]
+        if frozen == "both":
+            [x.requires_grad_(False) for x in leaves]
+            assert not loss_of(*leaves, labels).requires_grad
+        else:
+            results.append(torch.autograd.grad(loss_of(*leaves, labels), wanted))
+    if results:
+        torch.testing.assert_close(*results, rtol=0, atol=1e-12)
+
+
+def test_gradient_of_the_sum_multiplies_once():
+    """Catches a second backward pass that would multiply the kept gradients twice, and a copy of the weight's."""
+    hidden, weight, labels = make_inputs(9, 8, 11, torch.float64, ignored=2)
+    weight.requires_grad_()
+    total, _ = linear_cross_entropy_sum(hidden, weight, labels)
+    kept = total.grad_fn.saved_tensors[1].data_ptr()
+    (3 * total).backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+    wide = weight.detach().clone().requires_grad_()
+    (3 * full_logits(hidden, wide, labels)[0].sum()).backward()
+    torch.testing.assert_close(weight.grad, wide.grad, rtol=0, atol=1e-12)
+    weight.grad = None
+    total, _ = linear_cross_entropy_sum(hidden, weight, labels)
+    kept = total.grad_fn.saved_tensors[1].data_ptr()
+    total.backward()
+    assert weight.grad.data_ptr() == kept
+
+
+@pytest.mark.parametrize("function", [linear_cross_entropy, linear_cross_entropy_scores])
+def test_logits_may_be_rounded_to_the_dtype_of_the_states(function):
+    """Catches `logits_fp32` having no effect, or one on the precision of the softmax."""
+    hidden, weight, labels = make_inputs(20, 32, 200, torch.bfloat16, ignored=0)
+    wide = hidden.float() @ weight.float().t()
+    for logits_fp32, logits in ((True, wide), (False, wide.bfloat16().float())):
+        loss, _ = function(hidden, weight, labels, logits_fp32=logits_fp32, chunk_tokens=7)
+        assert_close("loss", loss, F.cross_entropy(logits, labels, reduction="none"), TOLERANCES[torch.float32])
+    assert not torch.allclose(wide, wide.bfloat16().float(), rtol=1e-4)
+
+
+def test_scores_say_which_labels_are_the_most_likely():
+    """Catches an accuracy that counts ignored tokens, or another chunk's."""
+    hidden, weight, labels = make_inputs(50, 8, 5, torch.float32, ignored=3)
+    loss, correct = linear_cross_entropy_scores(hidden, weight.requires_grad_(), labels, chunk_tokens=7)
+    assert torch.equal(loss, linear_cross_entropy(hidden, weight, labels, chunk_tokens=7)[0].detach())
+    assert torch.equal(correct, (hidden @ weight.t()).argmax(-1) == labels)
+    assert 0 < correct.sum() < 33
+    assert not correct[::3].any()
+
+
+@pytest.mark.parametrize("function", [linear_cross_entropy, linear_cross_entropy_sum])
+def test_a_compiled_caller_gets_the_same(function):
+    """Catches an operator that breaks the graph, or whose shapes are described wrongly."""
+    hidden, weight, labels = make_inputs(9, 8, 11, torch.float32, ignored=2)
+
+    def gradients(call):
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+        return torch.autograd.grad(call(*leaves), leaves)
+
+    def call(hidden, weight):
+        return 2 * function(hidden * 2, weight, labels)[0].sum()
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(gradients(compiled), gradients(call), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "bytes_per_row", "rows"),
+    [
+        (8192, 6 * 151_936, 1024),
+        (8192, 2 * 151_936, 2816),
+        (8193, 6 * 151_936, 1024),
+        (100, 6 * 151_936, 128),
+        (4096, 4 * 512, 4096),
+        (5, 2 * BUFFER_BYTES, 1),
+        (0, 4, 1),
+    ],
+)
+def test_chunks_are_as_large_as_the_buffers_may_be(num_tokens, bytes_per_row, rows):
+    """Catches memory that grows with the vocabulary, and a last chunk of a few rows, which costs as much as a whole."""
+    assert chunk_rows(num_tokens, bytes_per_row) == rows
+    assert rows == 1 or rows * bytes_per_row <= BUFFER_BYTES
 
 
 def test_ignored_tokens_lose_nothing_and_pull_on_nothing():
@@ -105,10 +242,11 @@ def test_backward_of_backward_is_refused():
         ((4, 8), (11, 8), (4,), 0, "chunk_tokens must be at least 1"),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused(hidden, weight, labels, chunk_tokens, message):
+@pytest.mark.parametrize("function", [linear_cross_entropy, linear_cross_entropy_sum, linear_cross_entropy_scores])
+def test_shapes_that_do_not_fit_are_refused(function, hidden, weight, labels, chunk_tokens, message):
     """Catches broadcasting of labels or an unshaped error from inside the kernel."""
     with pytest.raises(ValueError, match=message):
-        linear_cross_entropy(
+        function(
             torch.zeros(hidden),
             torch.zeros(weight),
             torch.zeros(labels, dtype=torch.int64),

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Kernel = Callable[..., Tensor | tuple[Tensor, ...]]
@@ -39,7 +40,8 @@ TOLERANCES: Mapping[torch.dtype, Tolerance] = MappingProxyType(
 def nan_poisoned_empty() -> AbstractContextManager[object]:
     """Inside, memory that Python code allocates uninitialised holds NaN, so that reading it before writing shows.
 
-    Reaches the backward pass as well. Memory that an operator of torch allocates for itself is left alone.
+    Reaches the backward pass and the Python code of custom operators. Memory that an operator of torch allocates for
+    itself is left alone.
     """
     return _PoisonEmpty()
 
@@ -128,6 +130,11 @@ class _PoisonEmpty(TorchDispatchMode):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
+        name = func.name() if isinstance(func, torch._ops.OpOverload) else ""
+        if name in OPDEFS:
+            # A custom operator's own code runs without the modes that its caller is in, unless it is called under one.
+            with self:
+                return OPDEFS[name]._init_fn(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         if func in self.ALLOCATORS and result.is_floating_point():
             result.fill_(float("nan"))

@@ -1,0 +1,134 @@
+"""Cross-entropy of rows of logits with its gradient in one launch, and scaling that costs nothing when there is none.
+
+Shapes: B rows, V vocabulary.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from xorl.kernels.fused.device import launch, power_of_2
+from xorl.kernels.fused.reference import IGNORE
+
+# Per-lane running maxima and sums of one row stay in registers: 16 values a thread.
+BLOCK = 4096
+NUM_WARPS = 8
+SCALE_BLOCK = 16384
+
+
+def cross_entropy_rows(
+    logits: Tensor, labels: Tensor, token_weight: Tensor | None, gradient: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The kernel behind `reference.cross_entropy_rows`, for fp32, bf16 and fp16 logits whose rows are contiguous.
+
+    One program reads a row twice: for the running log-sum-exp in fp32, and for the gradient, which may overwrite the
+    row where the dtypes are the same. A label outside the vocabulary gives a loss and a gradient of NaN.
+    """
+    assert logits.stride(1) == 1
+    assert gradient is None or gradient.stride(1) == 1
+    assert labels.is_contiguous()
+    num_rows, num_columns = logits.shape
+    loss = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    correct = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
+    if num_rows:
+        launch(
+            _cross_entropy_rows,
+            (num_rows,),
+            logits,
+            labels,
+            labels if token_weight is None else token_weight.contiguous(),
+            loss,
+            correct,
+            logits if gradient is None else gradient,
+            logits.stride(0),
+            logits.stride(0) if gradient is None else gradient.stride(0),
+            NUM_COLUMNS=num_columns,
+            IGNORED=IGNORE,
+            HAS_WEIGHT=token_weight is not None,
+            WRITES_GRADIENT=gradient is not None,
+            BLOCK=min(BLOCK, power_of_2(num_columns)),
+            num_warps=NUM_WARPS,
+        )
+    return loss, correct
+
+
+def scale_(x: Tensor, factor: Tensor) -> None:
+    """Multiply contiguous `x` by the scalar tensor `factor` in place; reads and writes nothing of x when it is 1."""
+    assert x.is_contiguous()
+    if x.numel():
+        grid = (math.ceil(x.numel() / SCALE_BLOCK),)
+        launch(_scale, grid, x, factor, x.numel(), BLOCK=SCALE_BLOCK, num_warps=NUM_WARPS)
+
+
+@triton.jit
+def _cross_entropy_rows(
+    logits_ptr: tl.tensor,
+    labels_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    losses_ptr: tl.tensor,
+    correct_ptr: tl.tensor,
+    gradient_ptr: tl.tensor,
+    logits_stride: int,
+    gradient_stride: int,
+    NUM_COLUMNS: tl.constexpr,
+    IGNORED: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    WRITES_GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * logits_stride
+    gradient_ptr += row * gradient_stride
+    label = tl.load(labels_ptr + row)
+    lanes = tl.arange(0, BLOCK)
+    if label == IGNORED:
+        tl.store(losses_ptr + row, 0.0)
+        tl.store(correct_ptr + row, False)
+        if WRITES_GRADIENT:
+            for start in range(0, NUM_COLUMNS, BLOCK):
+                columns = start + lanes
+                zeros = tl.zeros([BLOCK], tl.float32).to(gradient_ptr.dtype.element_ty)
+                tl.store(gradient_ptr + columns, zeros, mask=columns < NUM_COLUMNS)
+    else:
+        is_known = (label >= 0) & (label < NUM_COLUMNS)
+        target = tl.load(logits_ptr + label, mask=is_known, other=float("nan")).to(tl.float32)
+        # Finite, so that a lane which has seen nothing but -inf still has a sum of 0 and not NaN.
+        maxima = tl.full([BLOCK], -3.0e38, tl.float32)
+        sums = tl.zeros([BLOCK], tl.float32)
+        num_beating = tl.zeros([BLOCK], tl.int32)
+        for start in range(0, NUM_COLUMNS, BLOCK):
+            columns = start + lanes
+            is_inside = columns < NUM_COLUMNS
+            x = tl.load(logits_ptr + columns, mask=is_inside, other=float("-inf")).to(tl.float32)
+            new_maxima = tl.maximum(maxima, x)
+            sums = sums * tl.exp(maxima - new_maxima) + tl.exp(x - new_maxima)
+            maxima = new_maxima
+            is_behind = (target > x) | ((target == x) & (columns >= label))
+            num_beating += tl.where(is_inside & ~is_behind, 1, 0)
+        maximum = tl.max(maxima, axis=0)
+        logsumexp = maximum + tl.log(tl.sum(sums * tl.exp(maxima - maximum), axis=0))
+        tl.store(losses_ptr + row, logsumexp - target)
+        tl.store(correct_ptr + row, tl.sum(num_beating, axis=0) == 0)
+        if WRITES_GRADIENT:
+            weight = tl.where(is_known, 1.0, float("nan"))
+            if HAS_WEIGHT:
+                weight *= tl.load(weights_ptr + row).to(tl.float32)
+            for start in range(0, NUM_COLUMNS, BLOCK):
+                columns = start + lanes
+                is_inside = columns < NUM_COLUMNS
+                x = tl.load(logits_ptr + columns, mask=is_inside, other=float("-inf")).to(tl.float32)
+                gradient = (tl.exp(x - logsumexp) - tl.where(columns == label, 1.0, 0.0)) * weight
+                tl.store(gradient_ptr + columns, gradient.to(gradient_ptr.dtype.element_ty), mask=is_inside)
+
+
+@triton.jit
+def _scale(x_ptr: tl.tensor, factor_ptr: tl.tensor, num_values: int, BLOCK: tl.constexpr) -> None:
+    factor = tl.load(factor_ptr).to(tl.float32)
+    if factor != 1.0:
+        offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        is_inside = offsets < num_values
+        x = tl.load(x_ptr + offsets, mask=is_inside)
+        tl.store(x_ptr + offsets, (x.to(tl.float32) * factor).to(x.dtype), mask=is_inside)

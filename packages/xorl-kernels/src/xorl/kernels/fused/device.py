@@ -1,0 +1,26 @@
+"""Where Triton kernels can run, and how they are launched. Modules that hold kernels import Triton; ask here first."""
+
+import importlib.util
+from functools import cache
+
+
+@cache
+def triton_refusal(device_type: str) -> str | None:
+    """Why no Triton kernel can run on such a device, or None when one can."""
+    if device_type != "cuda":
+        return f"Triton kernels run on CUDA devices, this is {device_type}"
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    return None
+
+
+def launch(
+    kernel: object, grid: tuple[int, ...], *arguments: object, num_warps: int, **constants: int | bool | float
+) -> None:
+    """Launch a function that `triton.jit` has wrapped, over `grid`, whose first axis may be the longest."""
+    kernel[grid](*arguments, num_warps=num_warps, **constants)  # pyright: ignore[reportIndexIssue] jit has no types
+
+
+def power_of_2(number: int) -> int:
+    """The smallest power of two that is at least `number`, as the length of a block has to be."""
+    return 1 << (number - 1).bit_length()
