@@ -15,7 +15,7 @@ from xorl.ckpt import CheckpointError, CheckpointFailure, SafetensorsSource, Wei
 from xorl.config import ModelConfig, TrainConfig
 from xorl.core.mesh import Mesh
 from xorl.core.models import Decoder, DecoderConfig, ModelSpec, spec_for
-from xorl.core.parallel import ParallelModel, ParallelPolicy, Recompute, copy_shard_, parallelize
+from xorl.core.parallel import ParallelModel, ParallelPolicy, Recompute, local_part, parallelize
 from xorl.kernels.attention import AttentionRequest, resolve_attention
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ def build_model(
 
     def fill(unfilled: nn.Module) -> None:
         assert unfilled is module
-        _fill(module, architecture, model, train)
+        _fill(module, architecture, model, train, device)
 
     if train.init_device == "cuda" and device.type != "cuda":
         raise ValueError("train.init_device: cuda, but torch finds no GPU here; use auto, meta or cpu")
@@ -103,10 +103,12 @@ def build_model(
     return parallelize(module, mesh, _policy(model, train, compute_dtype, device), device=device, fill=fill)
 
 
-def _fill(module: Decoder, architecture: Architecture, model: ModelConfig, train: TrainConfig) -> None:
+def _fill(
+    module: Decoder, architecture: Architecture, model: ModelConfig, train: TrainConfig, device: torch.device
+) -> None:
     """Give the parameters, sharded or whole, their first values: from `model.model_path`, or drawn by the seed."""
     if model.model_path is None:
-        module.init_weights(train.seed, copy_=copy_shard_)
+        module.init_weights(train.seed, local_part=local_part, device=device)
         logger.info("weights=random seed=%d parameters=%d", train.seed, sum(p.numel() for p in module.parameters()))
         return
     assert train.load_weights_mode in ("broadcast", "all_ranks"), "the other names are resolved or refused before"

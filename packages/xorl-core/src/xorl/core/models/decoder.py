@@ -3,9 +3,8 @@
 Shapes: T tokens, D model width, V vocabulary.
 """
 
-import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar, overload
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from xorl.core.models.decoder_config import DecoderConfig
+from xorl.core.models.initial import fill_normal_, key_of
 from xorl.core.nn import (
     Attention,
     Embedding,
@@ -28,6 +28,10 @@ from xorl.kernels.attention import AttentionFn
 from xorl.kernels.layout import SequenceLayout
 
 ResultT = TypeVar("ResultT")
+
+
+def _whole(parameter: Tensor) -> tuple[Tensor, Sequence[int]]:
+    return parameter, (0,) * parameter.dim()
 
 
 class Decoder(nn.Module):
@@ -84,33 +88,41 @@ class Decoder(nn.Module):
         return F.linear(hidden, self.head_weight.to(hidden.dtype))
 
     @torch.no_grad()
-    def init_weights(self, seed: int, *, copy_: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
+    def init_weights(
+        self,
+        seed: int,
+        *,
+        local_part: Callable[[Tensor], tuple[Tensor, Sequence[int]]] = _whole,
+        device: torch.device | None = None,
+    ) -> None:
         """Give every parameter its initial value, in place, on whatever device it is.
 
         Weights are normal with standard deviation `initializer_range` (smaller by sqrt(2 * num_layers) for the
-        projections into the residual stream where the config says so), norms one, biases zero. A parameter's values
-        depend only on the seed, its name and its global shape: not on the device, the other parameters or the ranks.
+        projections into the residual stream where the config says so), norms one, biases zero. A value depends only on
+        the seed, the parameter's name and global shape, and its index: not on the other parameters, the ranks, or (up
+        to the rounding of fp32) the device.
 
         Args:
             seed: any integer.
-            copy_: (parameter, full CPU tensor of the parameter's global shape) -> writes it into the parameter. The
-                default is for whole parameters; for shards, pass a function that copies the rows the shard holds.
+            local_part: parameter -> (the part of it that this process holds, the index at which that part begins). The
+                default is for whole parameters.
+            device: where values are computed. None means where each parameter is.
         """
         for module_name, module in self.named_modules():
             for leaf_name, parameter in module.named_parameters(recurse=False):
+                part, offset = local_part(parameter)
+                if leaf_name == "bias" or isinstance(module, (RMSNorm, LayerNorm)):
+                    part.fill_(0.0 if leaf_name == "bias" else 1.0)
+                    continue
                 name = f"{module_name}.{leaf_name}"
-                copy_(parameter, self._initial_value(name, module, parameter.shape, seed))
+                key = key_of(seed, name, parameter.shape)
+                fill_normal_(part, std=self._std(name), key=key, shape=parameter.shape, offset=offset, device=device)
 
-    def _initial_value(self, name: str, module: nn.Module, shape: torch.Size, seed: int) -> Tensor:
-        if name.endswith(".bias"):
-            return torch.zeros(shape, device="cpu")
-        if isinstance(module, (RMSNorm, LayerNorm)):
-            return torch.ones(shape, device="cpu")
+    def _std(self, name: str) -> float:
         std = self.config.initializer_range
         if self.config.scale_residual_init and name.endswith((".o_proj.weight", ".down_proj.weight")):
             std /= math.sqrt(2 * self.config.num_layers)
-        generator = torch.Generator("cpu").manual_seed(_seed_of(seed, name, shape))
-        return torch.empty(shape, device="cpu", dtype=torch.float32).normal_(0.0, std, generator=generator)
+        return std
 
 
 class DecoderTrunk(nn.Module):
@@ -182,8 +194,3 @@ class DecoderLayer(nn.Module):
 def _norm(config: DecoderConfig) -> RMSNorm | LayerNorm:
     norm_class = RMSNorm if config.norm == "rms" else LayerNorm
     return norm_class(config.hidden_size, config.norm_eps)
-
-
-def _seed_of(seed: int, name: str, shape: torch.Size) -> int:
-    digest = hashlib.blake2b(f"{seed}/{name}/{tuple(shape)}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big", signed=True)

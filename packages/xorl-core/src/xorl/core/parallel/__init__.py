@@ -3,13 +3,14 @@
 from xorl.core.parallel.activations import Recompute
 from xorl.core.parallel.apply import ParallelModel, ParallelPolicy, parallelize
 from xorl.core.parallel.ddp import replicate
-from xorl.core.parallel.fsdp import copy_shard_, shard, sharding_units
+from xorl.core.parallel.fsdp import copy_shard_, local_part, shard, sharding_units
 
 __all__ = [
     "ParallelModel",
     "ParallelPolicy",
     "Recompute",
     "copy_shard_",
+    "local_part",
     "parallelize",
     "replicate",
     "shard",

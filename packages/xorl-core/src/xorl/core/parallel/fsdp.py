@@ -51,15 +51,19 @@ def prefetch_forward(layers: Sequence[nn.Module]) -> None:
         layer.set_modules_to_forward_prefetch([following])
 
 
+def local_part(parameter: Tensor) -> tuple[Tensor, Sequence[int]]:
+    """What this rank holds of `parameter`, sharing its memory, and the index at which that begins in the whole."""
+    if not isinstance(parameter, DTensor):
+        return parameter, (0,) * parameter.dim()
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return parameter.to_local(), offset
+
+
 @torch.no_grad()
 def copy_shard_(parameter: Tensor, full: Tensor) -> None:
     """Copy this rank's part of `full`, which every rank holds, into `parameter`, sharded or not. Not collective."""
-    if not isinstance(parameter, DTensor):
-        parameter.copy_(full)
-        return
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    part = full[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
-    parameter.to_local().copy_(part)
+    part, offset = local_part(parameter)
+    part.copy_(full[tuple(slice(start, start + size) for start, size in zip(offset, part.shape, strict=True))])
 
 
 def sharding_units(model: nn.Module, names: Sequence[str], layers: Sequence[nn.Module]) -> list[nn.Module]:
