@@ -49,6 +49,45 @@ def test_eager_is_the_definition(window):
     torch.testing.assert_close(got, attend_by_definition(q, k, v, lengths, 0.3, window), rtol=0, atol=1e-12)
 
 
+def test_the_gradient_of_eager_is_that_of_its_values():
+    """Catches a hand-written derivative that is wrong: every other backend's gradients are compared with this one's."""
+    lengths = [4, 1, 3]
+    layout = SequenceLayout.from_lengths(lengths)
+    inputs = [x.requires_grad_() for x in make_inputs(lengths, 4, 2, 3, torch.float64)]
+    for window in (None, 2):
+        torch.autograd.gradcheck(
+            lambda *qkv, window=window: eager_attention.with_lse(*qkv, layout, scale=0.5, window=window), inputs
+        )
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_log_sum_exp_and_its_gradient(backend, window):
+    """Catches another base, layout or scale of the log-sum-exp, and a gradient that leaves it out.
+
+    Attention over a ring of ranks merges its parts by it.
+    """
+    lengths = [5, 1, 9]
+    layout, group = SequenceLayout.from_lengths(lengths), 2
+
+    def by_definition(q, k, v):
+        out, lses = attention.with_lse(q, k, v, layout, scale=0.3, window=window), []
+        for q_doc, k_doc in zip(q.split(lengths), k.split(lengths), strict=True):
+            scores = 0.3 * torch.einsum("qhc,khc->qhk", q_doc, k_doc.repeat_interleave(group, dim=1))
+            distance = torch.arange(len(q_doc))[:, None] - torch.arange(len(q_doc))
+            hidden = (distance < 0) | (distance >= (window or len(q_doc)))
+            lses.append(scores.masked_fill(hidden[:, None], float("-inf")).logsumexp(dim=-1))
+        return out[0], torch.cat(lses)
+
+    attention = resolve_attention(backend, AttentionRequest("cpu", torch.float32, 8, window))
+    for dtype in (torch.float32, torch.float64):
+        inputs = make_inputs(lengths, 4, 2, 8, dtype)
+        assert attention.with_lse(*inputs, layout, scale=0.3, window=window)[1].dtype == dtype
+        assert_matches_reference(
+            lambda q, k, v: attention.with_lse(q, k, v, layout, scale=0.3, window=window), by_definition, inputs
+        )
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(6, 2, 64), (3, 3, 80), (4, 1, 128), (2, 2, 20)])

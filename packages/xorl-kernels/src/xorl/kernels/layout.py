@@ -1,41 +1,44 @@
 """How documents lie in a packed row: where each begins and ends, and the position of every token in its document."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, eq=False)
 class SequenceLayout:
-    """N documents laid end to end in one row of T tokens; what every attention function takes.
+    """N documents laid end to end in one row of T tokens; what every attention function takes. Nothing in it changes.
 
-    The lengths are kept on the host as well, so that no kernel launch waits for the device.
+    Compiled code may read everything but `lengths`: a tuple of numbers would be compared with those of the first batch,
+    and each new one compiled for. It is not a dataclass because a frozen one is read, and so compared, as a whole.
 
-    Attributes:
+    Args:
         cu_seqlens: [N + 1] int32, the first token of each document, and T.
         positions: [T] int64, each token's position in its own document.
         lengths: tokens of each document, in order; their sum is T. Padding is a document like any other.
+
+    Attributes:
+        offsets: `cu_seqlens` as int64 on the CPU, so that no kernel launch waits for the device to learn the lengths.
+        max_seqlen: tokens of the longest document, 0 without documents.
     """
 
-    cu_seqlens: Tensor
-    positions: Tensor
-    lengths: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if any(length < 1 for length in self.lengths):
-            raise ValueError(f"every document needs at least one token, got lengths {self.lengths}")
-        if self.cu_seqlens.shape != (len(self.lengths) + 1,):
+    def __init__(self, cu_seqlens: Tensor, positions: Tensor, lengths: Sequence[int]) -> None:
+        if any(length < 1 for length in lengths):
+            raise ValueError(f"every document needs at least one token, got lengths {tuple(lengths)}")
+        if cu_seqlens.shape != (len(lengths) + 1,):
             raise ValueError(
-                f"cu_seqlens of {len(self.lengths)} documents has shape [{len(self.lengths) + 1}], "
-                f"got {list(self.cu_seqlens.shape)}"
+                f"cu_seqlens of {len(lengths)} documents has shape [{len(lengths) + 1}], got {list(cu_seqlens.shape)}"
             )
-        if self.positions.shape != (self.num_tokens,):
+        if positions.shape != (sum(lengths),):
             raise ValueError(
-                f"the lengths add up to {self.num_tokens} tokens, but positions has shape {list(self.positions.shape)}"
+                f"the lengths add up to {sum(lengths)} tokens, but positions has shape {list(positions.shape)}"
             )
+        self.cu_seqlens = cu_seqlens
+        self.positions = positions
+        self.lengths = tuple(lengths)
+        self.offsets = torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int64, device="cpu")
+        self.max_seqlen = max(lengths, default=0)
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> "SequenceLayout":
@@ -49,16 +52,20 @@ class SequenceLayout:
         )
         return layout.to(device)
 
+    def mark_dynamic(self) -> None:
+        """Tell the compiler that the numbers of tokens and documents vary, before compiled code sees this layout.
+
+        Otherwise it learns it by compiling once for the first numbers of each.
+        """
+        for tensor in (self.cu_seqlens, self.positions, self.offsets):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+
     @property
     def num_tokens(self) -> int:
-        return sum(self.lengths)
-
-    @property
-    def max_seqlen(self) -> int:
-        return max(self.lengths, default=0)
+        return self.positions.shape[0]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "SequenceLayout":
-        """The same layout with its tensors on `device`."""
+        """The same layout with `cu_seqlens` and `positions` on `device`."""
         return SequenceLayout(
             cu_seqlens=self.cu_seqlens.to(device, non_blocking=non_blocking),
             positions=self.positions.to(device, non_blocking=non_blocking),

@@ -1,8 +1,9 @@
 """The table of attention backends: a new one is a file beside this and a line here."""
 
 from xorl.kernels.attention.interface import AttentionFn, AttentionRequest
+from xorl.kernels.attention.native import native_attention, native_refusal
 from xorl.kernels.attention.reference import eager_attention
-from xorl.kernels.attention.sdpa import native_attention, native_refusal, sdpa_attention
+from xorl.kernels.attention.sdpa import sdpa_attention
 from xorl.kernels.registry import Backend, Registry
 
 ATTENTION: Registry[AttentionRequest, AttentionFn] = Registry("attention", preference=("native", "sdpa"))

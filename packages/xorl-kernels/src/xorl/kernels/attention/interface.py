@@ -23,6 +23,12 @@ class AttentionFn(Protocol):
         self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, *, scale: float, window: int | None
     ) -> Tensor: ...
 
+    def with_lse(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, *, scale: float, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """The output, and [T, H] in fp32 (fp64 for fp64) the natural log-sum-exp of each token's scaled scores."""
+        ...
+
 
 @dataclass(frozen=True)
 class AttentionRequest:

@@ -1,122 +1,307 @@
-"""Attention by PyTorch's own kernels: `sdpa` document by document anywhere, `native` whole packed rows on CUDA.
+"""`sdpa`: attention by the kernels of `scaled_dot_product_attention`, on any device, documents of one length at a time.
 
 Shapes: T tokens, N documents of L tokens, H query heads, G key/value heads, C channels of a head.
 """
 
 from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.varlen import varlen_attn
+from torch.nn.attention import SDPBackend
 
-from xorl.kernels.attention.interface import AttentionRequest
-from xorl.kernels.attention.reference import causal_mask
-from xorl.kernels.layout import SequenceLayout
+from xorl.kernels.attention.operator import Gradients, PackedAttention, lse_dtype
+from xorl.kernels.attention.reference import causal_mask, eager_backward, eager_forward
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
-# What FlashAttention 2, which PyTorch carries, is built for.
-NATIVE_MAX_HEAD_DIM = 256
-NATIVE_HEAD_DIM_MULTIPLE = 8
-NATIVE_MIN_CAPABILITY = (8, 0)
+FLASH_HEAD_DIM_MULTIPLE = 8
+# The memory-efficient kernel reads log-sum-exps in blocks of this many tokens, infinite past the last one.
+EFFICIENT_LSE_BLOCK = 32
+# And the bias in rows that begin at multiples of this many elements.
+EFFICIENT_BIAS_BLOCK = 16
+
+aten = torch.ops.aten
 
 
-def sdpa_attention(
-    q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, *, scale: float, window: int | None
-) -> Tensor:
-    """`AttentionFn` over `scaled_dot_product_attention`, which picks its own kernel for the device and dtype.
+def sdpa_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    offsets: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    """`ForwardKernel` by whichever kernel torch picks for the device, dtype and determinism asked of it."""
+    plan = _plan(tuple(offsets.diff().tolist()), q.device)
+    q, k, v = (plan.sort(x) for x in (q, k, v))
+    outs, lses = [q.new_empty((0, *q.shape[1:]))], [q.new_empty((q.shape[1], 0), dtype=lse_dtype(q.dtype))]
+    for rows, length in plan.pieces:
+        case = _Case.of(q[rows], k[rows], v[rows], length, scale, window)
+        out, lse = KERNELS[case.kernel][0](case)
+        outs.append(out.transpose(1, 2).flatten(0, 1))
+        lses.append(lse.transpose(0, 1).flatten(1, 2))
+    return plan.unsort(_join(outs, dim=0)), plan.unsort(_join(lses, dim=1), dim=1)
+
+
+def sdpa_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor,
+    offsets: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    deterministic: bool,
+) -> Gradients:
+    """`BackwardKernel` of `sdpa_forward`."""
+    plan = _plan(tuple(offsets.diff().tolist()), q.device)
+    grad_out, q, k, v, out = (plan.sort(x) for x in (grad_out, q, k, v, out))
+    lse = plan.sort(lse, dim=1)
+    gradients = [tuple(x.new_empty((0, *x.shape[1:])) for x in (q, k, v))]
+    for rows, length in plan.pieces:
+        case = _Case.of(q[rows], k[rows], v[rows], length, scale, window)
+        lse_rows = lse[:, rows].unflatten(1, (-1, length)).transpose(0, 1)  # [N, H, L]
+        parts = KERNELS[case.kernel][1](
+            case, _heads_first(grad_out[rows], length), _heads_first(out[rows], length), lse_rows
+        )
+        gradients.append(tuple(x.transpose(1, 2).flatten(0, 1) for x in case.sum_groups(parts, k.shape[1])))
+    grad_q, grad_k, grad_v = (plan.unsort(_join(list(parts), dim=0)) for parts in zip(*gradients, strict=True))
+    return grad_q, grad_k, grad_v
+
+
+sdpa_attention = PackedAttention("sdpa", sdpa_forward, sdpa_backward)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Which rows go into one call, as (rows, length of a document).
 
     Documents of one length run in one call where that saves at least half of the calls: packs of short documents would
-    otherwise spend their time starting kernels.
+    otherwise spend their time starting kernels. Then rows are sorted first, by `order`, and back by `back`.
     """
-    if not layout.lengths:
-        return torch.empty_like(q)
-    groups = Counter(layout.lengths)
-    if 2 * len(groups) > len(layout.lengths):
-        outputs = [
-            _attend_documents(*documents, length=len(documents[0]), scale=scale, window=window)
-            for documents in zip(*(x.split(list(layout.lengths)) for x in (q, k, v)), strict=True)
-        ]
-        return torch.cat(outputs)
-    by_length, back = _order_by_length(layout.lengths, q.device)
-    sizes = [count * length for length, count in groups.items()]
-    grouped = (x.index_select(0, by_length).split(sizes) for x in (q, k, v))
-    outputs = [
-        _attend_documents(*rows, length=length, scale=scale, window=window)
-        for length, rows in zip(groups, zip(*grouped, strict=True), strict=True)
-    ]
-    return torch.cat(outputs).index_select(0, back)
+
+    pieces: tuple[tuple[slice, int], ...]
+    order: Tensor | None = None
+    back: Tensor | None = None
+
+    def sort(self, x: Tensor, dim: int = 0) -> Tensor:
+        return x if self.order is None else x.index_select(dim, self.order)
+
+    def unsort(self, x: Tensor, dim: int = 0) -> Tensor:
+        return x if self.back is None else x.index_select(dim, self.back)
 
 
 @lru_cache(maxsize=8)
-def _order_by_length(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows with documents of one length next to each other, in the order in which lengths first occur; and its inverse.
-
-    Every layer of a forward pass asks for the same one.
-    """
+def _plan(lengths: tuple[int, ...], device: torch.device) -> _Plan:
+    """Every layer of a forward and a backward pass asks for the same one."""
+    groups = Counter(lengths)
+    if not lengths or 2 * len(groups) > len(lengths):
+        return _Plan(_consecutive([(length, length) for length in lengths]))
     rows: dict[int, list[Tensor]] = {}
-    for length, tokens in zip(lengths, torch.arange(sum(lengths)).split(list(lengths)), strict=True):
+    for length, tokens in zip(lengths, torch.arange(sum(lengths), device="cpu").split(list(lengths)), strict=True):
         rows.setdefault(length, []).append(tokens)
     order = torch.cat([tokens for same in rows.values() for tokens in same])
-    return order.to(device), order.argsort().to(device)
+    pieces = _consecutive([(count * length, length) for length, count in groups.items()])
+    return _Plan(pieces, order.to(device), order.argsort().to(device))
 
 
-def native_attention(
-    q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, *, scale: float, window: int | None
-) -> Tensor:
-    """`AttentionFn` over `varlen_attn`: one launch for all documents; its kernel takes grouped heads as they are."""
-    # The kernel counts the tokens before the query; ours counts the query too. Zero to the right is causal.
-    left = -1 if window is None else window - 1
-    output = varlen_attn(
+def _consecutive(sizes: list[tuple[int, int]]) -> tuple[tuple[slice, int], ...]:
+    """(rows of a call, length of its documents) -> (slice of rows, length)."""
+    pieces, begin = [], 0
+    for size, length in sizes:
+        pieces.append((slice(begin, begin + size), length))
+        begin += size
+    return tuple(pieces)
+
+
+@dataclass(frozen=True)
+class _Case:
+    """N documents of L tokens for one call: q [N, H, L, C], k and v [N, G, L, C], and which kernel takes them.
+
+    `bias` [L, L] is added to the scores; None means causal.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    window: int | None
+    bias: Tensor | None
+    kernel: SDPBackend
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, length: int, scale: float, window: int | None) -> "_Case":
+        """From [N * L, H, C] and [N * L, G, C]."""
+        num_heads = q.shape[1]
+        bias = None if window is None or window >= length else _bias(length, window, q)
+        # On CUDA only the half precision kernel without a bias takes grouped heads; others would fall to full scores.
+        if k.shape[1] != num_heads and q.is_cuda and (bias is not None or q.dtype not in HALF_DTYPES):
+            k, v = (x.repeat_interleave(num_heads // x.shape[1], dim=1) for x in (k, v))
+        q, k, v = (_heads_first(x, length) for x in (q, k, v))
+        options = {"scale": scale, "enable_gqa": k.shape[1] != num_heads}
+        kernel = SDPBackend(torch._fused_sdp_choice(q, k, v, bias, 0.0, bias is None, **options))
+        return cls(q, k, v, scale, window, bias, kernel)
+
+    def sum_groups(self, gradients: Gradients, num_kv_heads: int) -> Gradients:
+        """The gradients of the key/value heads as they were before they were repeated."""
+        grad_q, *others = gradients
+        grad_k, grad_v = (
+            x if x.shape[1] == num_kv_heads else x.unflatten(1, (num_kv_heads, -1)).sum(dim=2) for x in others
+        )
+        return grad_q, grad_k, grad_v
+
+
+def _bias(length: int, window: int, like: Tensor) -> Tensor:
+    visible = causal_mask(length, window, like.device)
+    return torch.zeros_like(visible, dtype=like.dtype).masked_fill_(~visible, float("-inf"))
+
+
+def _heads_first(x: Tensor, length: int) -> Tensor:
+    """[N * L, H, C] -> [N, H, L, C]."""
+    return x.unflatten(0, (-1, length)).transpose(1, 2)
+
+
+def _join(parts: list[Tensor], dim: int) -> Tensor:
+    """All parts one after the other; the first is empty and there for the dtype where there are no others."""
+    return parts[-1] if len(parts) <= 2 else torch.cat(parts[1:], dim=dim)
+
+
+# Forward kernels return the output [N, H, L, C] and log-sum-exp [N, H, L]; backward ones take gradient, output and
+# log-sum-exp in these shapes.
+
+
+def _flash_forward(case: _Case) -> tuple[Tensor, Tensor]:
+    if case.q.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu(
+            case.q, case.k, case.v, 0.0, case.bias is None, attn_mask=case.bias, scale=case.scale
+        )
+    out, lse, *_ = aten._scaled_dot_product_flash_attention(
+        *(_pad_channels(x) for x in (case.q, case.k, case.v)), 0.0, True, scale=case.scale
+    )
+    return out[..., : case.q.shape[-1]], lse
+
+
+def _flash_backward(case: _Case, grad_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+    if case.q.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, case.q, case.k, case.v, out, lse, 0.0, case.bias is None, attn_mask=case.bias, scale=case.scale
+        )
+    grad_out, q, k, v, out = (_pad_channels(x) for x in (grad_out, case.q, case.k, case.v, out))
+    length = q.shape[2]
+    gradients = aten._scaled_dot_product_flash_attention_backward(
+        grad_out,
         q,
         k,
         v,
-        layout.cu_seqlens,
-        layout.cu_seqlens,
-        layout.max_seqlen,
-        layout.max_seqlen,
-        scale=scale,
-        window_size=(left, 0),
+        out,
+        lse.contiguous(),
+        None,
+        None,
+        length,
+        length,
+        0.0,
+        True,
+        *_no_dropout(q),
+        scale=case.scale,
     )
-    assert isinstance(output, Tensor)
-    return output
+    return _cut_channels(gradients, case.q.shape[-1])
 
 
-def native_refusal(request: AttentionRequest) -> str | None:
-    """Why `native_attention` cannot serve a request, or None when it can."""
-    if request.device_type != "cuda":
-        return f"it needs a CUDA device, the model runs on {request.device_type}"
-    if request.dtype not in HALF_DTYPES:
-        return f"it computes in float16 or bfloat16, the model computes in {str(request.dtype).removeprefix('torch.')}"
-    if request.head_dim > NATIVE_MAX_HEAD_DIM or request.head_dim % NATIVE_HEAD_DIM_MULTIPLE:
-        return (
-            f"it takes a head_dim that is a multiple of {NATIVE_HEAD_DIM_MULTIPLE} up to {NATIVE_MAX_HEAD_DIM}, "
-            f"the model has {request.head_dim}"
-        )
-    if not torch.cuda.is_available():
-        return "no CUDA device is visible"
-    capability = torch.cuda.get_device_capability()
-    if capability < NATIVE_MIN_CAPABILITY:
-        return f"it needs compute capability 8.0, this device has {capability[0]}.{capability[1]}"
-    return None
+def _pad_channels(x: Tensor) -> Tensor:
+    return F.pad(x, (0, -x.shape[-1] % FLASH_HEAD_DIM_MULTIPLE)) if x.shape[-1] % FLASH_HEAD_DIM_MULTIPLE else x
 
 
-def _attend_documents(q: Tensor, k: Tensor, v: Tensor, *, length: int, scale: float, window: int | None) -> Tensor:
-    """N documents of L = `length` tokens, [N*L, H, C] and [N*L, G, C] -> [N*L, H, C]."""
-    num_heads = q.shape[1]
-    mask = None if window is None or window >= length else causal_mask(length, window, q.device)
-    # On CUDA only the half precision kernel without a mask takes grouped heads; others would fall to full scores.
-    grouped = k.shape[1] != num_heads
-    if grouped and q.is_cuda and (mask is not None or q.dtype not in HALF_DTYPES):
-        k, v, grouped = _expand_heads(k, num_heads), _expand_heads(v, num_heads), False
-    heads_first = [x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v)]  # [N, H or G, L, C]
-    output = F.scaled_dot_product_attention(
-        *heads_first, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+def _cut_channels(gradients: Gradients, head_dim: int) -> Gradients:
+    grad_q, grad_k, grad_v = (x[..., :head_dim] for x in gradients)
+    return grad_q, grad_k, grad_v
+
+
+def _no_dropout(like: Tensor) -> tuple[Tensor, Tensor]:
+    """Seed and offset of a generator that is not read."""
+    return torch.zeros((), dtype=torch.int64, device=like.device), torch.zeros(
+        (), dtype=torch.int64, device=like.device
     )
-    return output.transpose(1, 2).flatten(0, 1)
 
 
-def _expand_heads(x: Tensor, num_heads: int) -> Tensor:
-    """[T, G, C] -> [T, H, C], each key/value head repeated for the query heads that read it."""
-    return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], dim=1)
+def _efficient_forward(case: _Case) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(
+        case.q, case.k, case.v, _expand_bias(case), True, 0.0, case.bias is None, scale=case.scale
+    )
+    return out, lse[:, :, : case.q.shape[2]]
+
+
+def _efficient_backward(case: _Case, grad_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+    lse = F.pad(lse, (0, -lse.shape[-1] % EFFICIENT_LSE_BLOCK), value=float("inf")).contiguous()
+    grad_q, grad_k, grad_v, _ = aten._scaled_dot_product_efficient_attention_backward(
+        grad_out,
+        case.q,
+        case.k,
+        case.v,
+        _expand_bias(case),
+        out,
+        lse,
+        *_no_dropout(case.q),
+        0.0,
+        [True, True, True, False],
+        case.bias is None,
+        scale=case.scale,
+    )
+    return grad_q, grad_k, grad_v
+
+
+def _expand_bias(case: _Case) -> Tensor | None:
+    """[N, H, L, L] with rows aligned as the kernel wants them, without a copy for each document and head."""
+    if case.bias is None:
+        return None
+    num_documents, num_heads, length, _ = case.q.shape
+    aligned = F.pad(case.bias, (0, -length % EFFICIENT_BIAS_BLOCK))[:, :length]
+    return aligned.expand(num_documents, num_heads, length, length)
+
+
+def _formula_forward(case: _Case) -> tuple[Tensor, Tensor]:
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (case.q, case.k, case.v))
+    out, lse = eager_forward(q, k, v, **_formula_options(case))
+    length = case.q.shape[2]
+    return _heads_first(out, length), lse.unflatten(1, (-1, length)).transpose(0, 1)
+
+
+def _formula_backward(case: _Case, grad_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+    grad_out, q, k, v, out = (x.transpose(1, 2).flatten(0, 1) for x in (grad_out, case.q, case.k, case.v, out))
+    lse = lse.transpose(0, 1).flatten(1, 2)
+    gradients = eager_backward(grad_out, q, k, v, out, lse, **_formula_options(case))
+    grad_q, grad_k, grad_v = (_heads_first(x, case.q.shape[2]) for x in gradients)
+    return grad_q, grad_k, grad_v
+
+
+def _formula_options(case: _Case) -> dict:
+    num_documents, _, length, _ = case.q.shape
+    offsets = torch.arange(num_documents + 1, device="cpu") * length
+    return {
+        "cu_seqlens": offsets,
+        "offsets": offsets,
+        "scale": case.scale,
+        "window": case.window,
+        "deterministic": False,
+    }
+
+
+KERNELS: Mapping[SDPBackend, tuple[Callable[[_Case], tuple[Tensor, Tensor]], Callable[..., Gradients]]] = (
+    MappingProxyType(
+        {
+            SDPBackend.FLASH_ATTENTION: (_flash_forward, _flash_backward),
+            SDPBackend.EFFICIENT_ATTENTION: (_efficient_forward, _efficient_backward),
+            SDPBackend.MATH: (_formula_forward, _formula_backward),
+        }
+    )
+)

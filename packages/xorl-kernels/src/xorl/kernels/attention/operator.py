@@ -1,0 +1,238 @@
+"""PackedAttention: an attention function made of two torch operators, so that compiled code holds it as one node.
+
+Knows no kernel: a backend hands in what computes the forward pass and what computes the backward pass.
+
+Shapes: T tokens, N documents, H query heads, G key/value heads, C channels of a head.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+from torch.utils.flop_counter import register_flop_formula
+
+from xorl.kernels.layout import SequenceLayout
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+class ForwardKernel(Protocol):
+    """(q [T, H, C], k and v [T, G, C], ...) -> (output [T, H, C], log-sum-exp [H, T] in fp32, fp64 for fp64).
+
+    `cu_seqlens` and `offsets` are those of `SequenceLayout`: kernels that the host drives read the latter. With
+    `deterministic` the same inputs give the same bits.
+    """
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens: Tensor,
+        offsets: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        deterministic: bool,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class BackwardKernel(Protocol):
+    """The gradient of q, k and v from that of the output, [T, H, C], and what the forward pass returned.
+
+    Documents of which `out` and `lse` belong to attention over more keys than these give these keys' part of the
+    gradient, which is what attention over a ring of ranks adds up.
+    """
+
+    def __call__(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        cu_seqlens: Tensor,
+        offsets: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        deterministic: bool,
+    ) -> Gradients: ...
+
+
+class PackedAttention:
+    """`AttentionFn` over the operators `xorl::attention_{name}` and `xorl::attention_{name}_backward`.
+
+    Args:
+        name: of the backend.
+        forward, backward: the kernels.
+    """
+
+    def __init__(self, name: str, forward: ForwardKernel, backward: BackwardKernel) -> None:
+        self.name = name
+        self._operator = _define(name, forward, backward)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, *, scale: float, window: int | None
+    ) -> Tensor:
+        return self.with_lse(q, k, v, layout, scale=scale, window=window)[0]
+
+    def with_lse(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, *, scale: float, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """The output and, [T, H] in fp32 (fp64 for fp64), the natural log-sum-exp of each token's scaled scores.
+
+        Both carry gradients. That of the log-sum-exp costs a forward and a backward pass more, in the kernel's own
+        precision: its derivative is the attention of the keys, sum_j P_ij k_j for q_i and sum_i P_ij q_i for k_j.
+        """
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        return self._operator(q, k, v, layout.cu_seqlens, layout.offsets, scale, window, deterministic)
+
+
+class _Context(FunctionCtx):
+    saved_tensors: tuple[Tensor, ...]
+    options: tuple[float, int | None, bool]
+
+
+def _define(
+    name: str, forward: ForwardKernel, backward: BackwardKernel
+) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, int | None, bool], tuple[Tensor, Tensor]]:
+    """Register both operators of a backend; the forward one is returned."""
+
+    @torch.library.custom_op(f"xorl::attention_{name}", mutates_args=())
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens: Tensor,
+        offsets: Tensor,
+        scale: float,
+        window: int | None,
+        deterministic: bool,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = forward(q, k, v, cu_seqlens, offsets, scale=scale, window=window, deterministic=deterministic)
+        return out.contiguous(), lse.contiguous().t()
+
+    @torch.library.custom_op(f"xorl::attention_{name}_backward", mutates_args=())
+    def attend_backward(
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        cu_seqlens: Tensor,
+        offsets: Tensor,
+        scale: float,
+        window: int | None,
+        deterministic: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        grad_q, grad_k, grad_v = backward(
+            grad_out,
+            q,
+            k,
+            v,
+            out,
+            lse.t().contiguous(),
+            cu_seqlens,
+            offsets,
+            scale=scale,
+            window=window,
+            deterministic=deterministic,
+        )
+        return grad_q.contiguous(), grad_k.contiguous(), grad_v.contiguous()
+
+    @attend.register_fake
+    def _(q: Tensor, *inputs: object) -> tuple[Tensor, Tensor]:
+        lse = q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype(q.dtype))
+        return q.new_empty(q.shape), lse.t()
+
+    @attend_backward.register_fake
+    def _(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *inputs: object) -> Gradients:
+        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+    def keep(ctx: _Context, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+        q, k, v, cu_seqlens, offsets, *options = inputs
+        ctx.save_for_backward(q, k, v, *output, cu_seqlens, offsets)
+        ctx.options = tuple(options)
+        ctx.set_materialize_grads(False)
+
+    def differentiate(ctx: _Context, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, *layout = ctx.saved_tensors
+        grad_q = grad_k = grad_v = None
+        if grad_out is not None:
+            grad_q, grad_k, grad_v = attend_backward(grad_out, q, k, v, out, lse, *layout, *ctx.options)
+        if grad_lse is not None:
+            slope = (grad_lse * ctx.options[0])[..., None]  # [T, H, 1]
+            mean_key, _ = attend(q, k, k, *layout, *ctx.options)
+            _, _, more_k = attend_backward((slope * q).to(q.dtype), q, k, k, mean_key, lse, *layout, *ctx.options)
+            more_q = (slope * mean_key).to(q.dtype)
+            grad_q = more_q if grad_q is None else grad_q + more_q
+            grad_k = more_k if grad_k is None else grad_k + more_k
+        return grad_q, grad_k, grad_v, None, None, None, None, None
+
+    attend.register_autograd(differentiate, setup_context=keep)
+    _count_flops(name)
+    return attend
+
+
+def _count_flops(name: str) -> None:
+    """Tell torch's counter of floating-point operations what the operators do, on the pairs of tokens that are seen.
+
+    The backward pass counts twice the forward one: what it computes again is not the model's work.
+    """
+    operators = torch.ops.xorl
+
+    @register_flop_formula(getattr(operators, f"attention_{name}"), get_raw=True)
+    def _(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens: Tensor,
+        offsets: Tensor,
+        scale: float,
+        window: int | None,
+        *_: object,
+        **__: object,
+    ) -> int:
+        return 4 * q.shape[1] * q.shape[2] * _visible_pairs(offsets, window)
+
+    @register_flop_formula(getattr(operators, f"attention_{name}_backward"), get_raw=True)
+    def _(
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        cu_seqlens: Tensor,
+        offsets: Tensor,
+        scale: float,
+        window: int | None,
+        *_: object,
+        **__: object,
+    ) -> int:
+        return 8 * q.shape[1] * q.shape[2] * _visible_pairs(offsets, window)
+
+
+def _visible_pairs(offsets: Tensor, window: int | None) -> int:
+    """How many (query, key) there are in all documents: each token sees itself and those before it in its window."""
+    lengths = offsets.diff()
+    seen = lengths if window is None else lengths.clamp(max=window)
+    return int((seen * (seen + 1) // 2 + (lengths - seen) * seen).sum())
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What log-sum-exps of scores of q and k in `dtype` are kept in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def longest_document(offsets: Tensor) -> int:
+    """Tokens of the longest document, 0 without any; read on the host within an operator.
+
+    The compiler never sees this number: it would compile once for the first and once more for all others.
+    """
+    return int(offsets.diff().max()) if len(offsets) > 1 else 0
