@@ -35,6 +35,13 @@ def entry(**options: Any) -> dict[str, Any]:
         ({"data": entry(shards_idx=1)}, "data.datasets.0.shards_idx", "needs shards, the number"),
         ({"data": entry(shards=2, shards_idx=2)}, "data.datasets.0.shards_idx", "wants 0 to 1"),
         ({"data": entry(shards=2, shards_idx=0, preprocess_shards=2)}, "data.datasets.0.preprocess_shards", "not both"),
+        ({"data": entry(weight=1.0, num_epochs=2.0)}, "data.datasets.0.num_epochs", "not both"),
+        (
+            {"data": {"datasets": [{"path": "a", "weight": 1.0}, {"path": "b"}]}},
+            "data.datasets.0.weight",
+            "give every entry one, or none",
+        ),
+        ({"data": {"hf_use_auth_token": True}}, "data.hf_use_auth_token", "does nothing unless a dataset is read"),
         ({"data": {"dataset_shard_num": 3}}, "data.dataset_shard_num", "needs dataset_shard_idx"),
         ({"data": {"dataset_shard_idx": 0}}, "data.dataset_shard_idx", "needs dataset_shard_num"),
         ({"data": {"dataset_shard_num": 3, "dataset_shard_idx": 3}}, "data.dataset_shard_idx", "wants 0 to 2"),

@@ -19,10 +19,7 @@ EXAMPLES: dict[str, object] = {
     "model.deepep_num_sms": 22,
     "model.foundation": {"num_hidden_layers": 2},
     "model.encoders": {"image": {"model_path": "a"}},
-    f"{ENTRIES}.path": "s3://bucket/a",
-    f"{ENTRIES}.data_files": ["https://a.example/b.json"],
     "data.push_dataset_to_hub": "a/b",
-    "data.hf_use_auth_token": True,
     "train.pipeline_parallel_schedule": "GPipe",
     "train.cp_fsdp_mode": "none",
     "train.optimizer_dtype": "fp32",
@@ -36,7 +33,6 @@ EXAMPLES: dict[str, object] = {
 # What else is needed so that a value is wrong for no other reason.
 COMPANIONS: dict[str, dict[str, Any]] = {
     "train.tensor_parallel_size": {"model": {"merge_qkv": False}},
-    f"{ENTRIES}.data_files": {"entry": {"ds_type": "json"}},
     "lora.save_lora_only": {"lora": {"enable_lora": True}},
     "lora.reset_optimizer_on_merge": {"lora": {"merge_lora_interval": 5}},
 }
@@ -121,7 +117,7 @@ def test_every_row_names_an_option(row: Refusal) -> None:
         ("train.load_weights_mode", ["broadcast", "all_ranks", "auto", "safetensors"]),
         ("train.data_parallel_mode", ["none", "ddp", "fsdp2"]),
         ("data.sample_packing_method", ["sequential", "multipack"]),
-        (f"{ENTRIES}.path", ["a.jsonl", "org/name", "./a:b", "dummy"]),
+        (f"{ENTRIES}.path", ["a.jsonl", "org/name", "./a:b", "dummy", "s3://bucket/a", "https://a.example/b.json"]),
         (f"{ENTRIES}.overflow", ["truncate", "drop", "split", "error"]),
     ],
 )

@@ -152,7 +152,6 @@ ENTRIES = [
         {"columns": ("input_ids", "label")},
         r"line 1: column 'label' does not exist; the columns are: input_ids, labels \(",
     ),
-    ({"path": "s3://bucket/data"}, r"\[0\].path: s3://bucket/data: cloud and web addresses are not supported yet"),
     ({"path": "dummy"}, r"\[0\].path: dummy makes random token ids and needs the model's vocab_size"),
 ]
 

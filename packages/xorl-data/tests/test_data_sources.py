@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import json
+import lzma
 
 import datasets
 import pyarrow as pa
@@ -129,7 +130,7 @@ def test_shards_are_consecutive_parts_that_cover_everything(
     assert [shard_range(10, 3, index) for index in range(3)] == [(0, 4), (4, 7), (7, 10)]
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz", ".bz2", ".zst"])
+@pytest.mark.parametrize("suffix", ["", ".gz", ".bz2", ".zst", ".xz"])
 def test_pieces_cover_a_file_in_order_with_true_line_numbers(tmp_path, make_rows, monkeypatch, suffix):
     """Catches lines lost, doubled or misnumbered where pieces meet, in plain and in compressed files."""
     monkeypatch.setattr(readers_module, "PIECE_BYTES", 500)
@@ -137,6 +138,7 @@ def test_pieces_cover_a_file_in_order_with_true_line_numbers(tmp_path, make_rows
     text = "\ufeff" + "".join(json.dumps(row) + ("\r\n" if i % 3 else "\n\n") for i, row in enumerate(rows))
     path = tmp_path / f"rows.jsonl{suffix}"
     write = {"": path.write_bytes, ".gz": lambda data: path.write_bytes(gzip.compress(data))}
+    write[".xz"] = lambda data: path.write_bytes(lzma.compress(data))
     write[".bz2"] = lambda data: path.write_bytes(bz2.compress(data))
     write[".zst"] = lambda data: path.write_bytes(pa.compress(data, codec="zstd", asbytes=True))
     write[suffix](text.encode())

@@ -4,6 +4,7 @@ A function yields what is wrong with a configuration whose single values are all
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -156,6 +157,32 @@ def _data_files_have_a_format(config: Config) -> Iterator[Conflict]:
             )
 
 
+def _shares_agree(config: Config) -> Iterator[Conflict]:
+    for name in ("datasets", "test_datasets"):
+        entries = getattr(config.data, name)
+        weighted = [entry.weight is not None for entry in entries]
+        for index, entry in enumerate(entries):
+            path = f"data.{name}.{index}"
+            if entry.weight is not None and entry.num_epochs is not None:
+                yield Conflict((f"{path}.num_epochs", f"{path}.weight"), "set weight or num_epochs, not both")
+            if any(weighted) and not weighted[index]:
+                other = f"data.{name}.{weighted.index(True)}.weight"
+                yield Conflict(
+                    (f"{path}.weight", other), "weights are shares of all samples: give every entry one, or none"
+                )
+
+
+def _tokens_have_a_use(config: Config) -> Iterator[Conflict]:
+    data = config.data
+    may_be_hub = [re.fullmatch(r"[\w.-]+/[\w.-]+", entry.path) for _, entry in _entries(config)]
+    if data.hf_use_auth_token is not None and data.push_dataset_to_hub is None and not any(may_be_hub):
+        yield Conflict(
+            ("data.hf_use_auth_token",),
+            "hf_use_auth_token does nothing unless a dataset is read from the Hub (org/name) or "
+            "data.push_dataset_to_hub is set",
+        )
+
+
 def _documents_fit_bins(config: Config) -> Iterator[Conflict]:
     bin_length = config.data.sample_packing_sequence_len
     for path, entry in _entries(config):
@@ -275,6 +302,8 @@ CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
     _made_up_rows_have_no_source,
     _data_files_have_a_format,
     _shards_are_chosen,
+    _shares_agree,
+    _tokens_have_a_use,
     _documents_fit_bins,
     _held_out_data_has_one_source,
     _prefetching_needs_workers,

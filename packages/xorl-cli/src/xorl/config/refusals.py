@@ -12,8 +12,6 @@ from functools import cache
 from xorl.config.local import Config
 from xorl.config.options import ENTRIES, ENTRY_LISTS, Option, all_options, yaml_text
 
-REMOTE_SCHEMES = ("s3", "gs", "gcs", "abfs", "abfss", "https", "http")
-
 
 @dataclass(frozen=True)
 class Refusal:
@@ -49,12 +47,6 @@ class Refusal:
         return f"{'Refused' if self.for_good else 'Not available yet'}: {values} ({self.reason})"
 
 
-def is_remote(value: object) -> bool:
-    """Says whether a path, or one of several, is a URL."""
-    paths = value if isinstance(value, list) else [value]
-    return any(isinstance(path, str) and path.split("://", 1)[0] in REMOTE_SCHEMES and "://" in path for path in paths)
-
-
 ONE_RANK = "models are not split over ranks yet; the data is"
 ONE_RANK_INSTEAD = "leave it at 1: train.data_parallel_mode fsdp2 shards a model that one GPU cannot hold"
 
@@ -81,20 +73,6 @@ REFUSALS: tuple[Refusal, ...] = (
         values=("chat", "prompt_completion", "text", "auto"),
     ),
     Refusal(
-        f"{ENTRIES}.path",
-        "reading from object stores and web addresses is not built",
-        "copy the files to a local folder, or name a dataset of the Hub as org/name",
-        matches=is_remote,
-        shown="URLs such as s3://, gs://, abfs:// and https://",
-    ),
-    Refusal(
-        f"{ENTRIES}.data_files",
-        "reading from object stores and web addresses is not built",
-        "copy the files to a local folder",
-        matches=is_remote,
-        shown="URLs such as s3://, gs://, abfs:// and https://",
-    ),
-    Refusal(
         f"{ENTRIES}.trust_remote_code",
         "loading scripts no longer exist: the datasets library runs none",
         "use a dataset of plain files (parquet, json, csv), and leave it at false",
@@ -103,11 +81,6 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(f"{ENTRIES}.preprocess_shards", "preparing a dataset in parts is not built", "leave it at null"),
     Refusal("data.num_dataset_shards_to_save", "storing a prepared dataset in parts is not built", "leave it at null"),
     Refusal("data.push_dataset_to_hub", "uploading prepared datasets is not built", "leave it at null"),
-    Refusal(
-        "data.hf_use_auth_token",
-        "the option is not wired to the Hub library",
-        "leave it at null: the Hub library finds a stored token or HF_TOKEN by itself",
-    ),
     Refusal("train.tensor_parallel_size", ONE_RANK, ONE_RANK_INSTEAD),
     Refusal("train.pipeline_parallel_size", ONE_RANK, ONE_RANK_INSTEAD),
     Refusal("train.pipeline_parallel_schedule", "pipeline parallelism is not built", "leave it at 1F1B"),

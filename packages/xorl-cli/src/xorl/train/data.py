@@ -149,6 +149,7 @@ def _prepare(config: Config, option: str, entries: Sequence[DatasetEntryConfig],
         shuffle_merged=data.shuffle_merged_datasets,
         dataset_shard_num=data.dataset_shard_num,
         dataset_shard_idx=data.dataset_shard_idx,
+        token=data.hf_use_auth_token,
     )
     columns = None if data.select_columns is None else tuple(data.select_columns)
     documents = prepare([_entry(entry, columns) for entry in entries], options, option=option)
@@ -171,6 +172,8 @@ def _entry(entry: DatasetEntryConfig, columns: tuple[str, ...] | None) -> Datase
         shards=entry.shards,
         shards_idx=entry.shards_idx,
         columns=columns,
+        weight=entry.weight,
+        num_epochs=entry.num_epochs,
     )
 
 

@@ -9,6 +9,7 @@ from itertools import accumulate
 import numpy as np
 
 from xorl.data.errors import DataError
+from xorl.data.mixture import Share, drawn_rows, num_drawn
 from xorl.data.receipt import Receipt
 from xorl.data.shuffle import digest, permutation
 from xorl.data.sources import shard_range
@@ -54,6 +55,16 @@ class PreparedDocuments:
         """The documents `indices`, in that order. The receipt still tells of all."""
         return PreparedDocuments(self._stores, self._rows[indices], fingerprint=fingerprint, receipt=self.receipt)
 
+    def distinct(self) -> tuple[np.ndarray, np.ndarray]:
+        """The documents without repetitions, by their numbers in the stores, and the first place of each; by place."""
+        rows, places = np.unique(self._rows, return_index=True)
+        order = np.argsort(places, kind="stable")
+        return rows[order], places[order]
+
+    def are_among(self, rows: np.ndarray) -> np.ndarray:
+        """Whether the document at each place is one of `rows`, numbers in the stores. [N] bool"""
+        return np.isin(self._rows, rows)
+
     def _locate(self, index: int) -> tuple[DocumentStore, int]:
         row = int(self._rows[index])
         if len(self._stores) == 1:
@@ -66,22 +77,24 @@ def merge(
     stores: Sequence[DocumentStore],
     receipt: Receipt,
     *,
+    shares: Sequence[Share],
     seed: int,
     shuffle_before_merging: bool,
     shuffle_merged: bool,
     num_shards: int | None,
     shard_index: int | None,
 ) -> PreparedDocuments:
-    """All documents of all stores: each shuffled, put in a row, shuffled again, one shard taken, as asked."""
+    """The documents of all stores by their shares: each shuffled, put in a row, shuffled again, a shard of it taken."""
+    sizes = [len(store.lengths) for store in stores]
+    drawn = num_drawn(sizes, shares)
     parts = []
     first = 0
-    for number, store in enumerate(stores):
-        num = len(store.lengths)
-        local = (
-            permutation(num, "before merging", seed, number, store.key) if shuffle_before_merging else np.arange(num)
-        )
+    for number, (store, num) in enumerate(zip(stores, drawn, strict=True)):
+        local = drawn_rows(sizes[number], num, seed, number, store.key)
+        if shuffle_before_merging:
+            local = local[permutation(num, "before merging", seed, number, store.key)]
         parts.append(local + first)
-        first += num
+        first += sizes[number]
     rows = np.concatenate(parts)
     keys = [store.key for store in stores]
     if shuffle_merged:
@@ -95,15 +108,29 @@ def merge(
             )
         rows = rows[start:stop]
     shuffled = shuffle_before_merging or shuffle_merged
-    order = [seed if shuffled else 0, shuffle_before_merging, shuffle_merged, num_shards or 1, shard_index or 0]
-    return PreparedDocuments(stores, rows, fingerprint=digest("documents", keys, order), receipt=receipt)
+    mixed = drawn != sizes
+    order = [
+        seed if shuffled or mixed else 0,
+        shuffle_before_merging,
+        shuffle_merged,
+        num_shards or 1,
+        shard_index or 0,
+    ]
+    fingerprint = digest("documents", keys, order, *([drawn] if mixed else []))
+    return PreparedDocuments(
+        stores, rows, fingerprint=fingerprint, receipt=receipt.with_drawn(drawn) if mixed else receipt
+    )
 
 
 def split_documents(
     documents: PreparedDocuments, val_set_size: int | float, seed: int
 ) -> tuple[PreparedDocuments, PreparedDocuments]:
-    """(training, held out): `val_set_size` documents, or that fraction of them, drawn by `seed`; both keep order."""
-    total = len(documents)
+    """(training, held out): `val_set_size` documents, or that fraction of them, drawn by `seed`; both keep order.
+
+    A document that a mixture repeats counts once, and is held out once or trained on, never both.
+    """
+    rows, first_places = documents.distinct()
+    total = len(rows)
     fraction = isinstance(val_set_size, float)
     num_held_out = max(1, round(total * val_set_size)) if fraction else val_set_size
     valid = 0 < val_set_size < 1 if fraction else val_set_size > 0
@@ -112,7 +139,8 @@ def split_documents(
             f"data.val_set_size: {val_set_size} of {total} documents cannot be held out; want a whole number from 1 to "
             f"{total - 1}, or a fraction above 0 and below 1 that leaves some to train on"
         )
-    drawn = permutation(total, "held out", seed, documents.fingerprint)
-    held_out, rest = np.sort(drawn[:num_held_out]), np.sort(drawn[num_held_out:])
+    drawn = permutation(total, "held out", seed, documents.fingerprint)[:num_held_out]
+    held_out = np.sort(first_places[drawn])
+    rest = np.flatnonzero(~documents.are_among(rows[drawn]))
     names = [digest(part, documents.fingerprint, num_held_out, seed) for part in ("training", "held out")]
     return documents.select(rest, names[0]), documents.select(held_out, names[1])

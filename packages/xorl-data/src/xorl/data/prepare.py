@@ -6,38 +6,36 @@ file system wait at a lock, and everyone memory-maps what was published.
 
 from __future__ import annotations
 
-import json
 import logging
 import multiprocessing
 import os
 import secrets
 import shutil
 import signal
-import socket
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from multiprocessing.connection import wait as wait_for
 from pathlib import Path
-
-from filelock import FileLock, Timeout
 
 from xorl.data.choose import choose_format
 from xorl.data.documents import PreparedDocuments, merge
 from xorl.data.errors import DataError, DataFailure
 from xorl.data.formats import EncodedDocuments, Format, TokenizedFormat
 from xorl.data.invariants import check_counts, check_largest_id
+from xorl.data.lock import exclusive
+from xorl.data.mixture import Share, check_shares
 from xorl.data.published import find_prepared, open_direct
 from xorl.data.readers import Piece
 from xorl.data.receipt import Counts, DatasetReceipt, Receipt
 from xorl.data.shuffle import JSON, digest
-from xorl.data.sources import DUMMY, DatasetEntry, Source, load_source
+from xorl.data.sources import DOWNLOADS, DUMMY, DatasetEntry, Source, load_source
 from xorl.data.store import (
     FORMAT_VERSION,
     MANIFEST,
@@ -87,13 +85,15 @@ def prepare(
     """
     _check_options(entries, options, option)
     direct = _prepared_directly(entries[0], options) if options.skip_prepare else None
+    shares = [Share(entry.weight, entry.num_epochs) for entry in entries]
     if direct is not None:
-        prepared = [direct]
+        prepared, shares = [direct], [Share()]
     else:
         prepared = [_prepare_entry(entry, options, f"{option}[{i}]") for i, entry in enumerate(entries)]
     return merge(
         [store for store, _ in prepared],
         Receipt(tuple(receipt for _, receipt in prepared)),
+        shares=shares,
         seed=options.seed,
         shuffle_before_merging=options.shuffle_before_merging,
         shuffle_merged=options.shuffle_merged,
@@ -112,6 +112,7 @@ def _check_options(entries: Sequence[DatasetEntry], options: PrepareOptions, opt
         raise DataError(f"data.dataset_shard_num and data.dataset_shard_idx go together, got {num} and {index}")
     if num is not None and index is not None and not 0 <= index < num:
         raise DataError(f"data.dataset_shard_idx: {index} is not in 0..{num - 1} (data.dataset_shard_num: {num})")
+    check_shares([Share(entry.weight, entry.num_epochs) for entry in entries], option)
     for number, entry in enumerate(entries):
         if entry.max_seq_len is not None and not 1 <= entry.max_seq_len <= options.bin_len:
             raise DataError(
@@ -128,7 +129,7 @@ def _prepare_entry(entry: DatasetEntry, options: PrepareOptions, option: str) ->
         folder = find_prepared(options.prepared_path, _request(entry, form), option)
         return _open_store(folder, entry, form, option, cached=True)
     started = time.monotonic()
-    source = load_source(entry, option=option, token=options.token)
+    source = load_source(entry, option=option, token=options.token, downloads=options.prepared_path / DOWNLOADS)
     if source.num_bytes > _LARGE_BYTES:
         logger.info("prepare dataset=%s phase=hash gib=%.1f", source.name, source.num_bytes / 2**30)
     key = digest(FORMAT_VERSION, source.identity(), form.fingerprint())
@@ -136,7 +137,7 @@ def _prepare_entry(entry: DatasetEntry, options: PrepareOptions, option: str) ->
     cached = (folder / MANIFEST).is_file()
     if not cached:
         _make_root(options.prepared_path)
-        with _exclusive(options.prepared_path, key, source.name):
+        with exclusive(options.prepared_path / f".{key}.lock", f"prepare dataset={source.name}"):
             cached = (folder / MANIFEST).is_file()
             if not cached:
                 _publish(source, form, folder, _request(entry, form), entry, option, options.num_proc)
@@ -226,6 +227,9 @@ def _publish(
         temporary.rename(folder)
         fsync(folder.parent)
     except OSError as error:
+        # Another process took this one for dead, and has published the same.
+        if (folder / MANIFEST).is_file():
+            return
         raise DataFailure(
             f"the prepared dataset cannot be written to {temporary}: {error}; "
             "data.dataset_prepared_path names its place"
@@ -323,36 +327,3 @@ def _make_root(root: Path) -> None:
         raise DataError(f"data.dataset_prepared_path: {root} cannot be made: {error.strerror}") from error
     if not writable:
         raise DataError(f"data.dataset_prepared_path: {root} cannot be written to")
-
-
-@contextmanager
-def _exclusive(root: Path, key: str, name: str) -> Iterator[None]:
-    """Holds the lock of one key on this file system, and says who has it while waiting."""
-    lock = FileLock(root / f".{key}.lock")
-    holder = root / f".{key}.holder.json"
-    waited = 0.0
-    while True:
-        try:
-            lock.acquire(timeout=0 if not waited else _REPORT_EVERY_S * 3)
-            break
-        except Timeout:
-            logger.info("prepare dataset=%s phase=wait holder=%s waited_s=%.0f", name, _read_holder(holder), waited)
-            waited += _REPORT_EVERY_S * 3
-        except OSError as error:
-            raise DataFailure(f"{root} cannot be locked: {error}; data.dataset_prepared_path names it") from error
-    try:
-        with suppress(OSError):  # those who wait would be told less; a full disk is told by what is written next
-            holder.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}))
-        yield
-    finally:
-        holder.unlink(missing_ok=True)
-        lock.release()
-
-
-def _read_holder(path: Path) -> str:
-    try:
-        values = json.loads(path.read_text())
-        return f"pid {values['pid']} on {values['host']}, since {time.ctime(values['since'])}"
-    except (OSError, ValueError, KeyError, TypeError):
-        # It has the lock and has not written its name yet.
-        return "another process"

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import io
 import json
+import lzma
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Literal, Protocol, get_args
 
 import pyarrow as pa
@@ -35,7 +36,7 @@ SUFFIXES: dict[str, FileType] = {
     ".txt": "text",
     ".text": "text",
 }
-COMPRESSIONS = (".gz", ".bz2", ".zst")
+COMPRESSIONS = (".gz", ".bz2", ".zst", ".xz")
 Row = dict[str, object]
 
 # What a tokenized row may hold without being selected by name.
@@ -67,7 +68,7 @@ class Piece(Protocol):
     def num_rows(self) -> int: ...
 
 
-def file_type(path: Path) -> FileType | None:
+def file_type(path: PurePath) -> FileType | None:
     """The type that a file's suffix names, compression aside; None where it names none."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in COMPRESSIONS:
@@ -93,7 +94,7 @@ def read_pieces(path: Path, ds_type: FileType, selected: Sequence[str] | None = 
                 yield from _parquet_pieces(path, selected)
             case "arrow":
                 yield from _arrow_pieces(path)
-    except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
+    except (pa.ArrowException, UnicodeDecodeError, OSError, EOFError, lzma.LZMAError) as error:
         raise DataError(f"{path}: cannot be read as {ds_type}: {error}") from error
 
 
@@ -245,7 +246,7 @@ def table_pieces(table: pa.Table, source: str, first: int = 0) -> Iterator[Loade
 
 
 def _json_pieces(path: Path) -> Iterator[Piece]:
-    with pa.input_stream(str(path)) as stream:
+    with _decompressed(path) as stream:
         head = b" "
         while head and not head.strip(b" \t\r\n\xef\xbb\xbf"):
             head = stream.read(4096)
@@ -253,6 +254,13 @@ def _json_pieces(path: Path) -> Iterator[Piece]:
         yield from _array_pieces(path)
     else:
         yield from _line_pieces(path, as_json=True)
+
+
+def _decompressed(path: Path) -> pa.NativeFile:
+    """The content of a file, decompressed by its suffix."""
+    if path.suffix.lower() == ".xz":  # the one that Arrow does not know
+        return pa.PythonFile(lzma.open(path), mode="r")
+    return pa.input_stream(str(path))
 
 
 def _line_pieces(path: Path, *, as_json: bool) -> Iterator[Piece]:
@@ -272,7 +280,7 @@ def _line_pieces(path: Path, *, as_json: bool) -> Iterator[Piece]:
 
 def _compressed_line_pieces(path: Path, *, as_json: bool) -> Iterator[Piece]:
     start, line, rest = 0, 1, b""
-    with pa.input_stream(str(path)) as stream:
+    with _decompressed(path) as stream:
         while True:
             block = stream.read(PIECE_BYTES)
             data, newline, tail = (rest + block).rpartition(b"\n")
@@ -310,7 +318,7 @@ def _array_pieces(path: Path) -> Iterator[Piece]:
 def _array_elements(path: Path) -> Iterator[tuple[object, int]]:
     """The elements of a top-level JSON array with their lengths, decoded one by one while the file is read."""
     decoder = json.JSONDecoder()
-    with pa.input_stream(str(path)) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig") as file:
+    with _decompressed(path) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig") as file:
         text = file.read(PIECE_BYTES)
         start = _skip_space(text, text.index("[") + 1)
         if text.startswith("]", start):
@@ -352,12 +360,15 @@ def _csv_pieces(path: Path) -> Iterator[Piece]:
     read = pa_csv.ReadOptions(use_threads=False, block_size=PIECE_BYTES)
     if path.stat().st_size == 0:
         return
-    with pa_csv.open_csv(str(path), read_options=read, parse_options=parse) as reader:
+    with _decompressed(path) as file, pa_csv.open_csv(file, read_options=read, parse_options=parse) as reader:
         names = reader.schema.names
     # As strings: a column whose first rows hold one id each would be read as numbers.
     convert = pa_csv.ConvertOptions(column_types={name: pa.string() for name in names}, strings_can_be_null=False)
     first = 0
-    with pa_csv.open_csv(str(path), read_options=read, parse_options=parse, convert_options=convert) as reader:
+    with (
+        _decompressed(path) as file,
+        pa_csv.open_csv(file, read_options=read, parse_options=parse, convert_options=convert) as reader,
+    ):
         for batch in reader:
             if batch.num_rows:
                 yield LoadedPiece(str(path), "row", first, batch.nbytes, pa.Table.from_batches([batch]))

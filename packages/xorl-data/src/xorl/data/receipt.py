@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 
 
@@ -49,11 +49,15 @@ class Counts:
 
 @dataclass(frozen=True)
 class DatasetReceipt:
-    """The counts of one dataset entry; `cached` tells whether an earlier preparation was reused."""
+    """The counts of one dataset entry; `cached` tells whether an earlier preparation was reused.
+
+    `drawn` documents of it an epoch takes, where a mixture takes another number than there are.
+    """
 
     name: str
     counts: Counts
     cached: bool = False
+    drawn: int | None = None
 
 
 @dataclass(frozen=True)
@@ -72,9 +76,18 @@ class Receipt:
     def with_bins(self, *, num_bins: int, fill: float, plan_hash: str) -> Receipt:
         return replace(self, num_bins=num_bins, fill=fill, plan_hash=plan_hash)
 
+    def with_drawn(self, drawn: Sequence[int]) -> Receipt:
+        """Tells of each dataset how many documents an epoch takes."""
+        pairs = zip(self.datasets, drawn, strict=True)
+        return replace(self, datasets=tuple(replace(dataset, drawn=num) for dataset, num in pairs))
+
     def lines(self) -> list[str]:
         """One line a dataset, then the total where there are several, then the bins: key=value."""
-        lines = [f"dataset={d.name} {d.counts} cached={str(d.cached).lower()}" for d in self.datasets]
+        lines = [
+            f"dataset={d.name} {d.counts} cached={str(d.cached).lower()}"
+            + ("" if d.drawn is None else f" drawn={d.drawn}")
+            for d in self.datasets
+        ]
         if len(self.datasets) > 1:
             lines.append(f"dataset=total {self.total}")
         if self.num_bins is not None:

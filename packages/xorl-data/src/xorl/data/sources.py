@@ -1,4 +1,4 @@
-"""Where samples come from: what a dataset entry names (files, folders, saved datasets, Hub ids) becomes a Source.
+"""Where samples come from: what a dataset entry names (files, folders, URLs, saved datasets, Hub ids) becomes a Source.
 
 A source names its content by hash and hands out pieces; what its rows mean is the business of formats.py.
 """
@@ -9,18 +9,23 @@ import glob
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Protocol
 
 import xxhash
 
+from xorl.data.downloads import Download, fetch_all, with_retries
 from xorl.data.errors import DataError
 from xorl.data.formats import OVERFLOWS, Overflow
 from xorl.data.readers import COMPRESSIONS, FILE_TYPES, SUFFIXES, FileType, Piece, RowRange, file_type, read_pieces
+from xorl.data.remote import RemoteFile, Storage, is_url, storage_of
 from xorl.data.saved import is_saved_folder, saved_files
 from xorl.data.shuffle import JSON
 
 DUMMY = "dummy"
+# The folder below that of prepared datasets that keeps what was downloaded.
+DOWNLOADS = "downloads"
 _SPLIT_WORDS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
@@ -50,6 +55,8 @@ class DatasetEntry:
     shards: int | None = None
     shards_idx: int | None = None
     columns: tuple[str, ...] | None = None
+    weight: float | None = None
+    num_epochs: float | None = None
 
 
 class Source(Protocol):
@@ -75,23 +82,30 @@ class Source(Protocol):
     def pieces(self, selected: Sequence[str] | None) -> Iterator[Piece]: ...
 
 
-def load_source(entry: DatasetEntry, *, option: str = "data.datasets[0]", token: str | bool | None = None) -> Source:
+def load_source(
+    entry: DatasetEntry,
+    *,
+    option: str = "data.datasets[0]",
+    token: str | bool | None = None,
+    downloads: Path = Path("last_prepared_dataset") / DOWNLOADS,
+) -> Source:
     """The source that `entry` names; `option` is the entry's place in the configuration, for messages.
 
-    `token` is what `datasets` takes for private Hub datasets. DataError for what does not exist or cannot be read.
+    `token` is what `datasets` takes for private Hub datasets; the files of URLs are loaded into the folder `downloads`.
+    DataError for what does not exist or cannot be read, DataFailure where the network fails.
     """
     _check_entry(entry, option)
-    if "://" in entry.path:
-        raise DataError(
-            f"{option}.path: {entry.path}: cloud and web addresses are not supported yet; copy the data here"
-        )
     path = Path(entry.path).expanduser()
-    if not path.exists() and (_HUB_ID.fullmatch(entry.path) is None or _looks_local(entry.path)):
+    remote = has_urls(entry)
+    if not remote and not path.exists() and (_HUB_ID.fullmatch(entry.path) is None or _looks_local(entry.path)):
         raise DataError(
             f"{option}.path: {entry.path} does not exist (looked at {path.absolute()}), and it is not of the form "
             "org/name of a Hub dataset"
         )
-    source: Source = _local_source(path, entry, option) if path.exists() else _hub_source(entry, option, token)
+    if remote:
+        source: Source = _remote_source(entry, option, downloads)
+    else:
+        source = _local_source(path, entry, option) if path.exists() else _hub_source(entry, option, token)
     if entry.shards is None:
         return source
     assert entry.shards_idx is not None, "_check_entry asks for both"
@@ -120,6 +134,39 @@ class FileSource:
     def pieces(self, selected: Sequence[str] | None) -> Iterator[Piece]:
         for path in self.files:
             yield from read_pieces(path, self.ds_type, selected)
+
+
+@dataclass(frozen=True)
+class DownloadedSource:
+    """Files of URLs, by their local copies."""
+
+    files: FileSource
+    downloads: tuple[Download, ...]
+
+    @property
+    def name(self) -> str:
+        return self.files.name
+
+    @property
+    def num_bytes(self) -> int:
+        return self.files.num_bytes
+
+    @property
+    def parallel(self) -> bool:
+        return self.files.parallel
+
+    def identity(self) -> JSON:
+        hashes = hash_files(self.files.files)
+        for download, content in zip(self.downloads, hashes, strict=True):
+            if content != download.content:
+                raise DataError(
+                    f"{download.path} is no longer what was downloaded from {download.url}; remove the folder "
+                    f"{download.path.parent} to load it anew, or name your own copy of it in the configuration"
+                )
+        return {"ds_type": self.files.ds_type, "files": hashes}
+
+    def pieces(self, selected: Sequence[str] | None) -> Iterator[Piece]:
+        yield from self.files.pieces(selected)
 
 
 @dataclass(frozen=True)
@@ -218,7 +265,7 @@ def _local_source(path: Path, entry: DatasetEntry, option: str) -> FileSource:
     else:
         _only_train(entry, option)
         files = [path]
-    return FileSource(entry.path, tuple(files), _type_of(files, entry, option))
+    return FileSource(entry.path, tuple(files), type_of(files, entry, option))
 
 
 def _only_train(entry: DatasetEntry, option: str) -> None:
@@ -250,30 +297,37 @@ def _named_files(folder: Path, data_files: str | Sequence[str], option: str) -> 
 def _folder_files(folder: Path, entry: DatasetEntry, option: str) -> list[Path]:
     """The data files below a folder; those of one split where the file or folder names speak of splits."""
     below = sorted(path for path in folder.rglob("*") if path.is_file())
-    below = [path for path in below if not any(part[0] in "._" for part in path.relative_to(folder).parts)]
+    chosen = data_files_among([path.relative_to(folder).as_posix() for path in below], entry, option)
+    return [folder / name for name in chosen]
+
+
+def data_files_among(names: Sequence[str], entry: DatasetEntry, option: str) -> list[str]:
+    """Which of the files below a folder, named relative to it, hold the entry's data, and its split where they tell."""
+    paths = [PurePosixPath(name) for name in names]
+    below = [path for path in paths if not any(part[0] in "._" for part in path.parts)]
     files = [path for path in below if (kind := file_type(path)) is not None and entry.ds_type in (None, kind)]
     if not files:
         wanted = f"{entry.ds_type} files" if entry.ds_type else f"files ending in {', '.join(SUFFIXES)}"
         raise DataError(f"{option}.path: the folder {entry.path} holds no {wanted} ({len(below)} other files)")
-    splits: dict[str, list[Path]] = {}
+    splits: dict[str, list[PurePosixPath]] = {}
     for path in files:
-        splits.setdefault(_split_of(path.relative_to(folder)), []).append(path)
+        splits.setdefault(_split_of(path), []).append(path)
     if set(splits) == {""}:
         _only_train(entry, option)
-        return files
+        return list(map(str, files))
     wanted = entry.split or "train"
     if wanted not in splits:
-        names = ", ".join(name for name in splits if name)
-        raise DataError(f"{option}.split: {wanted!r} not found; the file names in {entry.path} speak of {names}")
+        known = ", ".join(name for name in splits if name)
+        raise DataError(f"{option}.split: {wanted!r} not found; the file names in {entry.path} speak of {known}")
     if "" in splits:
         raise DataError(
             f"{option}.path: some file names in {entry.path} speak of splits ({splits[wanted][0].name}) and some do "
             f"not ({splits[''][0].name}); name the files in {option}.data_files"
         )
-    return splits[wanted]
+    return list(map(str, splits[wanted]))
 
 
-def _split_of(path: Path) -> str:
+def _split_of(path: PurePosixPath) -> str:
     for part in reversed(path.parts):
         words = re.split(r"[^a-z]+", part.lower())
         for split, keywords in _SPLIT_WORDS.items():
@@ -282,10 +336,11 @@ def _split_of(path: Path) -> str:
     return ""
 
 
-def _type_of(files: Sequence[Path], entry: DatasetEntry, option: str) -> FileType:
+def type_of(files: Sequence[PurePath], entry: DatasetEntry, option: str) -> FileType:
+    """The one type of the entry's files: the option, or what their names say."""
     if entry.ds_type is not None:
         return entry.ds_type
-    kinds: dict[FileType | None, Path] = {file_type(path): path for path in files}
+    kinds: dict[FileType | None, PurePath] = {file_type(path): path for path in files}
     if None in kinds:
         raise DataError(
             f"{option}.path: the type of {kinds[None]} cannot be told from its name; set {option}.ds_type to one of "
@@ -296,9 +351,65 @@ def _type_of(files: Sequence[Path], entry: DatasetEntry, option: str) -> FileTyp
     return next(kind for kind in kinds if kind is not None)
 
 
+def has_urls(entry: DatasetEntry) -> bool:
+    """Whether the entry's files lie at a distance. DataError is left to who reads them."""
+    return is_url(entry.path) or any(is_url(name) for name in _names(entry))
+
+
+def remote_files(entry: DatasetEntry, option: str) -> tuple[Storage, list[RemoteFile]]:
+    """The files of an entry with URLs, in order, and who reads them."""
+    for name, value in (("name", entry.name), ("revision", entry.revision)):
+        if value is not None:
+            raise DataError(f"{option}.{name}: {value!r} has no meaning for the URL {entry.path}; leave it out")
+    if entry.data_files is None:
+        storage = storage_of(entry.path, f"{option}.path")
+        return storage, _files_at(storage, entry, option)
+    _only_train(entry, option)
+    urls = [name if is_url(name) else f"{entry.path.rstrip('/')}/{name}" for name in _names(entry)]
+    strays = [url for url in urls if not is_url(url)]
+    if strays or len({url.split("://")[0] for url in urls}) > 1:
+        raise DataError(f"{option}.data_files: {strays or urls} are not all of one place; make an entry of each place")
+    storage = storage_of(urls[0], f"{option}.data_files")
+    files: list[RemoteFile] = []
+    for url in urls:
+        found = with_retries(partial(storage.stat, url), url)
+        matches = [found] if found is not None else with_retries(partial(storage.find, url), url)
+        if not matches:
+            raise DataError(f"{option}.data_files: {url} matches no file")
+        files.extend(matches)
+    return storage, files
+
+
+def _files_at(storage: Storage, entry: DatasetEntry, option: str) -> list[RemoteFile]:
+    url = entry.path
+    single = with_retries(partial(storage.stat, url), url)
+    if single is not None:
+        _only_train(entry, option)
+        return [single]
+    found = with_retries(partial(storage.find, url), url)
+    if not found:
+        raise DataError(f"{option}.path: {url} does not exist, or is an empty folder")
+    if any(character in url for character in "*?["):
+        _only_train(entry, option)
+        return found
+    root = f"{url.rstrip('/')}/"
+    by_name = {file.url.removeprefix(root): file for file in found}
+    return [by_name[name] for name in data_files_among(sorted(by_name), entry, option)]
+
+
+def _remote_source(entry: DatasetEntry, option: str, downloads: Path) -> DownloadedSource:
+    storage, files = remote_files(entry, option)
+    ds_type = type_of([PurePosixPath(file.name) for file in files], entry, option)
+    fetched = fetch_all(files, storage, downloads, f"{option}.path")
+    return DownloadedSource(FileSource(entry.path, tuple(d.path for d in fetched), ds_type), tuple(fetched))
+
+
+def _names(entry: DatasetEntry) -> Sequence[str]:
+    return [entry.data_files] if isinstance(entry.data_files, str) else entry.data_files or ()
+
+
 def _hub_source(entry: DatasetEntry, option: str, token: str | bool | None) -> Source:
-    files = [entry.data_files] if isinstance(entry.data_files, str) else entry.data_files or ()
-    for file in files:
+    for file in _names(entry):
         # The Hub's library goes by the name.
         if entry.ds_type is not None and file_type(Path(file)) != entry.ds_type:
             raise DataError(

@@ -1,0 +1,276 @@
+"""Files at a distance: object stores through fsspec, web addresses through urllib; listing, reading from a byte on.
+
+Downloads are kept by downloads.py. Web addresses do not go through fsspec, whose reader takes the whole file for the
+part it asked for when a server knows no ranges, which would be a wrong continuation without a word.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+from urllib.parse import unquote, urlsplit
+
+import fsspec
+
+from xorl.data.errors import DataError
+
+# The distribution's extra that reads each scheme; None needs none.
+SCHEMES: dict[str, str | None] = {
+    "s3": "s3",
+    "gs": "gcs",
+    "gcs": "gcs",
+    "abfs": "azure",
+    "abfss": "azure",
+    "hf": None,
+    "https": None,
+    "http": None,
+}
+TIMEOUT_S = 60.0
+_READ_BYTES = 8 << 20
+_FORBIDDEN = {401, 403}
+_MISSING = {404, 410}
+# What another attempt cannot mend.
+_FINAL = {400, 405, 407, 411, 414, 451}
+
+
+class TransferError(OSError):
+    """Something that may pass: a lost connection, a server in trouble, a limit on requests."""
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file as its server describes it: `version` changes when the content does (ETag or time), `md5` in hex."""
+
+    url: str
+    size: int | None
+    version: str | None
+    md5: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The last part of its path, without a web address's query."""
+        return _path_of(self.url).rstrip("/").rpartition("/")[2]
+
+
+class Storage(Protocol):
+    """Where URLs of one scheme lead. Everything raises DataError for what is not there, TransferError for the rest."""
+
+    def stat(self, url: str) -> RemoteFile | None:
+        """The file at `url`; None where there is none (but maybe a folder)."""
+        ...
+
+    def find(self, url: str) -> list[RemoteFile]:
+        """The files that match a pattern, or all below a folder, by name."""
+        ...
+
+    def read(self, file: RemoteFile, start: int, stop: int | None = None) -> tuple[int, Iterator[bytes]]:
+        """Where the bytes begin (`start`, or 0 where the server knows no ranges) and the bytes, up to `stop`."""
+        ...
+
+
+def is_url(path: str) -> bool:
+    """Whether a path names something at a distance."""
+    return "://" in path
+
+
+def storage_of(url: str, option: str) -> Storage:
+    """Who reads `url`. DataError for an unknown scheme, and for one whose extra is not installed, naming it."""
+    scheme = url.split("://", 1)[0].lower()
+    if scheme not in SCHEMES:
+        raise DataError(f"{option}: {url}: {scheme}:// is not one of {', '.join(f'{known}://' for known in SCHEMES)}")
+    if scheme in ("http", "https"):
+        return HttpStorage(option)
+    try:
+        system, _ = fsspec.url_to_fs(url)
+    except ImportError as error:
+        raise DataError(
+            f"{option}: {url} needs the extra {SCHEMES[scheme]} of xorl-data, which is not installed ({error}): "
+            f"pip install 'xorl-data[{SCHEMES[scheme]}]'"
+        ) from error
+    return FsspecStorage(system, scheme, option)
+
+
+class FsspecStorage:
+    """An object store. Credentials and endpoints are those of the store's own library and environment."""
+
+    def __init__(self, system: Any, scheme: str, option: str) -> None:  # noqa: ANN401 - fsspec has no types
+        self._system = system
+        self._scheme = scheme
+        self._option = option
+
+    def stat(self, url: str) -> RemoteFile | None:
+        try:
+            self._system.invalidate_cache()
+            info = self._system.info(self._system._strip_protocol(url))
+        except FileNotFoundError:
+            return None
+        except Exception as error:
+            raise self._explained(url, error) from error
+        return self._described(url, info) if info.get("type") == "file" else None
+
+    def find(self, url: str) -> list[RemoteFile]:
+        path = self._system._strip_protocol(url)
+        try:
+            self._system.invalidate_cache()
+            if any(character in path for character in "*?["):
+                found = self._system.glob(path, detail=True)
+            else:
+                found = self._system.find(path, detail=True)
+        except FileNotFoundError:
+            return []
+        except Exception as error:
+            raise self._explained(url, error) from error
+        files = {name: info for name, info in found.items() if info.get("type") == "file" and not name.endswith("/")}
+        return [self._described(self._url(name), files[name]) for name in sorted(files)]
+
+    def read(self, file: RemoteFile, start: int, stop: int | None = None) -> tuple[int, Iterator[bytes]]:
+        end = file.size if stop is None else stop
+        if end is None:
+            raise DataError(f"{self._option}: {file.url}: its store does not tell its size")
+        return start, self._blocks(file.url, start, end)
+
+    def _blocks(self, url: str, start: int, end: int) -> Iterator[bytes]:
+        path = self._system._strip_protocol(url)
+        while start < end:
+            stop = min(start + _READ_BYTES, end)
+            try:
+                block = self._system.cat_file(path, start=start, end=stop)
+            except Exception as error:
+                raise self._explained(url, error) from error
+            if not block:
+                raise TransferError(f"{url} ended at byte {start} of {end}")
+            yield block
+            start += len(block)
+
+    def _url(self, name: str) -> str:
+        return name if is_url(name) else f"{self._scheme}://{name}"
+
+    def _described(self, url: str, info: dict[str, Any]) -> RemoteFile:
+        keys = ("ETag", "etag", "blob_id", "LastModified", "last_modified", "updated", "mtime")
+        version = next((str(info[key]) for key in keys if info.get(key)), None)
+        md5 = info.get("md5Hash") or (info.get("content_settings") or {}).get("content_md5")
+        return RemoteFile(url, info.get("size"), version, _md5_hex(md5))
+
+    def _explained(self, url: str, error: Exception) -> Exception:
+        if isinstance(error, FileNotFoundError):
+            return DataError(f"{self._option}: {url} does not exist")
+        if isinstance(error, PermissionError) or "credential" in f"{type(error).__name__} {error}".lower():
+            return DataError(
+                f"{self._option}: {url} may not be read: {error}; set up the credentials of {self._scheme}:// as its "
+                "own tools take them (their environment variables or files)"
+            )
+        return TransferError(f"{url}: {type(error).__name__}: {error}")
+
+
+class HttpStorage:
+    """A web server."""
+
+    def __init__(self, option: str) -> None:
+        self._option = option
+
+    def stat(self, url: str) -> RemoteFile | None:
+        try:
+            with self._open(url, {}, method="HEAD") as response:
+                return _from_headers(url, response.headers, response.headers.get("Content-Length"))
+        except _HttpStatus as status:
+            if status.code in _MISSING:
+                return None
+            if status.code not in {403, 405, 501}:
+                raise self._explained(url, status) from status
+        # Some servers, and addresses signed for reading alone, know no HEAD: one byte tells the same.
+        try:
+            with self._open(url, {"Range": "bytes=0-0"}) as response:
+                span = response.headers.get("Content-Range", "")
+                size = span.rpartition("/")[2] if response.status == 206 else response.headers.get("Content-Length")
+                return _from_headers(url, response.headers, size)
+        except _HttpStatus as status:
+            if status.code in _MISSING:
+                return None
+            raise self._explained(url, status) from status
+
+    def find(self, url: str) -> list[RemoteFile]:
+        raise DataError(
+            f"{self._option}: {url} is no file, and a web server cannot be asked what it holds; name the files one by "
+            "one in data_files"
+        )
+
+    def read(self, file: RemoteFile, start: int, stop: int | None = None) -> tuple[int, Iterator[bytes]]:
+        headers = {}
+        if start or stop is not None:
+            headers["Range"] = f"bytes={start}-{'' if stop is None else stop - 1}"
+        try:
+            response = self._open(file.url, headers)
+        except _HttpStatus as status:
+            raise self._explained(file.url, status) from status
+        version = _version(response.headers)
+        if file.version is not None and version is not None and version != file.version:
+            response.close()
+            raise DataError(f"{self._option}: {file.url} was changed on its server while it was read; start again")
+        begins = start if response.status == 206 else 0
+        return begins, self._blocks(file.url, response)
+
+    def _blocks(self, url: str, response: http.client.HTTPResponse) -> Iterator[bytes]:
+        with response:
+            while True:
+                try:
+                    block = response.read1(_READ_BYTES)
+                except (OSError, http.client.HTTPException) as error:
+                    raise TransferError(f"{url}: {type(error).__name__}: {error}") from error
+                if not block:
+                    return
+                yield block
+
+    def _open(self, url: str, headers: dict[str, str], method: str = "GET") -> http.client.HTTPResponse:
+        # Compressed in transit, a file would have other bytes, and no ranges.
+        wanted = {"Accept-Encoding": "identity", "User-Agent": "xorl-data", **headers}
+        request = urllib.request.Request(url, headers=wanted, method=method)
+        try:
+            return urllib.request.urlopen(request, timeout=TIMEOUT_S)
+        except urllib.error.HTTPError as error:
+            with error:
+                raise _HttpStatus(error.code, str(error.reason)) from error
+        except (OSError, http.client.HTTPException) as error:
+            raise TransferError(f"{url}: {type(error).__name__}: {error}") from error
+
+    def _explained(self, url: str, status: _HttpStatus) -> Exception:
+        if status.code in _MISSING:
+            return DataError(f"{self._option}: {url} does not exist ({status})")
+        if status.code in _FORBIDDEN:
+            return DataError(f"{self._option}: {url} may not be read ({status})")
+        if status.code in _FINAL:
+            return DataError(f"{self._option}: {url} cannot be read ({status})")
+        return TransferError(f"{url}: {status}")
+
+
+class _HttpStatus(Exception):
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(f"{code} {reason}")
+        self.code = code
+
+
+def _path_of(url: str) -> str:
+    scheme, _, rest = url.partition("://")
+    return unquote(urlsplit(url).path) if scheme in ("http", "https") else rest
+
+
+def _version(headers: http.client.HTTPMessage) -> str | None:
+    return headers.get("ETag") or headers.get("Last-Modified")
+
+
+def _from_headers(url: str, headers: http.client.HTTPMessage, size: str | None) -> RemoteFile:
+    known = int(size) if size is not None and size.isdigit() else None
+    return RemoteFile(url, known, _version(headers), _md5_hex(headers.get("Content-MD5")))
+
+
+def _md5_hex(value: str | bytes | None) -> str | None:
+    """A digest in base64 (or its bytes) in hex; None for anything else."""
+    with suppress(ValueError, TypeError):
+        raw = base64.b64decode(value, validate=True) if isinstance(value, str) else bytes(value or b"")
+        return raw.hex() if len(raw) == 16 else None
+    return None
