@@ -6,6 +6,8 @@ import json
 import os
 import resource
 import signal
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from xorl.train.engine import StepLosses, Update
 from xorl.train.interrupt import Interruption
 from xorl.train.observe import DivergedError, Metrics, MetricsFile, Observer
 from xorl.train.profile import Profiler
+from xorl.train.timing import StepTimer
 from xorl.train.wandb_log import credentials_are_missing
 
 
@@ -95,6 +98,9 @@ def test_split_that_leaves_nothing_to_train_or_to_evaluate_is_refused(val_set_si
     assert 0 < refused < 30
 
 
+META = torch.device("meta")  # reported one step late, as a GPU is
+
+
 class Recorder:
     def __init__(self) -> None:
         self.records: list[Metrics] = []
@@ -114,7 +120,7 @@ def step_of(loss_sum: float, norm: float = 1.0, skipped: float = 0.0) -> tuple[S
 def test_observer_reports_a_device_one_step_late_with_all_fields() -> None:
     # Catches a step that is lost, or a field of metrics.jsonl that is missing or divided by the wrong count.
     recorder = Recorder()
-    observer = Observer(torch.device("meta"), 1, [recorder])
+    observer = Observer(META, 1, [recorder], StepTimer(META))
     observer.step(1, *step_of(8.0), lr=0.1)
     assert recorder.records == []
     observer.step(2, *step_of(6.0), lr=0.2)
@@ -123,17 +129,48 @@ def test_observer_reports_a_device_one_step_late_with_all_fields() -> None:
         (1, 2.0, 0.1),
         (2, 1.5, 0.2),
     ]
-    expected = "step loss grad_norm lr num_tokens num_trained_tokens tokens_per_s mfu peak_memory_gib time_s"
-    assert list(recorder.records[0]) == expected.split()
+    counts = "step loss grad_norm lr num_tokens num_trained_tokens tokens_per_s mfu peak_memory_gib"
+    seconds = "time_s forward_s backward_s comm_s optimizer_s idle_s data_s checkpoint_s"
+    assert list(recorder.records[0]) == f"{counts} {seconds}".split()
     assert recorder.records[0]["num_tokens"] == 8
     assert recorder.records[0]["num_trained_tokens"] == 4
+
+
+def test_observer_takes_pauses_and_waits_for_data_out_of_the_work() -> None:
+    # Catches a checkpoint or an evaluation that slows the next step down on paper, and data that is waited for unseen.
+    recorder = Recorder()
+    cpu = torch.device("cpu")
+    observer = Observer(cpu, 1, [recorder], StepTimer(cpu))
+    observer.start()
+    for index in observer.fetched(_late(3, 0.05)):
+        observer.timer.start()
+        observer.timer.mark("forward")
+        observer.step(index + 1, *step_of(1.0), lr=0.1)
+        if index == 0:
+            with observer.checkpoint():
+                time.sleep(0.2)
+        if index == 1:
+            with observer.pause():
+                time.sleep(0.2)
+    assert [record["checkpoint_s"] > 0.19 for record in recorder.records] == [False, True, False]
+    for record in recorder.records:
+        assert 0.045 < record["data_s"] <= record["idle_s"] < 0.19, record
+        assert record["time_s"] < 0.19
+        parts = ("forward_s", "backward_s", "comm_s", "optimizer_s", "idle_s")
+        assert sum(record[part] for part in parts) == pytest.approx(record["time_s"])
+
+
+def _late(count: int, seconds: float) -> Iterator[int]:
+    for index in range(count):
+        time.sleep(seconds)
+        yield index
 
 
 @pytest.mark.parametrize(("loss", "norm", "skipped"), [(float("nan"), 1.0, 0.0), (1.0, float("inf"), 1.0)])
 def test_observer_stops_a_run_that_diverged(loss: float, norm: float, skipped: float) -> None:
     # Catches NaN that is logged as zero while training goes on.
     recorder = Recorder()
-    observer = Observer(torch.device("meta"), 1, [recorder])
+    observer = Observer(META, 1, [recorder], StepTimer(META))
     observer.step(7, *step_of(loss, norm, skipped), lr=0.1)
     with pytest.raises(DivergedError, match="step 7"):
         observer.flush()

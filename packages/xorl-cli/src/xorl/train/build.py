@@ -112,7 +112,9 @@ def build_run(config: Config) -> Run:
         loader=build_loader(config, data.train, plan, mesh, hidden_size),
         eval_loader=held_out,
         schedule=schedule,
-        observer=Observer(place.device, place.world_size, _sinks(config, output_dir, plan, start_step, place)),
+        observer=Observer(
+            place.device, place.world_size, _sinks(config, output_dir, plan, start_step, place), engine.timer
+        ),
         checkpoints=checkpoints,
         profiler=_profiler(config, place, start_step),
         output_dir=output_dir,

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from xorl.core.loss import LossFn, LossOutput
 from xorl.core.optim import OptimizerState, scale_and_clip_
-from xorl.core.parallel import ParallelModel
+from xorl.core.parallel import ParallelModel, record_waits
 from xorl.data import PackedBatch
 from xorl.kernels.layout import SequenceLayout
+from xorl.train.timing import StepTimer
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Engine:
 
     flops: what training on documents of the given lengths takes, in floating-point operations.
     Gradients are sums over every token of every call since the last `optim_step`, whatever the split into calls,
-    micro-batches and ranks; only `optim_step` divides them.
+    micro-batches and ranks; only `optim_step` divides them. `timer` says where the time between two `optim_step` goes.
     """
 
     def __init__(
@@ -76,6 +77,8 @@ class Engine:
         self.device = device
         self._max_grad_norm = max_grad_norm
         self._flops = flops
+        self.timer = StepTimer(device)
+        record_waits(model, self.timer)
         self._parameters = [p for p in model.module.parameters() if p.requires_grad]
 
     def forward_backward(self, batches: Iterable[PackedBatch], loss_fn: LossFn) -> StepLosses:
@@ -85,14 +88,18 @@ class Engine:
         """
         self.model.module.train()
         pending = list(batches)
+        self.timer.start()
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         for index, batch in enumerate(pending):
             with self.model.accumulation(is_last=index == len(pending) - 1):
                 output = self._call(batch, loss_fn)
+                self.timer.mark("forward")
                 output.sum.backward()
+                self.timer.mark("backward")
             loss_sum += output.sum.detach()
         sums = torch.cat([loss_sum.reshape(1), self._counts(pending)])
         dist.all_reduce(sums, group=self.model.mesh.dp_group)
+        self.timer.mark("comm")
         return StepLosses(*sums.unbind())
 
     @torch.no_grad()
@@ -117,6 +124,7 @@ class Engine:
         self.optimizer.step()
         self.model.drop_gathered()
         self.optimizer.zero_grad(set_to_none=True)
+        self.timer.mark("optimizer")
         # Beside gradients in host memory they are there too.
         return Update(norm.to(self.device), skipped.to(self.device))
 

@@ -7,20 +7,23 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 import torch
 
 from xorl.train.devices import peak_flops
 from xorl.train.engine import StepLosses, Update
+from xorl.train.timing import Moment, StepMarks, StepTimer
 
 logger = logging.getLogger(__name__)
 
 LogFormat = Literal["progress_bar", "structured"]
 Metrics = dict[str, float | int | None]
+ItemT = TypeVar("ItemT")
 
 
 class DivergedError(RuntimeError):
@@ -111,35 +114,16 @@ class StructuredLines:
         """Nothing to close."""
 
 
-class _Moment:
-    """A point in the work that is queued on a device; on a CPU, where nothing is queued, a point in time."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._time_s = time.perf_counter()
-        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
-        if self._event is not None:
-            self._event.record()
-
-    def wait(self) -> None:
-        """Until the work queued before is done."""
-        if self._event is not None:
-            self._event.synchronize()
-
-    def seconds_since(self, earlier: _Moment) -> float:
-        """From one moment to another, both of which have come."""
-        if self._event is None or earlier._event is None:
-            return self._time_s - earlier._time_s
-        return earlier._event.elapsed_time(self._event) / 1000
-
-
 @dataclass
 class _Pending:
-    """A step that was launched and is not yet reported; `scalars` can be read once `end` has come."""
+    """A step that was launched and is not yet reported; what it holds can be read once `end` has come."""
 
     step: int
     lr: float
     scalars: torch.Tensor
-    end: _Moment
+    marks: StepMarks
+    end: Moment
+    host_s: dict[str, float]
 
 
 def _queue_copy(values: torch.Tensor) -> torch.Tensor:
@@ -154,28 +138,50 @@ def _queue_copy(values: torch.Tensor) -> torch.Tensor:
 class Observer:
     """Turns the device scalars of each step into metrics, on a GPU one step late, so that the host never waits for it.
 
-    sinks: where metrics go (only the main process has any). world_size: for MFU per device. A step whose loss or
-    gradient norm is not finite raises DivergedError on every rank; its update was skipped on the device. `first` and
-    `last` hold the first and the last value of every metric.
+    sinks: where metrics go (only the main process has any). world_size: for MFU per device. timer: the engine's, which
+    says where the time of a step went. A step whose loss or gradient norm is not finite raises DivergedError on every
+    rank; its update was skipped on the device. `first` and `last` hold the first and the last value of every metric.
+
+    The seconds of a step, of the process that reports them:
+
+    - time_s, from the end of the step before (or of a pause) to its own, by the device's clock: the sum of forward_s,
+      backward_s, comm_s, optimizer_s and idle_s.
+    - forward_s, backward_s, optimizer_s: the device's work (clipping is part of the optimizer's), without comm_s.
+    - comm_s: how long the device's queue of work stood still for collectives (see `core.parallel.exposed`), and the sum
+      of the losses over ranks, in which a rank waits for slower ones. Communication beside computation is not in it.
+    - idle_s: the rest, in which the device had no work of the step: the host was preparing it, or waiting for data.
+    - data_s: how long the host waited for the loader. On a GPU it may be hidden behind the work of the step before.
+    - checkpoint_s: the pause of a save right before this step; not part of time_s.
     """
 
     device: torch.device
     world_size: int
-    sinks: list[Sink] = field(default_factory=list)
+    sinks: list[Sink]
+    timer: StepTimer
     _pending: _Pending | None = None
-    _mark: _Moment = field(init=False)
+    _mark: Moment = field(init=False)
+    _host_s: dict[str, float] = field(init=False)
     _start: float = field(default_factory=time.perf_counter)
     num_tokens: int = 0
     first: Metrics = field(default_factory=dict)
     last: Metrics = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._mark = _Moment(self.device)
+        self._host_s = {"data_s": 0.0, "checkpoint_s": 0.0}
+        self._mark = self.timer.clock.now()
 
     def start(self) -> None:
         """Begin to count time: what came before is not part of the first step."""
-        self._mark = _Moment(self.device)
+        self._mark = self.timer.clock.now()
         self._start = time.perf_counter()
+
+    def fetched(self, steps: Iterable[ItemT]) -> Iterator[ItemT]:
+        """The same items; the time until each comes is the next step's data_s."""
+        begin = time.perf_counter()
+        for item in steps:
+            self._host_s["data_s"] = time.perf_counter() - begin
+            yield item
+            begin = time.perf_counter()
 
     def step(self, step: int, losses: StepLosses, update: Update, *, lr: float) -> None:
         """Take in step `step`, just launched, and report the one before (on a CPU, this one)."""
@@ -183,7 +189,9 @@ class Observer:
         sums = [losses.loss_sum, losses.num_trained_tokens, losses.num_tokens, losses.flops]
         outcome = [update.grad_norm.double(), update.skipped.double()]
         scalars = _queue_copy(torch.stack([*sums, *outcome]))
-        self._pending = _Pending(step, lr, scalars, _Moment(self.device))
+        end = self.timer.clock.now()
+        self._pending = _Pending(step, lr, scalars, self.timer.take(), end, self._host_s)
+        self._host_s = {"data_s": 0.0, "checkpoint_s": 0.0}
         if self.device.type == "cpu":
             self.flush()  # the step is already done, and what follows is not part of its time
 
@@ -192,9 +200,12 @@ class Observer:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        pending.end.wait()
+        clock = self.timer.clock
+        clock.wait(pending.end)
         loss_sum, trained, tokens, flops, norm, skipped = pending.scalars.tolist()
-        elapsed, self._mark = pending.end.seconds_since(self._mark), pending.end
+        elapsed, spent = clock.seconds(self._mark, pending.end), pending.marks.seconds(clock)
+        clock.free([self._mark])
+        self._mark = pending.end
         self.num_tokens += int(tokens)
         peak = peak_flops(self.device)
         metrics: Metrics = {
@@ -208,7 +219,12 @@ class Observer:
             "mfu": flops / elapsed / (peak * self.world_size) if peak else None,
             "peak_memory_gib": _peak_memory_gib(self.device),
             "time_s": elapsed,
+            **{f"{phase}_s": seconds for phase, seconds in spent.items()},
+            "idle_s": elapsed - sum(spent.values()),
+            **pending.host_s,
         }
+        if "time_s" not in self.first:
+            logger.info("phase=first_step done_s=%.2f", elapsed)
         self.write(metrics)
         if skipped or not math.isfinite(loss_sum):
             outcome = "The update was not applied" if skipped else "The run stops"
@@ -217,15 +233,20 @@ class Observer:
                 "not saved. Lower train.lr or look at the step's data"
             )
 
-    def evaluation(self, step: int, results: Mapping[str, float]) -> None:
-        """Report an evaluation after `step` steps."""
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Around what is no part of any step's time, such as an evaluation."""
         self.flush()
-        self.write({"step": step, **results})
-        self._mark = _Moment(self.device)
+        yield
+        self._mark = self.timer.clock.now()
 
-    def pause(self) -> None:
-        """What happens until the next step (a checkpoint, an evaluation) is not part of that step's time."""
-        self._mark = _Moment(self.device)
+    @contextmanager
+    def checkpoint(self) -> Iterator[None]:
+        """Around saving a checkpoint: a pause that is the next step's checkpoint_s."""
+        with self.pause():
+            begin = time.perf_counter()
+            yield
+            self._host_s["checkpoint_s"] = time.perf_counter() - begin
 
     def write(self, metrics: Metrics) -> None:
         """Send one record to every sink."""

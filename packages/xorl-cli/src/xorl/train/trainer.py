@@ -24,7 +24,7 @@ def train(run: Run) -> int:
         GarbageCollection(run.gc_steps, run.empty_cache_steps) as garbage,
         run.profiler,
     ):
-        for index, batches in run.loader.steps(start=run.start_step):
+        for index, batches in observer.fetched(run.loader.steps(start=run.start_step)):
             step = index + 1
             lr = run.schedule(step)
             losses = engine.forward_backward(batches, run.loss_fn)
@@ -34,9 +34,8 @@ def train(run: Run) -> int:
             if step == run.num_steps or (run.eval_steps and step % run.eval_steps == 0):
                 _evaluate(run, step)
             if signal_number or run.checkpoints.due(step):
-                observer.flush()
-                run.checkpoints.save(step)
-                observer.pause()
+                with observer.checkpoint():
+                    run.checkpoints.save(step)
             if signal_number and step < run.num_steps:
                 return signal_number
             garbage.step(step)
@@ -47,5 +46,5 @@ def train(run: Run) -> int:
 
 def _evaluate(run: Run, step: int) -> None:
     if run.eval_loader is not None:
-        run.observer.flush()
-        run.observer.evaluation(step, evaluate(run.engine, run.eval_loader))
+        with run.observer.pause():
+            run.observer.write({"step": step, **evaluate(run.engine, run.eval_loader)})

@@ -3,15 +3,18 @@
 from xorl.core.parallel.activations import Recompute
 from xorl.core.parallel.apply import ParallelModel, ParallelPolicy, parallelize
 from xorl.core.parallel.ddp import replicate
+from xorl.core.parallel.exposed import WaitRecorder, record_waits
 from xorl.core.parallel.fsdp import copy_shard_, local_part, shard, sharding_units
 
 __all__ = [
     "ParallelModel",
     "ParallelPolicy",
     "Recompute",
+    "WaitRecorder",
     "copy_shard_",
     "local_part",
     "parallelize",
+    "record_waits",
     "replicate",
     "shard",
     "sharding_units",

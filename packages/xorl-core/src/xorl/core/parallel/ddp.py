@@ -1,5 +1,7 @@
 """Replication by DistributedDataParallel, with gradients summed instead of averaged."""
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -9,20 +11,28 @@ from torch.nn.parallel import DistributedDataParallel
 from xorl.core.mesh import Mesh
 
 
-def replicate(model: nn.Module, mesh: Mesh) -> DistributedDataParallel:
+class Replicated(DistributedDataParallel):
+    """A replica. `on_last_bucket`, if set, is called in each exchange of gradients once the last ones are there."""
+
+    on_last_bucket: Callable[[], None] | None = None
+
+
+def replicate(model: nn.Module, mesh: Mesh) -> Replicated:
     """`model` on every data-parallel rank, its gradients the sum over ranks after the backward pass."""
     on_gpu = mesh.device_type == "cuda"
-    module = DistributedDataParallel(
+    module = Replicated(
         model,
         device_ids=[torch.cuda.current_device()] if on_gpu else None,
         process_group=mesh.dp_group,
         gradient_as_bucket_view=True,
     )
-    module.register_comm_hook(mesh.dp_group, _sum_gradients)
+    module.register_comm_hook(module, _sum_gradients)
     return module
 
 
-def _sum_gradients(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+def _sum_gradients(replica: Replicated, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    work = dist.all_reduce(bucket.buffer(), group=replica.process_group, async_op=True)
+    if bucket.is_last() and replica.on_last_bucket is not None:
+        replica.on_last_bucket()
     assert work is not None
     return work.get_future().then(lambda future: future.value()[0])

@@ -1,0 +1,120 @@
+"""Exposed communication: where a device's own queue of work stands still for a collective of data parallelism.
+
+The one place that reaches into torch's FSDP2 (`FSDPParamGroup`), as torch 2.11 has it; a test notices where another
+torch reads otherwise. On a GPU, FSDP2 runs collectives on streams of their own, and the compute stream waits
+
+- in `wait_for_unshard`, for the all-gather of the parameters it needs next,
+- in `post_backward`, for the reduce-scatter of the unit before (one at a time, to bound memory),
+- in `_wait_for_post_backward`, at the end of the backward pass, for the reductions of every unit.
+
+What is recorded are those waits alone: copies in and out of the communication buffers are the compute stream's own work
+and count as such. On a CPU collectives block, and what is recorded are `unshard` and `post_backward`, copies included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from xorl.core.parallel.apply import ParallelModel
+from xorl.core.parallel.ddp import Replicated
+
+
+class WaitRecorder(Protocol):
+    """Takes in where waits begin and end, in the order of the queue."""
+
+    def begin_wait(self) -> None: ...
+
+    def end_wait(self) -> None: ...
+
+
+def record_waits(model: ParallelModel, recorder: WaitRecorder) -> None:
+    """Tell `recorder` of every wait of `model`'s forward and backward passes for collectives over ranks; in place.
+
+    Under DDP a wait begins when the gradients of the last bucket are there, which is the end of the backward pass's
+    own work, and is left open: it ends where backward() returns, when every bucket has been reduced.
+    """
+    if model.mesh.dp_size == 1:
+        return
+    if isinstance(model.forward, Replicated):
+        model.forward.on_last_bucket = recorder.begin_wait
+    for group in _param_groups(model.module):
+        if model.mesh.device_type == "cuda":
+            _record_stream_waits(group, recorder)
+        else:
+            _record_blocking_calls(group, recorder)
+
+
+def _param_groups(module: nn.Module) -> Iterator[FSDPParamGroup]:
+    for part in module.modules():
+        group = part._get_fsdp_state()._fsdp_param_group if isinstance(part, FSDPModule) else None
+        if group is not None:
+            yield group
+
+
+def _record_stream_waits(group: FSDPParamGroup, recorder: WaitRecorder) -> None:
+    # Attributes of the instance hide the class's methods, by which names FSDP2 calls them.
+    wait_for_unshard, post_backward = group.wait_for_unshard, group.post_backward
+    wait_for_reductions = group._wait_for_post_backward
+    is_trained = any(parameter.sharded_param.requires_grad for parameter in group.fsdp_params)
+
+    def recorded_wait_for_unshard() -> None:
+        gathered = group._all_gather_result
+        if gathered is not None and gathered.all_gather_event is not None:
+            _wait(gathered.all_gather_event)
+        wait_for_unshard()
+
+    def recorded_post_backward(*unused: object) -> None:
+        reduction = group.comm_ctx.reduce_scatter_state
+        # post_backward itself waits for it before it queues any work, if it has gradients to reduce.
+        if is_trained and group.reduce_grads and reduction is not None and reduction.event is not None:
+            _wait(reduction.event)
+        post_backward(*unused)
+
+    def recorded_wait_for_reductions() -> None:
+        if group._post_reduce_event is None and group._all_reduce_state is None:
+            return
+        with _recorded(recorder):
+            wait_for_reductions()
+
+    def _wait(event: torch.Event) -> None:
+        # The wait that follows within finds nothing left to wait for.
+        with _recorded(recorder):
+            torch.cuda.current_stream().wait_event(event)
+
+    _replace(group, "wait_for_unshard", recorded_wait_for_unshard)
+    _replace(group, "post_backward", recorded_post_backward)
+    _replace(group, "_wait_for_post_backward", recorded_wait_for_reductions)
+
+
+def _record_blocking_calls(group: FSDPParamGroup, recorder: WaitRecorder) -> None:
+    unshard, post_backward = group.unshard, group.post_backward
+
+    def recorded_unshard(async_op: bool = False) -> None:
+        with _recorded(recorder):
+            unshard(async_op)
+
+    def recorded_post_backward(*unused: object) -> None:
+        with _recorded(recorder):
+            post_backward(*unused)
+
+    _replace(group, "unshard", recorded_unshard)
+    _replace(group, "post_backward", recorded_post_backward)
+
+
+@contextmanager
+def _recorded(recorder: WaitRecorder) -> Iterator[None]:
+    recorder.begin_wait()
+    yield
+    recorder.end_wait()
+
+
+def _replace(group: FSDPParamGroup, name: str, method: Callable[..., None]) -> None:
+    assert hasattr(group, name), f"FSDP2 of torch {torch.__version__} has no {name}"
+    setattr(group, name, method)

@@ -1,0 +1,66 @@
+"""The time a rank waits for others is communication, and not its own forward or backward pass."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from xorl.core import runtime
+from xorl.core.loss import LossOutput, cross_entropy
+from xorl.core.mesh import DataParallelMode, Mesh, ParallelDims
+from xorl.core.models import Decoder, spec_for
+from xorl.core.optim import build_optimizer
+from xorl.core.parallel import ParallelPolicy, local_part, parallelize
+from xorl.data import Document, collate
+from xorl.train.engine import Engine
+
+HF_CONFIG = {
+    "architectures": ["GPT2LMHeadModel"],
+    "vocab_size": 32,
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_positions": 16,
+}
+LATE_S = 0.4
+
+
+def seconds_by_phase(mode: DataParallelMode) -> dict[str, float]:
+    """Of one step in which rank 1 comes late out of its forward pass."""
+    cpu = torch.device("cpu")
+    spec = spec_for(HF_CONFIG)
+    with torch.device("meta"):
+        model = spec.build(spec.config_from_hf(HF_CONFIG))
+
+    def fill(module: torch.nn.Module) -> None:
+        assert isinstance(module, Decoder)
+        module.init_weights(0, local_part=local_part)
+
+    def slow_loss(hidden: Tensor, weight: Tensor, targets: Mapping[str, Tensor]) -> LossOutput:
+        time.sleep(LATE_S * runtime.global_rank())
+        return cross_entropy(hidden, weight, targets)
+
+    policy = ParallelPolicy(data_parallel_mode=mode)
+    placed = parallelize(model, Mesh(ParallelDims.resolve(mode, 2), "cpu"), policy, device=cpu, fill=fill)
+    optimizer = build_optimizer("adamw", model.named_parameters(), lr=0.1, weight_decay=0.0)
+    engine = Engine(placed, optimizer, cpu, max_grad_norm=1.0, flops=sum)
+    ids = torch.arange(12, dtype=torch.int32).numpy()
+    for _ in range(2):  # the first step sets FSDP2 up
+        losses = engine.forward_backward([collate([Document(ids, ids, {})], pad_to_multiple_of=4)] * 2, slow_loss)
+        engine.optim_step(0.1, losses.num_trained_tokens)
+    return dict(engine.timer.take().seconds(engine.timer.clock))
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("mode", ["fsdp2", "ddp"])
+def test_waiting_for_a_late_rank_is_exposed_communication(mode: DataParallelMode, run_ranks) -> None:
+    # Catches waits that are counted as computation, in which an imbalance between ranks cannot be seen.
+    prompt, late = run_ranks(lambda: seconds_by_phase(mode), 2)
+    assert prompt["comm"] > 1.7 * LATE_S
+    assert prompt["forward"] + prompt["backward"] < 1.5 * LATE_S
+    assert late["forward"] > 1.9 * LATE_S
+    assert late["comm"] < LATE_S
