@@ -115,6 +115,7 @@ def test_two_gpus_agree_with_one(folder: Path, mode: str) -> None:
         ["--train.recompute_policy", "operation"],
         ["--train.enable_reentrant", "true"],
         ["--train.enable_cpu_offload", "true"],
+        ["--train.enable_activation_offload", "true"],
         ["--train.enable_gradient_checkpointing", "false", "--train.enable_full_shard", "false"],
         ["--train.init_device", "cpu", "--model.attn_implementation", "sdpa"],
         ["--train.init_device", "cuda", "--model.basic_modules", "[mlp]", "--train.ckpt_manager", "torch"],

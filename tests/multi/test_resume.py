@@ -185,6 +185,16 @@ def test_ranks_that_see_other_files_are_told_so(folder: Path, tmp_path: Path, ru
 
 
 @pytest.mark.multi
+@pytest.mark.parametrize("option", ["enable_cpu_offload", "enable_activation_offload"])
+def test_what_moves_memory_to_the_host_is_refused_on_the_cpu(
+    option: str, folder: Path, tmp_path: Path, run_ranks
+) -> None:
+    # Catches an option that is accepted where it can do nothing.
+    [error] = run_ranks(lambda: error_of(folder, tmp_path / "output", f"--train.{option}", "true"), 1)
+    assert error.startswith(f"train.{option}: ")
+
+
+@pytest.mark.multi
 def test_export_that_a_kill_prevented_is_made_up_for(folder: Path, tmp_path: Path, run_ranks) -> None:
     # Catches a run that calls itself complete and has no model for other tools.
     output = tmp_path / "output"

@@ -55,6 +55,12 @@ NEEDS: tuple[Need, ...] = (
         lambda config: config.train.recompute_policy == "module",
     ),
     Need(
+        ("train.activation_gpu_limit",),
+        "train.enable_activation_offload",
+        "true",
+        lambda config: config.train.enable_activation_offload,
+    ),
+    Need(
         ("train.lr_min", "train.lr_decay_ratio"),
         "train.lr_decay_style",
         "linear or cosine",
@@ -241,6 +247,17 @@ def _degrees_fit_the_mode(config: Config) -> Iterator[Conflict]:
             )
 
 
+def _offloading_reaches_what_is_kept(config: Config) -> Iterator[Conflict]:
+    train = config.train
+    keeps_operations = train.enable_gradient_checkpointing and train.recompute_policy == "operation"
+    if train.enable_activation_offload and keeps_operations:
+        yield Conflict(
+            ("train.enable_activation_offload", "train.recompute_policy"),
+            "torch keeps what recompute_policy: operation does not recompute where it cannot be offloaded: set "
+            "recompute_policy to module, or enable_gradient_checkpointing to false to offload everything",
+        )
+
+
 def _tensor_parallelism_splits_projections(config: Config) -> Iterator[Conflict]:
     if config.train.tensor_parallel_size > 1 and config.model.merge_qkv:
         yield Conflict(
@@ -309,6 +326,7 @@ CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
     _prefetching_needs_workers,
     _sharding_options_agree,
     _degrees_fit_the_mode,
+    _offloading_reaches_what_is_kept,
     _tensor_parallelism_splits_projections,
     _rates_are_ordered,
     _determinism_may_block_launches,

@@ -300,10 +300,14 @@ class MemoryFields(Section):
         "the optimizer then steps. Slow; for models that fit no other way.",
     )
     enable_activation_offload: bool = Field(
-        default=False, description="Move activations to CPU memory until the backward pass."
+        default=False,
+        description="Keep what the layers save for the backward pass in pinned host memory meanwhile: their inputs "
+        "alone with enable_gradient_checkpointing, which is little traffic, else everything. Needs a GPU.",
     )
     activation_gpu_limit: NonNegative = Field(
-        default=0.0, description="Activations, in GB, that enable_activation_offload leaves on the GPU. 0 means none."
+        default=0.0,
+        description="Activations, in GB, that enable_activation_offload leaves on the GPU, besides those of the last "
+        "layer and of the one that computes: those saved last, which are needed first. 0 means none.",
     )
     enable_compile: bool = Field(default=False, description="Compile the layers with torch.compile.")
     init_device: InitDevice = Field(

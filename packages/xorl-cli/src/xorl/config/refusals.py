@@ -99,12 +99,6 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("train.optimizer_dtype", "the optimizers that use it are not built", "leave it out: adamw keeps fp32"),
     Refusal("train.muon_*", "muon is not built", "leave it out"),
     Refusal("train.moe_checkpoint_method", "mixture-of-experts models are not built", "leave it at null"),
-    Refusal(
-        "train.enable_activation_offload",
-        "moving activations to CPU memory is not built",
-        "use train.enable_gradient_checkpointing to save memory",
-    ),
-    Refusal("train.activation_gpu_limit", "moving activations to CPU memory is not built", "leave it at 0.0"),
     Refusal("train.enable_compile", "compilation is not built", "leave it at false"),
     Refusal(
         "train.init_device",

@@ -125,10 +125,11 @@ def _fill(
 
 def _policy(model: ModelConfig, train: TrainConfig, compute_dtype: torch.dtype, device: torch.device) -> ParallelPolicy:
     assert train.reshard_after_forward is not None, "resolved by the configuration"
-    if train.enable_cpu_offload and device.type == "cpu":
-        raise ValueError(
-            "train.enable_cpu_offload: the model trains on the CPU, so it is in host memory already; leave it at false"
-        )
+    for option in ("enable_cpu_offload", "enable_activation_offload"):
+        if device.type == "cpu" and getattr(train, option):
+            raise ValueError(
+                f"train.{option}: the model trains on the CPU, so all is in host memory already; leave it at false"
+            )
     return ParallelPolicy(
         data_parallel_mode=train.data_parallel_mode,
         param_dtype=compute_dtype,
@@ -138,6 +139,7 @@ def _policy(model: ModelConfig, train: TrainConfig, compute_dtype: torch.dtype, 
         cpu_offload=train.enable_cpu_offload,
         recompute=_recompute(train),
         reentrant_recompute=train.enable_reentrant,
+        activation_offload_limit=train.activation_gpu_limit * 1e9 if train.enable_activation_offload else None,
     )
 
 

@@ -15,6 +15,7 @@ from xorl.core.mesh import DataParallelMode, Mesh
 from xorl.core.parallel.activations import Recompute, recompute_layers
 from xorl.core.parallel.ddp import replicate
 from xorl.core.parallel.fsdp import prefetch_forward, shard, sharding_units
+from xorl.core.parallel.offload import ActivationOffload
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class ParallelPolicy:
     fp32. reshard_after_forward frees gathered parameters between forward and backward (ZeRO-3); without it they are
     kept (ZeRO-2). unit_modules are further class names, or last parts of module paths, sharded as units of their own.
     cpu_offload keeps sharded parameters, gradients and optimizer state in host memory; what computes is gathered on the
-    device.
+    device. activation_offload_limit, when not None, moves what layers save for the backward pass to host memory, but
+    for this many bytes of what they save last.
     """
 
     data_parallel_mode: DataParallelMode = "fsdp2"
@@ -36,6 +38,7 @@ class ParallelPolicy:
     cpu_offload: bool = False
     recompute: Recompute = "none"
     reentrant_recompute: bool = False
+    activation_offload_limit: float | None = None
 
     def __post_init__(self) -> None:
         if self.cpu_offload and self.data_parallel_mode != "fsdp2":
@@ -83,15 +86,17 @@ def parallelize(
 ) -> ParallelModel:
     """Change `model` in place for its part of `mesh` and return it with what to call.
 
-    The order is: recomputation inside the layers, then sharding or replication around them, so that a recomputed
-    forward runs within the unit whose parameters are gathered. A model on the meta device gets memory on `device` once
-    it is known which part of it this rank holds, and `fill` then gives the parameters their values; a replica is
-    filled before it is replicated. `model.layers` are the units of recomputation and of sharding; `model.head_weight`
-    is what the loss reads.
+    The order is: recomputation inside the layers, then offloading of what is still saved, then sharding or replication
+    around them, so that a recomputed forward runs within the unit whose parameters are gathered. A model on the meta
+    device gets memory on `device` once it is known which part of it this rank holds, and `fill` then gives the
+    parameters their values; a replica is filled before it is replicated. `model.layers` are the units of recomputation
+    and of sharding; `model.head_weight` is what the loss reads.
     """
     layers = model.layers
     assert isinstance(layers, nn.ModuleList)
     recompute_layers(layers, policy.recompute, reentrant=policy.reentrant_recompute)
+    if policy.activation_offload_limit is not None:
+        ActivationOffload(device, limit_bytes=policy.activation_offload_limit).install(list(layers))
     if policy.data_parallel_mode == "fsdp2":
         units = sharding_units(model, policy.unit_modules, list(layers))
         _keep_head_at_root(model, units)

@@ -1,0 +1,112 @@
+"""Memory on a GPU: activations on the host, shards on the host, and an allocator that does not fall to pieces."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from xorl.core.loss import cross_entropy
+from xorl.core.models import Decoder, spec_for
+from xorl.core.parallel.activations import Recompute, recompute_layers
+from xorl.core.parallel.offload import ActivationOffload
+from xorl.kernels.layout import SequenceLayout
+
+pytestmark = pytest.mark.gpu
+
+HF_CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 512,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 65536,
+    "hidden_act": "silu",
+}
+NUM_TOKENS = 8192
+INPUT_BYTES = NUM_TOKENS * 1024 * 2
+TOOLS = Path(__file__).parents[2] / "tools"
+
+
+def model_with(recompute: Recompute, limit_bytes: float | None) -> tuple[Decoder, ActivationOffload | None]:
+    device = torch.device("cuda", torch.cuda.current_device())
+    spec = spec_for(HF_CONFIG)
+    with device:
+        model = spec.build(spec.config_from_hf(HF_CONFIG))
+    model.init_weights(0)
+    model.to(torch.bfloat16)
+    model.compute_dtype = torch.bfloat16
+    recompute_layers(model.layers, recompute, reentrant=False)
+    if limit_bytes is None:
+        return model, None
+    offload = ActivationOffload(device, limit_bytes=limit_bytes)
+    offload.install(list(model.layers))
+    return model, offload
+
+
+def step(model: Decoder, num_tokens: int = NUM_TOKENS) -> tuple[dict[str, Tensor], int]:
+    """The gradients by name, and the most memory that the step took beyond what was there before."""
+    model.zero_grad()
+    layout = SequenceLayout.from_lengths([num_tokens // 4, num_tokens - num_tokens // 4], "cuda")
+    ids = torch.arange(num_tokens, device="cuda") % 512
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    output = model(ids, layout, loss=lambda hidden, head: cross_entropy(hidden, head, {"labels": ids}))
+    output.sum.backward()
+    peak = torch.cuda.max_memory_allocated() - before
+    return {name: parameter.grad.cpu() for name, parameter in model.named_parameters()}, peak
+
+
+@pytest.mark.parametrize("recompute", ["none", "layer", ("mlp",)])
+def test_offloading_changes_no_bit_and_saves_memory(recompute: Recompute) -> None:
+    # Catches memory that is used again while a copy still reads or writes it, and activations that stay after all.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        plain, _ = model_with(recompute, None)
+        model, offload = model_with(recompute, 0.0)
+        for num_tokens in (NUM_TOKENS, NUM_TOKENS // 2 + 128, NUM_TOKENS):
+            expected, plain_peak = step(plain, num_tokens)
+            gradients, peak = step(model, num_tokens)
+            torch.testing.assert_close(gradients, expected, rtol=0, atol=0)
+            assert peak < plain_peak
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert offload.traffic_bytes > 0
+
+
+def test_limit_is_what_stays_on_the_device() -> None:
+    # Catches a limit in other units, or one that counts what has left already.
+    peaks, traffic = [], []
+    for limit in (0, 4 * INPUT_BYTES, 1e12):
+        model, offload = model_with("layer", limit)
+        step(model)
+        traffic.append(offload.traffic_bytes)
+        peaks.append(step(model)[1])
+    assert traffic == [11 * INPUT_BYTES, 7 * INPUT_BYTES, 0]
+    assert peaks[0] < peaks[1] < peaks[2]
+
+
+def test_host_pages_are_reused_over_varying_packs() -> None:
+    # Catches pinned memory that grows with every pack of another length.
+    model, offload = model_with("none", 0.0)
+    step(model)
+    taken = offload.host_bytes
+    for num_tokens in range(1024, NUM_TOKENS, 1536):
+        step(model, num_tokens)
+    assert offload.host_bytes == taken
+
+
+def test_reserved_memory_stops_growing() -> None:
+    # Catches segments that break up under packs of ever other lengths; tools/soak_memory.py does an hour of it.
+    flags = ["--minutes", "1", "--hidden-size", "1024", "--num-layers", "8", "--num-tokens", "16384"]
+    command = [sys.executable, str(TOOLS / "soak_memory.py"), *flags]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr[-4000:]
