@@ -137,7 +137,7 @@ def test_more_than_one_percent_without_trained_tokens_stops_unless_explained(tmp
 
 
 ENTRIES = [
-    ({"type": "chat"}, r"\[0\].type: 'chat' is not known; only 'tokenized'"),
+    ({"type": "chats"}, r"\[0\].type: 'chats' is not one of tokenized, chat"),
     ({"ds_type": "xml"}, r"\[0\].ds_type: 'xml' is not one of json, csv"),
     ({"overflow": "cut"}, r"\[0\].overflow: 'cut' is not one of truncate"),
     ({"max_seq_len": 65}, r"\[0\].max_seq_len: 65, want 1 to 64, the bin length"),

@@ -66,13 +66,14 @@ def test_options_that_decide_documents_are_part_of_the_key_and_others_are_not(
         assert prepare([DatasetEntry(path)], replace(options, **changes)).receipt.datasets[0].cached
     for entry in (
         DatasetEntry(path, max_seq_len=8),
-        DatasetEntry(path, max_seq_len=8, overflow="split"),
+        DatasetEntry(path, max_seq_len=8, overflow="split", overflow_limit=1.0),
         DatasetEntry(path, columns=("input_ids",)),
         DatasetEntry(path, shards=2, shards_idx=0),
         DatasetEntry(path, shards=2, shards_idx=1),
     ):
         assert not prepare([entry], options).receipt.datasets[0].cached
-    assert not prepare([DatasetEntry(path)], replace(options, bin_len=32)).receipt.datasets[0].cached
+    shorter = DatasetEntry(path, overflow_limit=1.0)
+    assert not prepare([shorter], replace(options, bin_len=32)).receipt.datasets[0].cached
     assert len(published(options)) == 7
 
 
@@ -108,7 +109,10 @@ def test_the_receipt_accounts_for_every_sample(tmp_path, options, write_jsonl):
     """Catches samples that vanish with one line of log."""
     rows = [{"input_ids": list(range(1, n + 1))} for n in (10, 3, 20, 5)]
     path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
-    entries = [DatasetEntry(path, max_seq_len=8), DatasetEntry(path, max_seq_len=8, overflow="drop")]
+    entries = [
+        DatasetEntry(path, max_seq_len=8),
+        DatasetEntry(path, max_seq_len=8, overflow="drop", overflow_limit=1.0),
+    ]
     documents = prepare([*entries, DatasetEntry(path, max_seq_len=8, overflow="split")], options)
     counts = [dataset.counts for dataset in documents.receipt.datasets]
     assert [(c.samples, c.kept, c.truncated, c.dropped, c.split, c.documents, c.tokens) for c in counts] == [

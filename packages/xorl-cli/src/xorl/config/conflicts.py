@@ -29,6 +29,20 @@ class Need:
     holds: Callable[[Config], bool]
 
 
+# What train_on and columns may say for each type of dataset entry.
+FORMAT_TARGETS: dict[str, tuple[str, ...]] = {
+    "tokenized": (),
+    "chat": ("assistant", "last_turn", "all"),
+    "prompt_completion": ("completion", "all"),
+    "text": ("all",),
+}
+FORMAT_COLUMNS: dict[str, tuple[str, ...]] = {
+    "tokenized": (),
+    "chat": ("messages", "tools", "system"),
+    "prompt_completion": ("prompt", "completion", "instruction", "input", "output", "question", "answer"),
+    "text": ("text",),
+}
+
 NEEDS: tuple[Need, ...] = (
     Need(
         (
@@ -189,6 +203,49 @@ def _tokens_have_a_use(config: Config) -> Iterator[Conflict]:
         )
 
 
+def _formats_have_their_options(config: Config) -> Iterator[Conflict]:
+    for path, entry in _entries(config):
+        if entry.type == "auto":
+            if config.data.skip_prepare_dataset:
+                yield Conflict(
+                    (f"{path}.type", "data.skip_prepare_dataset"),
+                    "auto looks at the data, which skip_prepare_dataset forbids: name the type",
+                )
+            continue
+        wanted = {"train_on": FORMAT_TARGETS[entry.type], "columns": FORMAT_COLUMNS[entry.type]}
+        given = {"train_on": [entry.train_on] if entry.train_on else [], "columns": list(entry.columns)}
+        for name, values in given.items():
+            wrong = next((value for value in values if value not in wanted[name]), None)
+            if wrong is not None:
+                takes = f"takes {', '.join(wanted[name])}" if wanted[name] else f"has no {name}: leave it out"
+                message = f"{wrong} means nothing for type {entry.type}, which {takes}"
+                yield Conflict((f"{path}.{name}", f"{path}.type"), message)
+        if entry.chat_template is not None and entry.type != "chat":
+            yield Conflict(
+                (f"{path}.chat_template", f"{path}.type"), f"type {entry.type} has no chat template: leave it out"
+            )
+        if entry.path == "dummy" and entry.type != "tokenized":
+            yield Conflict((f"{path}.type", f"{path}.path"), "made-up rows are tokenized: leave type out")
+
+
+def _select_columns_has_tokens_to_select(config: Config) -> Iterator[Conflict]:
+    kinds = {entry.type for _, entry in _entries(config)}
+    if config.data.select_columns is not None and not kinds & {"tokenized", "auto"}:
+        yield Conflict(
+            ("data.select_columns", "data.datasets.0.type"),
+            "select_columns chooses among columns of token ids, and no dataset is of type tokenized; an entry's own "
+            "columns names those of text",
+        )
+
+
+def _overflow_is_limited(config: Config) -> Iterator[Conflict]:
+    for path, entry in _entries(config):
+        if entry.overflow_limit is not None and entry.overflow == "error":
+            yield Conflict(
+                (f"{path}.overflow_limit", f"{path}.overflow"), "overflow: error stops at the first one: leave it out"
+            )
+
+
 def _documents_fit_bins(config: Config) -> Iterator[Conflict]:
     bin_length = config.data.sample_packing_sequence_len
     for path, entry in _entries(config):
@@ -318,6 +375,9 @@ CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
     _needs_are_met,
     _made_up_rows_have_no_source,
     _data_files_have_a_format,
+    _formats_have_their_options,
+    _select_columns_has_tokens_to_select,
+    _overflow_is_limited,
     _shards_are_chosen,
     _shares_agree,
     _tokens_have_a_use,

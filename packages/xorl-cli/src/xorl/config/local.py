@@ -25,6 +25,7 @@ from xorl.config.fields import (
 
 DatasetType = Literal["tokenized", "chat", "prompt_completion", "text", "auto"]
 DatasetFileFormat = Literal["json", "csv", "parquet", "arrow", "text"]
+TrainOn = Literal["assistant", "completion", "all", "last_turn"]
 OverflowPolicy = Literal["truncate", "drop", "split", "error"]
 PackingMethod = Literal["sequential", "multipack"]
 StartMethod = Literal["fork", "spawn", "forkserver"]
@@ -49,8 +50,25 @@ class DatasetEntryConfig(Section):
     type: DatasetType = Field(
         default="tokenized",
         description="What a row holds. tokenized: input_ids and maybe labels (-100 is not trained; absent means "
-        "input_ids) and attention_mask. chat: messages. prompt_completion: a prompt and its answer. text: plain "
-        "documents. auto: recognised from the columns.",
+        "input_ids) and attention_mask. chat: messages or conversations. prompt_completion: a prompt and its answer. "
+        "text: plain documents. auto: recognised from the columns. All but tokenized need model.tokenizer_path.",
+    )
+    chat_template: str | None = Field(
+        default=None,
+        description="Chat template of type chat: a Jinja file, or one of the tokenizer's templates by name. null means "
+        "the tokenizer's own.",
+    )
+    train_on: TrainOn | None = Field(
+        default=None,
+        description="Which tokens are trained. assistant: what the assistant says; last_turn: what it says after the "
+        "last user message; completion: what follows the prompt; all: everything. null means assistant for chat, "
+        "completion for prompt_completion and all for text; the labels say it for tokenized.",
+    )
+    columns: dict[str, str] = Field(
+        default={},
+        description="Names of the columns, where they are not the usual ones: messages, tools and system of chat; "
+        "prompt and completion, instruction, input and output, or question and answer of prompt_completion; text of "
+        "text. Such as {prompt: query, completion: response}.",
     )
     name: str | None = Field(
         default=None, description="Configuration (subset) of a Hub dataset. null means its default."
@@ -81,6 +99,12 @@ class DatasetEntryConfig(Section):
         description="What becomes of a document that is longer than max_seq_len: truncate cuts its end off, drop "
         "leaves it out, split makes several documents of it, error stops the run. What happened is counted and "
         "printed.",
+    )
+    overflow_limit: Ratio | None = Field(
+        default=None,
+        description="Largest fraction of the samples, or of the tokens, that overflow may touch before the run stops. "
+        "null means 0.01, and no limit for truncate beside an explicit max_seq_len, nor for split where every token is "
+        "trained.",
     )
     weight: Annotated[float, Field(gt=0)] | None = Field(
         default=None,

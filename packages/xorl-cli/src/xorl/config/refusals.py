@@ -67,12 +67,6 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal("model.encoders", "models of other modalities are not built", "leave it at {}", for_good=True),
     Refusal(
-        f"{ENTRIES}.type",
-        "xorl reads token ids, not text or conversations yet",
-        "tokenize the data beforehand into rows of input_ids and labels, and use tokenized",
-        values=("chat", "prompt_completion", "text", "auto"),
-    ),
-    Refusal(
         f"{ENTRIES}.trust_remote_code",
         "loading scripts no longer exist: the datasets library runs none",
         "use a dataset of plain files (parquet, json, csv), and leave it at false",

@@ -74,7 +74,8 @@ def build_run(config: Config) -> Run:
     resumed = _resume_from(checkpointer, train.load_checkpoint_path)
     architecture = read_architecture(config.model)
     with phase("data", f"prepared_path={config.data.dataset_prepared_path}"):
-        data = prepare_data(config, architecture.config.vocab_size)
+        vocab_size = architecture.config.vocab_size
+        data = prepare_data(config, vocab_size, architecture.tokenizer_folder, architecture.hf_config)
         _check_lengths(data, architecture.config, config.data.pad_to_multiple_of)
 
     with phase("join", f"world_size={runtime.world_size()}"):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from xorl.config import Config, DatasetEntryConfig
 from xorl.core.mesh import Mesh
@@ -19,6 +20,7 @@ from xorl.data import (
     pack,
     prepare,
     rescale_accumulation,
+    special_ids,
     split_documents,
 )
 
@@ -58,10 +60,28 @@ class DataIdentity:
         return cls(plan.hash, plan.num_bins, plan.bins_per_step)
 
 
-def prepare_data(config: Config, vocab_size: int) -> RunData:
-    """Prepare, split and pack; before any process group exists, since other ranks may wait for one to prepare."""
+@dataclass(frozen=True)
+class _Model:
+    """What the data has to fit of the model."""
+
+    vocab_size: int
+    tokenizer_folder: Path | None
+    special_ids: Mapping[str, tuple[int, ...]]
+
+
+def prepare_data(
+    config: Config,
+    vocab_size: int,
+    tokenizer_folder: Path | None = None,
+    hf_config: Mapping[str, object] = MappingProxyType({}),
+) -> RunData:
+    """Prepare, split and pack; before any process group exists, since other ranks may wait for one to prepare.
+
+    Text and conversations need `tokenizer_folder`, whose special tokens have to agree with the model's `hf_config`.
+    """
     data = config.data
-    documents = _prepare(config, "data.datasets", data.datasets, vocab_size)
+    model = _Model(vocab_size, tokenizer_folder, special_ids(hf_config))
+    documents = _prepare(config, "data.datasets", data.datasets, model)
     held_out = None
     if data.val_set_size is not None:
         documents, held_out = split_documents(documents, data.val_set_size, config.train.seed)
@@ -72,7 +92,7 @@ def prepare_data(config: Config, vocab_size: int) -> RunData:
                     "size, or remove the documents in which nothing is trained"
                 )
     elif data.test_datasets:
-        held_out = _prepare(config, "data.test_datasets", data.test_datasets, vocab_size)
+        held_out = _prepare(config, "data.test_datasets", data.test_datasets, model)
         if data.skip_prepare_dataset and held_out.fingerprint == documents.fingerprint:
             raise ValueError(
                 f"data.skip_prepare_dataset: {data.dataset_prepared_path} holds one dataset, which would be trained on "
@@ -135,12 +155,14 @@ def build_loader(config: Config, data: PackedDocuments, plan: DataPlan, mesh: Me
     )
 
 
-def _prepare(config: Config, option: str, entries: Sequence[DatasetEntryConfig], vocab_size: int) -> PreparedDocuments:
+def _prepare(config: Config, option: str, entries: Sequence[DatasetEntryConfig], model: _Model) -> PreparedDocuments:
     data = config.data
     assert data.dataset_num_proc is not None, "resolved by the configuration"
     options = PrepareOptions(
         bin_len=data.sample_packing_sequence_len,
-        vocab_size=vocab_size,
+        vocab_size=model.vocab_size,
+        tokenizer_folder=model.tokenizer_folder,
+        model_special_ids=model.special_ids,
         prepared_path=Path(data.dataset_prepared_path),
         skip_prepare=data.skip_prepare_dataset,
         num_proc=data.dataset_num_proc,
@@ -171,7 +193,11 @@ def _entry(entry: DatasetEntryConfig, columns: tuple[str, ...] | None) -> Datase
         overflow=entry.overflow,
         shards=entry.shards,
         shards_idx=entry.shards_idx,
-        columns=columns,
+        columns=columns if entry.type in ("tokenized", "auto") else None,
+        chat_template=entry.chat_template,
+        train_on=entry.train_on,
+        column_names=entry.columns,
+        overflow_limit=entry.overflow_limit,
         weight=entry.weight,
         num_epochs=entry.num_epochs,
     )

@@ -4,7 +4,8 @@ from xorl.data.batch import IGNORE, PackedBatch, padding_batch
 from xorl.data.collate import Document, collate
 from xorl.data.documents import PreparedDocuments, split_documents
 from xorl.data.errors import DataError, DataFailure
-from xorl.data.formats import Overflow
+from xorl.data.formats import Overflow, TextTokenizer, load_tokenizer
+from xorl.data.invariants import special_ids
 from xorl.data.loader import Documents, StepLoader
 from xorl.data.packing import Bins, PackingMethod, StartMethod, pack
 from xorl.data.plan import PAIR_COST, DataPlan, bin_costs, rescale_accumulation, split_step
@@ -34,13 +35,16 @@ __all__ = [
     "Receipt",
     "StartMethod",
     "StepLoader",
+    "TextTokenizer",
     "bin_costs",
     "collate",
     "load_source",
+    "load_tokenizer",
     "pack",
     "padding_batch",
     "prepare",
     "rescale_accumulation",
+    "special_ids",
     "split_documents",
     "split_step",
 ]

@@ -6,19 +6,37 @@ Counts come from receipt.py; here they are judged.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from xorl.data.errors import DataError
-from xorl.data.formats import Format, id_problem
+from xorl.data.formats import Format, TextTokenizer, id_problem
 from xorl.data.receipt import Counts
 
 logger = logging.getLogger(__name__)
 
 # Samples without any trained token are waste in ones and twos, and a wrong mask or a lost label column beyond that.
 _UNTRAINED_LIMIT = 0.01
+# The same for samples of which the prompt is trained, although only the answer was to be.
+_ALL_TRAINED_LIMIT = 0.01
+# What overflow may touch without being asked to: beyond that a length that is too short is more likely than an odd row.
+_OVERFLOW_LIMIT = 0.01
+_SPECIAL = ("bos", "eos", "pad")
 
 
-def check_counts(counts: Counts, name: str, form: Format, option: str, *, explicit_limit: bool) -> None:
-    """Raises DataError for counts that no one can want; `explicit_limit` says that max_seq_len was set on purpose."""
+@dataclass(frozen=True)
+class Allowed:
+    """What an entry was asked to lose: `explicit_limit` says that max_seq_len was set on purpose.
+
+    `overflow_fraction` (overflow_limit) of the samples and of the tokens may overflow; None is the default.
+    """
+
+    explicit_limit: bool = False
+    overflow_fraction: float | None = None
+
+
+def check_counts(counts: Counts, name: str, form: Format, option: str, allowed: Allowed) -> None:
+    """Raises DataError for counts that no one can want, of the dataset `name` at `option`."""
     if counts.samples == 0:
         raise DataError(f"{option}: {name} is empty: it has no samples")
     if counts.documents == 0:
@@ -26,6 +44,24 @@ def check_counts(counts: Counts, name: str, form: Format, option: str, *, explic
             f"{option}: nothing is left of {name}: of {counts.samples} samples {counts.dropped} are longer than "
             f"{form.limit_option} = {form.limit} (overflow: {form.overflow}) and {counts.empty} are empty"
         )
+    _check_trained(counts, name, form, option, allowed)
+    _check_overflow(counts, name, form, option, allowed)
+    if form.masks_prompts and counts.all_trained > _ALL_TRAINED_LIMIT * counts.samples:
+        raise DataError(
+            f"{option}: in {counts.all_trained} of the {counts.samples} samples of {name} every token is trained, the "
+            f"prompt included, more than {_ALL_TRAINED_LIMIT:.0%}. Look at the data with `xorl data inspect`; where "
+            f"that is what you want, set {option}.train_on: all"
+        )
+    if counts.unended_turns:
+        logger.warning(
+            "prepare dataset=%s unended_turns=%d: the template writes no special token after them, so the model is not "
+            "taught to stop there",
+            name,
+            counts.unended_turns,
+        )
+
+
+def _check_trained(counts: Counts, name: str, form: Format, option: str, allowed: Allowed) -> None:
     cut = f"{counts.untrained_by_overflow} of them lost theirs when cut at {form.limit_option} = {form.limit} tokens"
     why = f" ({cut})" if counts.untrained_by_overflow else ""
     if counts.trained_tokens == 0:
@@ -33,7 +69,7 @@ def check_counts(counts: Counts, name: str, form: Format, option: str, *, explic
             f"{option}: no token of {name} is trained: none of its {counts.samples} samples has a label other than "
             f"-100 after its first token{why}"
         )
-    unexplained = counts.untrained - (counts.untrained_by_overflow if explicit_limit else 0)
+    unexplained = counts.untrained - (counts.untrained_by_overflow if allowed.explicit_limit else 0)
     if unexplained > _UNTRAINED_LIMIT * counts.samples:
         raise DataError(
             f"{option}: {counts.untrained} of the {counts.samples} samples of {name} have no trained token{why}, "
@@ -44,7 +80,55 @@ def check_counts(counts: Counts, name: str, form: Format, option: str, *, explic
         logger.warning("prepare dataset=%s untrained_samples=%d%s", name, counts.untrained, why)
 
 
+def _check_overflow(counts: Counts, name: str, form: Format, option: str, allowed: Allowed) -> None:
+    limit = allowed.overflow_fraction
+    if limit is None:
+        # Cutting at a length that was set is asked for; where all is trained, splitting loses nothing.
+        truncation = form.overflow == "truncate" and allowed.explicit_limit
+        is_plain = form.overflow == "split" and counts.trained_tokens >= counts.tokens - counts.documents
+        limit = 1.0 if truncation or is_plain else _OVERFLOW_LIMIT
+    touched = counts.truncated + counts.dropped + counts.split
+    if touched > limit * counts.samples or counts.lost_tokens > limit * (counts.tokens + counts.lost_tokens):
+        verb = {"truncate": "cut", "drop": "dropped", "split": "split"}[form.overflow]
+        raise DataError(
+            f"{option}: {touched} of the {counts.samples} samples of {name} are longer than {form.limit_option} = "
+            f"{form.limit} and would be {verb}, and with them {counts.lost_tokens} of "
+            f"{counts.tokens + counts.lost_tokens} tokens lost: more than {limit:.2%}. Raise the length; or set "
+            f"{option}.max_seq_len to cut at it on purpose, or {option}.overflow_limit to the fraction you accept"
+        )
+
+
 def check_largest_id(largest: tuple[int, int], name: str, vocab_size: int | None) -> None:
     """Raises DataError where (largest id, its row) is outside the vocabulary."""
     if vocab_size is not None and largest[0] >= vocab_size:
         raise DataError(f"{name}, row {largest[1]} (the first is 0): {id_problem(largest[0], 'a sample', vocab_size)}")
+
+
+def special_ids(hf_config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
+    """The ids of special tokens that a model's config.json names: one or several each, none where it is silent."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name in _SPECIAL:
+        value = hf_config.get(f"{name}_token_id")
+        values = value if isinstance(value, list) else [value]
+        ids = tuple(item for item in values if isinstance(item, int) and item >= 0)
+        if ids:
+            found[name] = ids
+    return found
+
+
+def check_special_tokens(tokenizer: TextTokenizer, model: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises DataError where tokenizer and config.json name different special tokens.
+
+    The model would never stop, or begin with a token it does not know. What one of them leaves open is no conflict.
+    """
+    for name in _SPECIAL:
+        own, wanted = tokenizer.id_of(f"{name}_token"), model.get(name)
+        if own is None or not wanted or own in wanted:
+            continue
+        shown = wanted[0] if len(wanted) == 1 else list(wanted)
+        raise DataError(
+            f"model.tokenizer_path: the {name}_token of the tokenizer in {tokenizer.folder} is "
+            f"{tokenizer.special[f'{name}_token']!r}, id {own}, but the model's config.json says {name}_token_id "
+            f"{shown} ({', '.join(repr(tokenizer.core.id_to_token(token)) for token in wanted)}). Use the model's own "
+            f"tokenizer, or set {name}_token_id to what the data is to use in a copy of config.json (model.config_path)"
+        )

@@ -20,7 +20,7 @@ from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import wait as wait_for
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from xorl.data.choose import choose_format
 from xorl.data.documents import PreparedDocuments, merge
 from xorl.data.errors import DataError, DataFailure
 from xorl.data.formats import EncodedDocuments, Format, TokenizedFormat
-from xorl.data.invariants import check_counts, check_largest_id
+from xorl.data.invariants import Allowed, check_counts, check_largest_id, check_special_tokens
 from xorl.data.lock import exclusive
 from xorl.data.mixture import Share, check_shares
 from xorl.data.published import find_prepared, open_direct
@@ -58,11 +58,15 @@ _REPORT_EVERY_S = 10.0
 class PrepareOptions:
     """What preparing reads of the `data` section. `bin_len` (sample_packing_sequence_len) is the longest document.
 
-    `vocab_size` None leaves ids unchecked; `dummy` needs it. `token` is what `datasets` takes for the Hub.
+    `vocab_size` None leaves ids unchecked; `dummy` needs it. `tokenizer_folder` is what text and conversations need;
+    its special tokens have to agree with `model_special_ids`, what invariants.special_ids finds. `token` is what
+    `datasets` takes for the Hub.
     """
 
     bin_len: int
     vocab_size: int | None = None
+    tokenizer_folder: Path | None = None
+    model_special_ids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     prepared_path: Path = Path("last_prepared_dataset")
     skip_prepare: bool = False
     num_proc: int = 1
@@ -124,12 +128,24 @@ def _check_options(entries: Sequence[DatasetEntry], options: PrepareOptions, opt
 def _prepare_entry(entry: DatasetEntry, options: PrepareOptions, option: str) -> tuple[DocumentStore, DatasetReceipt]:
     if entry.path == DUMMY:
         return _dummy(entry, options, option)
-    form = choose_format(entry, bin_len=options.bin_len, vocab_size=options.vocab_size, option=option)
-    if options.skip_prepare:
+    started = time.monotonic()
+    downloads = options.prepared_path / DOWNLOADS
+    source = None
+    if not options.skip_prepare:
+        source = load_source(entry, option=option, token=options.token, downloads=downloads)
+    form = choose_format(
+        entry,
+        bin_len=options.bin_len,
+        vocab_size=options.vocab_size,
+        option=option,
+        source=source,
+        tokenizer_folder=options.tokenizer_folder,
+    )
+    if form.tokenizer is not None:
+        check_special_tokens(form.tokenizer, options.model_special_ids)
+    if source is None:
         folder = find_prepared(options.prepared_path, _request(entry, form), option)
         return _open_store(folder, entry, form, option, cached=True)
-    started = time.monotonic()
-    source = load_source(entry, option=option, token=options.token, downloads=options.prepared_path / DOWNLOADS)
     if source.num_bytes > _LARGE_BYTES:
         logger.info("prepare dataset=%s phase=hash gib=%.1f", source.name, source.num_bytes / 2**30)
     key = digest(FORMAT_VERSION, source.identity(), form.fingerprint())
@@ -159,7 +175,7 @@ def _prepared_directly(entry: DatasetEntry, options: PrepareOptions) -> tuple[Do
     logger.info("prepare dataset=%s phase=skip", path)
     held = store.manifest if isinstance(store, FlatStore) else store
     largest = (held.largest_id, held.largest_id_row)
-    check_counts(held.counts, str(path), form, "data.dataset_prepared_path", explicit_limit=True)
+    check_counts(held.counts, str(path), form, "data.dataset_prepared_path", Allowed(True, 1.0))
     check_largest_id(largest, str(path), form.vocab_size)
     return store, DatasetReceipt(str(path), held.counts, cached=True)
 
@@ -188,9 +204,13 @@ def _open_store(
 ) -> tuple[DocumentStore, DatasetReceipt]:
     store = FlatStore(folder)
     manifest = store.manifest
-    check_counts(manifest.counts, _part_name(entry), form, option, explicit_limit=entry.max_seq_len is not None)
+    check_counts(manifest.counts, _part_name(entry), form, option, _allowed(entry))
     check_largest_id((manifest.largest_id, manifest.largest_id_row), entry.path, form.vocab_size)
     return store, DatasetReceipt(entry.path, manifest.counts, cached)
+
+
+def _allowed(entry: DatasetEntry) -> Allowed:
+    return Allowed(explicit_limit=entry.max_seq_len is not None, overflow_fraction=entry.overflow_limit)
 
 
 def _part_name(entry: DatasetEntry) -> str:
@@ -220,7 +240,7 @@ def _publish(
     try:
         writer = FlatStoreWriter(temporary, form.extras)
         counts, largest = _write_all(source, form, writer, num_proc)
-        check_counts(counts, _part_name(entry), form, option, explicit_limit=entry.max_seq_len is not None)
+        check_counts(counts, _part_name(entry), form, option, _allowed(entry))
         writer.finish(
             key=folder.name, name=source.name, request=request, created=time.time(), counts=counts, largest_id=largest
         )

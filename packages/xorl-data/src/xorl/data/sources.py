@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePath, PurePosixPath
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import xxhash
 
@@ -26,6 +26,9 @@ from xorl.data.shuffle import JSON
 DUMMY = "dummy"
 # The folder below that of prepared datasets that keeps what was downloaded.
 DOWNLOADS = "downloads"
+EntryType = Literal["tokenized", "chat", "prompt_completion", "text", "auto"]
+ENTRY_TYPES: tuple[EntryType, ...] = get_args(EntryType)
+TrainOn = Literal["assistant", "completion", "all", "last_turn"]
 _SPLIT_WORDS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
@@ -40,11 +43,11 @@ class DatasetEntry:
     """One entry of `data.datasets` or `data.test_datasets`, with the meaning of the option of the same name.
 
     `columns` is `data.select_columns`: None reads input_ids, labels and attention_mask where they exist; naming others
-    makes them per-token extras.
+    makes them per-token extras. `column_names` is the entry's own `columns`.
     """
 
     path: str
-    type: str = "tokenized"
+    type: EntryType = "tokenized"
     name: str | None = None
     split: str | None = None
     revision: str | None = None
@@ -57,6 +60,10 @@ class DatasetEntry:
     columns: tuple[str, ...] | None = None
     weight: float | None = None
     num_epochs: float | None = None
+    chat_template: str | None = None
+    train_on: TrainOn | None = None
+    column_names: Mapping[str, str] = field(default_factory=dict)
+    overflow_limit: float | None = None
 
 
 class Source(Protocol):
@@ -229,8 +236,8 @@ def hash_files(paths: Sequence[Path]) -> list[str]:
 
 
 def _check_entry(entry: DatasetEntry, option: str) -> None:
-    if entry.type != "tokenized":
-        raise DataError(f"{option}.type: {entry.type!r} is not known; only 'tokenized' is supported so far")
+    if entry.type not in ENTRY_TYPES:
+        raise DataError(f"{option}.type: {entry.type!r} is not one of {', '.join(ENTRY_TYPES)}")
     if entry.ds_type is not None and entry.ds_type not in FILE_TYPES:
         raise DataError(f"{option}.ds_type: {entry.ds_type!r} is not one of {', '.join(FILE_TYPES)}")
     if entry.overflow not in OVERFLOWS:

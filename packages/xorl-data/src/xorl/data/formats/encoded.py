@@ -12,6 +12,7 @@ import numpy as np
 
 from xorl.data.batch import IGNORE
 from xorl.data.errors import DataError
+from xorl.data.formats.tokenizer import TextTokenizer
 from xorl.data.readers import Piece
 from xorl.data.receipt import Counts
 from xorl.data.shuffle import JSON
@@ -46,6 +47,16 @@ class Format(Protocol):
     @property
     def extras(self) -> tuple[str, ...]:
         """The per-token columns that its documents carry beside ids and labels."""
+        ...
+
+    @property
+    def tokenizer(self) -> TextTokenizer | None:
+        """What makes tokens of its text; None where rows hold tokens already."""
+        ...
+
+    @property
+    def masks_prompts(self) -> bool:
+        """Whether only a part of each sample, what the model is to answer, is meant to be trained."""
         ...
 
     def fingerprint(self) -> dict[str, JSON]:

@@ -50,6 +50,15 @@ class TokenizedFormat:
     def selected(self) -> tuple[str, ...] | None:
         return self.columns
 
+    @property
+    def tokenizer(self) -> None:
+        return None
+
+    @property
+    def masks_prompts(self) -> bool:
+        # Labels are what they are: those that train everything may be meant.
+        return False
+
     def fingerprint(self) -> dict[str, JSON]:
         # Without vocab_size: a cache is checked against the model by its largest id.
         columns = None if self.columns is None else list(self.wanted)

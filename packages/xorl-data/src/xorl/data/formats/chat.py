@@ -1,0 +1,118 @@
+"""The chat format: conversations rendered by a chat template, trained on what the assistant says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from xorl.data.errors import DataError
+from xorl.data.formats.encoded import EncodedDocuments, Overflow, fit
+from xorl.data.formats.messages import COLUMN_NAMES, Conversation, read_conversation
+from xorl.data.formats.spans import Text, tokenize
+from xorl.data.formats.template import ChatTemplate, TemplateRefusal, load_template
+from xorl.data.formats.tokenizer import TextTokenizer
+from xorl.data.formats.turns import Rendered, render_turns, special_pattern
+from xorl.data.readers import Piece, Row
+from xorl.data.receipt import Counts
+from xorl.data.shuffle import JSON
+
+ChatTarget = Literal["assistant", "last_turn", "all"]
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """Conversations. `template` is a file, a name among the tokenizer's, or None for the tokenizer's own.
+
+    `train_on` assistant trains every message of the assistant, last_turn those after the last user message, all every
+    token. `columns` maps messages, tools and system to the columns that hold them.
+    """
+
+    limit: int
+    overflow: Overflow
+    limit_option: str
+    tokenizer: TextTokenizer
+    template: str | None = None
+    template_option: str = "chat_template"
+    train_on: ChatTarget = "assistant"
+    columns: Mapping[str, str] = field(default_factory=dict)
+    vocab_size: int | None = None
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def selected(self) -> tuple[str, ...]:
+        return tuple(self.columns.values()) or COLUMN_NAMES
+
+    @property
+    def masks_prompts(self) -> bool:
+        return self.train_on != "all"
+
+    def fingerprint(self) -> dict[str, JSON]:
+        return {
+            "type": "chat",
+            "limit": self.limit,
+            "overflow": self.overflow,
+            "tokenizer": self.tokenizer.content,
+            "template": [self._template.source, self._tool_template.source],
+            "train_on": self.train_on,
+            "columns": dict(self.columns),
+        }
+
+    def encode(self, piece: Piece) -> EncodedDocuments:
+        texts: list[Text] = []
+        num_unended = 0
+        for index, row in enumerate(piece.rows()):
+            try:
+                rendered = self.render(row)
+            except DataError as error:
+                raise DataError(f"{piece.place(index)}: {error}") from error
+            texts.append(Text(rendered.text, None if self.train_on == "all" else rendered.spans))
+            num_unended += rendered.num_unended
+        return fit(tokenize(texts, self.tokenizer, piece, Counts(unended_turns=num_unended)), piece, self)
+
+    def render(self, row: Row) -> Rendered:
+        """One row as text with its trained characters. DataError, without the row's place, for what cannot be used."""
+        conversation = read_conversation(row, self.columns)
+        template = self._template if conversation.tools is None else self._tool_template
+        if self.train_on == "all":
+            try:
+                text = template.render(conversation.messages, conversation.tools)
+            except TemplateRefusal as error:
+                raise DataError(f"{template.name} does not take the conversation: {error}") from error
+            return Rendered(text, ((0, len(text)),))
+        return render_turns(template, conversation, self._turns(conversation), self._special)
+
+    def _turns(self, conversation: Conversation) -> list[int]:
+        """The numbers of the messages that are trained."""
+        roles = [message["role"] for message in conversation.messages]
+        first = 0
+        if self.train_on == "last_turn":
+            # Of a conversation that ends with a question, the answer to the one before it.
+            spoken = max(number for number, role in enumerate(roles) if role == "assistant")
+            first = max((number for number in range(spoken) if roles[number] == "user"), default=0)
+        return [
+            number
+            for number, role in enumerate(roles)
+            if role == "assistant" and number >= first and conversation.trained[number] is not False
+        ]
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return load_template(self.template_option, self.template, self.tokenizer, with_tools=False)
+
+    @cached_property
+    def _tool_template(self) -> ChatTemplate:
+        return load_template(self.template_option, self.template, self.tokenizer, with_tools=True)
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        return special_pattern(self.tokenizer.special_texts)
+
+    def __getstate__(self) -> dict[str, object]:
+        # Compiled templates cannot be pickled; they are made again from the same sources.
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}

@@ -1,0 +1,104 @@
+"""From texts with trained characters to token ids and labels: the whole text is tokenized once, spans map to tokens.
+
+A token that lies on the border of a span, partly trained text and partly not, is trained and counted as straddling: at
+a turn's beginning it is the first thing the model has to write, at its end it holds what ends the turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from tokenizers import Encoding
+
+from xorl.data.batch import IGNORE
+from xorl.data.errors import DataError
+from xorl.data.formats.encoded import Rows
+from xorl.data.formats.tokenizer import TextTokenizer
+from xorl.data.readers import Piece
+from xorl.data.receipt import Counts
+
+# Encodings hold a string and two numbers for each token: a piece's rows are not all kept at once.
+_BATCH_CHARS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Text:
+    """A sample before it is tokenized; `spans` are the trained characters, None: all of them."""
+
+    text: str
+    spans: tuple[tuple[int, int], ...] | None
+
+
+def tokenize(texts: Sequence[Text], tokenizer: TextTokenizer, piece: Piece, counted: Counts) -> Rows:
+    """Encodes the rows of a piece, without adding special tokens. DataError names a row that begins with two BOS."""
+    ids: list[np.ndarray] = []
+    labels: list[np.ndarray] = []
+    num_straddling = 0
+    for first, last in _batches(texts):
+        batch = texts[first:last]
+        encodings = tokenizer.core.encode_batch([text.text for text in batch], add_special_tokens=False)
+        for number, (text, encoding) in enumerate(zip(batch, encodings, strict=True)):
+            own = np.array(encoding.ids, dtype=np.int32)
+            if len(own) > 1 and own[0] == own[1] == (-1 if tokenizer.bos_id is None else tokenizer.bos_id):
+                raise DataError(
+                    f"{piece.place(first + number)}: the text begins with two {tokenizer.special['bos_token']} (BOS) "
+                    "tokens; take one out of the chat template or of the data"
+                )
+            ids.append(own)
+            if text.spans is None:
+                labels.append(own)
+                continue
+            trained = np.full(len(own), IGNORE, dtype=np.int32)
+            for start, stop in text.spans:
+                low, high, straddling = _token_range(encoding, start, stop, len(text.text), len(own))
+                trained[low:high] = own[low:high]
+                num_straddling += straddling
+            labels.append(trained)
+    has_labels = any(text.spans is not None for text in texts)
+    return Rows(
+        input_ids=_join(ids),
+        labels=_join(labels) if has_labels else None,
+        extras={},
+        lengths=np.array([len(own) for own in ids], dtype=np.int64),
+        has_labels=has_labels,
+        counted=counted + Counts(straddling_tokens=num_straddling),
+    )
+
+
+def _token_range(encoding: Encoding, start: int, stop: int, num_chars: int, num_tokens: int) -> tuple[int, int, int]:
+    """The tokens [low, high) that hold any of the characters [start, stop), and how many of them hold others too."""
+    low = _token_at(encoding, start, num_chars, num_tokens)
+    high = _token_at(encoding, stop, num_chars, num_tokens)
+    straddling = 0
+    if low < num_tokens and (chars := encoding.token_to_chars(low)) is not None and chars[0] < start < chars[1]:
+        straddling += 1
+    if high < num_tokens and (chars := encoding.token_to_chars(high)) is not None and chars[0] < stop < chars[1]:
+        high += 1
+        straddling += 1
+    return low, high, straddling
+
+
+def _token_at(encoding: Encoding, char: int, num_chars: int, num_tokens: int) -> int:
+    """The first token that holds `char`, or a later one where the tokenizer drops it, such as a trimmed space."""
+    for place in range(char, num_chars):
+        token = encoding.char_to_token(place)
+        if token is not None:
+            return token
+    return num_tokens
+
+
+def _batches(texts: Sequence[Text]) -> list[tuple[int, int]]:
+    """Consecutive ranges of rows of about _BATCH_CHARS characters each."""
+    ranges, first, size = [], 0, 0
+    for number, text in enumerate(texts):
+        size += len(text.text)
+        if size >= _BATCH_CHARS:
+            ranges.append((first, number + 1))
+            first, size = number + 1, 0
+    return [*ranges, (first, len(texts))] if first < len(texts) else ranges
+
+
+def _join(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate(arrays) if arrays else np.empty(0, np.int32)

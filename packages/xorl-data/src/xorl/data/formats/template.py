@@ -1,0 +1,159 @@
+"""Chat templates: Jinja in a sandbox, with the names and settings that templates of the Hugging Face Hub expect.
+
+What a template makes of messages is here; which part of it is trained is decided in turns.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+
+from jinja2 import nodes
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from xorl.data.errors import DataError
+from xorl.data.formats.tokenizer import TextTokenizer
+
+Message = dict[str, object]
+# Unicode noncharacters, which no text that is exchanged may hold: they mark what stands in {% generation %}.
+_START, _END = "\ufdd0", "\ufdd1"
+_MARKS = re.compile(f"[{_START}{_END}]")
+
+
+class TemplateRefusal(Exception):
+    """A template that refuses the messages it is given, or fails on them; the text is for people."""
+
+
+class ChatTemplate:
+    """A compiled template with the special tokens it may name.
+
+    `marks_generation` says that it tells itself, by {% generation %}, what the model writes.
+    """
+
+    def __init__(self, source: str, special: Mapping[str, object], name: str) -> None:
+        self.source = source
+        self.name = name
+        self._special = dict(special)
+        try:
+            self._compiled = _environment().from_string(source)
+        except TemplateSyntaxError as error:
+            raise DataError(
+                f"{name}, line {error.lineno}: the chat template has a syntax error: {error.message}"
+            ) from (error)
+        self.marks_generation = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", source) is not None
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[object] | None, *, add_generation_prompt: bool = False
+    ) -> str:
+        """The text of `messages`. TemplateRefusal where the template does not take them."""
+        text = self._render(messages, tools, add_generation_prompt=add_generation_prompt)
+        return _MARKS.sub("", text) if self.marks_generation else text
+
+    def render_marked(
+        self, messages: Sequence[Message], tools: Sequence[object] | None
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text of `messages` and where in it the template's generation blocks are, by character."""
+        if _MARKS.search(json.dumps([list(messages), tools], ensure_ascii=False)):
+            raise TemplateRefusal("a message holds U+FDD0 or U+FDD1, which are no characters")
+        text = self._render(messages, tools, add_generation_prompt=False)
+        spans: list[tuple[int, int]] = []
+        start = 0
+        for num_marks, mark in enumerate(_MARKS.finditer(text)):
+            place = mark.start() - num_marks
+            if mark.group() == _START:
+                start = place
+            else:
+                spans.append((start, place))
+        return _MARKS.sub("", text), [(start, stop) for start, stop in spans if start < stop]
+
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[object] | None, *, add_generation_prompt: bool
+    ) -> str:
+        try:
+            return self._compiled.render(
+                **self._special,
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except TemplateError as error:
+            raise TemplateRefusal(str(error.message or error)) from error
+        # A template is a program of someone else's: it may fail on a message in any way.
+        except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise TemplateRefusal(f"{type(error).__name__}: {error}") from error
+
+
+def load_template(option: str, value: str | None, tokenizer: TextTokenizer, *, with_tools: bool) -> ChatTemplate:
+    """The template that `value` names: a file, one of the tokenizer's templates, or (None) the one it uses itself.
+
+    DataError where there is none, or its syntax is wrong.
+    """
+    templates = tokenizer.templates
+    place = f"the tokenizer in {tokenizer.folder}"
+    if value is None:
+        name = "tool_use" if with_tools and "tool_use" in templates else "default"
+        if name not in templates:
+            others = f"; it has templates of other names: {', '.join(templates)}" if templates else ""
+            raise DataError(
+                f"model.tokenizer_path: {place} has no chat template{others}. Set {option} to a template's "
+                "file (Jinja), or use the tokenizer of a chat model"
+            )
+        return ChatTemplate(templates[name], tokenizer.special, f"{place}, chat template")
+    if value in templates:
+        return ChatTemplate(templates[value], tokenizer.special, f"{place}, chat template {value}")
+    path = Path(value).expanduser()
+    if not path.is_file():
+        named = f"; the tokenizer's templates are: {', '.join(templates)}" if templates else ""
+        raise DataError(f"{option}: {value} is no file (looked at {path.absolute()}){named}")
+    try:
+        source = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{option}: {path} cannot be read as UTF-8 text: {error}") from error
+    return ChatTemplate(source, tokenizer.special, str(path))
+
+
+class _GenerationBlocks(Extension):
+    """{% generation %} ... {% endgeneration %}: puts marks around what the model writes."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja's name and type)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Macro) -> str:
+        return f"{_START}{caller()}{_END}"
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Templates want plain JSON; Jinja's own filter writes it for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)

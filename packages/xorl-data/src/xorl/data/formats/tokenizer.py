@@ -1,0 +1,129 @@
+"""The tokenizer of text formats: its Rust core, its special tokens and its chat templates, loaded once per process.
+
+transformers loads it, since that knows every layout of tokenizer files; what encodes afterwards is the core alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from xorl.data.errors import DataError
+from xorl.data.shuffle import digest
+
+_OPTION = "model.tokenizer_path"
+
+
+@dataclass(frozen=True)
+class TextTokenizer:
+    """A tokenizer with what chat templates read of it. Pickled by the name of its folder; equal by content.
+
+    `special` are the named special tokens (bos_token, eos_token, ...), `special_texts` all texts that are one special
+    token, `templates` the chat templates by name. `adds_bos` says that the tokenizer itself begins a text with BOS.
+    """
+
+    folder: Path
+    content: str  # hash of everything below
+    core: Tokenizer
+    special: Mapping[str, object]
+    special_texts: frozenset[str]
+    templates: Mapping[str, str]
+    adds_bos: bool
+
+    @property
+    def bos_id(self) -> int | None:
+        return self.id_of("bos_token")
+
+    @property
+    def eos_id(self) -> int | None:
+        return self.id_of("eos_token")
+
+    @property
+    def pad_id(self) -> int | None:
+        return self.id_of("pad_token")
+
+    @property
+    def eos_text(self) -> str:
+        return str(self.special.get("eos_token") or "")
+
+    def begin_of(self, text: str) -> str:
+        """What has to stand before `text`: BOS where the tokenizer itself adds it and the text lacks it."""
+        bos = str(self.special.get("bos_token") or "")
+        return bos if self.adds_bos and not text.startswith(bos) else ""
+
+    def id_of(self, name: str) -> int | None:
+        """The id of a named special token, None where the tokenizer has none."""
+        text = self.special.get(name)
+        return self.core.token_to_id(text) if isinstance(text, str) else None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TextTokenizer) and other.content == self.content
+
+    def __hash__(self) -> int:
+        return hash(self.content)
+
+    def __reduce__(self) -> tuple[object, tuple[Path, str]]:
+        return _load_same, (self.folder, self.content)
+
+
+def load_tokenizer(folder: Path) -> TextTokenizer:
+    """The tokenizer in `folder`. DataError where there is none that can be used, naming model.tokenizer_path."""
+    # A process encodes in one thread: dataset_num_proc says how many there are.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # Importing transformers takes seconds, and only text formats need it.
+    from transformers import AutoTokenizer  # noqa: PLC0415
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # whatever a tokenizer's files make the library raise
+        raise DataError(f"{_OPTION}: {folder} holds no tokenizer that can be loaded: {_first_line(error)}") from error
+    core = getattr(loaded, "backend_tokenizer", None)
+    if not isinstance(core, Tokenizer):
+        raise DataError(
+            f"{_OPTION}: the tokenizer in {folder} has no fast form, without which the place of each token in the text "
+            "is not known; give a folder with a tokenizer.json"
+        )
+    core = Tokenizer.from_str(core.to_str())
+    core.no_truncation()
+    core.no_padding()
+    own = loaded.chat_template
+    templates = own if isinstance(own, dict) else {} if own is None else {"default": own}
+    special = dict(loaded.special_tokens_map)
+    added = loaded.added_tokens_decoder.values()
+    special_texts = frozenset(str(token) for token in added if token.special)
+    with_special = core.encode("a").ids
+    bos = loaded.bos_token_id
+    return _remember(
+        TextTokenizer(
+            folder=folder,
+            content=digest(core.to_str(), sorted((k, str(v)) for k, v in special.items()), sorted(templates.items())),
+            core=core,
+            special=special,
+            special_texts=special_texts,
+            templates=templates,
+            adds_bos=bos is not None and with_special[:1] == [bos],
+        )
+    )
+
+
+_LOADED: dict[str, TextTokenizer] = {}
+
+
+def _remember(tokenizer: TextTokenizer) -> TextTokenizer:
+    return _LOADED.setdefault(tokenizer.content, tokenizer)
+
+
+def _load_same(folder: Path, content: str) -> TextTokenizer:
+    """What a pickle means: the tokenizer of that content, which a forked process has already."""
+    tokenizer = _LOADED.get(content) or load_tokenizer(folder)
+    if tokenizer.content != content:
+        raise DataError(f"{_OPTION}: the tokenizer in {folder} has changed while data was prepared; start again")
+    return tokenizer
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,191 @@
+"""Which characters of a rendered conversation are trained: those that the model itself would write.
+
+The rule, in this order. (1) Where the template marks {% generation %}, its blocks. (2) Prefixes: a turn begins where
+the messages before it, rendered with the generation prompt, end, and it ends where the rendering up to it ends; both
+have to be beginnings of the whole rendering. (3) Alignment, for templates that write an earlier turn otherwise than
+the last one (reasoning taken out, another end token): the turn is rendered with other contents; what changes in the
+whole rendering is what depends on it, and the turn reaches from the generation prompt before that to the special
+token after. Each way is checked against the whole rendering, and what passes none is refused. In the last two a turn
+ends with its last special token, and whitespace after it is not trained; where the template writes none, it ends with
+the special token that begins the next message, since that is where the model would stop.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from xorl.data.errors import DataError
+from xorl.data.formats.messages import Conversation
+from xorl.data.formats.template import ChatTemplate, Message, TemplateRefusal
+
+Span = tuple[int, int]
+# No text begins or ends like both of them.
+_PROBES = ("x0x", "y1y")
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation's text and the characters of it that are trained; `num_unended` turns have no end token."""
+
+    text: str
+    spans: tuple[Span, ...]
+    num_unended: int = 0
+
+
+def special_pattern(texts: frozenset[str]) -> re.Pattern[str]:
+    """Finds special tokens in a text, the longest that fits."""
+    ordered = sorted((text for text in texts if text), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, ordered)) if ordered else r"(?!)")
+
+
+def render_turns(
+    template: ChatTemplate, conversation: Conversation, turns: Sequence[int], special: re.Pattern[str]
+) -> Rendered:
+    """Renders the whole conversation and finds the assistant messages `turns` in it.
+
+    DataError, without the row's place, for a conversation that the template refuses, or in which the turns cannot be
+    told for sure.
+    """
+    messages, tools = conversation.messages, conversation.tools
+    try:
+        if template.marks_generation:
+            return _by_blocks(template, conversation, turns, special)
+        whole = template.render(messages, tools)
+        spans: list[Span] = []
+        num_unended = 0
+        for turn in turns:
+            start, end, ended = _turn(template, conversation, whole, turn, special)
+            _check_tool_calls(template, conversation, turn, whole[start:end])
+            if spans and start < spans[-1][1]:
+                raise DataError(f"message {turn} overlaps the trained message before it in the rendering")
+            spans.append((start, end))
+            num_unended += not ended
+    except TemplateRefusal as error:
+        raise DataError(f"{template.name} does not take the conversation: {error}") from error
+    return Rendered(whole, tuple(spans), num_unended)
+
+
+def _check_tool_calls(template: ChatTemplate, conversation: Conversation, turn: int, text: str) -> None:
+    calls = conversation.messages[turn].get("tool_calls")
+    for call in calls if isinstance(calls, list) else []:
+        if call["function"]["name"] not in text:
+            raise DataError(
+                f"{template.name} leaves out the tool call of message {turn}: the model would learn to say nothing "
+                "there. Use a template that knows tools, or take the conversation out"
+            )
+
+
+def _by_blocks(
+    template: ChatTemplate, conversation: Conversation, turns: Sequence[int], special: re.Pattern[str]
+) -> Rendered:
+    text, blocks = template.render_marked(conversation.messages, conversation.tools)
+    speakers = [n for n, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+    if len(turns) == len(speakers):
+        chosen = blocks
+    elif len(blocks) == len(speakers):
+        chosen = [block for block, speaker in zip(blocks, speakers, strict=True) if speaker in turns]
+    else:
+        raise DataError(
+            f"{template.name} marks {len(blocks)} generation blocks for {len(speakers)} assistant messages, so that "
+            "single messages cannot be told apart; train on all of them"
+        )
+    if turns and not chosen:
+        raise DataError(f"{template.name} marks nothing of the conversation as generated")
+    for turn in turns:
+        _check_tool_calls(template, conversation, turn, "".join(text[a:b] for a, b in chosen))
+    return Rendered(text, tuple(chosen), sum(not _is_ended(text[a:b], special) for a, b in chosen))
+
+
+def _turn(
+    template: ChatTemplate, conversation: Conversation, whole: str, turn: int, special: re.Pattern[str]
+) -> tuple[int, int, bool]:
+    """(first character, character after the last, whether a special token ends it) of one assistant message."""
+    messages, tools = conversation.messages, conversation.tools
+    before = template.render(messages[:turn], tools, add_generation_prompt=True)
+    if whole.startswith(before):
+        is_last = turn == len(messages) - 1
+        after = whole if is_last else template.render(messages[: turn + 1], tools)
+        if len(after) > len(before) and whole.startswith(after):
+            return _ended(whole, len(before), len(after), special)
+    return _aligned(template, conversation, whole, turn, before, special)
+
+
+def _ended(whole: str, start: int, end: int, special: re.Pattern[str]) -> tuple[int, int, bool]:
+    stripped = whole[start:end].rstrip()
+    if _is_ended(stripped, special):
+        return start, start + len(stripped), True
+    following = special.match(whole, end)
+    return (start, following.end(), True) if following else (start, end, False)
+
+
+def _is_ended(text: str, special: re.Pattern[str]) -> bool:
+    text = text.rstrip()
+    return any(match.end() == len(text) for match in special.finditer(text))
+
+
+def _aligned(
+    template: ChatTemplate, conversation: Conversation, whole: str, turn: int, before: str, special: re.Pattern[str]
+) -> tuple[int, int, bool]:
+    """The third way. `before` is the rendering of the messages before the turn, with the generation prompt."""
+    messages, tools = conversation.messages, conversation.tools
+    first, last = len(whole), 0
+    for probe in _PROBES:
+        changed: list[Message] = [*messages[:turn], {"role": "assistant", "content": probe}, *messages[turn + 1 :]]
+        other = template.render(changed, tools)
+        if probe not in other:
+            raise DataError(f"{template.name} leaves out message {turn}, so that it cannot be trained")
+        first = min(first, _common_length(whole, other))
+        last = max(last, len(whole) - _common_length(whole[::-1], other[::-1]))
+    if first >= last:
+        raise DataError(f"{template.name} writes nothing of message {turn}, so that it cannot be trained")
+    bare = template.render(messages[:turn], tools)
+    prompt = _generation_prompt(bare, before, special)
+    found = whole.rfind(prompt, 0, first)
+    if found < 0:
+        raise DataError(
+            f"{template.name} is not stable: what it writes before message {turn} when asked for an answer does not "
+            f"stand before it in the whole conversation (generation prompt {prompt[-60:]!r}). Mark what is generated "
+            "with {% generation %} in a copy of the template, or use train_on: last_turn or all"
+        )
+    start = found + len(prompt)
+    if not prompt:
+        # Spaces that the template writes before the content are the turn's, as they are by prefixes.
+        start = max(_end_of_words(whole[:first]) + len(bare) - _end_of_words(bare), 0)
+    for number, message in enumerate(messages):
+        text = str(message["content"]).strip()
+        if number != turn and text and text in whole[start:last] and text not in str(messages[turn]):
+            raise DataError(f"{template.name} writes message {number} into message {turn}: they cannot be told apart")
+    # The other contents may have had another end token, of which the last characters are the same.
+    inside = next((match for match in special.finditer(whole, start) if match.start() < last < match.end()), None)
+    if inside is not None:
+        return start, inside.end(), True
+    if _is_ended(whole[start:last], special):
+        return start, last, True
+    gap = len(whole[last:]) - len(whole[last:].lstrip())
+    following = special.match(whole, last + gap)
+    return (start, following.end(), True) if following else (start, last, False)
+
+
+def _generation_prompt(bare: str, before: str, special: re.Pattern[str]) -> str:
+    """What a template adds when it asks for an answer; it may leave out an end that it writes otherwise."""
+    common = _common_length(bare, before)
+    inside = next((match for match in special.finditer(before) if match.start() < common < match.end()), None)
+    return before[common if inside is None else inside.start() :]
+
+
+def _end_of_words(text: str) -> int:
+    return len(text.rstrip())
+
+
+def _common_length(one: str, other: str) -> int:
+    """How many characters two texts begin with alike."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
