@@ -1,0 +1,65 @@
+"""Random bits that depend on what they are for and not on who draws them, and rounding to bf16 by them.
+
+In plain torch; `triton_updates.py` draws the same bits.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Philox-2x32 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011), table 2: seven rounds are the
+# fewest that pass BigCrush. Ten are what its authors' library takes by default, and would cost more than the memory
+# traffic that hides them.
+MULTIPLIER = 0xD256D193
+KEY_STEP = 0x9E3779B9
+ROUNDS = 7
+_MASK = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Which random bits a run of consecutive elements of a parameter gets in a step.
+
+    They depend on the key, the step and each element's index in the whole parameter, so shards draw what the whole
+    parameter would, and a resumed run what the run that was not stopped would.
+
+    Attributes:
+        key: of the parameter and the run's seed, in [0, 2**31).
+        first: index in the whole parameter, in row-major order, of the first element.
+        step: 0-dim int64 tensor on the elements' device.
+    """
+
+    key: int
+    first: int
+    step: Tensor
+
+
+def philox2x32(low: Tensor, high: Tensor, key: Tensor | int, num_rounds: int = ROUNDS) -> tuple[Tensor, Tensor]:
+    """Two words of 32 random bits for each counter (low, high); all are int64 tensors of values below 2**32."""
+    for _ in range(num_rounds):
+        # The product has up to 64 bits: as int64 it may be negative, and its bits are right.
+        product = low * MULTIPLIER
+        low, high = (product >> 32) & _MASK ^ key ^ high, product & _MASK
+        key = (key + KEY_STEP) & _MASK
+    return low, high
+
+
+def draw(noise: Noise, start: int, count: int) -> tuple[Tensor, Tensor]:
+    """The two random words of elements [start, start + count) of a run, int64 [count]."""
+    first = noise.first + start
+    index = torch.arange(first, first + count, device=noise.step.device)
+    # Parameters of more than 2**32 elements repeat no bits: the index's upper half changes the key.
+    key = ((index >> 32) * KEY_STEP + noise.key) & _MASK
+    return philox2x32(index & _MASK, (noise.step & _MASK).expand_as(index), key)
+
+
+def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:
+    """fp32 values to bf16, up or down with the odds that make the mean right. bits: integers in [0, 2**16).
+
+    Adding the bits below the last place that bf16 has carries into it as often as the cut off fraction is large.
+    Values that bf16 holds stay as they are, NaN too.
+    """
+    raw = values.view(torch.int32)
+    rounded = torch.where(values.isnan(), raw, raw + bits.to(torch.int32))
+    return (rounded & -0x10000).view(torch.float32).to(torch.bfloat16)

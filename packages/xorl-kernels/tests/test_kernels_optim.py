@@ -1,0 +1,158 @@
+"""Optimizer updates: the random bits, rounding by them, and the Triton kernels against their plain twins."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from xorl.kernels.optim import Noise, adamw_, descend_, momentum_, philox2x32, reference, round_stochastically
+from xorl.kernels.optim.noise import draw
+
+HYPER = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+DTYPES = [torch.float32, torch.bfloat16]
+# Odd, of several blocks of the kernels, and across the index at which the counter's upper half begins.
+COUNT = 3001
+FIRST = 2**32 - 1500
+
+
+def noise(step: int = 7, key: int = 12345, first: int = FIRST) -> Noise:
+    return Noise(key, first, torch.tensor(step))
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [
+        ((0, 0), 0, (0xFF1DAE59, 0x6CD10DF2)),
+        ((0xFFFFFFFF, 0xFFFFFFFF), 0xFFFFFFFF, (0x2C3F628B, 0xAB4FD7AD)),
+        ((0x243F6A88, 0x85A308D3), 0x13198A2E, (0xDD7CE038, 0xF62A4C12)),
+    ],
+)
+def test_random_words_are_those_of_philox(counter: tuple[int, int], key: int, words: tuple[int, int]) -> None:
+    # Catches a wrong constant or carry, after which nothing is known of the bits' quality. Known answers of Random123.
+    low, high = (torch.tensor([word]) for word in counter)
+    assert tuple(int(word) for word in philox2x32(low, high, key, num_rounds=10)) == words
+
+
+def test_bits_differ_by_element_step_and_key_and_not_by_the_cut() -> None:
+    # Catches parameters, steps or shards that draw the same bits, and shards that draw others than the whole.
+    whole = torch.stack(draw(noise(), 0, 4096))
+    assert whole.unique().numel() > 8180
+    torch.testing.assert_close(torch.stack(draw(noise(first=FIRST + 1000), 0, 96)), whole[:, 1000:1096], rtol=0, atol=0)
+    streams = [whole[0], whole[1], draw(noise(step=8), 0, 4096)[0], draw(noise(key=12346), 0, 4096)[0]]
+    halves = [half for words in streams for half in (words & 0xFFFF, words >> 16)]
+    table = torch.stack(halves).double()
+    assert (table.mean(dim=1) / 65535 - 0.5).abs().max() < 4 * (1 / 12 / 4096) ** 0.5
+    assert (table.corrcoef() - torch.eye(len(halves))).abs().max() < 5 / 4096**0.5
+
+
+@pytest.mark.parametrize("value", [1.001, -3.1415927, 1e-20, 65504.3])
+def test_rounding_is_unbiased(value: float) -> None:
+    # Catches rounding that drifts: to nearest, towards zero, or with odds that are off.
+    count = 1 << 16
+    values = torch.full((count,), value)
+    rounded = round_stochastically(values, draw(noise(), 0, count)[0] & 0xFFFF).double()
+    below, above = rounded.min(), rounded.max()
+    assert (above - below) / abs(value) < 2**-7
+    share = (value - below) / (above - below)
+    deviation = (above - below) * (share * (1 - share) / count) ** 0.5
+    assert abs(rounded.mean() - values[0].double()) < 4 * deviation
+
+
+def test_what_bf16_holds_is_kept() -> None:
+    # Catches weights that move without an update, and a NaN or an infinity that turns into a number.
+    held = torch.tensor([0.0, 1.0, -2.5, float("inf"), -float("inf"), float("nan")])
+    for bits in (0, 1, 0xFFFF):
+        rounded = round_stochastically(held, torch.full((6,), bits))
+        torch.testing.assert_close(rounded.float(), held, rtol=0, atol=0, equal_nan=True)
+
+
+def test_small_updates_of_bf16_weights_add_up() -> None:
+    # Catches rounding to nearest, under which a weight of 1 never moves by 1e-4.
+    param, grad = torch.ones(2000, dtype=torch.bfloat16), torch.ones(2000)
+    state = [torch.zeros(2000, dtype=torch.bfloat16) for _ in range(2)]
+    for step in range(1, 101):
+        corrections = torch.tensor([1 - 0.9**step, 1 - 0.999**step])
+        hyper = {**HYPER, "lr": 1e-4, "weight_decay": 0.0}
+        adamw_(param, grad, *state, **hyper, corrections=corrections, skip=torch.zeros(()), noise=noise(step))
+    assert param.float().mean() == pytest.approx(1 - 100e-4, abs=4e-4)
+    assert state[1].float().mean() == pytest.approx(1 - 0.999**100, rel=1e-2)
+
+
+def cases() -> list[tuple[str, list[Tensor], dict[str, object]]]:
+    """(name, tensors, options) of calls of every kernel in every combination of dtypes."""
+    made: list[tuple[str, list[Tensor], dict[str, object]]] = []
+    generator = torch.Generator().manual_seed(0)
+    a, b, c = (torch.randn(COUNT, generator=generator) for _ in range(3))
+    common = {"skip": torch.zeros(()), "noise": noise()}
+    for first in DTYPES:
+        for second in DTYPES:
+            for third in DTYPES:
+                tensors = [a.to(first), b.to(second), c.to(third), c.abs().to(third)]
+                made.append(("adamw_", tensors, {**HYPER, "corrections": torch.tensor([0.3, 0.01]), **common}))
+                for nesterov in (False, True):
+                    options = {"momentum": 0.95, "nesterov": nesterov, **common}
+                    made.append(("momentum_", [a.to(first), b.to(second), c.to(third)], options))
+            made.append(("descend_", [a.to(first), b.to(second)], {"keep": 0.99, "rate": 0.02, **common}))
+    made.append(("momentum_", [a.clone(), b, None], {"momentum": 0.95, "nesterov": True, **common}))
+    return made
+
+
+def assert_kernels_match(kernels: object, device: str = "cpu") -> None:
+    """Each kernel gives its twin's results: fp32 to rounding, bf16 to the same random decision but for ties of it."""
+    for name, tensors, options in cases():
+        options = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in options.items()}
+        options["noise"] = Noise(12345, FIRST, torch.tensor(7, device=device))
+        wanted = [None if tensor is None else tensor.clone().to(device) for tensor in tensors]
+        got = [None if tensor is None else tensor.clone().to(device) for tensor in tensors]
+        untouched = [None if tensor is None else tensor.clone().to(device) for tensor in tensors]
+        getattr(reference, name)(*wanted, **options)
+        getattr(kernels, name)(*got, **options)
+        getattr(kernels, name)(*untouched, **{**options, "skip": torch.ones((), device=device)})
+        for index, (left, right, kept, before) in enumerate(zip(got, wanted, untouched, tensors, strict=True)):
+            if before is None:
+                continue
+            where = f"{name} tensor {index} {before.dtype}"
+            left, right = left.float(), right.float()
+            if before.dtype == torch.bfloat16:
+                # Triton's interpreter cuts where the GPU rounds `update` to nearest: all but that is rounded by us.
+                assert (name, index) == ("momentum_", 2) or (left != right).float().mean() < 2e-3, where
+                torch.testing.assert_close(left, right, rtol=2**-7, atol=1e-6, msg=where)
+            else:
+                torch.testing.assert_close(left, right, rtol=2e-5, atol=1e-6, msg=where)
+            assert kept.cpu().equal(before), f"{where} is changed by a step that is skipped"
+
+
+def test_triton_kernels_match_their_twins() -> None:
+    # Catches an error in a kernel's arithmetic, masks or random bits; through Triton's interpreter.
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    result = subprocess.run([sys.executable, __file__], capture_output=True, text=True, check=False, env=environment)
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "options"),
+    [
+        ("adamw_", 4, {**HYPER, "corrections": torch.ones(2)}),
+        ("momentum_", 3, {"momentum": 0.9, "nesterov": True}),
+        ("descend_", 2, {"keep": 1.0, "rate": 0.1}),
+    ],
+)
+def test_empty_shards_and_skipped_steps_change_nothing(name: str, count: int, options: dict[str, object]) -> None:
+    # Catches a launch of no blocks, and weights that a step which is to be skipped poisons.
+    function = {"adamw_": adamw_, "momentum_": momentum_, "descend_": descend_}[name]
+    for size, skip in ((0, 0.0), (5, 1.0)):
+        tensors = [torch.full((size,), float("nan")), *(torch.ones(size) for _ in range(count - 1))]
+        before = [tensor.clone() for tensor in tensors]
+        function(*tensors, **options, skip=torch.tensor(skip), noise=noise())
+        torch.testing.assert_close(tensors, before, rtol=0, atol=0, equal_nan=True)
+
+
+if __name__ == "__main__":
+    from xorl.kernels.optim import triton_updates
+
+    assert_kernels_match(triton_updates)
