@@ -102,6 +102,14 @@ def entry(**options: Any) -> dict[str, Any]:
             "train.enable_cpu_offload",
             "data_parallel_mode is fsdp2",
         ),
+        ({"train": {"optimizer_dtype": "fp32"}}, "train.optimizer_dtype", "is anyprecision_adamw or muon"),
+        ({"train": {"optimizer": "sgd", "muon_momentum": 0.5}}, "train.muon_momentum", "optimizer is muon"),
+        ({"train": {"optimizer": "muon", "lr": 0.0}}, "train.lr", "set lr above 0"),
+        (
+            {"train": {"param_dtype": "bf16", "enable_mixed_precision": False}},
+            "train.param_dtype",
+            "leave enable_mixed_precision at true",
+        ),
         ({"train": {"activation_gpu_limit": 2.0}}, "train.activation_gpu_limit", "enable_activation_offload is true"),
         (
             {"train": {"recompute_policy": "operation", "enable_activation_offload": True}},

@@ -22,9 +22,6 @@ EXAMPLES: dict[str, object] = {
     "data.push_dataset_to_hub": "a/b",
     "train.pipeline_parallel_schedule": "GPipe",
     "train.cp_fsdp_mode": "none",
-    "train.optimizer_dtype": "fp32",
-    "train.muon_momentum": 0.5,
-    "train.muon_adjust_lr_fn": "original",
     "train.moe_checkpoint_method": "moe_act",
     "lora.quant_format": "nf4",
     "lora.lora_target_modules": ["qkv_proj"],
@@ -111,7 +108,7 @@ def test_every_row_names_an_option(row: Refusal) -> None:
     ("path", "values"),
     [
         ("model.attn_implementation", ["auto", "eager", "sdpa", "native"]),
-        ("train.optimizer", ["adamw", "sgd"]),
+        ("train.optimizer", ["adamw", "anyprecision_adamw", "sgd", "muon"]),
         ("train.ckpt_manager", ["dcp", "torch"]),
         ("train.init_device", ["auto", "cpu", "cuda", "meta"]),
         ("train.load_weights_mode", ["broadcast", "all_ranks", "auto", "safetensors"]),

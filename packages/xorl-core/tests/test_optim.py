@@ -6,12 +6,25 @@ import pytest
 import torch
 from torch import nn
 
-from xorl.core.optim import OptimizerState, build_optimizer, scale_and_clip_
+from xorl.core.optim import MuonOptions, OptimizerState, WideAccumulation, build_optimizer, scale_and_clip_
+from xorl.core.optim.matrices import Matrix, plan_rounds
+from xorl.core.optim.muon import lr_ratio
+from xorl.core.optim.newton_schulz import orthogonalisation_flops, orthogonalise
 
 
 def model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 2))
+
+
+OPTIMIZERS = ["adamw", "sgd", "anyprecision_adamw", "muon"]
+
+
+def built(name: str, module: nn.Module, **options: object) -> torch.optim.Optimizer:
+    """An optimizer; muon has the first layer's matrix as two of 1 and 2 rows, and the last one's."""
+    muon = MuonOptions({"0.weight": (1, 2), "2.weight": (2,)}, lr=0.02) if name == "muon" else None
+    options = {"lr": 0.1, "weight_decay": 0.1, "muon": muon, **options}
+    return build_optimizer(name, module.named_parameters(), **options)
 
 
 def with_gradients(module: nn.Module, scale: float = 1.0) -> nn.Module:
@@ -61,12 +74,12 @@ def test_unmatched_no_decay_name_is_an_error() -> None:
         build_optimizer("adamw", model().named_parameters(), lr=0.1, weight_decay=0.1, no_decay_modules=["nrom"])
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_found_inf_skips_the_update_and_the_step_count(name: str) -> None:
     # Catches a torch version whose fused optimizers no longer read the flag that guards against NaN.
     module = with_gradients(model())
     before = [p.detach().clone() for p in module.parameters()]
-    optimizer = build_optimizer(name, module.named_parameters(), lr=0.1, weight_decay=0.1)
+    optimizer = built(name, module)
     optimizer.grad_scale, optimizer.found_inf = None, torch.tensor(1.0)
     for parameter in module.parameters():
         parameter.grad.fill_(float("nan"))
@@ -76,10 +89,12 @@ def test_found_inf_skips_the_update_and_the_step_count(name: str) -> None:
     assert all(state["step"].item() == 0 for state in optimizer.state.values() if "step" in state)
 
 
-def test_state_is_created_without_changing_parameters_and_continues_to_the_bit() -> None:
-    # Catches a resumed optimizer whose moments or step counts differ from those of the run that was not stopped.
-    module, twin = model(), model()
-    optimizer = build_optimizer("adamw", module.named_parameters(), lr=0.1, weight_decay=0.1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["adamw", "anyprecision_adamw", "muon"])
+def test_state_is_created_without_changing_parameters_and_continues_to_the_bit(name: str, dtype: torch.dtype) -> None:
+    # Catches a resumed optimizer whose moments, step counts or roundings differ from those of a run without a stop.
+    module, twin = model().to(dtype), model().to(dtype)
+    optimizer = built(name, module)
     for seed in range(3):
         torch.manual_seed(seed)
         with_gradients(module)
@@ -89,7 +104,7 @@ def test_state_is_created_without_changing_parameters_and_continues_to_the_bit()
     assert saved["0.weight.step"] == 3
 
     twin.load_state_dict(module.state_dict())
-    other = build_optimizer("adamw", twin.named_parameters(), lr=0.1, weight_decay=0.1)
+    other = built(name, twin)
     state = OptimizerState(other, twin.named_parameters())
     assert set(state.state_dict()) == set(saved)
     torch.testing.assert_close(dict(twin.state_dict()), dict(module.state_dict()), rtol=0, atol=0)
@@ -99,3 +114,144 @@ def test_state_is_created_without_changing_parameters_and_continues_to_the_bit()
         with_gradients(owner)
         owners_optimizer.step()
     torch.testing.assert_close(dict(twin.state_dict()), dict(module.state_dict()), rtol=0, atol=0)
+
+
+def test_gradients_in_half_precision_are_divided_by_the_exact_number() -> None:
+    # Catches a divisor that is rounded to bf16 first: 2**-1 times 1/3 is off by a thousandth in every element alike.
+    module = with_gradients(model().bfloat16())
+    before = torch.cat([p.grad.double().flatten() for p in module.parameters()])
+    scale_and_clip_(list(module.parameters()), 3.0, None)
+    after = torch.cat([p.grad.double().flatten() for p in module.parameters()])
+    assert ((after * 3 - before) / before).abs().max() <= 2**-8
+    torch.testing.assert_close((after @ before) / (before @ before), torch.tensor(1 / 3).double(), rtol=5e-4, atol=0)
+
+
+def test_states_in_fp32_are_those_of_adamw() -> None:
+    # Catches a bias correction, decay or epsilon in another place than torch's.
+    module, twin = model(), model()
+    ours, theirs = built("anyprecision_adamw", module, state_dtype=torch.float32), built("adamw", twin)
+    for seed in range(5):
+        for owner, optimizer in ((module, ours), (twin, theirs)):
+            torch.manual_seed(seed)
+            with_gradients(owner)
+            optimizer.step()
+    torch.testing.assert_close(dict(module.state_dict()), dict(twin.state_dict()), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 8, 512])
+def test_gradients_of_half_precision_add_up_in_fp32(micro_batches: int) -> None:
+    # Catches sums in bf16, which stand still at 256 equal terms and lose about their root's worth of bits before.
+    layer = nn.Linear(64, 64, bias=False).bfloat16()
+    accumulation = WideAccumulation(list(layer.parameters()))
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.rand(micro_batches, 4, 64, generator=generator).bfloat16()
+    for rows in inputs:
+        with accumulation.micro_batch():
+            layer(rows).sum().backward()
+    exact = inputs.double().sum(dim=(0, 1))
+    error = ((layer.weight.grad.double() - exact) / exact).norm() / 64
+    # Each micro-batch's gradient is rounded once, by up to 2**-8 of it, and independently of the others.
+    assert error < 2**-8 / micro_batches**0.5
+    assert layer.weight.grad.dtype == (torch.bfloat16 if micro_batches == 1 else torch.float32)
+
+
+def test_orthogonalisation_is_that_of_torch_and_of_each_matrix() -> None:
+    # Catches wrong coefficients, a norm over the batch, and a tall matrix worked on from its long side.
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((3, 8, 20), (2, 20, 8), (1, 7, 7), (2, 1, 5)):
+        batch = torch.randn(shape, generator=generator)
+        together = orthogonalise(batch, 5)
+        for matrix, result in zip(batch, together, strict=True):
+            torch.testing.assert_close(result, orthogonalise(matrix[None], 5)[0])
+            theirs = torch.optim._muon._zeropower_via_newtonschulz(matrix, (3.4445, -4.7750, 2.0315), 5, 1e-7)
+            assert (orthogonalise(matrix[None].bfloat16(), 5)[0] - theirs).norm() / theirs.norm() < 2e-2
+            values = torch.linalg.svdvals(result)
+            assert values.max() < 1.3
+            assert values.median() > 0.6
+    assert not orthogonalise(torch.zeros(1, 3, 4), 5).any()
+
+
+@pytest.mark.parametrize("adjust_lr", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_muon_is_that_of_torch_on_each_logical_matrix(adjust_lr: str, nesterov: bool) -> None:
+    # Catches momentum, decay or learning rate that are not torch's, and matrices that are orthogonalised as one.
+    torch.manual_seed(0)
+    fused, other = nn.Parameter(torch.randn(40, 24)), nn.Parameter(torch.randn(24, 40))
+    parts = [nn.Parameter(part.clone()) for part in (*fused.detach().split([8, 32]), other.detach())]
+    options = MuonOptions(
+        {"fused": (8, 32), "other": (24,)}, lr=0.05, momentum=0.9, nesterov=nesterov, adjust_lr=adjust_lr
+    )
+    named = [("fused", fused), ("other", other)]
+    ours = build_optimizer("muon", named, lr=0.1, weight_decay=0.5, state_dtype=torch.float32, muon=options)
+    theirs = torch.optim.Muon(parts, lr=0.05, weight_decay=0.5, momentum=0.9, nesterov=nesterov, adjust_lr_fn=adjust_lr)
+    start = torch.cat([part.detach().flatten() for part in parts])
+    assert [group["lr_scale"] for group in ours.param_groups] == [0.5]
+    for group in ours.param_groups:
+        group["lr"] = 0.1 * group["lr_scale"]
+    for _ in range(3):
+        fused.grad, other.grad = torch.randn_like(fused), torch.randn_like(other)
+        for part, gradient in zip(parts, (*fused.grad.split([8, 32]), other.grad), strict=True):
+            part.grad = gradient.clone()
+        ours.step()
+        theirs.step()
+    moved = torch.cat([fused.detach().flatten(), other.detach().flatten()]) - start
+    expected = torch.cat([part.detach().flatten() for part in parts]) - start
+    # torch iterates in bf16, and what is between the singular values' 0.7 and 1.2 depends on that.
+    assert (moved - expected).norm() / expected.norm() < 2e-2
+
+
+def test_learning_rates_of_matrices_follow_their_shape() -> None:
+    # Catches rows and columns that are swapped.
+    assert [lr_ratio("original", *shape) for shape in ((4, 16), (16, 4), (5, 5))] == [1.0, 2.0, 1.0]
+    assert [lr_ratio("match_rms_adamw", *shape) for shape in ((4, 16), (16, 4))] == [0.8, 0.8]
+
+
+def test_only_named_matrices_are_orthogonalised() -> None:
+    # Catches embeddings, heads, norms or biases in muon's hands, and a rate of their own that reaches the others.
+    module = model()
+    optimizer = built("muon", module)
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    groups = {
+        names[parameter]: (round(group["lr_scale"], 6), "matrices" in group)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    assert groups == {
+        name: (0.2, True) if name in ("0.weight", "2.weight") else (1.0, False) for name in names.values()
+    }
+
+
+def test_matrices_are_shared_out_evenly_in_bounded_batches() -> None:
+    # Catches a rank with twice the work of another, a matrix that nobody or two ranks work on, and batches that do not
+    # fit into memory. The shapes are those of 36 layers of Qwen3-8B, on 2 x 4 ranks.
+    stacked = [(6144, 4096, (4096, 1024, 1024)), (4096, 4096, (4096,)), (24576, 4096, (12288, 12288))]
+    matrices = []
+    for index in range(36 * 4):
+        rows, columns, counts = [*stacked, (4096, 12288, (4096,))][index % 4]
+        starts = [sum(counts[:part]) for part in range(len(counts))]
+        matrices += [
+            Matrix(index, rows, start, start + count, columns) for start, count in zip(starts, counts, strict=True)
+        ]
+    rounds = plan_rounds(matrices, 2, 4, batch_elements=1 << 27)
+    work: dict[tuple[int, int], int] = dict.fromkeys(rounds[0], 0)
+    for batches in rounds:
+        for owner, batch in batches.items():
+            assert len({matrix.shape for matrix in batch}) <= 1
+            assert sum(rows * columns for rows, columns in (matrix.shape for matrix in batch)) <= 1 << 27
+            work[owner] += sum(orthogonalisation_flops(*matrix.shape, 5) for matrix in batch)
+    shared = [matrix for batches in rounds for batch in batches.values() for matrix in batch]
+    assert len(shared) == len(matrices)
+    assert set(shared) == set(matrices)
+    assert len(work) == 8
+    assert sum(work.values()) == pytest.approx(675e12, rel=0.02)
+    assert max(work.values()) < 1.05 * sum(work.values()) / 8
+    assert len(rounds) < 30
+
+
+def test_rows_of_a_matrix_are_found_on_every_shard() -> None:
+    # Catches rows that two shards claim or none, where ranks do not divide them.
+    for num_shards in (1, 2, 3, 4, 8):
+        matrix = Matrix(0, 10, 3, 9, 5)
+        chunk = -(-10 // num_shards)
+        held = [shard * chunk + row for shard in range(num_shards) for row in range(*matrix.rows_of(shard, num_shards))]
+        assert held == list(range(3, 9))

@@ -80,6 +80,24 @@ NEEDS: tuple[Need, ...] = (
         "linear or cosine",
         lambda config: config.train.lr_decay_style != "constant",
     ),
+    Need(
+        ("train.optimizer_dtype",),
+        "train.optimizer",
+        "anyprecision_adamw or muon",
+        lambda config: config.train.optimizer in ("anyprecision_adamw", "muon"),
+    ),
+    Need(
+        (
+            "train.muon_lr",
+            "train.muon_momentum",
+            "train.muon_nesterov",
+            "train.muon_ns_steps",
+            "train.muon_adjust_lr_fn",
+        ),
+        "train.optimizer",
+        "muon",
+        lambda config: config.train.optimizer == "muon",
+    ),
     Need(("train.lr_start",), "train.lr_warmup_ratio", "above 0", lambda config: config.train.lr_warmup_ratio > 0),
     Need(
         ("data.sample_packing_group_size", "data.sample_packing_mp_start_method"),
@@ -338,6 +356,26 @@ def _rates_are_ordered(config: Config) -> Iterator[Conflict]:
         )
 
 
+def _muon_has_a_schedule_to_follow(config: Config) -> Iterator[Conflict]:
+    train = config.train
+    if train.optimizer == "muon" and train.lr == 0:
+        yield Conflict(
+            ("train.lr", "train.optimizer"),
+            "lr is 0, and under muon the learning rate of matrices is muon_lr times the schedule's share of lr: set lr "
+            "above 0 (it is that of embeddings, norms and biases)",
+        )
+
+
+def _half_precision_is_computed_in(config: Config) -> Iterator[Conflict]:
+    train = config.train
+    if train.param_dtype == "bf16" and not train.enable_mixed_precision:
+        yield Conflict(
+            ("train.param_dtype", "train.enable_mixed_precision"),
+            "param_dtype is bf16, and enable_mixed_precision: false computes in fp32, which bf16 parameters cannot "
+            "hold: leave enable_mixed_precision at true, or param_dtype at fp32",
+        )
+
+
 def _determinism_may_block_launches(config: Config) -> Iterator[Conflict]:
     train = config.train
     if train.enable_full_determinism and not train.allow_cuda_launch_blocking:
@@ -389,6 +427,8 @@ CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
     _offloading_reaches_what_is_kept,
     _tensor_parallelism_splits_projections,
     _rates_are_ordered,
+    _muon_has_a_schedule_to_follow,
+    _half_precision_is_computed_in,
     _determinism_may_block_launches,
     _the_profile_has_a_length,
     _adapters_are_on,

@@ -19,6 +19,7 @@ PipelineSchedule = Literal["1F1B", "GPipe"]
 ContextShardingMode = Literal["all", "ulysses_only", "ring_only", "none"]
 OptimizerName = Literal["adamw", "anyprecision_adamw", "sgd", "muon"]
 OptimizerDtype = Literal["fp32", "bf16"]
+ParameterDtype = Literal["fp32", "bf16"]
 MuonAdjustment = Literal["original", "match_rms_adamw"]
 InitDevice = Literal["auto", "cpu", "cuda", "meta", "npu"]
 LoadWeightsMode = Literal["broadcast", "all_ranks", "auto", "safetensors", "dcp"]
@@ -172,15 +173,18 @@ class OptimizerFields(Section):
 
     optimizer: OptimizerName = Field(
         default="adamw",
-        description="Update rule: adamw, sgd, anyprecision_adamw (low-precision states) or muon (orthogonalised "
-        "updates of matrices, AdamW for the rest).",
+        description="Update rule: adamw, sgd, anyprecision_adamw (AdamW whose bf16 states and parameters are rounded "
+        "stochastically, so that they train as well as fp32 ones) or muon (orthogonalised updates of the layers' "
+        "matrices, anyprecision_adamw for the rest).",
     )
     optimizer_dtype: OptimizerDtype = Field(
         default="bf16",
         description="Precision of the states of anyprecision_adamw and muon. adamw and sgd keep that of the "
         "parameters.",
     )
-    muon_lr: NonNegative = Field(default=0.02, description="Learning rate of matrices under muon.")
+    muon_lr: NonNegative = Field(
+        default=0.02, description="Peak learning rate of matrices under muon; its schedule has the shape of that of lr."
+    )
     muon_momentum: float = Field(default=0.95, ge=0, lt=1, description="Momentum of muon.")
     muon_nesterov: bool = Field(default=True, description="Use Nesterov momentum in muon.")
     muon_ns_steps: AtLeastOne = Field(default=5, description="Newton-Schulz iterations of each muon update.")

@@ -19,6 +19,7 @@ from xorl.config.fields import (
     NonNegative,
     OptimizerFields,
     ParallelFields,
+    ParameterDtype,
     Ratio,
     Section,
 )
@@ -288,6 +289,12 @@ class MemoryFields(Section):
     enable_mixed_precision: bool = Field(
         default=True,
         description="Compute in bf16 with parameters, reductions and accumulation in fp32; false computes in fp32.",
+    )
+    param_dtype: ParameterDtype = Field(
+        default="fp32",
+        description="Precision that parameters are kept in. bf16 halves their memory and that of their gradients; "
+        "reductions and the accumulation of micro-batches stay in fp32. Of the optimizers, anyprecision_adamw and muon "
+        "train such parameters as well as fp32 ones, while adamw and sgd round updates to nearest and lose small ones.",
     )
     enable_gradient_checkpointing: bool = Field(
         default=True, description="Keep only the inputs of each layer and compute its activations again when needed."

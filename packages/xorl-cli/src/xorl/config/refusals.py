@@ -84,14 +84,6 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("train.ringattn_parallel_size", ONE_RANK, ONE_RANK_INSTEAD),
     Refusal("train.cp_fsdp_mode", "context parallelism is not built", "leave it at all"),
     Refusal("train.ep_outside", "expert parallelism is not built", "leave it at false"),
-    Refusal(
-        "train.optimizer",
-        "this optimizer is not built",
-        "use adamw or sgd",
-        values=("anyprecision_adamw", "muon"),
-    ),
-    Refusal("train.optimizer_dtype", "the optimizers that use it are not built", "leave it out: adamw keeps fp32"),
-    Refusal("train.muon_*", "muon is not built", "leave it out"),
     Refusal("train.moe_checkpoint_method", "mixture-of-experts models are not built", "leave it at null"),
     Refusal("train.enable_compile", "compilation is not built", "leave it at false"),
     Refusal(

@@ -10,19 +10,20 @@ from pathlib import Path
 import torch
 
 from xorl.ckpt import Checkpointer, CheckpointError, read_manifest
-from xorl.config import Config
+from xorl.config import Config, TrainConfig
 from xorl.core import runtime
 from xorl.core.loss import LOSSES, LossFn
 from xorl.core.mesh import Mesh, ParallelDims
-from xorl.core.models import DecoderConfig, training_flops
-from xorl.core.optim import Schedule, build_optimizer
+from xorl.core.models import Decoder, DecoderConfig, training_flops
+from xorl.core.optim import MuonOptions, Schedule, build_optimizer
+from xorl.core.parallel import ParallelModel
 from xorl.core.runtime import Runtime
 from xorl.data import DataPlan, StepLoader
 from xorl.train.checkpoints import Checkpoints, SavePoints, is_exported, saved_data
 from xorl.train.data import DataIdentity, RunData, build_loader, eval_plan, plan_steps, prepare_data
 from xorl.train.engine import Engine
 from xorl.train.export import ModelExport
-from xorl.train.model import Architecture, build_model, read_architecture
+from xorl.train.model import DTYPES, Architecture, build_model, read_architecture
 from xorl.train.observe import MetricsFile, Observer, Sink, StructuredLines
 from xorl.train.profile import Profiler
 from xorl.train.progress import ProgressBar, phase
@@ -218,7 +219,6 @@ def _plan(config: Config, data: RunData, mesh: Mesh, saved: DataIdentity | None)
 
 def _engine(config: Config, architecture: Architecture, mesh: Mesh, device: torch.device) -> Engine:
     train = config.train
-    assert train.optimizer in ("adamw", "sgd"), "others are refused by the configuration"
     model = build_model(architecture, config.model, train, mesh, device)
     optimizer = build_optimizer(
         train.optimizer,
@@ -227,6 +227,9 @@ def _engine(config: Config, architecture: Architecture, mesh: Mesh, device: torc
         weight_decay=train.weight_decay,
         no_decay_modules=train.no_decay_modules,
         no_decay_params=train.no_decay_params,
+        state_dtype=DTYPES[train.optimizer_dtype],
+        seed=train.seed,
+        muon=_muon_options(train, model) if train.optimizer == "muon" else None,
     )
     return Engine(
         model,
@@ -234,6 +237,19 @@ def _engine(config: Config, architecture: Architecture, mesh: Mesh, device: torc
         device,
         max_grad_norm=train.max_grad_norm,
         flops=lambda lengths: training_flops(architecture.config, lengths),
+    )
+
+
+def _muon_options(train: TrainConfig, model: ParallelModel) -> MuonOptions:
+    assert isinstance(model.module, Decoder)
+    return MuonOptions(
+        matrices=model.module.layer_matrices(),
+        lr=train.muon_lr,
+        momentum=train.muon_momentum,
+        nesterov=train.muon_nesterov,
+        num_steps=train.muon_ns_steps,
+        adjust_lr=train.muon_adjust_lr_fn or "original",
+        replicas=model.mesh.dp_group if train.data_parallel_mode == "ddp" else None,
     )
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from xorl.core.loss import LossFn, LossOutput
-from xorl.core.optim import OptimizerState, scale_and_clip_
+from xorl.core.optim import OptimizerState, WideAccumulation, scale_and_clip_
 from xorl.core.parallel import ParallelModel, record_waits
 from xorl.data import PackedBatch
 from xorl.kernels.layout import SequenceLayout
@@ -80,6 +80,7 @@ class Engine:
         self.timer = StepTimer(device)
         record_waits(model, self.timer)
         self._parameters = [p for p in model.module.parameters() if p.requires_grad]
+        self._accumulation = WideAccumulation(self._parameters)
 
     def forward_backward(self, batches: Iterable[PackedBatch], loss_fn: LossFn) -> StepLosses:
         """Add the gradient of the summed loss over `batches` on all ranks; collective.
@@ -91,7 +92,8 @@ class Engine:
         self.timer.start()
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         for index, batch in enumerate(pending):
-            with self.model.accumulation(is_last=index == len(pending) - 1):
+            is_last = index == len(pending) - 1
+            with self._accumulation.micro_batch(), self.model.accumulation(is_last=is_last):
                 output = self._call(batch, loss_fn)
                 self.timer.mark("forward")
                 output.sum.backward()
@@ -111,13 +113,15 @@ class Engine:
     def optim_step(self, lr: float, divisor: Tensor | float) -> Update:
         """Divide the accumulated gradient by `divisor`, clip it, step and zero it.
 
+        lr is the schedule's, which the optimizer's groups scale.
+
         A gradient that is not finite changes nothing: the optimizer reads the flag on the device, so the host need not
         wait for it.
         """
         norm = scale_and_clip_(self._parameters, divisor, self._max_grad_norm)
         skipped = (~torch.isfinite(norm)).float()
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_scale"]
         # Optimizers that can skip a step look for these two attributes, which torch's gradient scaler sets.
         self.optimizer.grad_scale = None  # pyright: ignore[reportAttributeAccessIssue]
         self.optimizer.found_inf = skipped  # pyright: ignore[reportAttributeAccessIssue]

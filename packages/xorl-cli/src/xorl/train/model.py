@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -19,6 +20,8 @@ from xorl.core.parallel import ParallelModel, ParallelPolicy, Recompute, local_p
 from xorl.kernels.attention import AttentionRequest, resolve_attention
 
 logger = logging.getLogger(__name__)
+
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16})
 
 # A model's folder without its weights.
 CONFIG_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
@@ -89,6 +92,8 @@ def build_model(
     with torch.device("meta"):
         module = architecture.spec.build(config, merge_qkv=model.merge_qkv, attention=attention)
     module.compute_dtype = compute_dtype
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(DTYPES[train.param_dtype])
 
     def fill(unfilled: nn.Module) -> None:
         assert unfilled is module

@@ -64,6 +64,20 @@ class Decoder(nn.Module):
         """[V, D]; the embedding's own weight when tied."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
+    def layer_matrices(self) -> dict[str, tuple[int, ...]]:
+        """The layers' weight matrices by name, each with the rows of the logical matrices that it stacks."""
+        stacked = {
+            f"{path}.{name}.weight": tuple(rows)
+            for path, module in self.named_modules()
+            if isinstance(module, (Attention, GatedMLP))
+            for name, rows in module.stacked_rows.items()
+        }
+        return {
+            name: stacked.get(name, (parameter.shape[0],))
+            for name, parameter in self.named_parameters()
+            if name.startswith("model.layers.") and parameter.ndim == 2
+        }
+
     @overload
     def forward(self, input_ids: Tensor, layout: SequenceLayout, loss: None = None) -> Tensor: ...
 

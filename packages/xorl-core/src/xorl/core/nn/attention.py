@@ -3,6 +3,8 @@
 Shapes: T tokens, D model width, H query heads, G key/value heads, C channels of a head.
 """
 
+from collections.abc import Mapping, Sequence
+
 from torch import Tensor, nn
 
 from xorl.core.nn.layers import Linear, RMSNorm
@@ -56,6 +58,11 @@ class Attention(nn.Module):
         self.q_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
         self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
         self.o_proj = Linear(num_heads * head_dim, width, bias=o_bias)
+
+    @property
+    def stacked_rows(self) -> Mapping[str, Sequence[int]]:
+        """The matrices that are several in one, by name, with the rows of each."""
+        return {"qkv_proj": self.row_counts} if self.merge_qkv else {}
 
     def forward(self, x: Tensor, layout: SequenceLayout, rope: RopeTables | None) -> Tensor:
         if self.merge_qkv:

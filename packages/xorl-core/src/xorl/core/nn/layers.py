@@ -6,7 +6,7 @@ the same numbers, without autocast. None initialises itself: `Decoder.init_weigh
 Shapes: T tokens, D model width, F feed-forward width, V vocabulary.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -109,6 +109,11 @@ class GatedMLP(nn.Module):
         self.activation = ACTIVATIONS[activation]
         self.gate_up_proj = Linear(width, 2 * hidden_width, bias=bias)
         self.down_proj = Linear(hidden_width, width, bias=bias)
+
+    @property
+    def stacked_rows(self) -> Mapping[str, Sequence[int]]:
+        """The matrices that are several in one, by name, with the rows of each."""
+        return {"gate_up_proj": (self.gate_up_proj.out_features // 2,) * 2}
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)  # [T, F] each

@@ -1,8 +1,19 @@
 """Optimizers, the learning-rate schedule and gradient clipping."""
 
+from xorl.core.optim.accumulate import WideAccumulation
 from xorl.core.optim.build import OptimizerName, build_optimizer
 from xorl.core.optim.clip import scale_and_clip_
+from xorl.core.optim.muon import MuonOptions
 from xorl.core.optim.schedule import DecayStyle, Schedule
 from xorl.core.optim.state import OptimizerState
 
-__all__ = ["DecayStyle", "OptimizerName", "OptimizerState", "Schedule", "build_optimizer", "scale_and_clip_"]
+__all__ = [
+    "DecayStyle",
+    "MuonOptions",
+    "OptimizerName",
+    "OptimizerState",
+    "Schedule",
+    "WideAccumulation",
+    "build_optimizer",
+    "scale_and_clip_",
+]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from xorl.core.optim.adamw import BETAS, EPS, AdamW, AnyPrecisionAdamW, noise_key
+from xorl.core.optim.muon import Muon, MuonOptions
 from xorl.core.optim.sgd import SGD
 
-OptimizerName = Literal["adamw", "sgd"]
+OptimizerName = Literal["adamw", "sgd", "anyprecision_adamw", "muon"]
 
 
 def build_optimizer(
@@ -21,35 +23,59 @@ def build_optimizer(
     weight_decay: float,
     no_decay_modules: Sequence[str] = (),
     no_decay_params: Sequence[str] = (),
+    state_dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+    muon: MuonOptions | None = None,
 ) -> torch.optim.Optimizer:
-    """An optimizer over the parameters that require gradients.
+    """An optimizer over the parameters that require gradients, which are placed already.
 
-    no_decay_modules and no_decay_params are substrings of a parameter's module path and of its own last name; a
-    parameter that matches either is not decayed. AdamW is the decoupled form (Loshchilov and Hutter, 2019,
-    arXiv:1711.05101) with betas 0.9 and 0.999, torch's fused implementation. Both skip the whole update on the device
-    when `found_inf` is set.
+    Each group has an `lr_scale`, by which the schedule's learning rate is multiplied for it; `lr` is the schedule's
+    peak. no_decay_modules and no_decay_params are substrings of a parameter's module path and of its own last name; a
+    parameter that matches either is not decayed. Weight decay is decoupled. All of them skip the whole update on the
+    device when `found_inf` is set, and take gradients of fp32 or of the parameter's dtype.
+
+    state_dtype and seed (of stochastic rounding) are those of anyprecision_adamw and muon; muon needs its options.
 
     Raises ValueError for a substring that matches no parameter, or if nothing is trained.
     """
-    decayed: list[nn.Parameter] = []
-    kept: list[nn.Parameter] = []
+    trained = [(path, parameter) for path, parameter in named_parameters if parameter.requires_grad]
+    decays = _decays(trained, weight_decay, no_decay_modules, no_decay_params)
+    groups: dict[tuple[bool, float], dict[str, Any]] = {}
+    for (path, parameter), decay in zip(trained, decays, strict=True):
+        is_matrix = name == "muon" and muon is not None and path in muon.matrices
+        lr_scale = muon.lr / lr if is_matrix and muon is not None else 1.0
+        group = groups.setdefault((is_matrix, decay), {"params": [], "weight_decay": decay, "lr_scale": lr_scale})
+        group["params"].append(parameter)
+        if name in ("anyprecision_adamw", "muon"):
+            group.setdefault("keys", []).append(noise_key(seed, path))
+        if is_matrix and muon is not None:
+            group.setdefault("matrices", []).append(tuple(muon.matrices[path]))
+    if name == "adamw":
+        return AdamW(groups.values(), lr=lr, betas=BETAS, eps=EPS, fused=True)
+    if name == "anyprecision_adamw":
+        return AnyPrecisionAdamW(groups.values(), lr, state_dtype=state_dtype)
+    if name == "muon":
+        assert muon is not None, "muon needs its options"
+        return Muon(groups.values(), lr, muon, state_dtype=state_dtype)
+    return SGD(groups.values(), lr)
+
+
+def _decays(
+    trained: Sequence[tuple[str, nn.Parameter]],
+    weight_decay: float,
+    no_decay_modules: Sequence[str],
+    no_decay_params: Sequence[str],
+) -> list[float]:
+    """The weight decay of each parameter."""
+    if not trained:
+        raise ValueError("no parameter requires a gradient: there is nothing to train")
+    decays: list[float] = []
     matched: set[str] = set()
-    for path, parameter in named_parameters:
-        if not parameter.requires_grad:
-            continue
+    for path, _ in trained:
         module, _, own = path.rpartition(".")
         hits = {s for s in no_decay_modules if s in module} | {s for s in no_decay_params if s in own}
         matched |= hits
-        (kept if hits else decayed).append(parameter)
-    if not decayed and not kept:
-        raise ValueError("no parameter requires a gradient: there is nothing to train")
+        decays.append(0.0 if hits else weight_decay)
     if unmatched := sorted({*no_decay_modules, *no_decay_params} - matched):
         raise ValueError(f"train.no_decay_modules / no_decay_params: no parameter matches {', '.join(unmatched)}")
-    groups = [
-        {"params": parameters, "weight_decay": decay}
-        for parameters, decay in ((decayed, weight_decay), (kept, 0.0))
-        if parameters
-    ]
-    if name == "adamw":
-        return torch.optim.AdamW(groups, lr=lr, fused=True)
-    return SGD(groups, lr)
+    return decays

@@ -31,8 +31,19 @@ def scale_and_clip_(parameters: Sequence[Tensor], divisor: Tensor | float, max_n
     scale = torch.ones_like(norm) / divisor
     if max_norm:
         scale = scale * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    torch._foreach_mul_([local(grad) for grad in grads], scale)
+    _scale_([local(grad) for grad in grads], scale)
     return norm
+
+
+def _scale_(grads: Sequence[Tensor], scale: Tensor) -> None:
+    """Multiply in fp32, whatever the gradients' dtype."""
+    wide = [grad for grad in grads if grad.dtype == scale.dtype]
+    if wide:
+        torch._foreach_mul_(wide, scale)
+    for grad in grads:
+        if grad.dtype != scale.dtype:
+            # A scalar would be rounded to the gradient's dtype first, and the whole step be off by that.
+            torch.mul(grad, scale.reshape(1), out=grad)
 
 
 def _total_norm(grads: Sequence[Tensor]) -> Tensor:

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+
+
+@runtime_checkable
+class MakesState(Protocol):
+    """An optimizer that can create its state without a step."""
+
+    def materialise(self) -> None: ...
 
 
 class OptimizerState:
@@ -36,8 +44,11 @@ class OptimizerState:
 
     @torch.no_grad()
     def _materialise(self) -> None:
-        """Let the optimizer create its state by a step that changes no parameter."""
+        """Let the optimizer create its state; those of torch do by a step, made so that it changes no parameter."""
         if self._optimizer.state:
+            return
+        if isinstance(self._optimizer, MakesState):
+            self._optimizer.materialise()
             return
         groups = self._optimizer.param_groups
         rates = [group["lr"] for group in groups]

@@ -58,13 +58,21 @@ class ParallelModel:
 
     @contextmanager
     def accumulation(self, *, is_last: bool) -> Iterator[None]:
-        """Around the forward and backward of one micro-batch: replicas exchange gradients at the last one only."""
+        """Around the forward and backward of one micro-batch: replicas exchange gradients at the last one only.
+
+        Whole replicas in half precision exchange them at each, since what they exchange is in the parameters' dtype,
+        and sums of several micro-batches are not kept in that.
+        """
         forward = self.forward
         if isinstance(forward, FSDPModule):
             forward.set_requires_all_reduce(is_last)
         replicated = isinstance(forward, DistributedDataParallel)
-        with forward.no_sync() if replicated and not is_last else nullcontext():
+        with forward.no_sync() if replicated and not is_last and not self._in_half_precision else nullcontext():
             yield
+
+    @property
+    def _in_half_precision(self) -> bool:
+        return any(parameter.dtype != torch.float32 for parameter in self.module.parameters())
 
     def drop_gathered(self) -> None:
         """Free gathered copies of sharded parameters, which a forward pass without a backward one may leave.

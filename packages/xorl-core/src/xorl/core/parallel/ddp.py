@@ -31,8 +31,10 @@ def replicate(model: nn.Module, mesh: Mesh) -> Replicated:
 
 
 def _sum_gradients(replica: Replicated, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    work = dist.all_reduce(bucket.buffer(), group=replica.process_group, async_op=True)
+    """Sum a bucket over the ranks in fp32, whatever its dtype."""
+    buffer = bucket.buffer()
+    work = dist.all_reduce(buffer.float(), group=replica.process_group, async_op=True)
     if bucket.is_last() and replica.on_last_bucket is not None:
         replica.on_last_bucket()
     assert work is not None
-    return work.get_future().then(lambda future: future.value()[0])
+    return work.get_future().then(lambda future: future.value()[0].to(buffer.dtype))

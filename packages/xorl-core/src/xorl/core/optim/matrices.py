@@ -1,0 +1,214 @@
+"""Which rank works on which matrix: whole matrices go from the shards that hold their rows to one rank, and back.
+
+The ranks are a grid of R replicas by S shards, each replica holding the rows of every parameter in S parts. A matrix
+has one owner among all R x S ranks. In a round each rank has at most one batch, of matrices of one shape.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, zip_longest
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from xorl.core.optim.local import first_element, local
+from xorl.core.optim.newton_schulz import orthogonalisation_flops
+
+Owner = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Rows [start, stop) of parameter number `parameter`, which has `num_rows`, and its `columns`."""
+
+    parameter: int
+    num_rows: int
+    start: int
+    stop: int
+    columns: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.stop - self.start, self.columns)
+
+    def rows_of(self, shard: int, num_shards: int) -> tuple[int, int]:
+        """Its rows that a shard holds, counted from those of the parameter that the shard holds."""
+        chunk = -(-self.num_rows // num_shards)
+        first, last = min(shard * chunk, self.num_rows), min((shard + 1) * chunk, self.num_rows)
+        start, stop = max(self.start, first), min(self.stop, last)
+        return (start - first, stop - first) if start < stop else (0, 0)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """This rank's place among the ranks that share the parameters.
+
+    Attributes:
+        shards, replicas: the groups along the two axes; None where the axis has one rank.
+        num_shards, num_replicas: their sizes.
+        shard, replica: this rank's place in each.
+        device: where the ranks exchange matrices and work on them.
+    """
+
+    shards: dist.ProcessGroup | None
+    replicas: dist.ProcessGroup | None
+    num_shards: int
+    num_replicas: int
+    shard: int
+    replica: int
+    device: torch.device
+
+    @classmethod
+    def of(cls, parameter: Tensor, replicas: dist.ProcessGroup | None) -> Grid:
+        """The grid of a placed parameter; `replicas` are the ranks that hold the same where it is not sharded."""
+        if not isinstance(parameter, DTensor):
+            num_replicas = 1 if replicas is None else replicas.size()
+            replica = 0 if replicas is None else replicas.rank()
+            return cls(None, replicas, 1, num_replicas, 0, replica, parameter.device)
+        mesh = parameter.device_mesh
+        assert parameter.placements in ((Shard(0),), (Replicate(), Shard(0))), f"placed as {parameter.placements}"
+        is_gpu = mesh.device_type == "cuda"
+        device = torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device(mesh.device_type)
+        *replica_axis, shard_axis = range(mesh.ndim)
+        return cls(
+            shards=mesh.get_group(shard_axis) if mesh.size(shard_axis) > 1 else None,
+            replicas=mesh.get_group(replica_axis[0]) if replica_axis and mesh.size(replica_axis[0]) > 1 else None,
+            num_shards=mesh.size(shard_axis),
+            num_replicas=mesh.size(replica_axis[0]) if replica_axis else 1,
+            shard=mesh.get_local_rank(shard_axis),
+            replica=mesh.get_local_rank(replica_axis[0]) if replica_axis else 0,
+            device=device,
+        )
+
+
+def logical_matrices(parameters: Sequence[Tensor], row_counts: Sequence[Sequence[int]], grid: Grid) -> list[Matrix]:
+    """The matrices that the parameters stack along their rows, in order."""
+    matrices: list[Matrix] = []
+    for index, (parameter, counts) in enumerate(zip(parameters, row_counts, strict=True)):
+        num_rows, columns = parameter.shape
+        assert sum(counts) == num_rows, f"rows {counts} of a matrix of {num_rows}"
+        start = 0
+        for count in counts:
+            matrices.append(Matrix(index, num_rows, start, start + count, columns))
+            start += count
+        chunk = -(-num_rows // grid.num_shards)
+        own = local(parameter)
+        assert own.shape[0] == max(0, min(chunk, num_rows - grid.shard * chunk)), "shards are as torch.chunk cuts"
+        assert own.shape[0] == 0 or first_element(parameter) == grid.shard * chunk * columns, "shards are in rank order"
+    return matrices
+
+
+def plan_rounds(
+    matrices: Sequence[Matrix], num_replicas: int, num_shards: int, batch_elements: int
+) -> list[Mapping[Owner, Sequence[Matrix]]]:
+    """Give every matrix to a rank, so that all have about the same work, in rounds of batches of bounded size.
+
+    The same on every rank. A batch has at least one matrix, and no more elements than `batch_elements` if it has more.
+    """
+    load: list[tuple[int, Owner]] = [(0, (r, s)) for r in range(num_replicas) for s in range(num_shards)]
+    owned: dict[Owner, list[Matrix]] = {owner: [] for _, owner in load}
+    by_cost = sorted(matrices, key=lambda matrix: (-orthogonalisation_flops(*matrix.shape, 1), matrix.shape))
+    for matrix in by_cost:
+        work, owner = heapq.heappop(load)
+        owned[owner].append(matrix)
+        heapq.heappush(load, (work + orthogonalisation_flops(*matrix.shape, 1), owner))
+    batches = {owner: _batches(own, batch_elements) for owner, own in owned.items()}
+    return [dict(zip(batches, row, strict=True)) for row in zip_longest(*batches.values(), fillvalue=())]
+
+
+def _batches(matrices: Sequence[Matrix], batch_elements: int) -> list[Sequence[Matrix]]:
+    """Runs of one shape, cut; `matrices` are sorted so that equal shapes are neighbours."""
+    batches: list[Sequence[Matrix]] = []
+    for (rows, columns), run in groupby(matrices, key=lambda matrix: matrix.shape):
+        same = list(run)
+        size = max(1, batch_elements // (rows * columns))
+        batches += [same[start : start + size] for start in range(0, len(same), size)]
+    return batches
+
+
+class Exchange:
+    """One round's traffic. Pieces are the rows of a matrix that one shard holds, flattened.
+
+    Every method is collective over the group it uses, whatever this rank has to send: a rank without a batch, or
+    without a row, takes part all the same.
+    """
+
+    def __init__(self, grid: Grid, batches: Mapping[Owner, Sequence[Matrix]]) -> None:
+        self._grid = grid
+        self._own = batches[grid.replica, grid.shard]
+        # In the order in which pieces are sent: by owner.
+        self._by_replica = [
+            [matrix for shard in range(grid.num_shards) for matrix in batches[replica, shard]]
+            for replica in range(grid.num_replicas)
+        ]
+        self._to_owner = [
+            sum(self.piece(matrix) for matrix in batches[grid.replica, shard]) for shard in range(grid.num_shards)
+        ]
+        self._from_shard = [sum(self.piece(matrix, shard) for matrix in self._own) for shard in range(grid.num_shards)]
+
+    @property
+    def sent(self) -> Sequence[Matrix]:
+        """The matrices whose rows this rank sends to their owners, in order."""
+        return self._by_replica[self._grid.replica]
+
+    @property
+    def kept(self) -> Sequence[Matrix]:
+        """The matrices of the other replicas' owners."""
+        others = (own for replica, own in enumerate(self._by_replica) if replica != self._grid.replica)
+        return [matrix for own in others for matrix in own]
+
+    @property
+    def everything(self) -> Sequence[Matrix]:
+        """All matrices of the round, in the order of what `bring_back` returns."""
+        return [matrix for own in self._by_replica for matrix in own]
+
+    def piece(self, matrix: Matrix, shard: int | None = None) -> int:
+        """Elements of a matrix on a shard; this rank's, unless it is named."""
+        start, stop = matrix.rows_of(self._grid.shard if shard is None else shard, self._grid.num_shards)
+        return (stop - start) * matrix.columns
+
+    def collect(self, pieces: Tensor) -> Tensor | None:
+        """This rank's batch [B, M, N], from every shard's pieces of `sent`, joined; None if it has none."""
+        received = self._all_to_all(pieces, self._from_shard, self._to_owner)
+        if not self._own:
+            return None
+        rows, columns = self._own[0].shape
+        sizes = [self.piece(matrix, shard) for shard in range(self._grid.num_shards) for matrix in self._own]
+        parts = received.split(sizes)
+        # From shard by shard to matrix by matrix.
+        whole = [part for index in range(len(self._own)) for part in parts[index :: len(self._own)]]
+        return (received if self._grid.num_shards == 1 else torch.cat(whole)).view(len(self._own), rows, columns)
+
+    def bring_back(self, batch: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """This rank's pieces of `everything`, joined, from the owners' batches."""
+        results: list[Tensor] = []
+        if batch is not None:
+            flat = batch.contiguous().view(-1)
+            parts = flat.split(
+                [self.piece(matrix, shard) for matrix in self._own for shard in range(self._grid.num_shards)]
+            )
+            results = [part for shard in range(self._grid.num_shards) for part in parts[shard :: self._grid.num_shards]]
+        joined = torch.cat(results) if results else torch.empty(0, dtype=dtype, device=self._grid.device)
+        return self._from_replicas(self._all_to_all(joined, self._to_owner, self._from_shard))
+
+    def _all_to_all(self, sent: Tensor, sizes_out: Sequence[int], sizes_in: Sequence[int]) -> Tensor:
+        if self._grid.shards is None:
+            return sent
+        received = torch.empty(sum(sizes_out), dtype=sent.dtype, device=sent.device)
+        dist.all_to_all_single(received, sent, list(sizes_out), list(sizes_in), group=self._grid.shards)
+        return received
+
+    def _from_replicas(self, pieces: Tensor) -> Tensor:
+        if self._grid.replicas is None:
+            return pieces
+        sizes = [sum(self.piece(matrix) for matrix in own) for own in self._by_replica]
+        padded = torch.zeros(max(sizes), dtype=pieces.dtype, device=pieces.device)
+        padded[: pieces.numel()].copy_(pieces)
+        gathered = torch.empty(len(sizes) * max(sizes), dtype=pieces.dtype, device=pieces.device)
+        dist.all_gather_into_tensor(gathered, padded, group=self._grid.replicas)
+        return torch.cat([part[:size] for part, size in zip(gathered.chunk(len(sizes)), sizes, strict=True)])

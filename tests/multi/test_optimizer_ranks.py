@@ -1,0 +1,92 @@
+"""Optimizers on sharded and replicated parameters do what they do on whole ones; uneven shards and odd shapes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from xorl.core.optim import MuonOptions, OptimizerName, build_optimizer
+
+# Rows that two and four ranks cut unevenly, and one matrix of which some ranks hold nothing.
+SHAPES = {"wide": (5, 24), "tall": (26, 6), "square": (7, 7), "fused": (22, 10), "last": (26, 6), "vector": (11,)}
+MATRICES = {"wide": (5,), "tall": (26,), "square": (7,), "fused": (12, 4, 6), "last": (13, 13)}
+LAYOUTS = {"none": 1, "shard-1": 1, "shard-2": 2, "shard-4": 4, "hsdp-2x2": 4, "replicate-4": 4}
+NUM_STEPS = 3
+
+
+def placed(tensor: Tensor, layout: str) -> Tensor:
+    kind, _, size = layout.partition("-")
+    if kind == "shard":
+        return distribute_tensor(tensor, init_device_mesh("cpu", (int(size),)), [Shard(0)])
+    if kind == "hsdp":
+        return distribute_tensor(tensor, init_device_mesh("cpu", (2, 2)), [Replicate(), Shard(0)])
+    return tensor
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def train(layout: str, name: OptimizerName, dtype: torch.dtype, skipped: int = -1) -> dict[str, Tensor]:
+    """Whole parameters and states after some steps with given gradients; one step has none that is finite."""
+    generator = torch.Generator().manual_seed(0)
+    parameters = {
+        key: nn.Parameter(placed(torch.randn(shape, generator=generator).to(dtype), layout))
+        for key, shape in SHAPES.items()
+    }
+    replicas = dist.group.WORLD if layout.startswith("replicate") else None
+    muon = MuonOptions(MATRICES, lr=0.02, adjust_lr="match_rms_adamw", replicas=replicas)
+    optimizer = build_optimizer(
+        name, parameters.items(), lr=1e-2, weight_decay=0.1, state_dtype=dtype, seed=3, muon=muon
+    )
+    for step in range(NUM_STEPS):
+        for key, parameter in parameters.items():
+            gradient = torch.randn(SHAPES[key], generator=generator).to(dtype)
+            parameter.grad = placed(gradient * (float("nan") if step == skipped else 1.0), layout)
+        optimizer.found_inf = torch.tensor(float(step == skipped))
+        optimizer.step()
+    states = {
+        f"{key}.{name}": full(state)
+        for key, parameter in parameters.items()
+        for name, state in optimizer.state[parameter].items()
+    }
+    return {key: full(parameter).detach() for key, parameter in parameters.items()} | states
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("layouts", [("shard-1", "shard-2"), ("shard-4", "hsdp-2x2", "replicate-4")], ids="+".join)
+def test_sharded_optimizers_do_what_whole_ones_do(layouts: tuple[str, ...], run_ranks) -> None:
+    # Catches random bits that depend on the shard, rows that reach the wrong matrix or come back to the wrong place,
+    # and a rank without rows or without a matrix of its own that leaves the others alone in a collective.
+    kinds = [("anyprecision_adamw", torch.bfloat16), ("muon", torch.float32)]
+    [expected] = run_ranks(lambda: [train("none", *kind) for kind in kinds], 1)
+    for world_size in {LAYOUTS[layout] for layout in layouts}:
+        own = [layout for layout in layouts if LAYOUTS[layout] == world_size]
+        for by_layout in run_ranks(
+            lambda own=own: [[train(layout, *kind) for kind in kinds] for layout in own], world_size
+        ):
+            for adamw, muon in by_layout:
+                # Elementwise, and so to the bit, bf16 rounding included.
+                torch.testing.assert_close(adamw, expected[0], rtol=0, atol=0)
+                for key, tensor in muon.items():
+                    wanted = expected[1][key]
+                    if key.partition(".")[0] in MATRICES and key in SHAPES:
+                        assert (tensor - wanted).norm() <= 1e-5 * wanted.norm(), key
+                    else:
+                        torch.testing.assert_close(tensor, wanted, rtol=0, atol=0)
+
+
+@pytest.mark.multi
+def test_replicas_and_shards_of_bf16_weights_stay_alike(run_ranks) -> None:
+    # Catches replicas that round differently and drift apart, and weights that a skipped step poisons on some rank.
+    layouts = ("hsdp-2x2", "replicate-4")
+    results = run_ranks(lambda: [train(layout, "muon", torch.bfloat16, skipped=1) for layout in layouts], 4)
+    for by_layout in results:
+        for index, state in enumerate(by_layout):
+            torch.testing.assert_close(state, results[0][index], rtol=0, atol=0)
+            assert all(bool(tensor.isfinite().all()) for tensor in state.values())
+            assert {int(state[f"{key}.step"]) for key in SHAPES} == {NUM_STEPS - 1}
