@@ -148,8 +148,8 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
         ["data.datasets: a document of 8 tokens", "4 learned positions", "max_seq_len: 4"],
     ),
     "attention that cannot run": (
-        lambda _: ["--model.attn_implementation", "native"],
-        ["model.attn_implementation", "CUDA", "eager, sdpa"],
+        lambda _: ["--model.attn_implementation", "flash_attention_4"],
+        ["model.attn_implementation", "CUDA", "xorl-kernels[fa4]", "eager, sdpa"],
     ),
     "no such checkpoint": (
         lambda _: ["--train.load_checkpoint_path", "global_step_9"],

@@ -107,7 +107,10 @@ def test_every_row_names_an_option(row: Refusal) -> None:
 @pytest.mark.parametrize(
     ("path", "values"),
     [
-        ("model.attn_implementation", ["auto", "eager", "sdpa", "native"]),
+        (
+            "model.attn_implementation",
+            ["auto", "eager", "sdpa", "native", *(f"flash_attention_{n}" for n in (2, 3, 4))],
+        ),
         ("train.optimizer", ["adamw", "anyprecision_adamw", "sgd", "muon"]),
         ("train.ckpt_manager", ["dcp", "torch"]),
         ("train.init_device", ["auto", "cpu", "cuda", "meta"]),
@@ -125,9 +128,9 @@ def test_what_is_built_is_accepted(path: str, values: list[str]) -> None:
 
 def test_a_refusal_says_what_works_instead() -> None:
     # Would catch a bare "not supported".
-    message = problems_with("model.attn_implementation", "flash_attention_3")[0][1]
-    assert message.startswith("flash_attention_3 is not available yet: ")
-    assert "use auto, native, sdpa or eager" in message
+    message = problems_with("train.load_weights_mode", "dcp")[0][1]
+    assert message.startswith("dcp is not available yet: ")
+    assert "use broadcast or all_ranks" in message
     assert "is refused: loading scripts" in problems_with(f"{ENTRIES}.trust_remote_code", True)[0][1]
 
 

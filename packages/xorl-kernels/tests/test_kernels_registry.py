@@ -1,11 +1,13 @@
 """Backends by name: explicit choice or error."""
 
 import logging
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
 
-from xorl.kernels.attention import ATTENTION, AttentionRequest, resolve_attention
+from xorl.kernels.attention import ATTENTION, AttentionRequest, backends, resolve_attention
 from xorl.kernels.registry import Backend, Registry
 
 CPU = AttentionRequest("cpu", torch.float32, head_dim=64)
@@ -72,6 +74,45 @@ def test_native_attention_names_what_it_lacks(request_, reason):
         resolve_attention("native", request_)
 
 
+def test_a_backend_says_how_to_get_its_library(monkeypatch):
+    """Catches a library that is missing and found out by a traceback, or a refusal that leaves the user to search."""
+    monkeypatch.setattr(backends, "installed_version", lambda distribution: None)
+    monkeypatch.setattr(backends, "find_spec", lambda module: None)
+    for name, install in (
+        ("flash_attention_2", r"uv pip install --no-build-isolation 'xorl-kernels\[fa2\]'"),
+        ("flash_attention_3", "build it from the folder hopper of the flash-attention repository"),
+        ("flash_attention_4", r"uv pip install 'xorl-kernels\[fa4\]'"),
+    ):
+        with pytest.raises(
+            RuntimeError, match=f"needs a CUDA device.* is not installed.*{install}; these can: eager, sdpa"
+        ):
+            resolve_attention(name, CPU)
+
+
+def test_a_library_that_cannot_be_imported_is_a_reason_like_any_other(caplog):
+    """Catches a traceback from a library built for another torch, and `auto` stopping where it could go on."""
+    registry = make_registry()
+
+    def load():
+        raise ImportError("undefined symbol: _ZN3c10")
+
+    registry.register(Backend("broken", load=load, refusal=lambda n: None))
+    with pytest.raises(RuntimeError, match=r"'broken' cannot run here: .*undefined symbol.*; these can: fast, slow"):
+        registry.resolve("broken", 1)
+    registry._preference = ("broken", "slow")
+    with caplog.at_level(logging.INFO, logger="xorl.kernels.registry"):
+        assert registry.resolve("auto", 1) == "slow"
+    assert "passed_over='broken (its library is installed but cannot be imported" in caplog.text
+
+
+def test_the_extra_installs_the_version_that_the_adapter_is_written_for():
+    """Catches a version raised in one place alone: the adapter would refuse what the extra installs."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    (requirement,) = project["project"]["optional-dependencies"]["fa4"]
+    assert requirement.split(" ")[0] == f"flash-attn-4[cu13]=={backends.FLASH_4_VERSION}"
+
+
 def test_the_names_of_the_attention_backends():
     """Catches a backend renamed or lost: the names are what users write in their configurations."""
-    assert ATTENTION.names == ("eager", "sdpa", "native")
+    names = ("eager", "sdpa", "native", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+    assert names == ATTENTION.names

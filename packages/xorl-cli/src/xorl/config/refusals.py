@@ -51,12 +51,6 @@ ONE_RANK = "models are not split over ranks yet; the data is"
 ONE_RANK_INSTEAD = "leave it at 1: train.data_parallel_mode fsdp2 shards a model that one GPU cannot hold"
 
 REFUSALS: tuple[Refusal, ...] = (
-    Refusal(
-        "model.attn_implementation",
-        "the adapters to the FlashAttention libraries are not built",
-        "use auto, native, sdpa or eager",
-        values=("flash_attention_2", "flash_attention_3", "flash_attention_4"),
-    ),
     Refusal("model.moe_implementation", "mixture-of-experts models are not built", "leave it at null"),
     Refusal("model.ep_dispatch", "expert parallelism is not built", "leave it at alltoall"),
     Refusal("model.deepep_*", "expert parallelism is not built", "leave it out"),

@@ -22,13 +22,15 @@ class Backend(Generic[RequestT, FunctionT]):
 
     Attributes:
         name: what the user writes.
-        load: imports what the backend needs and returns its function; called only when nothing refuses.
+        load: imports what the backend needs and returns its function; called only when nothing speaks against it.
         refusal: why this backend cannot serve a request, or None when it can. It must not raise.
+        missing: which library it needs, and how to get it, or None when that is installed. It must not import it.
     """
 
     name: str
     load: Callable[[], FunctionT]
     refusal: Callable[[RequestT], str | None]
+    missing: Callable[[], str | None] = lambda: None
 
 
 class Registry(Generic[RequestT, FunctionT]):
@@ -61,35 +63,51 @@ class Registry(Generic[RequestT, FunctionT]):
             RuntimeError: the backend cannot run this request; the message says why and which can.
         """
         if name == AUTO:
-            name = self._choose(request)
+            return self._choose(request)
         backend = self._backends.get(name)
         if backend is None:
             known = ", ".join((AUTO, *self.names))
             raise ValueError(f"unknown {self.kind} backend {name!r}; known: {known}")
-        reason = backend.refusal(request)
-        if reason is not None:
-            runnable = self.runnable(request)
-            instead = f"these can: {', '.join(runnable)}" if runnable else "no other backend can either"
-            raise RuntimeError(f"{self.kind} backend {name!r} cannot run here: {reason}; {instead}")
-        return backend.load()
+        reasons = self._reasons(backend, request)
+        if not reasons:
+            try:
+                return backend.load()
+            except ImportError as error:
+                reasons = [_broken(error)]
+        instead = ", ".join(other for other in self.runnable(request) if other != name)
+        can = f"these can: {instead}" if instead else "no other backend can either"
+        raise RuntimeError(f"{self.kind} backend {name!r} cannot run here: {'; '.join(reasons)}; {can}")
 
     def runnable(self, request: RequestT) -> tuple[str, ...]:
-        """Names of the backends that can serve this request."""
-        return tuple(name for name, backend in self._backends.items() if backend.refusal(request) is None)
+        """Names of the backends that can serve this request, as far as can be told without importing them."""
+        return tuple(name for name, backend in self._backends.items() if not self._reasons(backend, request))
 
-    def _choose(self, request: RequestT) -> str:
-        refusals = []
+    def _reasons(self, backend: Backend[RequestT, FunctionT], request: RequestT) -> list[str]:
+        return [reason for reason in (backend.refusal(request), backend.missing()) if reason is not None]
+
+    def _choose(self, request: RequestT) -> FunctionT:
+        passed_over = []
         for name in self._preference:
-            reason = self._backends[name].refusal(request)
-            if reason is None:
-                self._announce(name, request, refusals)
-                return name
-            refusals.append(f"{name} ({reason})")
-        raise RuntimeError(f"no {self.kind} backend can run {request}: {'; '.join(refusals)}")
+            backend = self._backends[name]
+            reasons = self._reasons(backend, request)
+            if not reasons:
+                try:
+                    function = backend.load()
+                except ImportError as error:
+                    reasons = [_broken(error)]
+                else:
+                    self._announce(name, request, passed_over)
+                    return function
+            passed_over.append(f"{name} ({reasons[0]})")
+        raise RuntimeError(f"no {self.kind} backend can run {request}: {'; '.join(passed_over)}")
 
-    def _announce(self, name: str, request: RequestT, refusals: list[str]) -> None:
+    def _announce(self, name: str, request: RequestT, refused: list[str]) -> None:
         if name in self._announced:
             return
         self._announced.add(name)
-        passed_over = f" passed_over={'; '.join(refusals)!r}" if refusals else ""
+        passed_over = f" passed_over={'; '.join(refused)!r}" if refused else ""
         logger.info("%s backend=%s chosen_by=auto request=%s%s", self.kind, name, request, passed_over)
+
+
+def _broken(error: ImportError) -> str:
+    return f"its library is installed but cannot be imported ({error}), so install one built for this torch"

@@ -1,16 +1,25 @@
 """The table of attention backends: a new one is a file beside this and a line here."""
 
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+
 from xorl.kernels.attention.interface import AttentionFn, AttentionRequest
+from xorl.kernels.attention.limits import AMPERE, BLACKWELL, HOPPER, MAX_HEAD_DIM, flash_refusal, installed_version
 from xorl.kernels.attention.native import native_attention, native_refusal
 from xorl.kernels.attention.reference import eager_attention
 from xorl.kernels.attention.sdpa import sdpa_attention
 from xorl.kernels.registry import Backend, Registry
 
-ATTENTION: Registry[AttentionRequest, AttentionFn] = Registry("attention", preference=("native", "sdpa"))
-
-ATTENTION.register(Backend("eager", load=lambda: eager_attention, refusal=lambda request: None))
-ATTENTION.register(Backend("sdpa", load=lambda: sdpa_attention, refusal=lambda request: None))
-ATTENTION.register(Backend("native", load=lambda: native_attention, refusal=native_refusal))
+FLASH_2_MIN_VERSION = (2, 8)
+# The adapter calls functions that are private to the library, so it is written for one version.
+FLASH_4_VERSION = "4.0.0b36"
+# Wider heads are summed in no fixed order whatever is asked.
+FLASH_3_MAX_DETERMINISTIC_HEAD_DIM = 192
+# On Blackwell, besides 256.
+FLASH_4_MAX_BLACKWELL_HEAD_DIM = 128
 
 
 def resolve_attention(name: str, request: AttentionRequest) -> AttentionFn:
@@ -21,3 +30,86 @@ def resolve_attention(name: str, request: AttentionRequest) -> AttentionFn:
         RuntimeError: the backend cannot run the request; the message says why and what else can.
     """
     return ATTENTION.resolve(name, request)
+
+
+def _flash_2_missing() -> str | None:
+    found = installed_version("flash-attn")
+    install = "uv pip install --no-build-isolation 'xorl-kernels[fa2]'"
+    if found is None or find_spec("flash_attn_2_cuda") is None:
+        return f"the package flash-attn is not installed: {install}"
+    if tuple(int(part) for part in found.split(".")[:2]) < FLASH_2_MIN_VERSION:
+        return f"flash-attn {found} is installed, 2.8 or later is needed: {install}"
+    return None
+
+
+def _flash_3_refusal(request: AttentionRequest) -> str | None:
+    refused = flash_refusal(request, HOPPER, HOPPER)
+    if refused is None and request.deterministic and request.head_dim > FLASH_3_MAX_DETERMINISTIC_HEAD_DIM:
+        return f"its gradients are deterministic up to head_dim 192, the model has {request.head_dim}"
+    return refused
+
+
+def _flash_3_missing() -> str | None:
+    if find_spec("flash_attn_3") is None:
+        return (
+            "the package flash_attn_3 is not installed, and no package index has it: "
+            "build it from the folder hopper of the flash-attention repository"
+        )
+    return None
+
+
+def _flash_4_refusal(request: AttentionRequest) -> str | None:
+    refused = flash_refusal(request, HOPPER, BLACKWELL)
+    fits_blackwell = request.head_dim <= FLASH_4_MAX_BLACKWELL_HEAD_DIM or request.head_dim == MAX_HEAD_DIM
+    if refused is None and not fits_blackwell and torch.cuda.get_device_capability()[0] > HOPPER:
+        return f"on this device it takes a head_dim up to 128, or 256, the model has {request.head_dim}"
+    return refused
+
+
+def _flash_4_missing() -> str | None:
+    found = installed_version("flash-attn-4")
+    if found == FLASH_4_VERSION:
+        return None
+    install = "uv pip install 'xorl-kernels[fa4]'"
+    if found is None:
+        return f"the package flash-attn-4 is not installed: {install}"
+    return f"flash-attn-4 {found} is installed, {FLASH_4_VERSION} is needed: {install}"
+
+
+def _library(module: str, name: str) -> Callable[[], AttentionFn]:
+    """A function from a file that imports its library at the top, read when it is asked for."""
+    return lambda: getattr(import_module(f"xorl.kernels.attention.{module}"), name)
+
+
+ATTENTION: Registry[AttentionRequest, AttentionFn] = Registry(
+    # Fastest first, as measured on Hopper. flash_attention_2 is what `native` runs too.
+    "attention",
+    preference=("flash_attention_4", "flash_attention_3", "native", "sdpa"),
+)
+ATTENTION.register(Backend("eager", load=lambda: eager_attention, refusal=lambda request: None))
+ATTENTION.register(Backend("sdpa", load=lambda: sdpa_attention, refusal=lambda request: None))
+ATTENTION.register(Backend("native", load=lambda: native_attention, refusal=native_refusal))
+ATTENTION.register(
+    Backend(
+        "flash_attention_2",
+        load=_library("flash2", "flash_attention_2"),
+        refusal=lambda request: flash_refusal(request, AMPERE),
+        missing=_flash_2_missing,
+    )
+)
+ATTENTION.register(
+    Backend(
+        "flash_attention_3",
+        load=_library("flash3", "flash_attention_3"),
+        refusal=_flash_3_refusal,
+        missing=_flash_3_missing,
+    )
+)
+ATTENTION.register(
+    Backend(
+        "flash_attention_4",
+        load=_library("flash4", "flash_attention_4"),
+        refusal=_flash_4_refusal,
+        missing=_flash_4_missing,
+    )
+)

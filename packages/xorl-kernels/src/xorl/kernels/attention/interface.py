@@ -1,6 +1,6 @@
 """What an attention function is and what a backend is asked: the contract every attention backend keeps."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -39,9 +39,11 @@ class AttentionRequest:
         dtype: of q, k and v (the compute dtype).
         head_dim: C.
         window: the sliding window of the layers that have one, or None.
+        deterministic: whether the same inputs must give the same bits, gradients too; by default, what torch is told.
     """
 
     device_type: str
     dtype: torch.dtype
     head_dim: int
     window: int | None = None
+    deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)

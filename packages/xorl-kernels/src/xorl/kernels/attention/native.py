@@ -1,19 +1,25 @@
 """`native`: attention by the kernels PyTorch carries for CUDA, all documents of a row in one launch.
 
-Shapes: T tokens, N documents, H query heads, G key/value heads, C channels of a head.
+FlashAttention 2 takes any row; cuDNN, which is half again as fast on Hopper, rows of long documents of one length.
+
+Shapes: T tokens, N documents of L tokens, H query heads, G key/value heads, C channels of a head.
 """
+
+from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
 from xorl.kernels.attention.interface import AttentionRequest
+from xorl.kernels.attention.limits import AMPERE, HOPPER, flash_refusal
 from xorl.kernels.attention.operator import Gradients, PackedAttention, longest_document
 
-HALF_DTYPES = (torch.float16, torch.bfloat16)
-# What FlashAttention 2, which PyTorch carries, is built for.
-NATIVE_MAX_HEAD_DIM = 256
-NATIVE_HEAD_DIM_MULTIPLE = 8
-NATIVE_MIN_CAPABILITY = (8, 0)
+# cuDNN plans each length anew, for tens of milliseconds: worth it for lengths that come again, as full bins do.
+CUDNN_MIN_LENGTH = 2048
+CUDNN_LENGTH_MULTIPLE = 128
+# Its backward pass takes more on Blackwell alone.
+CUDNN_MAX_HEAD_DIM = 128
 
 aten = torch.ops.aten
 
@@ -29,21 +35,17 @@ def native_forward(
     window: int | None,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`ForwardKernel` by FlashAttention 2, whose kernel takes grouped heads as they are."""
+    """`ForwardKernel`; both kernels take grouped heads as they are."""
+    length = _cudnn_length(q, k, v, offsets, window, deterministic)
+    if length is not None:
+        q, k, v = (_heads_first(x, length) for x in (q, k, v))
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, scale=scale)
+        lse = lse.reshape(out.shape[:3])  # [N, H, L]
+        return out.transpose(1, 2).flatten(0, 1), lse.transpose(0, 1).flatten(1, 2)
     longest = longest_document(offsets)
+    options = {"return_debug_mask": False, "scale": scale, **_window(window)}
     out, lse, *_ = aten._flash_attention_forward(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        cu_seqlens,
-        longest,
-        longest,
-        0.0,
-        window is None,
-        return_debug_mask=False,
-        scale=scale,
-        **_window(window),
+        q, k, v, cu_seqlens, cu_seqlens, longest, longest, 0.0, window is None, **options
     )
     return out, lse
 
@@ -62,12 +64,15 @@ def native_backward(
     window: int | None,
     deterministic: bool,
 ) -> Gradients:
-    """`BackwardKernel` by FlashAttention 2; torch's own switch to deterministic algorithms reaches it."""
+    """`BackwardKernel`; FlashAttention 2 follows torch's own switch to deterministic algorithms, cuDNN has none."""
+    length = _cudnn_length(q, k, v, offsets, window, deterministic)
+    if length is not None:
+        return _cudnn_backward(grad_out, q, k, v, out, lse, length, scale)
     longest = longest_document(offsets)
     # Where nothing is dropped, the state of the generator is not read.
-    generator_state = torch.zeros((2,), dtype=torch.uint64, device=q.device)
+    generator = torch.zeros((2,), dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     return aten._flash_attention_backward(
-        grad_out.contiguous(),
+        grad_out,
         q,
         k,
         v,
@@ -79,8 +84,7 @@ def native_backward(
         longest,
         0.0,
         window is None,
-        generator_state,
-        torch.empty(0, device=q.device),
+        *generator,
         scale=scale,
         **_window(window),
     )
@@ -89,25 +93,55 @@ def native_backward(
 native_attention = PackedAttention("native", native_forward, native_backward)
 
 
+def native_refusal(request: AttentionRequest) -> str | None:
+    """Why `native_attention` cannot serve a request, or None when it can."""
+    return flash_refusal(request, AMPERE)
+
+
 def _window(window: int | None) -> dict[str, int]:
     """The kernel counts the tokens before the query; ours counts the query too. Zero to the right is causal."""
     return {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
 
 
-def native_refusal(request: AttentionRequest) -> str | None:
-    """Why `native_attention` cannot serve a request, or None when it can."""
-    if request.device_type != "cuda":
-        return f"it needs a CUDA device, the model runs on {request.device_type}"
-    if request.dtype not in HALF_DTYPES:
-        return f"it computes in float16 or bfloat16, the model computes in {str(request.dtype).removeprefix('torch.')}"
-    if request.head_dim > NATIVE_MAX_HEAD_DIM or request.head_dim % NATIVE_HEAD_DIM_MULTIPLE:
-        return (
-            f"it takes a head_dim that is a multiple of {NATIVE_HEAD_DIM_MULTIPLE} up to {NATIVE_MAX_HEAD_DIM}, "
-            f"the model has {request.head_dim}"
-        )
-    if not torch.cuda.is_available():
-        return "no CUDA device is visible"
-    capability = torch.cuda.get_device_capability()
-    if capability < NATIVE_MIN_CAPABILITY:
-        return f"it needs compute capability 8.0, this device has {capability[0]}.{capability[1]}"
-    return None
+def _cudnn_length(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, window: int | None, deterministic: bool
+) -> int | None:
+    """L when cuDNN is to compute this row of N documents of L tokens each; the same in both passes."""
+    length = longest_document(offsets)
+    of_one_length = length * (len(offsets) - 1) == len(q)
+    if not of_one_length or length < CUDNN_MIN_LENGTH or length % CUDNN_LENGTH_MULTIPLE:
+        return None
+    if deterministic or q.shape[2] > CUDNN_MAX_HEAD_DIM or (window is not None and window < length):
+        return None
+    if torch.cuda.get_device_capability(q.device)[0] < HOPPER:
+        return None
+    query, key, value = (_heads_first(x, length) for x in (q, k, v))
+    case = SDPAParams(query, key, value, None, 0.0, True, q.shape[1] != k.shape[1])
+    return length if can_use_cudnn_attention(case) else None
+
+
+def _cudnn_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, length: int, scale: float
+) -> Gradients:
+    grad_out, q, k, v, out = (_heads_first(x, length) for x in (grad_out, q, k, v, out))
+    lse = lse.unflatten(1, (-1, length)).transpose(0, 1).contiguous()  # [N, H, L]
+    # Seed and offset of a generator that is not read, as nothing is dropped.
+    generator = [torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2)]
+    statistics = lse.view(*lse.shape, *([1] * (_num_statistics_dims(q.device) - lse.dim())))
+    gradients = aten._scaled_dot_product_cudnn_attention_backward(
+        grad_out, q, k, v, out, statistics, *generator, None, None, None, length, length, 0.0, True, scale=scale
+    )
+    grad_q, grad_k, grad_v = (x.transpose(1, 2).flatten(0, 1) for x in gradients)
+    return grad_q, grad_k, grad_v
+
+
+@lru_cache(maxsize=1)
+def _num_statistics_dims(device: torch.device) -> int:
+    """Dimensions of the log-sum-exp that torch's cuDNN operators pass from one to the other: undocumented, so asked."""
+    x = torch.zeros((1, 1, CUDNN_LENGTH_MULTIPLE, 64), dtype=torch.bfloat16, device=device)
+    return aten._scaled_dot_product_cudnn_attention(x, x, x, None, True, 0.0, True)[1].dim()
+
+
+def _heads_first(x: Tensor, length: int) -> Tensor:
+    """[N * L, H, C] -> [N, H, L, C]."""
+    return x.unflatten(0, (-1, length)).transpose(1, 2)

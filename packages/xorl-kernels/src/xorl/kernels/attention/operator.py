@@ -21,8 +21,8 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 class ForwardKernel(Protocol):
     """(q [T, H, C], k and v [T, G, C], ...) -> (output [T, H, C], log-sum-exp [H, T] in fp32, fp64 for fp64).
 
-    `cu_seqlens` and `offsets` are those of `SequenceLayout`: kernels that the host drives read the latter. With
-    `deterministic` the same inputs give the same bits.
+    There is at least one token. `cu_seqlens` and `offsets` are those of `SequenceLayout`: kernels that the host drives
+    read the latter. With `deterministic` the same inputs give the same bits.
     """
 
     def __call__(
@@ -40,7 +40,7 @@ class ForwardKernel(Protocol):
 
 
 class BackwardKernel(Protocol):
-    """The gradient of q, k and v from that of the output, [T, H, C], and what the forward pass returned.
+    """The gradient of q, k and v from that of the output, [T, H, C] contiguous, and what the forward pass returned.
 
     Documents of which `out` and `lse` belong to attention over more keys than these give these keys' part of the
     gradient, which is what attention over a ring of ranks adds up.
@@ -113,6 +113,8 @@ def _define(
         window: int | None,
         deterministic: bool,
     ) -> tuple[Tensor, Tensor]:
+        if len(q) == 0:
+            return torch.empty_like(q), q.new_empty((q.shape[1], 0), dtype=lse_dtype(q.dtype)).t()
         out, lse = forward(q, k, v, cu_seqlens, offsets, scale=scale, window=window, deterministic=deterministic)
         return out.contiguous(), lse.contiguous().t()
 
@@ -130,8 +132,10 @@ def _define(
         window: int | None,
         deterministic: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if len(q) == 0:
+            return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         grad_q, grad_k, grad_v = backward(
-            grad_out,
+            grad_out.contiguous(),
             q,
             k,
             v,
@@ -231,8 +235,8 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def longest_document(offsets: Tensor) -> int:
-    """Tokens of the longest document, 0 without any; read on the host within an operator.
+    """Tokens of the longest document; read on the host within an operator.
 
     The compiler never sees this number: it would compile once for the first and once more for all others.
     """
-    return int(offsets.diff().max()) if len(offsets) > 1 else 0
+    return int(offsets.diff().max())

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
-from xorl.kernels.attention.operator import Gradients, PackedAttention, lse_dtype
+from xorl.kernels.attention.limits import HALF_DTYPES
+from xorl.kernels.attention.operator import Gradients, PackedAttention
 from xorl.kernels.attention.reference import causal_mask, eager_backward, eager_forward
 
-HALF_DTYPES = (torch.float16, torch.bfloat16)
 FLASH_HEAD_DIM_MULTIPLE = 8
 # The memory-efficient kernel reads log-sum-exps in blocks of this many tokens, infinite past the last one.
 EFFICIENT_LSE_BLOCK = 32
@@ -41,7 +41,7 @@ def sdpa_forward(
     """`ForwardKernel` by whichever kernel torch picks for the device, dtype and determinism asked of it."""
     plan = _plan(tuple(offsets.diff().tolist()), q.device)
     q, k, v = (plan.sort(x) for x in (q, k, v))
-    outs, lses = [q.new_empty((0, *q.shape[1:]))], [q.new_empty((q.shape[1], 0), dtype=lse_dtype(q.dtype))]
+    outs, lses = [], []
     for rows, length in plan.pieces:
         case = _Case.of(q[rows], k[rows], v[rows], length, scale, window)
         out, lse = KERNELS[case.kernel][0](case)
@@ -68,7 +68,7 @@ def sdpa_backward(
     plan = _plan(tuple(offsets.diff().tolist()), q.device)
     grad_out, q, k, v, out = (plan.sort(x) for x in (grad_out, q, k, v, out))
     lse = plan.sort(lse, dim=1)
-    gradients = [tuple(x.new_empty((0, *x.shape[1:])) for x in (q, k, v))]
+    gradients = []
     for rows, length in plan.pieces:
         case = _Case.of(q[rows], k[rows], v[rows], length, scale, window)
         lse_rows = lse[:, rows].unflatten(1, (-1, length)).transpose(0, 1)  # [N, H, L]
@@ -76,7 +76,7 @@ def sdpa_backward(
             case, _heads_first(grad_out[rows], length), _heads_first(out[rows], length), lse_rows
         )
         gradients.append(tuple(x.transpose(1, 2).flatten(0, 1) for x in case.sum_groups(parts, k.shape[1])))
-    grad_q, grad_k, grad_v = (plan.unsort(_join(list(parts), dim=0)) for parts in zip(*gradients, strict=True))
+    grad_q, grad_k, grad_v = (plan.unsort(_join(parts, dim=0)) for parts in zip(*gradients, strict=True))
     return grad_q, grad_k, grad_v
 
 
@@ -106,7 +106,7 @@ class _Plan:
 def _plan(lengths: tuple[int, ...], device: torch.device) -> _Plan:
     """Every layer of a forward and a backward pass asks for the same one."""
     groups = Counter(lengths)
-    if not lengths or 2 * len(groups) > len(lengths):
+    if 2 * len(groups) > len(lengths):
         return _Plan(_consecutive([(length, length) for length in lengths]))
     rows: dict[int, list[Tensor]] = {}
     for length, tokens in zip(lengths, torch.arange(sum(lengths), device="cpu").split(list(lengths)), strict=True):
@@ -172,9 +172,8 @@ def _heads_first(x: Tensor, length: int) -> Tensor:
     return x.unflatten(0, (-1, length)).transpose(1, 2)
 
 
-def _join(parts: list[Tensor], dim: int) -> Tensor:
-    """All parts one after the other; the first is empty and there for the dtype where there are no others."""
-    return parts[-1] if len(parts) <= 2 else torch.cat(parts[1:], dim=dim)
+def _join(parts: list[Tensor] | tuple[Tensor, ...], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
 # Forward kernels return the output [N, H, L, C] and log-sum-exp [N, H, L]; backward ones take gradient, output and

@@ -1,0 +1,84 @@
+"""`flash_attention_2`: the package flash-attn. Importing this file imports it.
+
+Shapes: T tokens, H query heads, G key/value heads, C channels of a head.
+"""
+
+import torch
+from flash_attn.flash_attn_interface import (  # pyright: ignore[reportMissingImports]
+    _flash_attn_varlen_backward,
+    _flash_attn_varlen_forward,
+)
+from torch import Tensor
+
+from xorl.kernels.attention.operator import Gradients, PackedAttention, longest_document
+
+
+def flash2_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    offsets: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    """`ForwardKernel` by FlashAttention 2 (arXiv:2307.08691)."""
+    out, lse, *_ = _flash_attn_varlen_forward(
+        q, k, v, cu_seqlens, cu_seqlens, **_options(offsets, scale, window), return_softmax=False
+    )
+    return out, lse
+
+
+def flash2_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor,
+    offsets: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    deterministic: bool,
+) -> Gradients:
+    """`BackwardKernel` by FlashAttention 2; deterministic, it sums the gradient of q in a fixed order."""
+    grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    _flash_attn_varlen_backward(
+        grad_out,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        grad_q,
+        grad_k,
+        grad_v,
+        cu_seqlens,
+        cu_seqlens,
+        **_options(offsets, scale, window),
+        deterministic=deterministic,
+    )
+    return grad_q, grad_k, grad_v
+
+
+flash_attention_2 = PackedAttention("flash_attention_2", flash2_forward, flash2_backward)
+
+
+def _options(offsets: Tensor, scale: float, window: int | None) -> dict[str, object]:
+    """The library counts the tokens before the query; ours counts the query too."""
+    longest = longest_document(offsets)
+    return {
+        "max_seqlen_q": longest,
+        "max_seqlen_k": longest,
+        "dropout_p": 0.0,
+        "softmax_scale": scale,
+        "causal": True,
+        "window_size_left": -1 if window is None else window - 1,
+        "window_size_right": -1 if window is None else 0,
+        "softcap": 0.0,
+        "alibi_slopes": None,
+    }

@@ -1,0 +1,106 @@
+"""`flash_attention_3`: the package flash_attn_3, for Hopper. Importing this file loads its operators.
+
+Shapes: T tokens, H query heads, G key/value heads, C channels of a head.
+"""
+
+import flash_attn_3._C  # noqa: F401  # pyright: ignore[reportMissingImports]  (registers the operators)
+import torch
+from torch import Tensor
+
+from xorl.kernels.attention.operator import Gradients, PackedAttention, longest_document
+
+# Versions differ in which arguments have defaults, and in the wrappers around these operators, but not in the names.
+UNUSED = [
+    "k_new",
+    "v_new",
+    "q_v",
+    "out",
+    "cu_seqlens_k_new",
+    "seqused_q",
+    "seqused_k",
+    "page_table",
+    "kv_batch_idx",
+    "leftpad_k",
+    "rotary_cos",
+    "rotary_sin",
+    "seqlens_rotary",
+    "q_descale",
+    "k_descale",
+    "v_descale",
+]
+
+
+def flash3_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    offsets: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    """`ForwardKernel` by FlashAttention 3 (arXiv:2407.08608)."""
+    # Without num_splits it may split the keys of a row over blocks and add the parts up.
+    out, lse, *_ = torch.ops.flash_attn_3.fwd(
+        q=q,
+        k=k,
+        v=v,
+        **dict.fromkeys(UNUSED),
+        **_options(cu_seqlens, offsets, scale, window),
+        num_splits=1,
+    )
+    return out, lse
+
+
+def flash3_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor,
+    offsets: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    deterministic: bool,
+) -> Gradients:
+    """`BackwardKernel` by FlashAttention 3; deterministic, it sums the gradient of q in a fixed order."""
+    grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    torch.ops.flash_attn_3.bwd(
+        dout=grad_out,
+        q=q,
+        k=k,
+        v=v,
+        out=out,
+        softmax_lse=lse,
+        dq=grad_q,
+        dk=grad_k,
+        dv=grad_v,
+        seqused_q=None,
+        seqused_k=None,
+        **_options(cu_seqlens, offsets, scale, window),
+        deterministic=deterministic,
+    )
+    return grad_q, grad_k, grad_v
+
+
+flash_attention_3 = PackedAttention("flash_attention_3", flash3_forward, flash3_backward)
+
+
+def _options(cu_seqlens: Tensor, offsets: Tensor, scale: float, window: int | None) -> dict[str, object]:
+    """The library counts the tokens before the query; ours counts the query too."""
+    longest = longest_document(offsets)
+    return {
+        "cu_seqlens_q": cu_seqlens,
+        "cu_seqlens_k": cu_seqlens,
+        "max_seqlen_q": longest,
+        "max_seqlen_k": longest,
+        "softmax_scale": scale,
+        "is_causal": True,
+        "window_size_left": -1 if window is None else window - 1,
+        "window_size_right": -1 if window is None else 0,
+    }

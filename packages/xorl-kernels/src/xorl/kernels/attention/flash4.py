@@ -1,0 +1,75 @@
+"""`flash_attention_4`: the package flash-attn-4, for Hopper and Blackwell. Importing this file imports it.
+
+Its kernels are compiled when first called, for 3-5 s, for each head_dim, dtype and kind of mask.
+
+Shapes: T tokens, H query heads, G key/value heads, C channels of a head.
+"""
+
+from flash_attn.cute.interface import (  # pyright: ignore[reportMissingImports]
+    _flash_attn_bwd,
+    _flash_attn_fwd,
+)
+from torch import Tensor
+
+from xorl.kernels.attention.operator import Gradients, PackedAttention, longest_document
+
+
+def flash4_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    offsets: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    """`ForwardKernel` by FlashAttention 4."""
+    out, lse, *_ = _flash_attn_fwd(q, k, v, **_options(cu_seqlens, offsets, scale, window), return_lse=True)
+    return out, lse
+
+
+def flash4_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor,
+    offsets: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    deterministic: bool,
+) -> Gradients:
+    """`BackwardKernel` by FlashAttention 4; deterministic, thread blocks add to a gradient one after the other."""
+    return _flash_attn_bwd(
+        q,
+        k,
+        v,
+        out,
+        grad_out,
+        lse,
+        **_options(cu_seqlens, offsets, scale, window),
+        deterministic=deterministic,
+    )
+
+
+flash_attention_4 = PackedAttention("flash_attention_4", flash4_forward, flash4_backward)
+
+
+def _options(cu_seqlens: Tensor, offsets: Tensor, scale: float, window: int | None) -> dict[str, object]:
+    """The library counts the tokens before the query; ours counts the query too."""
+    longest = longest_document(offsets)
+    return {
+        "cu_seqlens_q": cu_seqlens,
+        "cu_seqlens_k": cu_seqlens,
+        "max_seqlen_q": longest,
+        "max_seqlen_k": longest,
+        "softmax_scale": scale,
+        "causal": window is None,
+        "window_size_left": None if window is None else window - 1,
+        "window_size_right": None if window is None else 0,
+    }

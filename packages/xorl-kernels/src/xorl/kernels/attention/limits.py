@@ -1,0 +1,45 @@
+"""Which requests and machines a flash attention kernel is made for; found out without importing any library."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from xorl.kernels.attention.interface import AttentionRequest
+
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+MAX_HEAD_DIM = 256
+HEAD_DIM_MULTIPLE = 8
+
+# Major compute capabilities.
+AMPERE, HOPPER, BLACKWELL = 8, 9, 11
+
+
+def flash_refusal(request: AttentionRequest, lowest: int, highest: int | None = None) -> str | None:
+    """Why a kernel for the major compute capabilities `lowest` to `highest` cannot serve a request, or None if it can.
+
+    What all of these kernels share: CUDA, half precision, and head_dims in steps of 8 up to 256.
+    """
+    if request.device_type != "cuda":
+        return f"it needs a CUDA device, the model runs on {request.device_type}"
+    if request.dtype not in HALF_DTYPES:
+        return f"it computes in float16 or bfloat16, the model computes in {str(request.dtype).removeprefix('torch.')}"
+    if request.head_dim > MAX_HEAD_DIM or request.head_dim % HEAD_DIM_MULTIPLE:
+        return (
+            f"it takes a head_dim that is a multiple of {HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM}, "
+            f"the model has {request.head_dim}"
+        )
+    if not torch.cuda.is_available():
+        return "no CUDA device is visible"
+    major, minor = torch.cuda.get_device_capability()
+    if major < lowest or (highest is not None and major > highest):
+        known = f"{lowest}.0 and later" if highest is None else f"{lowest}.0 to {highest}.x"
+        return f"it is built for compute capability {known}, this device has {major}.{minor}"
+    return None
+
+
+def installed_version(distribution: str) -> str | None:
+    """Of a Python distribution, or None when it is not installed."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
