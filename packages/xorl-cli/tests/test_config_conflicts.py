@@ -41,6 +41,17 @@ def entry(**options: Any) -> dict[str, Any]:
             "data.datasets.0.weight",
             "give every entry one, or none",
         ),
+        ({"data": {"streaming": True}}, "data.streaming", "has no known length: set train.max_steps"),
+        (
+            {"data": {"streaming": True, "val_set_size": 5}, "train": {"max_steps": 3}},
+            "data.val_set_size",
+            "does nothing unless data.streaming is false",
+        ),
+        (
+            {"data": {"streaming": True, **entry(preprocess_shards=2)}, "train": {"max_steps": 3}},
+            "data.datasets.0.preprocess_shards",
+            "data.streaming is false",
+        ),
         ({"data": {"hf_use_auth_token": True}}, "data.hf_use_auth_token", "does nothing unless a dataset is read"),
         ({"data": {"dataset_shard_num": 3}}, "data.dataset_shard_num", "needs dataset_shard_idx"),
         ({"data": {"dataset_shard_idx": 0}}, "data.dataset_shard_idx", "needs dataset_shard_num"),

@@ -208,7 +208,7 @@ def test_a_missing_extra_is_named(scheme, monkeypatch):
     """Catches an ImportError of fsspec in place of what to install."""
     extra = SCHEMES[scheme]
 
-    def missing(_url):
+    def missing(_url, **_):
         raise ImportError("no such module")
 
     monkeypatch.setattr("fsspec.url_to_fs", missing)

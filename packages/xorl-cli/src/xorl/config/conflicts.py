@@ -111,6 +111,24 @@ NEEDS: tuple[Need, ...] = (
         "set, or data.test_datasets",
         lambda config: config.data.val_set_size is not None or bool(config.data.test_datasets),
     ),
+    Need(
+        (
+            "data.val_set_size",
+            "data.dataset_shard_num",
+            "data.num_dataset_shards_to_save",
+            "data.push_dataset_to_hub",
+            "data.skip_prepare_dataset",
+            "data.shuffle_before_merging_datasets",
+            "data.sample_packing_method",
+            "data.sample_packing_sequentially",
+            "data.dataloader_drop_last",
+            "train.num_train_epochs",
+            "train.save_epochs",
+        ),
+        "data.streaming",
+        "false: a stream is packed as it comes, and has no known length",
+        lambda config: not config.data.streaming,
+    ),
     # Beside an explicit enable_profiling: false they wait for the run that sets it on the command line.
     Need(
         (
@@ -193,6 +211,23 @@ def _data_files_have_a_format(config: Config) -> Iterator[Conflict]:
                 (f"{path}.data_files", f"{path}.ds_type"),
                 "data_files needs ds_type, the format of the files: json, csv, parquet, arrow or text",
             )
+
+
+def _streams_end(config: Config) -> Iterator[Conflict]:
+    if not config.data.streaming:
+        return
+    if config.train.max_steps is None:
+        yield Conflict(
+            ("data.streaming", "train.max_steps"),
+            "a stream has no known length: set train.max_steps, the steps to take",
+        )
+    for index, entry in enumerate(config.data.datasets):
+        for name in ("shards", "preprocess_shards"):
+            if getattr(entry, name) is not None:
+                path = f"data.datasets.{index}.{name}"
+                yield Conflict((path, "data.streaming"), f"{name} does nothing unless data.streaming is false")
+        if entry.path == "dummy":
+            yield Conflict((f"data.datasets.{index}.path", "data.streaming"), "made-up rows are not streamed")
 
 
 def _shares_agree(config: Config) -> Iterator[Conflict]:
@@ -417,6 +452,7 @@ CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
     _select_columns_has_tokens_to_select,
     _overflow_is_limited,
     _shards_are_chosen,
+    _streams_end,
     _shares_agree,
     _tokens_have_a_use,
     _documents_fit_bins,

@@ -141,6 +141,12 @@ class DataConfig(Section):
         default=[],
         description="What is evaluated on, with the fields of datasets. Not together with val_set_size.",
     )
+    streaming: bool = Field(
+        default=False,
+        description="Read, tokenize and pack datasets while training runs, for data larger than the disk, in place of "
+        "preparing it first. Its length is unknown, so train.max_steps says when to end. Blocks of about 1 MiB are "
+        "shuffled by train.seed, and the rows in each. weight is then a share of bytes. test_datasets are prepared.",
+    )
     dataset_prepared_path: str = Field(
         default="last_prepared_dataset",
         description="Folder of prepared datasets. Each is stored under a hash of all it was made from.",

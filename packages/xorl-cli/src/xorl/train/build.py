@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from xorl.ckpt import Checkpointer, CheckpointError, read_manifest
+from xorl.ckpt import Checkpointer, CheckpointError, Manifest, read_manifest
 from xorl.config import Config, TrainConfig
 from xorl.core import runtime
 from xorl.core.loss import LOSSES, LossFn
@@ -19,8 +20,20 @@ from xorl.core.optim import MuonOptions, Schedule, build_optimizer
 from xorl.core.parallel import ParallelModel
 from xorl.core.runtime import Runtime
 from xorl.data import DataPlan, StepLoader
-from xorl.train.checkpoints import Checkpoints, SavePoints, is_exported, saved_data
-from xorl.train.data import DataIdentity, RunData, build_loader, eval_plan, plan_steps, prepare_data
+from xorl.data.stream import Stream, StreamPlan
+from xorl.train.checkpoints import Checkpoints, SavePoints, is_exported, saved_data, saved_stream_positions
+from xorl.train.data import (
+    DataIdentity,
+    Loader,
+    Plan,
+    RunData,
+    build_loader,
+    build_stream_loader,
+    eval_plan,
+    plan_steps,
+    prepare_data,
+    stream_positions,
+)
 from xorl.train.engine import Engine
 from xorl.train.export import ModelExport
 from xorl.train.model import DTYPES, Architecture, build_model, read_architecture
@@ -38,7 +51,7 @@ class Run:
     runtime: Runtime
     engine: Engine
     loss_fn: LossFn
-    loader: StepLoader
+    loader: Loader
     eval_loader: StepLoader | None
     schedule: Schedule
     observer: Observer
@@ -95,7 +108,8 @@ def build_run(config: Config) -> Run:
 
     with phase("model", f"architecture={architecture.spec.architecture} device={place.device}"):
         engine = _engine(config, architecture, mesh, place.device)
-    checkpoints = _checkpoints(config, checkpointer, engine, place, plan, architecture)
+    loader, positions = _loader(config, data, plan, mesh, place, manifest, architecture.config.hidden_size)
+    checkpoints = _checkpoints(config, checkpointer, engine, place, plan, architecture, positions)
     start_step = 0
     if resumed is not None:
         with phase("resume", f"path={resumed}"):
@@ -111,7 +125,7 @@ def build_run(config: Config) -> Run:
         runtime=place,
         engine=engine,
         loss_fn=LOSSES["cross_entropy"],
-        loader=build_loader(config, data.train, plan, mesh, hidden_size),
+        loader=loader,
         eval_loader=held_out,
         schedule=schedule,
         observer=Observer(
@@ -126,6 +140,25 @@ def build_run(config: Config) -> Run:
         gc_steps=train.gc_steps,
         empty_cache_steps=train.empty_cache_steps,
     )
+
+
+def _loader(
+    config: Config,
+    data: RunData,
+    plan: Plan,
+    mesh: Mesh,
+    place: Runtime,
+    manifest: Manifest | None,
+    hidden_size: int,
+) -> tuple[Loader, Callable[[], list[list[int]]] | None]:
+    """The loader of what is trained on and, of a stream, what tells a checkpoint where it stands (collective)."""
+    if not isinstance(data.train, Stream):
+        assert isinstance(plan, DataPlan), "plan_steps gives the plan of what it is given"
+        return build_loader(config, data.train, plan, mesh, hidden_size), None
+    assert isinstance(plan, StreamPlan), "plan_steps gives the plan of what it is given"
+    saved = None if manifest is None else saved_stream_positions(manifest)
+    loader = build_stream_loader(config, data.train, plan, mesh, saved)
+    return loader, partial(stream_positions, loader, mesh, place.device)
 
 
 def _writable(folder: Path) -> Path:
@@ -179,7 +212,10 @@ def _check_lengths(data: RunData, model: DecoderConfig, pad_to_multiple_of: int)
             "learned positions, which padding has to fit as well; choose that or less"
         )
     for option, part in (("data.datasets", data.train), ("data.test_datasets", data.held_out)):
-        longest = 0 if part is None else int(part.documents.lengths.max())
+        if isinstance(part, Stream):
+            longest = max(entry.form.limit for entry in part.entries)
+        else:
+            longest = 0 if part is None else int(part.documents.lengths.max())
         if longest <= model.max_position_embeddings:
             continue
         if model.rope is None:
@@ -205,7 +241,7 @@ def _dims(config: Config, world_size: int) -> ParallelDims:
     )
 
 
-def _plan(config: Config, data: RunData, mesh: Mesh, saved: DataIdentity | None) -> DataPlan:
+def _plan(config: Config, data: RunData, mesh: Mesh, saved: DataIdentity | None) -> Plan:
     plan = plan_steps(config, data.train, mesh.dp_size, None if saved is None else saved.bins_per_step)
     if saved is not None and saved != DataIdentity.of(plan):
         raise CheckpointError(
@@ -253,7 +289,7 @@ def _muon_options(train: TrainConfig, model: ParallelModel) -> MuonOptions:
     )
 
 
-def _schedule(config: Config, plan: DataPlan) -> Schedule:
+def _schedule(config: Config, plan: Plan) -> Schedule:
     train = config.train
     schedule = Schedule(
         plan.num_steps,
@@ -273,8 +309,9 @@ def _checkpoints(
     checkpointer: Checkpointer,
     engine: Engine,
     place: Runtime,
-    plan: DataPlan,
+    plan: Plan,
     architecture: Architecture,
+    positions: Callable[[], list[list[int]]] | None,
 ) -> Checkpoints:
     train = config.train
     export = ModelExport(
@@ -291,10 +328,11 @@ def _checkpoints(
         due=SavePoints(plan.num_steps, plan.steps_per_epoch, train.save_steps, train.save_epochs),
         data=DataIdentity.of(plan),
         export=export if train.save_hf_weights else None,
+        stream_positions=positions,
     )
 
 
-def _sinks(config: Config, output_dir: Path, plan: DataPlan, start_step: int, place: Runtime) -> list[Sink]:
+def _sinks(config: Config, output_dir: Path, plan: Plan, start_step: int, place: Runtime) -> list[Sink]:
     if not place.is_main:
         return []
     train = config.train

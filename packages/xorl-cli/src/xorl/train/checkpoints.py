@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
@@ -50,12 +51,14 @@ class Checkpoints:
         due: SavePoints,
         data: DataIdentity,
         export: ModelExport | None,
+        stream_positions: Callable[[], list[list[int]]] | None = None,
     ) -> None:
         self._checkpointer = checkpointer
         self._engine = engine
         self._runtime = runtime
         self._export = export
         self._data = data
+        self._stream_positions = stream_positions
         self.due = due
         self.last: Path | None = None
         self.exported: Path | None = None
@@ -63,11 +66,18 @@ class Checkpoints:
     def save(self, step: int) -> None:
         """Save the run after `step` steps. Collective."""
         start = time.perf_counter()
+        place: dict[str, str | int | list[list[int]]] = {
+            **asdict(self._data),
+            "position": step * self._data.bins_per_step,
+        }
+        # Set on all ranks or on none: the configuration decides.
+        if self._stream_positions is not None:
+            place["stream_positions"] = self._stream_positions()
         try:
             self.last = self._checkpointer.save(
                 step,
                 self._engine.state(),
-                info={"data": {**asdict(self._data), "position": step * self._data.bins_per_step}},
+                info={"data": place},
                 scalars={"step": step},
                 rng=rng_state(self._runtime.device),
             )
@@ -108,3 +118,8 @@ def saved_data(manifest: Manifest) -> DataIdentity:
     """The data that the run of a checkpoint was trained on."""
     saved = cast(dict[str, str | int], manifest.info["data"])
     return DataIdentity(str(saved["order"]), int(saved["num_bins"]), int(saved["bins_per_step"]))
+
+
+def saved_stream_positions(manifest: Manifest) -> list[list[int]] | None:
+    """Where the lanes of a stream stood in a checkpoint; None where it was trained on prepared data."""
+    return cast(dict[str, list[list[int]]], manifest.info["data"]).get("stream_positions")

@@ -7,6 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
 
 from xorl.config import Config, DatasetEntryConfig
 from xorl.core.mesh import Mesh
@@ -23,8 +27,12 @@ from xorl.data import (
     special_ids,
     split_documents,
 )
+from xorl.data.stream import Stream, StreamLoader, StreamOptions, StreamPlan, open_stream
 
 logger = logging.getLogger(__name__)
+
+Plan: TypeAlias = DataPlan | StreamPlan
+Loader: TypeAlias = StepLoader | StreamLoader
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,7 @@ class PackedDocuments:
 class RunData:
     """What a run trains on, and what it holds out (None: nothing)."""
 
-    train: PackedDocuments
+    train: PackedDocuments | Stream
     held_out: PackedDocuments | None
 
 
@@ -55,7 +63,7 @@ class DataIdentity:
     bins_per_step: int
 
     @classmethod
-    def of(cls, plan: DataPlan) -> DataIdentity:
+    def of(cls, plan: Plan) -> DataIdentity:
         """The identity of a plan."""
         return cls(plan.hash, plan.num_bins, plan.bins_per_step)
 
@@ -81,6 +89,9 @@ def prepare_data(
     """
     data = config.data
     model = _Model(vocab_size, tokenizer_folder, special_ids(hf_config))
+    if data.streaming:
+        tests = _prepare(config, "data.test_datasets", data.test_datasets, model) if data.test_datasets else None
+        return RunData(_stream(config, model), None if tests is None else _pack(config, tests, held_out=True))
     documents = _prepare(config, "data.datasets", data.datasets, model)
     held_out = None
     if data.val_set_size is not None:
@@ -102,7 +113,7 @@ def prepare_data(
     return RunData(train, None if held_out is None else _pack(config, held_out, held_out=True))
 
 
-def plan_steps(config: Config, data: PackedDocuments, dp_size: int, resumed_bins_per_step: int | None) -> DataPlan:
+def plan_steps(config: Config, data: PackedDocuments | Stream, dp_size: int, resumed_bins_per_step: int | None) -> Plan:
     """The order of the bins over the whole run.
 
     A resumed run keeps the bins per step of its checkpoint: where the ranks, or the options, ask for another number,
@@ -121,6 +132,9 @@ def plan_steps(config: Config, data: PackedDocuments, dp_size: int, resumed_bins
             resumed_bins_per_step,
         )
         bins_per_step = resumed_bins_per_step
+    if isinstance(data, Stream):
+        assert train.max_steps is not None, "checked by the configuration"
+        return StreamPlan.over(data, bins_per_step=bins_per_step, max_steps=train.max_steps)
     return DataPlan.over(
         data.documents,
         data.bins,
@@ -153,6 +167,57 @@ def build_loader(config: Config, data: PackedDocuments, plan: DataPlan, mesh: Me
         pin_memory=options.dataloader_pin_memory,
         pair_cost=1 / (12 * hidden_size),
     )
+
+
+def build_stream_loader(
+    config: Config, stream: Stream, plan: StreamPlan, mesh: Mesh, positions: Sequence[Sequence[int]] | None
+) -> StreamLoader:
+    """The loader of this data-parallel rank's micro-batches; `positions` are those of the checkpoint to resume from."""
+    options = config.data
+    return StreamLoader(
+        stream,
+        plan,
+        micro_batch_size=config.train.micro_batch_size,
+        dp_rank=mesh.dp_rank,
+        dp_size=mesh.dp_size,
+        pad_to_multiple_of=options.pad_to_multiple_of,
+        num_workers=options.dataloader_num_workers,
+        prefetch_factor=options.dataloader_prefetch_factor,
+        pin_memory=options.dataloader_pin_memory,
+        positions=positions,
+    )
+
+
+def stream_positions(loader: StreamLoader, mesh: Mesh, device: torch.device) -> list[list[int]]:
+    """Where the lanes of all ranks stand; collective. Each rank knows its own, and what it knows only grows."""
+    positions = torch.from_numpy(loader.positions()).to(device)
+    dist.all_reduce(positions, op=dist.ReduceOp.MAX, group=mesh.dp_group)
+    return positions.tolist()
+
+
+def _stream(config: Config, model: _Model) -> Stream:
+    data = config.data
+    columns = None if data.select_columns is None else tuple(data.select_columns)
+    options = StreamOptions(
+        bin_len=data.sample_packing_sequence_len,
+        vocab_size=model.vocab_size,
+        tokenizer_folder=model.tokenizer_folder,
+        model_special_ids=model.special_ids,
+        seed=config.train.seed,
+        shuffle=data.shuffle_merged_datasets,
+    )
+    stream = open_stream(
+        [_entry(entry, columns) for entry in data.datasets],
+        options,
+        index_path=Path(data.dataset_prepared_path) / "streams",
+        token=data.hf_use_auth_token,
+    )
+    for entry in stream.entries:
+        num_bytes, blocks = entry.num_bytes, entry.num_blocks
+        logger.info(
+            "stream dataset=%s files=%d mib=%d blocks=%d", entry.name, len(entry.files), num_bytes >> 20, blocks
+        )
+    return stream
 
 
 def _prepare(config: Config, option: str, entries: Sequence[DatasetEntryConfig], model: _Model) -> PreparedDocuments:

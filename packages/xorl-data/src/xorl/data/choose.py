@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from xorl.data.errors import DataError
 from xorl.data.formats import (
@@ -18,7 +20,9 @@ from xorl.data.formats import (
     load_tokenizer,
     recognise,
 )
-from xorl.data.sources import DatasetEntry, Source
+from xorl.data.invariants import Allowed
+from xorl.data.readers import Piece
+from xorl.data.sources import DatasetEntry
 
 logger = logging.getLogger(__name__)
 
@@ -37,13 +41,24 @@ TARGETS: dict[FormatName, tuple[str, ...]] = {
 }
 
 
+class Sample(Protocol):
+    """What recognising a type needs of a source."""
+
+    def pieces(self, selected: Sequence[str] | None) -> Iterator[Piece]: ...
+
+
+def allowed_losses(entry: DatasetEntry) -> Allowed:
+    """What the options of `entry` say it may lose."""
+    return Allowed(explicit_limit=entry.max_seq_len is not None, overflow_fraction=entry.overflow_limit)
+
+
 def choose_format(
     entry: DatasetEntry,
     *,
     bin_len: int,
     vocab_size: int | None,
     option: str,
-    source: Source | None = None,
+    source: Sample | None = None,
     tokenizer_folder: Path | None = None,
 ) -> Format:
     """The format of `entry`, which stands at `option` in the configuration; `bin_len` is the longest document.
@@ -80,7 +95,7 @@ def choose_format(
     )
 
 
-def _kind(entry: DatasetEntry, option: str, source: Source | None) -> FormatName:
+def _kind(entry: DatasetEntry, option: str, source: Sample | None) -> FormatName:
     if entry.type != "auto":
         return entry.type
     if source is None:

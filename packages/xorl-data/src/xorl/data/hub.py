@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,11 +60,45 @@ def load_hub_source(
 ) -> HubSource:
     """Downloads the dataset where the cache lacks it. DataError where it, its config or its split does not exist;
     DataFailure where the Hub cannot be reached."""
-    files = data_files if data_files is None or isinstance(data_files, str) else list(data_files)
-    try:
+    with _explained(path, split, option):
         dataset = datasets.load_dataset(
-            path, name, split=split or "train", revision=revision, data_files=files, token=token
+            path, name, split=split or "train", revision=revision, data_files=_listed(data_files), token=token
         )
+    assert isinstance(dataset, datasets.Dataset), "a single split was asked for"
+    return HubSource(path, split or "train", dataset)
+
+
+def hub_urls(
+    path: str,
+    *,
+    name: str | None,
+    split: str | None,
+    revision: str | None,
+    data_files: str | Sequence[str] | None,
+    token: str | bool | None,
+    option: str,
+) -> list[str]:
+    """Where the files of one split of a Hub dataset lie, downloading none. Errors as of load_hub_source."""
+    with _explained(path, split, option):
+        builder = datasets.load_dataset_builder(
+            path, name, revision=revision, data_files=_listed(data_files), token=token
+        )
+    splits = builder.config.data_files or {}
+    wanted = split or "train"
+    if wanted not in splits:
+        raise DataError(f"{option}.split: {path} has no split {wanted!r}; it has {', '.join(map(str, splits))}")
+    return [str(file) for file in splits[wanted]]
+
+
+def _listed(data_files: str | Sequence[str] | None) -> str | list[str] | None:
+    return data_files if data_files is None or isinstance(data_files, str) else list(data_files)
+
+
+@contextmanager
+def _explained(path: str, split: str | None, option: str) -> Iterator[None]:
+    """The errors of `datasets` in our words."""
+    try:
+        yield
     except DatasetNotFoundError as error:
         raise DataError(
             f"{option}.path: {path} is neither a path on this machine nor a dataset on the Hub: {error}"
@@ -75,5 +110,3 @@ def load_hub_source(
     except (ValueError, FileNotFoundError, DatasetsError) as error:
         # Config and split errors of `datasets` list what there is.
         raise DataError(f"{option}: {path} (split {split or 'train'}) cannot be loaded: {error}") from error
-    assert isinstance(dataset, datasets.Dataset), "a single split was asked for"
-    return HubSource(path, split or "train", dataset)

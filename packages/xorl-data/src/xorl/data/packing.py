@@ -99,23 +99,56 @@ def _next_fit(lengths: np.ndarray, bin_len: int) -> list[range]:
 
 
 def _windowed_best_fit(lengths: list[int], bin_len: int) -> list[list[int]]:
-    bins: list[list[int]] = []
-    # (room left, bin), ascending: the first that is roomy enough is the best fit, the older of equals.
-    open_bins: list[tuple[int, int]] = []
+    window = OpenBins(bin_len)
+    bins: dict[int, list[int]] = {}
     for index, length in enumerate(lengths):
-        at = bisect_left(open_bins, (length, -1))
-        if at < len(open_bins):
-            room, bin_index = open_bins.pop(at)
-            bins[bin_index].append(index)
+        bins.update(window.add(index, length))
+    bins.update(window.flush())
+    return [bins[number] for number in range(len(bins))]
+
+
+class OpenBins:
+    """Online best fit: documents come one by one, each into the open bin that it fills best.
+
+    A bin leaves when it is full, or as the fullest when a new one would be one too many: the one that the documents to
+    come can fill least. Bins are numbered in the order in which they were opened.
+    """
+
+    def __init__(self, bin_len: int, num_open: int = _OPEN_BINS) -> None:
+        self._bin_len = bin_len
+        self._num_open = num_open
+        self._num_bins = 0
+        self._members: dict[int, list[int]] = {}
+        # (room left, bin), ascending: the first that is roomy enough is the best fit, the older of equals.
+        self._rooms: list[tuple[int, int]] = []
+
+    def add(self, index: int, length: int) -> list[tuple[int, list[int]]]:
+        """Puts document `index` into a bin; returns the bins (number, members) that leave, none to two."""
+        rooms = self._rooms
+        leaving: list[tuple[int, list[int]]] = []
+        at = bisect_left(rooms, (length, -1))
+        if at < len(rooms):
+            room, number = rooms.pop(at)
+            self._members[number].append(index)
         else:
-            if len(open_bins) == _OPEN_BINS:
-                # The fullest: the one that the documents to come can fill least.
-                open_bins.pop(0)
-            room, bin_index = bin_len, len(bins)
-            bins.append([index])
+            if len(rooms) == self._num_open:
+                leaving.append(self._leave(rooms.pop(0)[1]))
+            room, number = self._bin_len, self._num_bins
+            self._num_bins += 1
+            self._members[number] = [index]
         if room > length:
-            insort(open_bins, (room - length, bin_index))
-    return bins
+            insort(rooms, (room - length, number))
+        else:
+            leaving.append(self._leave(number))
+        return leaving
+
+    def flush(self) -> list[tuple[int, list[int]]]:
+        """The bins that are still open, in the order in which they were opened."""
+        self._rooms = []
+        return [self._leave(number) for number in sorted(self._members)]
+
+    def _leave(self, number: int) -> tuple[int, list[int]]:
+        return number, self._members.pop(number)
 
 
 def _pack_groups(
@@ -126,17 +159,17 @@ def _pack_groups(
     starts = range(0, len(lengths), group_size)
     groups = [lengths[start : start + group_size] for start in starts]
     if start_method is None or num_proc <= 1 or len(groups) <= 1:
-        packed = [_best_fit_decreasing(group, bin_len) for group in groups]
+        packed = [best_fit_decreasing(group, bin_len) for group in groups]
     else:
         context = multiprocessing.get_context(start_method)
         with ProcessPoolExecutor(min(num_proc, len(groups)), mp_context=context) as pool:
-            packed = list(pool.map(partial(_best_fit_decreasing, bin_len=bin_len), groups))
+            packed = list(pool.map(partial(best_fit_decreasing, bin_len=bin_len), groups))
     return [
         [start + index for index in members] for start, group in zip(starts, packed, strict=True) for members in group
     ]
 
 
-def _best_fit_decreasing(lengths: np.ndarray, bin_len: int) -> list[list[int]]:
+def best_fit_decreasing(lengths: np.ndarray, bin_len: int) -> list[list[int]]:
     """Longest first, each into the open bin that it fills best. Documents of a bin are put back in order."""
     rooms = _Rooms(bin_len)
     bins: list[list[int]] = []

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait as wait_for
 from pathlib import Path
 
-from xorl.data.choose import choose_format
+from xorl.data.choose import allowed_losses, choose_format
 from xorl.data.documents import PreparedDocuments, merge
 from xorl.data.errors import DataError, DataFailure
 from xorl.data.formats import EncodedDocuments, Format, TokenizedFormat
@@ -204,13 +204,9 @@ def _open_store(
 ) -> tuple[DocumentStore, DatasetReceipt]:
     store = FlatStore(folder)
     manifest = store.manifest
-    check_counts(manifest.counts, _part_name(entry), form, option, _allowed(entry))
+    check_counts(manifest.counts, _part_name(entry), form, option, allowed_losses(entry))
     check_largest_id((manifest.largest_id, manifest.largest_id_row), entry.path, form.vocab_size)
     return store, DatasetReceipt(entry.path, manifest.counts, cached)
-
-
-def _allowed(entry: DatasetEntry) -> Allowed:
-    return Allowed(explicit_limit=entry.max_seq_len is not None, overflow_fraction=entry.overflow_limit)
 
 
 def _part_name(entry: DatasetEntry) -> str:
@@ -240,7 +236,7 @@ def _publish(
     try:
         writer = FlatStoreWriter(temporary, form.extras)
         counts, largest = _write_all(source, form, writer, num_proc)
-        check_counts(counts, _part_name(entry), form, option, _allowed(entry))
+        check_counts(counts, _part_name(entry), form, option, allowed_losses(entry))
         writer.finish(
             key=folder.name, name=source.name, request=request, created=time.time(), counts=counts, largest_id=largest
         )

@@ -100,7 +100,7 @@ def read_pieces(path: Path, ds_type: FileType, selected: Sequence[str] | None = 
 
 @dataclass(frozen=True)
 class LinesPiece:
-    """Whole lines of a JSON lines or text file: bytes [start, stop), or `data` where the file is compressed."""
+    """Whole lines of a JSON lines or text file: bytes [start, stop), or `data` where it is compressed or far away."""
 
     path: Path
     as_json: bool
@@ -108,6 +108,7 @@ class LinesPiece:
     stop: int
     data: bytes | None = None
     first_line: int | None = None
+    url: str | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -137,7 +138,9 @@ class LinesPiece:
     def place(self, row: int) -> str:
         lines = (number for number, line in enumerate(self._bytes().split(b"\n")) if line.strip())
         offset = next(number for index, number in enumerate(lines) if index == row)
-        return f"{self.path}, line {self._first_line() + offset}"
+        if self.url is not None and self.first_line is None:
+            return f"{self.url}, line {offset + 1} from byte {self.start} on"
+        return f"{self.url or self.path}, line {self._first_line() + offset}"
 
     def num_rows(self) -> int:
         return self._count_lines(self._bytes())
@@ -279,22 +282,27 @@ def _line_pieces(path: Path, *, as_json: bool) -> Iterator[Piece]:
 
 
 def _compressed_line_pieces(path: Path, *, as_json: bool) -> Iterator[Piece]:
-    start, line, rest = 0, 1, b""
     with _decompressed(path) as stream:
-        while True:
-            block = stream.read(PIECE_BYTES)
-            data, newline, tail = (rest + block).rpartition(b"\n")
-            if not block:
-                data, tail = rest, b""
-            elif not newline:
-                rest = tail
-                continue
-            data, rest = data + newline, tail
-            if data:
-                yield LinesPiece(path, as_json, start, start + len(data), data, line)
-            start, line = start + len(data), line + data.count(b"\n")
-            if not block:
-                return
+        yield from line_pieces_of(stream, path, as_json=as_json)
+
+
+def line_pieces_of(stream: pa.NativeFile, path: Path, *, as_json: bool, url: str | None = None) -> Iterator[LinesPiece]:
+    """The lines of what can only be read from its beginning; `path` or `url` names it in messages."""
+    start, line, rest = 0, 1, b""
+    while True:
+        block = stream.read(PIECE_BYTES)
+        data, newline, tail = (rest + block).rpartition(b"\n")
+        if not block:
+            data, tail = rest, b""
+        elif not newline:
+            rest = tail
+            continue
+        data, rest = data + newline, tail
+        if data:
+            yield LinesPiece(path, as_json, start, start + len(data), data, line, url)
+        start, line = start + len(data), line + data.count(b"\n")
+        if not block:
+            return
 
 
 def _array_pieces(path: Path) -> Iterator[Piece]:
@@ -377,17 +385,24 @@ def _csv_pieces(path: Path) -> Iterator[Piece]:
 
 def _parquet_pieces(path: Path, selected: Sequence[str] | None) -> Iterator[Piece]:
     with pa_parquet.ParquetFile(path) as file:
-        metadata = file.metadata
-        names = file.schema_arrow.names
-        # Where a column is missing all are read, so that the complaint to come can list them.
-        complete = all(name in names for name in selected or ("input_ids",))
-        wanted = [name for name in selected or COLUMNS if name in names] if complete else None
-        num_bytes = sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
-        step = max(1, min(65536, int(metadata.num_rows * PIECE_BYTES / max(1, num_bytes))))
-        first = 0
-        for batch in file.iter_batches(batch_size=step, columns=wanted):
-            yield LoadedPiece(str(path), "row", first, batch.nbytes, pa.Table.from_batches([batch]))
-            first += batch.num_rows
+        yield from parquet_pieces(file, str(path), selected, range(file.metadata.num_row_groups))
+
+
+def parquet_pieces(
+    file: pa_parquet.ParquetFile, source: str, selected: Sequence[str] | None, groups: range
+) -> Iterator[LoadedPiece]:
+    """The rows of some consecutive row groups; `source` names the file in messages."""
+    metadata = file.metadata
+    names = file.schema_arrow.names
+    # Where a column is missing all are read, so that the complaint to come can list them.
+    complete = all(name in names for name in selected or ("input_ids",))
+    wanted = [name for name in selected or COLUMNS if name in names] if complete else None
+    num_bytes = sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
+    step = max(1, min(65536, int(metadata.num_rows * PIECE_BYTES / max(1, num_bytes))))
+    first = sum(metadata.row_group(group).num_rows for group in range(groups.start))
+    for batch in file.iter_batches(batch_size=step, row_groups=list(groups), columns=wanted):
+        yield LoadedPiece(source, "row", first, batch.nbytes, pa.Table.from_batches([batch]))
+        first += batch.num_rows
 
 
 def _arrow_pieces(path: Path) -> Iterator[Piece]:

@@ -79,15 +79,19 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
-def storage_of(url: str, option: str) -> Storage:
-    """Who reads `url`. DataError for an unknown scheme, and for one whose extra is not installed, naming it."""
+def storage_of(url: str, option: str, token: str | bool | None = None) -> Storage:
+    """Who reads `url`; `token` is for the Hub (hf://).
+
+    DataError for an unknown scheme, and for one whose extra is not installed, naming it.
+    """
     scheme = url.split("://", 1)[0].lower()
     if scheme not in SCHEMES:
-        raise DataError(f"{option}: {url}: {scheme}:// is not one of {', '.join(f'{known}://' for known in SCHEMES)}")
+        known = ", ".join(f"{name}://" for name in SCHEMES)
+        raise DataError(f"{option}: {url}: {scheme}:// is not one of {known}")
     if scheme in ("http", "https"):
         return HttpStorage(option)
     try:
-        system, _ = fsspec.url_to_fs(url)
+        system, _ = fsspec.url_to_fs(url, **({"token": token} if scheme == "hf" else {}))
     except ImportError as error:
         raise DataError(
             f"{option}: {url} needs the extra {SCHEMES[scheme]} of xorl-data, which is not installed ({error}): "

@@ -101,15 +101,8 @@ def load_source(
     `token` is what `datasets` takes for private Hub datasets; the files of URLs are loaded into the folder `downloads`.
     DataError for what does not exist or cannot be read, DataFailure where the network fails.
     """
-    _check_entry(entry, option)
-    path = Path(entry.path).expanduser()
-    remote = has_urls(entry)
-    if not remote and not path.exists() and (_HUB_ID.fullmatch(entry.path) is None or _looks_local(entry.path)):
-        raise DataError(
-            f"{option}.path: {entry.path} does not exist (looked at {path.absolute()}), and it is not of the form "
-            "org/name of a Hub dataset"
-        )
-    if remote:
+    path = _place_of(entry, option)
+    if path is None:
         source: Source = _remote_source(entry, option, downloads)
     else:
         source = _local_source(path, entry, option) if path.exists() else _hub_source(entry, option, token)
@@ -117,6 +110,50 @@ def load_source(
         return source
     assert entry.shards_idx is not None, "_check_entry asks for both"
     return ShardedSource(source, entry.shards, entry.shards_idx)
+
+
+@dataclass(frozen=True)
+class LocatedFile:
+    """A file that is to be read where it lies: a local path or a URL, and what tells one version from another."""
+
+    path: str
+    size: int
+    version: str
+
+
+def locate_files(entry: DatasetEntry, *, option: str, token: str | bool | None) -> tuple[list[LocatedFile], FileType]:
+    """The files that `entry` names, in order, and their type, without reading or downloading them."""
+    path = _place_of(entry, option)
+    if path is not None and path.exists():
+        source = _local_source(path, entry, option)
+        stats = [(file.absolute(), file.stat()) for file in source.files]
+        return [LocatedFile(str(file), stat.st_size, str(stat.st_mtime_ns)) for file, stat in stats], source.ds_type
+    if path is None:
+        storage, files = remote_files(entry, option)
+    else:
+        urls = _hub_urls(entry, option, token)
+        storage = storage_of(urls[0], f"{option}.path", token)
+        found = [with_retries(partial(storage.stat, url), url) for url in urls]
+        files = [file for file in found if file is not None]
+    unsized = [file.url for file in files if file.size is None]
+    if unsized:
+        raise DataError(f"{option}.path: the server of {unsized[0]} does not tell its size; set data.streaming: false")
+    ds_type = type_of([PurePosixPath(file.name) for file in files], entry, option)
+    return [LocatedFile(file.url, file.size or 0, file.version or "") for file in files], ds_type
+
+
+def _place_of(entry: DatasetEntry, option: str) -> Path | None:
+    """The local path of a checked entry, there or (of the Hub) not; None for URLs."""
+    _check_entry(entry, option)
+    if has_urls(entry):
+        return None
+    path = Path(entry.path).expanduser()
+    if not path.exists() and (_HUB_ID.fullmatch(entry.path) is None or _looks_local(entry.path)):
+        raise DataError(
+            f"{option}.path: {entry.path} does not exist (looked at {path.absolute()}), and it is not of the form "
+            "org/name of a Hub dataset"
+        )
+    return path
 
 
 @dataclass(frozen=True)
@@ -416,13 +453,7 @@ def _names(entry: DatasetEntry) -> Sequence[str]:
 
 
 def _hub_source(entry: DatasetEntry, option: str, token: str | bool | None) -> Source:
-    for file in _names(entry):
-        # The Hub's library goes by the name.
-        if entry.ds_type is not None and file_type(Path(file)) != entry.ds_type:
-            raise DataError(
-                f"{option}.ds_type: {entry.ds_type}, but by its name {file} on the Hub is not a {entry.ds_type} file; "
-                "set ds_type to what it is, or download it and give its local path"
-            )
+    _check_hub_types(entry, option)
     # Importing `datasets` takes seconds, and every rank imports this package: only an entry on the Hub pays.
     from xorl.data.hub import load_hub_source  # noqa: PLC0415
 
@@ -435,3 +466,28 @@ def _hub_source(entry: DatasetEntry, option: str, token: str | bool | None) -> S
         token=token,
         option=option,
     )
+
+
+def _hub_urls(entry: DatasetEntry, option: str, token: str | bool | None) -> list[str]:
+    _check_hub_types(entry, option)
+    from xorl.data.hub import hub_urls  # noqa: PLC0415  (as above)
+
+    return hub_urls(
+        entry.path,
+        name=entry.name,
+        split=entry.split,
+        revision=entry.revision,
+        data_files=entry.data_files,
+        token=token,
+        option=option,
+    )
+
+
+def _check_hub_types(entry: DatasetEntry, option: str) -> None:
+    for file in _names(entry):
+        # The Hub's library goes by the name.
+        if entry.ds_type is not None and file_type(Path(file)) != entry.ds_type:
+            raise DataError(
+                f"{option}.ds_type: {entry.ds_type}, but by its name {file} on the Hub is not a {entry.ds_type} file; "
+                "set ds_type to what it is, or download it and give its local path"
+            )

@@ -1,0 +1,245 @@
+"""What a stream consists of: the files of all entries, cut into blocks that can be read alone, without reading them.
+
+Lines are cut by bytes, Parquet by row groups; what can only be read from its beginning is one block.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+from pathlib import Path, PurePosixPath
+from typing import TypeVar
+
+import pyarrow as pa
+import pyarrow.parquet as pa_parquet
+
+from xorl.data.choose import allowed_losses, choose_format
+from xorl.data.errors import DataError
+from xorl.data.formats import Format
+from xorl.data.invariants import Allowed, check_special_tokens
+from xorl.data.lock import exclusive
+from xorl.data.mixture import Share, check_shares
+from xorl.data.readers import COMPRESSIONS, FileType, Piece
+from xorl.data.remote import is_url
+from xorl.data.shuffle import digest
+from xorl.data.sources import DUMMY, DatasetEntry, LocatedFile, locate_files
+from xorl.data.stream.reading import block_pieces, open_file, starts_an_array
+
+# The unit of the shuffle and of reading: small enough to mix well and to hold many, large enough to read at speed.
+BLOCK_BYTES = 1 << 20
+_PARALLEL = 16
+
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class StreamFile:
+    """One file and its blocks: of `block_bytes` bytes each, or row groups [groups[i], groups[i + 1]), or one."""
+
+    path: str
+    size: int
+    version: str
+    ds_type: FileType
+    num_blocks: int
+    block_bytes: int | None = None
+    groups: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class StreamEntry:
+    """The files of one entry of the configuration, and what their rows mean."""
+
+    name: str
+    option: str
+    files: tuple[StreamFile, ...]
+    form: Format
+    share: Share
+    allowed: Allowed
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(file.num_blocks for file in self.files)
+
+
+@dataclass(frozen=True)
+class StreamOptions:
+    """What a stream is made with: bins of `bin_len` tokens, an order by `seed` (without `shuffle`, as files lie).
+
+    `vocab_size`, `tokenizer_folder` and `model_special_ids` are as in PrepareOptions.
+    """
+
+    bin_len: int
+    vocab_size: int | None = None
+    tokenizer_folder: Path | None = None
+    model_special_ids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    seed: int = 0
+    shuffle: bool = True
+
+
+@dataclass(frozen=True)
+class Stream:
+    """All entries of a streamed dataset. Small to pickle: it travels to the workers, which open files themselves."""
+
+    entries: tuple[StreamEntry, ...]
+    options: StreamOptions
+
+    @property
+    def extra_names(self) -> tuple[str, ...]:
+        return self.entries[0].form.extras
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(entry.num_bytes for entry in self.entries)
+
+    @property
+    def fingerprint(self) -> str:
+        """Names content, formats and shares: files by size and version (the time of local ones), as none is read."""
+        files = [[[file.size, file.version, file.num_blocks] for file in entry.files] for entry in self.entries]
+        forms = [entry.form.fingerprint() for entry in self.entries]
+        shares = [[entry.share.weight, entry.share.num_epochs] for entry in self.entries]
+        return digest("stream", files, forms, shares, self.options.bin_len)
+
+
+class BlockTable:
+    """The blocks of one entry by number."""
+
+    def __init__(self, entry: StreamEntry) -> None:
+        self._files = entry.files
+        self._starts = [0, *accumulate(file.num_blocks for file in entry.files)]
+
+    def __getitem__(self, block: int) -> tuple[StreamFile, int]:
+        """The file of a block, and the block's number in it."""
+        file = bisect_right(self._starts, block) - 1
+        return self._files[file], block - self._starts[file]
+
+
+def open_stream(
+    entries: Sequence[DatasetEntry],
+    options: StreamOptions,
+    *,
+    index_path: Path,
+    option: str = "data.datasets",
+    token: str | bool | None = None,
+) -> Stream:
+    """The stream of `entries`. Where the row groups of Parquet files begin is kept in the folder `index_path`.
+
+    Looks at names, sizes and versions, and at the ends of Parquet files, but reads no rows. DataError for what is not
+    there or cannot be streamed.
+    """
+    if not entries:
+        raise DataError(f"{option} is empty; name at least one dataset")
+    check_shares([Share(entry.weight, entry.num_epochs) for entry in entries], option)
+    opened = [
+        _open_entry(entry, options, f"{option}[{index}]", index_path, token) for index, entry in enumerate(entries)
+    ]
+    return Stream(tuple(opened), options)
+
+
+def _open_entry(
+    entry: DatasetEntry, options: StreamOptions, option: str, index_path: Path, token: str | bool | None
+) -> StreamEntry:
+    if entry.path == DUMMY:
+        raise DataError(f"{option}.path: dummy is computed, not streamed; set data.streaming: false")
+    if entry.shards is not None:
+        raise DataError(f"{option}.shards: a stream's rows are not counted, so they cannot be cut into shards")
+    located, ds_type = locate_files(entry, option=option, token=token)
+    files = tuple(_indexed(located, ds_type, index_path, option))
+    if not any(file.num_blocks for file in files):
+        raise DataError(f"{option}: {entry.path} is empty: its files hold nothing")
+    form = choose_format(
+        entry,
+        bin_len=options.bin_len,
+        vocab_size=options.vocab_size,
+        option=option,
+        source=_FirstBlocks(files, option),
+        tokenizer_folder=options.tokenizer_folder,
+    )
+    if form.tokenizer is not None:
+        check_special_tokens(form.tokenizer, options.model_special_ids)
+    return StreamEntry(entry.path, option, files, form, Share(entry.weight, entry.num_epochs), allowed_losses(entry))
+
+
+@dataclass(frozen=True)
+class _FirstBlocks:
+    """The rows of a stream's files from the first on: what recognising their type looks at."""
+
+    files: Sequence[StreamFile]
+    option: str
+
+    def pieces(self, selected: Sequence[str] | None) -> Iterator[Piece]:
+        for file in self.files:
+            for block in range(file.num_blocks):
+                yield from block_pieces(file, block, selected, self.option)
+
+
+def _indexed(located: Sequence[LocatedFile], ds_type: FileType, index_path: Path, option: str) -> Sequence[StreamFile]:
+    """The files with their blocks. Only the ends of Parquet files need reading, which one process does for all."""
+    if ds_type != "parquet":
+        return _in_parallel(partial(_cut_lines, ds_type=ds_type, option=option), located)
+    key = digest("index", [[file.path, file.size, file.version] for file in located], BLOCK_BYTES)
+    path = index_path / f"{key}.json"
+    if not path.is_file():
+        try:
+            index_path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DataError(f"data.dataset_prepared_path: {index_path} cannot be made: {error.strerror}") from error
+        with exclusive(index_path / f".{key}.lock", f"stream index={located[0].path}"):
+            if not path.is_file():
+                groups = _in_parallel(partial(_row_groups, option=option), located)
+                temporary = path.with_suffix(f".{secrets.token_hex(4)}.tmp")
+                temporary.write_text(json.dumps(groups))
+                os.replace(temporary, path)
+    groups = [tuple(starts) for starts in json.loads(path.read_text())]
+    return [
+        StreamFile(file.path, file.size, file.version, ds_type, len(starts) - 1, groups=starts)
+        for file, starts in zip(located, groups, strict=True)
+    ]
+
+
+def _in_parallel(function: Callable[[LocatedFile], Result], files: Sequence[LocatedFile]) -> list[Result]:
+    with ThreadPoolExecutor(_PARALLEL) as pool:
+        return list(pool.map(function, files))
+
+
+def _cut_lines(file: LocatedFile, ds_type: FileType, option: str) -> StreamFile:
+    name = PurePosixPath(file.path.partition("?")[0]) if is_url(file.path) else PurePosixPath(file.path)
+    lines = ds_type in ("json", "text") and name.suffix.lower() not in COMPRESSIONS
+    # A server is not asked for every file: only this ending is used for both.
+    if lines and ds_type == "json" and (name.suffix.lower() == ".json" or not is_url(file.path)):
+        with open_file(file.path, file.size, file.version, option) as opened:
+            lines = not starts_an_array(opened)
+    if not lines:
+        return StreamFile(file.path, file.size, file.version, ds_type, 1 if file.size else 0)
+    num_blocks = -(-file.size // BLOCK_BYTES)
+    return StreamFile(file.path, file.size, file.version, ds_type, num_blocks, block_bytes=BLOCK_BYTES)
+
+
+def _row_groups(file: LocatedFile, option: str) -> list[int]:
+    """Where blocks of about BLOCK_BYTES begin, in row groups, and the end of the last."""
+    try:
+        with (
+            open_file(file.path, file.size, file.version, option) as opened,
+            pa_parquet.ParquetFile(opened) as table,
+        ):
+            metadata = table.metadata
+    except pa.ArrowException as error:
+        raise DataError(f"{option}.path: {file.path}: cannot be read as parquet: {error}") from error
+    starts, num_bytes = [0], 0
+    for group in range(metadata.num_row_groups):
+        num_bytes += metadata.row_group(group).total_byte_size
+        if num_bytes >= BLOCK_BYTES or group == metadata.num_row_groups - 1:
+            starts.append(group + 1)
+            num_bytes = 0
+    return starts

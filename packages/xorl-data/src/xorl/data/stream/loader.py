@@ -1,0 +1,186 @@
+"""StreamPlan and StreamLoader: the micro-batches of a stream, step by step, for one rank, from any step on.
+
+Bin k belongs to step k // bins_per_step and, within it, to rank k % dp_size. The place in the data is the step. Where
+each lane's run begins is kept beside it, so that a resume reads a run again and not all that came before.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from xorl.data.batch import PackedBatch
+from xorl.data.collate import collate
+from xorl.data.errors import DataError
+from xorl.data.packing import StartMethod
+from xorl.data.shuffle import digest
+from xorl.data.stream.files import Stream
+from xorl.data.stream.lane import Lane, RunStart, StreamBin
+from xorl.data.stream.order import StreamOrder
+
+logger = logging.getLogger(__name__)
+
+# A run's start as two integers that grow together: its first bin; its block and piece in one.
+_PIECE_BITS = 24
+Positions = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """How a stream is cut into `num_steps` optimizer steps of `bins_per_step` bins; it has no length, so no epochs."""
+
+    fingerprint: str
+    num_lanes: int
+    seed: int
+    shuffle: bool
+    bins_per_step: int
+    num_steps: int
+    steps_per_epoch: int = 0
+    num_bins: int = 0
+
+    @classmethod
+    def over(cls, stream: Stream, *, bins_per_step: int, max_steps: int) -> StreamPlan:
+        """The plan over `stream`."""
+        if bins_per_step < 1 or max_steps < 1:
+            raise DataError(f"bins_per_step {bins_per_step} and train.max_steps {max_steps} must be at least 1")
+        options = stream.options
+        lanes = StreamOrder(stream).num_lanes
+        return cls(stream.fingerprint, lanes, options.seed, options.shuffle, bins_per_step, max_steps)
+
+    @property
+    def hash(self) -> str:
+        """Names the order: equal hashes train on the same documents at every step. Where training stops is no part."""
+        seed = self.seed if self.shuffle else 0
+        return digest("stream plan", self.fingerprint, self.num_lanes, seed, self.shuffle, self.bins_per_step)
+
+
+class StreamLoader:
+    """The micro-batches of `dp_rank` among `dp_size`, step by step.
+
+    `positions` are those of a checkpoint (see `positions()`), of any number of ranks and workers; without them a later
+    step is reached by reading all that comes before it. The work is divided by lanes, so the number of workers is
+    lowered to one that divides this rank's lanes, and what each does is its own.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        plan: StreamPlan,
+        *,
+        micro_batch_size: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        pad_to_multiple_of: int = 1,
+        num_workers: int = 0,
+        prefetch_factor: int | None = 2,
+        pin_memory: bool = False,
+        worker_start_method: StartMethod | None = None,
+        positions: Positions | None = None,
+    ) -> None:
+        assert 0 <= dp_rank < dp_size, (dp_rank, dp_size)
+        per_round = micro_batch_size * dp_size
+        assert plan.bins_per_step % per_round == 0, f"{plan.bins_per_step} bins a step are not rounds of {per_round}"
+        self._stream = stream
+        self._plan = plan
+        self._micro_batch_size = micro_batch_size
+        self._dp_rank = dp_rank
+        self._dp_size = dp_size
+        self._pad_to_multiple_of = pad_to_multiple_of
+        self._num_workers = _useful_workers(num_workers, plan.num_lanes // math.gcd(plan.num_lanes, dp_size))
+        self._prefetch_factor = max(1, (prefetch_factor or 2) * micro_batch_size) if self._num_workers else None
+        self._pin_memory = pin_memory and torch.cuda.is_available()
+        self._start_method = worker_start_method if self._num_workers else None
+        self._runs = np.zeros((plan.num_lanes, 2), dtype=np.int64)
+        if positions is not None:
+            self._runs[:] = np.asarray(positions, dtype=np.int64).reshape(-1, 2)
+
+    @property
+    def num_steps(self) -> int:
+        return self._plan.num_steps
+
+    def positions(self) -> np.ndarray:
+        """[L, 2] int64: what a resume wants to know of each lane, as of the last step that was handed out.
+
+        Each rank knows its own lanes; the elementwise maximum over all ranks is what all know.
+        """
+        return self._runs.copy()
+
+    def steps(self, start: int = 0) -> Iterator[tuple[int, list[PackedBatch]]]:
+        """(step, its micro-batches) from step `start` on.
+
+        Workers start with the first step and end with the iterator, also when it is closed early.
+        """
+        assert 0 <= start <= self.num_steps, f"step {start} is not in 0..{self.num_steps}"
+        per_step = self._plan.bins_per_step // self._dp_size
+        runs = [RunStart(first, *divmod(place, 1 << _PIECE_BITS)) for first, place in self._runs.tolist()]
+        share = _Share(
+            self._stream,
+            first=start * self._plan.bins_per_step + self._dp_rank,
+            stride=self._dp_size,
+            num=(self.num_steps - start) * per_step,
+            runs=runs,
+        )
+        loader = DataLoader(
+            share,
+            batch_size=None,
+            collate_fn=_unchanged,
+            num_workers=self._num_workers,
+            prefetch_factor=self._prefetch_factor,
+            multiprocessing_context=self._start_method,
+            # Its own, lest the iterator draw from the global generator, whose state a resume restores.
+            generator=torch.Generator(),
+        )
+        bins = iter(loader)
+        for step in range(start, self.num_steps):
+            members = [next(bins) for _ in range(per_step)]
+            for member in members:
+                run = member.run
+                self._runs[member.lane] = run.first_bin, (run.block << _PIECE_BITS) + run.piece
+            size = self._micro_batch_size
+            yield step, [self._batch(members[at : at + size]) for at in range(0, per_step, size)]
+
+    def _batch(self, members: Sequence[StreamBin]) -> PackedBatch:
+        documents = [document for member in members for document in member.documents]
+        batch = collate(documents, pad_to_multiple_of=self._pad_to_multiple_of, extra_names=self._stream.extra_names)
+        return batch.pin_memory() if self._pin_memory else batch
+
+
+class _Share(IterableDataset[StreamBin]):
+    """`num` bins, the `first` and every `stride`-th after it; in a worker, its part of them in turn."""
+
+    def __init__(self, stream: Stream, *, first: int, stride: int, num: int, runs: list[RunStart]) -> None:
+        self._stream = stream
+        self._first = first
+        self._stride = stride
+        self._num = num
+        self._runs = runs
+
+    def __iter__(self) -> Iterator[StreamBin]:
+        worker = get_worker_info()
+        index, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        order, lanes = StreamOrder(self._stream), dict[int, Iterator[StreamBin]]()
+        for position in range(index, self._num, num_workers):
+            number, lane = divmod(self._first + position * self._stride, len(self._runs))
+            if lane not in lanes:
+                lanes[lane] = Lane(self._stream, order, lane, self._runs[lane]).bins()
+            # Bins that belong to others, or were trained on before, are passed over.
+            yield next(member for member in lanes[lane] if member.number == number)
+
+
+def _useful_workers(num_workers: int, num_lanes: int) -> int:
+    useful = max((num for num in range(1, num_workers + 1) if num_lanes % num == 0), default=0)
+    if useful < num_workers:
+        logger.info(
+            "stream workers=%d of=%d: each needs lanes of its own, and there are %d", useful, num_workers, num_lanes
+        )
+    return useful
+
+
+def _unchanged(item: object) -> object:
+    return item

@@ -1,0 +1,230 @@
+"""Streaming: the same bins on any number of ranks and workers and from any step, every document once an epoch."""
+
+import gzip
+import json
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from xorl.data import DataError, DatasetEntry
+from xorl.data.stream import StreamLoader, StreamOptions, StreamPlan, files, lane, open_stream, order
+from xorl.data.stream.lane import Lane
+
+NUM_ROWS = 400
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Blocks of a few rows, runs of a few bins, and lanes although there is little data."""
+    monkeypatch.setattr(files, "BLOCK_BYTES", 1500)
+    for module in (order, lane):
+        monkeypatch.setattr(module, "RUN_BINS", 6)
+    monkeypatch.setattr(order, "_RUNS_PER_LANE", 1)
+    monkeypatch.setattr(order, "_BYTES_PER_TOKEN", 8)
+
+
+def numbered(rows, first=0):
+    """Rows that can be told apart: the first two ids are a number."""
+    for index, row in enumerate(rows, first):
+        row["input_ids"][:2] = row["labels"][:2] = divmod(index, 1000)
+    return rows
+
+
+@pytest.fixture
+def corpus(tmp_path, make_rows, write_jsonl):
+    path = write_jsonl(tmp_path / "rows.jsonl", numbered(make_rows(NUM_ROWS)))
+    return DatasetEntry(str(path))
+
+
+def stream_of(tmp_path, *entries, **options):
+    options = {"bin_len": 64, "vocab_size": 1000, "seed": 3, **options}
+    return open_stream(entries, StreamOptions(**options), index_path=tmp_path / "index")
+
+
+def loaders(stream, *, world=1, bins_per_step=24, num_steps=12, positions=None, num_workers=0):
+    plan = StreamPlan.over(stream, bins_per_step=bins_per_step, max_steps=num_steps)
+    arguments = {"micro_batch_size": 1, "dp_size": world, "positions": positions, "num_workers": num_workers}
+    return [StreamLoader(stream, plan, dp_rank=rank, **arguments) for rank in range(world)]
+
+
+def documents_in(batch):
+    spans = pairwise(batch.cu_seqlens.tolist())
+    return [tuple(batch.input_ids[a:b].tolist()) for a, b in spans if b <= batch.num_tokens]
+
+
+def bins_of(step_batches):
+    """The bins of one step over all ranks, in global order: rank r has the r-th, the (r + n)-th, ..."""
+    return [documents_in(batch) for together in zip(*step_batches, strict=True) for batch in together]
+
+
+def read(ranks, start=0, stop=None):
+    """[[bin, ...] of each step], and the positions after the last."""
+    iterators = [rank.steps(start) for rank in ranks]
+    steps = []
+    for _ in range(start, ranks[0].num_steps if stop is None else stop):
+        steps.append(bins_of([next(iterator)[1] for iterator in iterators]))
+    for iterator in iterators:
+        iterator.close()
+    return steps, np.maximum.reduce([rank.positions() for rank in ranks])
+
+
+@pytest.mark.parametrize(("world", "num_workers"), [(2, 0), (3, 0), (4, 0), (8, 0), (1, 2), (2, 3)])
+def test_ranks_and_workers_change_nothing(tmp_path, corpus, small, world, num_workers):
+    """Catches bins that depend on who packs them: a step would train on other documents on another machine."""
+    stream = stream_of(tmp_path, corpus)
+    assert StreamPlan.over(stream, bins_per_step=24, max_steps=1).num_lanes == 16
+    expected, _ = read(loaders(stream))
+    assert read(loaders(stream, world=world, num_workers=num_workers))[0] == expected
+
+
+@pytest.mark.parametrize("worlds", [(1, 1, 1), (4, 2, 8), (3, 1, 4), (8, 6, 2)])
+def test_every_resume_goes_on_with_the_next_document(tmp_path, corpus, small, worlds):
+    """Catches documents repeated or lost by a resume, five times within an epoch and once across its end."""
+    stream = stream_of(tmp_path, corpus)
+    expected, _ = read(loaders(stream))
+    steps, positions = [], None
+    for number, (start, stop) in enumerate(pairwise((0, 1, 2, 3, 4, 5, 10, 12))):
+        world = worlds[number % len(worlds)]
+        found, positions = read(loaders(stream, world=world, positions=positions), start, stop)
+        steps += found
+    assert steps == expected
+    assert read(loaders(stream), start=7)[0] == expected[7:]  # without positions: slower, and the same
+
+
+def test_a_resume_reads_a_run_again_and_not_all(tmp_path, corpus, small, monkeypatch):
+    """Catches a resume that takes as long as what it resumes."""
+    stream = stream_of(tmp_path, corpus)
+    expected, _ = read(loaders(stream, num_steps=40))
+    _, positions = read(loaders(stream, num_steps=40), stop=38)
+    pieces = []
+    monkeypatch.setattr(lane, "block_pieces", lambda *a, f=lane.block_pieces: pieces.append(1) or f(*a))
+    assert read(loaders(stream, num_steps=40, positions=positions), start=38)[0] == expected[38:]
+    assert len(pieces) < 16 * 8
+
+
+def test_every_document_comes_once_an_epoch_in_another_order(tmp_path, corpus, small):
+    """Catches documents lost or doubled where blocks meet, and an order that is the same in every epoch."""
+    stream = stream_of(tmp_path, corpus)
+    blocks = order.StreamOrder(stream)
+    orders = []
+    for epoch in range(2):
+        seen = Counter()
+        sequence = []
+        for place in range(epoch * blocks.blocks_per_epoch, (epoch + 1) * blocks.blocks_per_epoch):
+            index, number = divmod(place, blocks.num_lanes)
+            found = blocks.block(number, index)
+            assert found[0] == epoch
+            sequence.append(found[2])
+            one = Lane(stream, blocks, number, lane.RunStart(0, index, 0))
+            for after, encoded in one._pieces():
+                if after.block != index:
+                    break
+                starts = np.cumsum(encoded.lengths) - encoded.lengths
+                seen.update(tuple(encoded.input_ids[start : start + 2].tolist()) for start in starts)
+        assert seen == {divmod(index, 1000): 1 for index in range(NUM_ROWS)}
+        orders.append(sequence)
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(blocks.blocks_per_epoch))
+    assert orders[0] != orders[1]
+
+
+def test_bins_are_full_and_documents_whole(tmp_path, corpus, small):
+    """Catches documents that are cut or lost by packing, bins that overflow, and runs that end in empty bins."""
+    stream = stream_of(tmp_path, corpus)
+    rows = {tuple(row["input_ids"]) for row in map(json.loads, Path(corpus.path).read_text().splitlines())}
+    steps, _ = read(loaders(stream))
+    bins = [members for step in steps for members in step]
+    assert all(document in rows for members in bins for document in members)
+    sizes = [sum(map(len, members)) for members in bins]
+    assert max(sizes) <= 64
+    assert sum(sizes) > 0.85 * 64 * len(sizes)
+
+
+def test_the_order_follows_the_seed_or_the_files(tmp_path, corpus, small):
+    """Catches a seed that is ignored, and a shuffle that nobody asked for."""
+    first, again, other = (stream_of(tmp_path, corpus, seed=seed) for seed in (3, 3, 4))
+    steps = [read(loaders(stream), stop=3)[0] for stream in (first, again, other)]
+    assert steps[0] == steps[1] != steps[2]
+    plans = [StreamPlan.over(stream, bins_per_step=24, max_steps=1).hash for stream in (first, again, other)]
+    assert plans[0] == plans[1] != plans[2]
+    still = order.StreamOrder(stream_of(tmp_path, corpus, shuffle=False))
+    assert [still.block(place % 16, place // 16)[2] for place in range(40)] == list(range(40))
+
+
+def rows_in(stream):
+    """The rows of one epoch by number."""
+    blocks = order.StreamOrder(stream)
+    seen = Counter()
+    for place in range(blocks.blocks_per_epoch):
+        _, entry, number = blocks.block(place % blocks.num_lanes, place // blocks.num_lanes)
+        file, inner = files.BlockTable(stream.entries[entry])[number]
+        for piece in lane.block_pieces(file, inner, None, "data.datasets[0]"):
+            seen.update(row["input_ids"][0] * 1000 + row["input_ids"][1] for row in piece.rows())
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "gz", "parquet", "json", "csv"])
+def test_every_format_is_cut_without_loss(tmp_path, make_rows, write_jsonl, write_as, small, kind):
+    """Catches rows lost or doubled where a file is cut: lines by bytes, Parquet by row groups, others not at all."""
+    rows = numbered(make_rows(100))
+    if kind == "gz":
+        path = tmp_path / "rows.jsonl.gz"
+        path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    elif kind == "parquet":
+        path = tmp_path / "rows.parquet"
+        pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=3)
+    else:
+        path = write_as(kind, tmp_path, rows)
+    stream = stream_of(tmp_path, DatasetEntry(str(path)))
+    assert (stream.entries[0].num_blocks > 3) == (kind in ("jsonl", "parquet"))
+    if kind != "csv":
+        assert rows_in(stream) == dict.fromkeys(range(100), 1)
+    steps, _ = read(loaders(stream, num_steps=2))
+    assert len(steps[1]) == 24
+
+
+def test_shares_of_a_stream(tmp_path, make_rows, write_jsonl, small):
+    """Catches an entry that is read more or less often than its share says."""
+    paths = [str(write_jsonl(tmp_path / f"{n}.jsonl", numbered(make_rows(100, seed=n), 100 * n))) for n in range(2)]
+    seen = rows_in(stream_of(tmp_path, DatasetEntry(paths[0], num_epochs=2.0), DatasetEntry(paths[1])))
+    assert seen == {index: 2 - index // 100 for index in range(200)}
+    stream = stream_of(tmp_path, DatasetEntry(paths[0], weight=3.0), DatasetEntry(paths[1], weight=1.0))
+    seen = rows_in(stream)
+    parts = [sum(times for index, times in seen.items() if index // 100 == part) for part in range(2)]
+    assert 0.7 < parts[0] / sum(parts) < 0.8
+    assert 180 < sum(parts) < 220
+
+
+def test_what_a_stream_cannot_be_is_refused(tmp_path, corpus, small):
+    """Catches a stream over nothing that spins for ever, and one over files that changed while it ran."""
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text('{"input_ids": []}\n' * 50)
+    with pytest.raises(DataError, match="a whole epoch of it has no document"):
+        read(loaders(stream_of(tmp_path, DatasetEntry(str(empty)))))
+    empty.write_text("")
+    for entry, words in (
+        (DatasetEntry(str(empty)), "is empty"),
+        (DatasetEntry("dummy"), "dummy is computed"),
+        (DatasetEntry(corpus.path, shards=2, shards_idx=0), "cannot be cut into shards"),
+    ):
+        with pytest.raises(DataError, match=words):
+            stream_of(tmp_path, entry)
+    stream = stream_of(tmp_path, corpus)
+    with open(corpus.path, "a") as file:
+        file.write('{"input_ids": [1, 2, 3]}\n')
+    with pytest.raises(DataError, match="was changed while it was streamed"):
+        read(loaders(stream))
+    assert stream_of(tmp_path, corpus).fingerprint != stream.fingerprint
+
+
+def test_a_bad_row_names_its_line(tmp_path, make_rows, write_jsonl, small):
+    """Catches an error that tells of a block and leaves the user to search a terabyte."""
+    path = write_jsonl(tmp_path / "rows.jsonl", make_rows(100))
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:60], '{"input_ids": ["a"]}', *lines[60:]]))
+    with pytest.raises(DataError, match=r"rows.jsonl, line 61"):
+        read(loaders(stream_of(tmp_path, DatasetEntry(str(path)))))

@@ -1,0 +1,110 @@
+"""A run that streams and is resumed, on any number of ranks and workers, trains as the one that was not stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from xorl.ckpt import CheckpointError, read_manifest
+from xorl.config import load_config
+from xorl.data.stream import files, lane, order
+from xorl.train.run import run_training
+
+CONFIG = """
+model:
+  config_path: {folder}/model
+data:
+  datasets: [{{path: {folder}/train.jsonl}}]
+  streaming: true
+  dataset_prepared_path: {folder}/prepared
+  sample_packing_sequence_len: 64
+  dataloader_num_workers: {workers}
+  pad_to_multiple_of: 16
+train:
+  output_dir: {output}
+  data_parallel_mode: ddp
+  gradient_accumulation_steps: {accumulation}
+  max_steps: {steps}
+  lr: 1e-2
+  enable_mixed_precision: false
+  enable_gradient_checkpointing: false
+  save_hf_weights: false
+  load_checkpoint_path: auto
+  log_format: structured
+  use_wandb: false
+"""
+BINS_PER_STEP = 12
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model, and data of about 90 bins in many small blocks."""
+    monkeypatch.setattr(files, "BLOCK_BYTES", 800)
+    monkeypatch.setattr(order, "_RUNS_PER_LANE", 1)
+    for module in (order, lane):
+        monkeypatch.setattr(module, "RUN_BINS", 6)
+    generator = torch.Generator().manual_seed(3)
+    with (tmp_path / "train.jsonl").open("w") as file:
+        for _ in range(250):
+            length = int(torch.randint(4, 40, (1,), generator=generator))
+            ids = torch.randint(0, 64, (length,), generator=generator).tolist()
+            file.write(json.dumps({"input_ids": ids, "labels": [-100, *ids[1:]]}) + "\n")
+    (tmp_path / "model").mkdir()
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
+    rest = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": True}
+    config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **shape, **heads, **rest}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def run(folder: Path, output: Path, steps: int, workers: int = 0) -> int:
+    accumulation = BINS_PER_STEP // int(os.environ["WORLD_SIZE"])
+    path = output.parent / f"{output.name}_{os.environ['RANK']}.yaml"
+    text = CONFIG.format(folder=folder, output=output, accumulation=accumulation, steps=steps, workers=workers)
+    path.write_text(text)
+    return run_training(load_config(path))
+
+
+def records(output: Path) -> list[tuple[float, ...]]:
+    """(step, tokens, trained tokens, loss) of every step."""
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["num_tokens"], line["num_trained_tokens"], line["loss"]) for line in lines]
+
+
+@pytest.mark.multi
+def test_resumed_streams_train_on_the_same_documents(folder: Path, run_ranks) -> None:
+    # Catches documents that are repeated or lost where a run goes on, within an epoch (7 steps) and beyond its end.
+    whole = folder / "whole"
+    run_ranks(lambda: run(folder, whole, 10), 1)
+    parts = folder / "parts"
+    for steps, world, workers in ((2, 2, 0), (3, 1, 2), (8, 4, 0), (10, 2, 1)):
+        run_ranks(lambda steps=steps, workers=workers: run(folder, parts, steps, workers), world)
+    expected, found = records(whole), records(parts)
+    assert [row[:3] for row in found] == [row[:3] for row in expected]
+    assert [row[3] for row in found] == pytest.approx([row[3] for row in expected], rel=1e-4)
+    place = read_manifest(parts / "checkpoints" / "global_step_10").info["data"]
+    assert place["position"] == 10 * BINS_PER_STEP
+    assert sum(first for first, _ in place["stream_positions"]) > 0
+
+
+@pytest.mark.multi
+def test_a_stream_over_other_files_is_not_continued(folder: Path, run_ranks) -> None:
+    # Catches a place in the data that is applied to data which it does not belong to.
+    output = folder / "output"
+    run_ranks(lambda: run(folder, output, 1), 1)
+    with (folder / "train.jsonl").open("a") as file:
+        file.write('{"input_ids": [1, 2, 3]}\n')
+
+    def refused() -> str:
+        try:
+            run(folder, output, 2)
+        except CheckpointError as error:
+            return str(error)
+        return "no error"
+
+    assert "the data is not what this checkpoint was trained on" in run_ranks(refused, 1)[0]
