@@ -4,19 +4,12 @@ A function yields what is wrong with a configuration whose single values are all
 """
 
 import math
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from xorl.config.local import Config, DatasetEntryConfig
-
-
-@dataclass(frozen=True)
-class Conflict:
-    """What is wrong and the options involved; the first one that was set is where it is reported."""
-
-    paths: tuple[str, ...]
-    message: str
+from xorl.config.data_conflicts import DATA_CHECKS
+from xorl.config.local import Config
+from xorl.config.problems import Conflict
 
 
 @dataclass(frozen=True)
@@ -28,20 +21,6 @@ class Need:
     wanted: str
     holds: Callable[[Config], bool]
 
-
-# What train_on and columns may say for each type of dataset entry.
-FORMAT_TARGETS: dict[str, tuple[str, ...]] = {
-    "tokenized": (),
-    "chat": ("assistant", "last_turn", "all"),
-    "prompt_completion": ("completion", "all"),
-    "text": ("all",),
-}
-FORMAT_COLUMNS: dict[str, tuple[str, ...]] = {
-    "tokenized": (),
-    "chat": ("messages", "tools", "system"),
-    "prompt_completion": ("prompt", "completion", "instruction", "input", "output", "question", "answer"),
-    "text": ("text",),
-}
 
 NEEDS: tuple[Need, ...] = (
     Need(
@@ -160,31 +139,6 @@ def _model_is_named(config: Config) -> Iterator[Conflict]:
         )
 
 
-def _shards_are_chosen(config: Config) -> Iterator[Conflict]:
-    for path, entry in _entries(config):
-        yield from _shard_is_chosen(f"{path}.shards", entry.shards, f"{path}.shards_idx", entry.shards_idx)
-        if entry.shards is not None and entry.preprocess_shards is not None:
-            yield Conflict((f"{path}.preprocess_shards", f"{path}.shards"), "set shards or preprocess_shards, not both")
-    data = config.data
-    yield from _shard_is_chosen(
-        "data.dataset_shard_num", data.dataset_shard_num, "data.dataset_shard_idx", data.dataset_shard_idx
-    )
-
-
-def _shard_is_chosen(number_path: str, number: int | None, index_path: str, index: int | None) -> Iterator[Conflict]:
-    number_name, index_name = number_path.rsplit(".", 1)[1], index_path.rsplit(".", 1)[1]
-    if index is not None and number is None:
-        yield Conflict((index_path, number_path), f"{index_name} needs {number_name}, the number of parts")
-    elif number is not None and index is None:
-        yield Conflict(
-            (number_path, index_path), f"{number_name} needs {index_name}, the part to use (0 to {number - 1})"
-        )
-    elif number is not None and index is not None and index >= number:
-        yield Conflict(
-            (index_path, number_path), f"{index_name} is {index}; {number_name}: {number} wants 0 to {number - 1}"
-        )
-
-
 def _needs_are_met(config: Config) -> Iterator[Conflict]:
     for need in NEEDS:
         if need.holds(config):
@@ -195,138 +149,6 @@ def _needs_are_met(config: Config) -> Iterator[Conflict]:
             if getattr(section, name) != type(section).model_fields[name].default:
                 message = f"{name} does nothing unless {need.switch} is {need.wanted}"
                 yield Conflict((path, need.switch), message)
-
-
-def _made_up_rows_have_no_source(config: Config) -> Iterator[Conflict]:
-    for path, entry in _entries(config):
-        for name in ("name", "split", "revision", "data_files", "ds_type", "shards"):
-            if entry.path == "dummy" and getattr(entry, name) is not None:
-                yield Conflict((f"{path}.{name}", f"{path}.path"), f"made-up rows have no {name}: leave it out")
-
-
-def _data_files_have_a_format(config: Config) -> Iterator[Conflict]:
-    for path, entry in _entries(config):
-        if entry.data_files is not None and entry.ds_type is None:
-            yield Conflict(
-                (f"{path}.data_files", f"{path}.ds_type"),
-                "data_files needs ds_type, the format of the files: json, csv, parquet, arrow or text",
-            )
-
-
-def _streams_end(config: Config) -> Iterator[Conflict]:
-    if not config.data.streaming:
-        return
-    if config.train.max_steps is None:
-        yield Conflict(
-            ("data.streaming", "train.max_steps"),
-            "a stream has no known length: set train.max_steps, the steps to take",
-        )
-    for index, entry in enumerate(config.data.datasets):
-        for name in ("shards", "preprocess_shards"):
-            if getattr(entry, name) is not None:
-                path = f"data.datasets.{index}.{name}"
-                yield Conflict((path, "data.streaming"), f"{name} does nothing unless data.streaming is false")
-        if entry.path == "dummy":
-            yield Conflict((f"data.datasets.{index}.path", "data.streaming"), "made-up rows are not streamed")
-
-
-def _shares_agree(config: Config) -> Iterator[Conflict]:
-    for name in ("datasets", "test_datasets"):
-        entries = getattr(config.data, name)
-        weighted = [entry.weight is not None for entry in entries]
-        for index, entry in enumerate(entries):
-            path = f"data.{name}.{index}"
-            if entry.weight is not None and entry.num_epochs is not None:
-                yield Conflict((f"{path}.num_epochs", f"{path}.weight"), "set weight or num_epochs, not both")
-            if any(weighted) and not weighted[index]:
-                other = f"data.{name}.{weighted.index(True)}.weight"
-                yield Conflict(
-                    (f"{path}.weight", other), "weights are shares of all samples: give every entry one, or none"
-                )
-
-
-def _tokens_have_a_use(config: Config) -> Iterator[Conflict]:
-    data = config.data
-    may_be_hub = [re.fullmatch(r"[\w.-]+/[\w.-]+", entry.path) for _, entry in _entries(config)]
-    if data.hf_use_auth_token is not None and data.push_dataset_to_hub is None and not any(may_be_hub):
-        yield Conflict(
-            ("data.hf_use_auth_token",),
-            "hf_use_auth_token does nothing unless a dataset is read from the Hub (org/name) or "
-            "data.push_dataset_to_hub is set",
-        )
-
-
-def _formats_have_their_options(config: Config) -> Iterator[Conflict]:
-    for path, entry in _entries(config):
-        if entry.type == "auto":
-            if config.data.skip_prepare_dataset:
-                yield Conflict(
-                    (f"{path}.type", "data.skip_prepare_dataset"),
-                    "auto looks at the data, which skip_prepare_dataset forbids: name the type",
-                )
-            continue
-        wanted = {"train_on": FORMAT_TARGETS[entry.type], "columns": FORMAT_COLUMNS[entry.type]}
-        given = {"train_on": [entry.train_on] if entry.train_on else [], "columns": list(entry.columns)}
-        for name, values in given.items():
-            wrong = next((value for value in values if value not in wanted[name]), None)
-            if wrong is not None:
-                takes = f"takes {', '.join(wanted[name])}" if wanted[name] else f"has no {name}: leave it out"
-                message = f"{wrong} means nothing for type {entry.type}, which {takes}"
-                yield Conflict((f"{path}.{name}", f"{path}.type"), message)
-        if entry.chat_template is not None and entry.type != "chat":
-            yield Conflict(
-                (f"{path}.chat_template", f"{path}.type"), f"type {entry.type} has no chat template: leave it out"
-            )
-        if entry.path == "dummy" and entry.type != "tokenized":
-            yield Conflict((f"{path}.type", f"{path}.path"), "made-up rows are tokenized: leave type out")
-
-
-def _select_columns_has_tokens_to_select(config: Config) -> Iterator[Conflict]:
-    kinds = {entry.type for _, entry in _entries(config)}
-    if config.data.select_columns is not None and not kinds & {"tokenized", "auto"}:
-        yield Conflict(
-            ("data.select_columns", "data.datasets.0.type"),
-            "select_columns chooses among columns of token ids, and no dataset is of type tokenized; an entry's own "
-            "columns names those of text",
-        )
-
-
-def _overflow_is_limited(config: Config) -> Iterator[Conflict]:
-    for path, entry in _entries(config):
-        if entry.overflow_limit is not None and entry.overflow == "error":
-            yield Conflict(
-                (f"{path}.overflow_limit", f"{path}.overflow"), "overflow: error stops at the first one: leave it out"
-            )
-
-
-def _documents_fit_bins(config: Config) -> Iterator[Conflict]:
-    bin_length = config.data.sample_packing_sequence_len
-    for path, entry in _entries(config):
-        if entry.max_seq_len is not None and entry.max_seq_len > bin_length:
-            yield Conflict(
-                (f"{path}.max_seq_len", "data.sample_packing_sequence_len"),
-                f"max_seq_len is {entry.max_seq_len}, but a document has to fit a bin, and "
-                f"sample_packing_sequence_len is {bin_length}",
-            )
-
-
-def _held_out_data_has_one_source(config: Config) -> Iterator[Conflict]:
-    data = config.data
-    if data.val_set_size is not None and data.test_datasets:
-        yield Conflict(
-            ("data.val_set_size", "data.test_datasets"),
-            "held-out data comes from one of the two; set the other to null",
-        )
-
-
-def _prefetching_needs_workers(config: Config) -> Iterator[Conflict]:
-    data = config.data
-    is_set = "dataloader_prefetch_factor" in data.model_fields_set
-    if data.dataloader_num_workers == 0 and is_set and data.dataloader_prefetch_factor is not None:
-        yield Conflict(
-            ("data.dataloader_prefetch_factor", "data.dataloader_num_workers"),
-            "no process prefetches when dataloader_num_workers is 0: set dataloader_prefetch_factor to null",
-        )
 
 
 def _sharding_options_agree(config: Config) -> Iterator[Conflict]:
@@ -446,18 +268,7 @@ def _adapters_are_on(config: Config) -> Iterator[Conflict]:
 CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
     _model_is_named,
     _needs_are_met,
-    _made_up_rows_have_no_source,
-    _data_files_have_a_format,
-    _formats_have_their_options,
-    _select_columns_has_tokens_to_select,
-    _overflow_is_limited,
-    _shards_are_chosen,
-    _streams_end,
-    _shares_agree,
-    _tokens_have_a_use,
-    _documents_fit_bins,
-    _held_out_data_has_one_source,
-    _prefetching_needs_workers,
+    *DATA_CHECKS,
     _sharding_options_agree,
     _degrees_fit_the_mode,
     _offloading_reaches_what_is_kept,
@@ -469,12 +280,6 @@ CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
     _the_profile_has_a_length,
     _adapters_are_on,
 )
-
-
-def _entries(config: Config) -> Iterator[tuple[str, DatasetEntryConfig]]:
-    for name in ("datasets", "test_datasets"):
-        for index, entry in enumerate(getattr(config.data, name)):
-            yield f"data.{name}.{index}", entry
 
 
 def check_world_size(config: Config, world_size: int) -> None:

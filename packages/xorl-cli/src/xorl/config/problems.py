@@ -64,3 +64,11 @@ class ConfigError(ValueError):
         number = len(self.problems)
         head = f"{self.source}: {number} problem{'' if number == 1 else 's'}"
         return "\n\n".join([head, *map(str, self.problems)])
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """What is wrong and the options involved; the first one that was set is where it is reported."""
+
+    paths: tuple[str, ...]
+    message: str
