@@ -50,6 +50,13 @@ MODEL = {
 }
 
 
+OPTIMIZERS = {
+    "adamw": [],
+    "muon": ["--train.optimizer", "muon"],
+    "half": ["--train.optimizer", "anyprecision_adamw", "--train.param_dtype", "bf16", "--train.lr", "1e-3"],
+}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gpu")
@@ -89,12 +96,15 @@ def test_gpu_agrees_with_the_cpu_in_fp32(folder: Path) -> None:
     assert train(folder, "fp32_gpu", *fp32) == pytest.approx(train(folder, "fp32_cpu", *fp32, gpus=0), rel=1e-4)
 
 
-def test_resumed_run_is_the_same_to_the_bit(folder: Path) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "anyprecision_adamw", "muon"])
+def test_resumed_run_is_the_same_to_the_bit(folder: Path, optimizer: str) -> None:
     # Catches state that a checkpoint forgets, and kernels that are not deterministic when they were asked to be.
     exact = ["--train.enable_full_determinism", "true", "--train.allow_cuda_launch_blocking", "true"]
-    straight = train(folder, "straight", *exact)
-    train(folder, "resumed", *exact, "--train.max_steps", "5")
-    assert train(folder, "resumed", *exact) == straight
+    if optimizer != "adamw":
+        exact += ["--train.optimizer", optimizer, "--train.param_dtype", "bf16"]
+    straight = train(folder, f"straight_{optimizer}", *exact)
+    train(folder, f"resumed_{optimizer}", *exact, "--train.max_steps", "5")
+    assert train(folder, f"resumed_{optimizer}", *exact) == straight
     assert straight[-1] < straight[0]
 
 
@@ -103,9 +113,11 @@ def test_two_gpus_agree_with_one(folder: Path, mode: str) -> None:
     # Catches gradients that are averaged, or reduced in half precision, by NCCL.
     if torch.cuda.device_count() < 2:
         pytest.skip("this host has one GPU")
-    one = train(folder, f"{mode}_one", "--train.gradient_accumulation_steps", "4", "--train.data_parallel_mode", mode)
-    two = train(folder, f"{mode}_two", "--train.data_parallel_mode", mode, gpus=2)
-    assert two == pytest.approx(one, rel=1e-2)
+    for name, options in OPTIMIZERS.items():
+        options = [*options, "--train.data_parallel_mode", mode]
+        one = train(folder, f"{mode}_{name}_one", "--train.gradient_accumulation_steps", "4", *options)
+        two = train(folder, f"{mode}_{name}_two", *options, gpus=2)
+        assert two == pytest.approx(one, rel=1e-2), name
 
 
 @pytest.mark.parametrize(

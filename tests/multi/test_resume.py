@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(folder: Path, output: Path, *, mode: str, accumulation: int, killed_at: int | None = None) -> int:
+def run(
+    folder: Path,
+    output: Path,
+    *,
+    mode: str,
+    accumulation: int,
+    killed_at: int | None = None,
+    overrides: Sequence[str] = (),
+) -> int:
     """What one rank does; with `killed_at`, every rank dies when the checkpoint of that step has been published."""
     text = CONFIG.format(folder=folder, output=output, mode=mode, accumulation=accumulation, steps=NUM_STEPS)
     path = output.parent / f"{output.name}_{os.environ['RANK']}.yaml"
@@ -80,7 +89,7 @@ def run(folder: Path, output: Path, *, mode: str, accumulation: int, killed_at: 
                 os.kill(os.getpid(), signal.SIGKILL)
 
         Checkpoints.save = save_and_die
-    return run_training(load_config(path))
+    return run_training(load_config(path, overrides))
 
 
 def losses(output: Path) -> dict[int, tuple[float, float]]:
@@ -109,14 +118,27 @@ def final_state(output: Path) -> dict[str, Tensor]:
     return {f"{part}.{key}": tensor for part, tensors in parts.items() for key, tensor in tensors.items()}
 
 
+HALF = ["--train.param_dtype", "bf16", "--train.enable_mixed_precision", "true", "--train.lr", "3e-3"]
+
+
 @pytest.mark.multi
-@pytest.mark.parametrize(("mode", "world_size"), [("none", 1), ("fsdp2", 2)])
+@pytest.mark.parametrize(
+    ("mode", "world_size", "overrides"),
+    [
+        ("none", 1, []),
+        ("fsdp2", 2, []),
+        ("none", 1, [*HALF, "--train.optimizer", "anyprecision_adamw"]),
+        ("fsdp2", 2, [*HALF, "--train.optimizer", "muon"]),
+    ],
+    ids=["none-adamw", "fsdp2-adamw", "none-anyprecision_adamw", "fsdp2-muon"],
+)
 def test_killed_and_resumed_run_is_the_same_to_the_bit(
-    mode: str, world_size: int, folder: Path, tmp_path: Path, run_ranks
+    mode: str, world_size: int, overrides: list[str], folder: Path, tmp_path: Path, run_ranks
 ) -> None:
-    # Catches anything that a checkpoint forgets: a moment, a step count, a place in the data, a schedule.
+    # Catches anything that a checkpoint forgets: a moment, a step count, a place in the data, a schedule, the bits by
+    # which weights in bf16 are rounded.
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    split = {"mode": mode, "accumulation": 4 // world_size}
+    split = {"mode": mode, "accumulation": 4 // world_size, "overrides": overrides}
     assert run_ranks(lambda: run(folder, straight, **split), world_size) == [0] * world_size
     killed = run_ranks(lambda: run(folder, resumed, **split, killed_at=KILLED_AT), world_size)
     assert killed == ["no result"] * world_size

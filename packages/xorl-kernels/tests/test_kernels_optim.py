@@ -155,4 +155,4 @@ def test_empty_shards_and_skipped_steps_change_nothing(name: str, count: int, op
 if __name__ == "__main__":
     from xorl.kernels.optim import triton_updates
 
-    assert_kernels_match(triton_updates)
+    assert_kernels_match(triton_updates, *sys.argv[1:])

@@ -23,6 +23,9 @@ class SGD(torch.optim.Optimizer):
     def __init__(self, params: Iterable[dict[str, Any]], lr: float) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": 0.0})
 
+    def materialise(self) -> None:
+        """There is no state to create."""
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every parameter that has a gradient; elementwise, so each rank does its shards."""

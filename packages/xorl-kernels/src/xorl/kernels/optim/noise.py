@@ -37,10 +37,14 @@ class Noise:
 
 def philox2x32(low: Tensor, high: Tensor, key: Tensor | int, num_rounds: int = ROUNDS) -> tuple[Tensor, Tensor]:
     """Two words of 32 random bits for each counter (low, high); all are int64 tensors of values below 2**32."""
+    low, high = low.clone(), high.clone()
+    product = torch.empty_like(low)
     for _ in range(num_rounds):
         # The product has up to 64 bits: as int64 it may be negative, and its bits are right.
-        product = low * MULTIPLIER
-        low, high = (product >> 32) & _MASK ^ key ^ high, product & _MASK
+        torch.mul(low, MULTIPLIER, out=product)
+        torch.bitwise_right_shift(product, 32, out=low)
+        low.bitwise_and_(_MASK).bitwise_xor_(high).bitwise_xor_(key)
+        torch.bitwise_and(product, _MASK, out=high)
         key = (key + KEY_STEP) & _MASK
     return low, high
 
@@ -50,7 +54,9 @@ def draw(noise: Noise, start: int, count: int) -> tuple[Tensor, Tensor]:
     first = noise.first + start
     index = torch.arange(first, first + count, device=noise.step.device)
     # Parameters of more than 2**32 elements repeat no bits: the index's upper half changes the key.
-    key = ((index >> 32) * KEY_STEP + noise.key) & _MASK
+    is_one = first >> 32 == (first + count - 1) >> 32
+    upper = first >> 32 if is_one else index >> 32
+    key = (upper * KEY_STEP + noise.key) & _MASK
     return philox2x32(index & _MASK, (noise.step & _MASK).expand_as(index), key)
 
 
