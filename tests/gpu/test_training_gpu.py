@@ -128,6 +128,8 @@ def test_two_gpus_agree_with_one(folder: Path, mode: str) -> None:
         ["--train.enable_reentrant", "true"],
         ["--train.enable_cpu_offload", "true"],
         ["--train.enable_activation_offload", "true"],
+        ["--train.enable_compile", "true", "--train.recompute_policy", "operation"],
+        ["--train.enable_compile", "true", "--train.enable_activation_offload", "true"],
         ["--train.enable_gradient_checkpointing", "false", "--train.enable_full_shard", "false"],
         ["--train.init_device", "cpu", "--model.attn_implementation", "sdpa"],
         ["--train.init_device", "cuda", "--model.basic_modules", "[mlp]", "--train.ckpt_manager", "torch"],
@@ -139,3 +141,13 @@ def test_options_do_not_change_what_is_trained(folder: Path, options: list[str])
     reference = train(folder, "reference", "--train.load_checkpoint_path", "auto")
     name = "_".join(options).replace("/", "_")
     assert train(folder, name, *options) == pytest.approx(reference, rel=1e-2)
+
+
+@pytest.mark.parametrize("option", ["enable_compile", "enable_cpu_offload", "enable_activation_offload"])
+def test_resumed_run_is_the_same_whatever_saves_memory(folder: Path, option: str) -> None:
+    # Catches kernels that compiled code picks by timing, and tensors that sharding to the host replaces.
+    exact = ["--train.enable_full_determinism", "true", "--train.allow_cuda_launch_blocking", "true"]
+    exact += [f"--train.{option}", "true"]
+    straight = train(folder, f"straight_{option}", *exact)
+    train(folder, f"resumed_{option}", *exact, "--train.max_steps", "5")
+    assert train(folder, f"resumed_{option}", *exact) == straight

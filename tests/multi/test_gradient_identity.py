@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.tensor import DTensor
 
 from xorl.ckpt import Checkpointer
@@ -16,7 +17,7 @@ from xorl.core.loss import cross_entropy
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.models import Decoder, spec_for
 from xorl.core.optim import MuonOptions, OptimizerName, build_optimizer, scale_and_clip_
-from xorl.core.parallel import ParallelPolicy, local_part, parallelize
+from xorl.core.parallel import CompileBackend, ParallelPolicy, local_part, parallelize
 from xorl.data import Document, PackedBatch, collate
 from xorl.kernels.attention import AttentionRequest, resolve_attention
 from xorl.train.engine import Engine
@@ -78,7 +79,11 @@ def rows() -> list[list[Document]]:
 
 
 def engine_for(
-    layout: str, recompute: str = "none", units: Sequence[str] = (), param_dtype: torch.dtype = torch.float32
+    layout: str,
+    recompute: str = "none",
+    units: Sequence[str] = (),
+    param_dtype: torch.dtype = torch.float32,
+    backend: CompileBackend | None = None,
 ) -> Engine:
     """fp32 parameters are computed with in fp32, bf16 ones in bf16."""
     mode, world_size, shard_size, replicate_size, reshard = LAYOUTS[layout]
@@ -97,6 +102,7 @@ def engine_for(
         cpu_offload=layout == "offload-2",
         recompute=parts,
         reentrant_recompute=reentrant,
+        compile_backend=backend,
     )
 
     def fill(module: torch.nn.Module) -> None:
@@ -114,9 +120,10 @@ def step_gradient(
     recompute: str = "none",
     units: Sequence[str] = (),
     param_dtype: torch.dtype = torch.float32,
+    backend: CompileBackend | None = None,
 ) -> tuple[dict[str, Tensor], float]:
     """Whole gradients by parameter, and the loss, of one step over all rows, as every rank ends up with them."""
-    engine = engine_for(layout, recompute, units, param_dtype)
+    engine = engine_for(layout, recompute, units, param_dtype, backend)
     mesh = engine.model.mesh
     own = rows()[mesh.dp_rank :: mesh.dp_size]
     batches: Sequence[PackedBatch] = [
@@ -170,6 +177,30 @@ def test_recomputation_does_not_change_the_gradient(layout: str, run_ranks) -> N
             assert_same(reference, gradients)
 
 
+def compiled_step_gradients(layout: str, kinds: Sequence[str]) -> list[tuple[dict[str, Tensor], float, int]]:
+    """(gradients, loss, number of compilations) of steps over packs of many lengths, one for each recomputation."""
+    results = []
+    for recompute in kinds:
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        results.append((*step_gradient(layout, 1, recompute, backend=counter), counter.frame_count))
+    return results
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    ("layout", "kinds"), [("ddp-2", ["none", "operation", "layer"]), ("zero3-2", ["none", "operation", "layer", "mlp"])]
+)
+def test_compilation_does_not_change_the_gradient(layout: str, kinds: list[str], run_ranks) -> None:
+    # Catches a graph that holds on to parameters which are gathered anew, and one that is split at gradient buckets.
+    [(reference, reference_loss)] = run_ranks(lambda: step_gradient("none", 4), 1)
+    for results in run_ranks(lambda: compiled_step_gradients(layout, kinds), 2):
+        for gradients, loss, num_compilations in results:
+            assert_same(reference, gradients)
+            assert loss == pytest.approx(reference_loss, rel=1e-6)
+            assert num_compilations == 1
+
+
 @pytest.mark.multi
 def test_gradient_of_bf16_parameters_does_not_depend_on_the_split(run_ranks) -> None:
     # Catches a placement that cannot take bf16 parameters, or loses more of their gradients than bf16 arithmetic does.
@@ -216,9 +247,14 @@ PLACED = ["ddp-2", "zero3-2", "zero2-2", "hsdp-2x2", "offload-2"]
 OPTIMIZERS = ["adamw", "sgd", "anyprecision_adamw", "muon"]
 
 
-def engine_with(layout: str, optimizer: OptimizerName, param_dtype: torch.dtype = torch.float32) -> Engine:
+def engine_with(
+    layout: str,
+    optimizer: OptimizerName,
+    param_dtype: torch.dtype = torch.float32,
+    backend: CompileBackend | None = None,
+) -> Engine:
     """States are in the dtype of the parameters."""
-    engine = engine_for(layout, param_dtype=param_dtype)
+    engine = engine_for(layout, param_dtype=param_dtype, backend=backend)
     mesh, module = engine.model.mesh, engine.model.module
     assert isinstance(module, Decoder)
     replicas = mesh.dp_group if layout.startswith("ddp") else None
@@ -289,7 +325,11 @@ def test_gradient_that_is_not_finite_moves_no_shard(layout: str, optimizer: Opti
 
 
 def steps_around_a_checkpoint(
-    layout: str, folder: Path, optimizer: OptimizerName = "adamw", param_dtype: torch.dtype = torch.float32
+    layout: str,
+    folder: Path,
+    optimizer: OptimizerName = "adamw",
+    param_dtype: torch.dtype = torch.float32,
+    backend: CompileBackend | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The parameters after two steps: straight on, and with a checkpoint in between that another engine continues."""
 
@@ -297,7 +337,7 @@ def steps_around_a_checkpoint(
         losses = engine.forward_backward([batch_of(engine)], cross_entropy)
         engine.optim_step(0.1, divisor=losses.num_trained_tokens)
 
-    engine, resumed = (engine_with(layout, optimizer, param_dtype) for _ in range(2))
+    engine, resumed = (engine_with(layout, optimizer, param_dtype, backend) for _ in range(2))
     step(engine)
     checkpointer = Checkpointer(folder)
     checkpoint = checkpointer.save(1, engine.state(), info={}, scalars={}, rng={})
@@ -308,9 +348,10 @@ def steps_around_a_checkpoint(
 
 
 @pytest.mark.multi
-def test_state_in_host_memory_is_saved_and_restored(tmp_path: Path, run_ranks) -> None:
-    # Catches state that is loaded into tensors which the sharding has replaced by others.
-    for straight, resumed in run_ranks(lambda: steps_around_a_checkpoint("offload-2", tmp_path), 2):
+@pytest.mark.parametrize(("layout", "backend"), [("offload-2", None), ("zero3-2", "aot_eager")])
+def test_state_is_saved_and_restored_to_the_bit(layout: str, backend: str | None, tmp_path: Path, run_ranks) -> None:
+    # Catches state that is loaded into tensors which sharding, or a compiled graph, has replaced by others.
+    for straight, resumed in run_ranks(lambda: steps_around_a_checkpoint(layout, tmp_path, backend=backend), 2):
         torch.testing.assert_close(resumed, straight, rtol=0, atol=0)
 
 

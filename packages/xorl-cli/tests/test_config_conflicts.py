@@ -127,6 +127,11 @@ def entry(**options: Any) -> dict[str, Any]:
             "train.enable_activation_offload",
             "cannot be offloaded",
         ),
+        (
+            {"train": {"enable_compile": True, "enable_reentrant": True}},
+            "train.enable_reentrant",
+            "cannot be compiled",
+        ),
         ({"train": {"lr_min": 1e-6}}, "train.lr_min", "is linear or cosine"),
         ({"train": {"lr_decay_ratio": 0.5}}, "train.lr_decay_ratio", "is linear or cosine"),
         ({"train": {"lr_start": 1e-6}}, "train.lr_start", "lr_warmup_ratio is above 0"),
@@ -214,6 +219,7 @@ def test_options_that_contradict_each_other_are_refused(changes: Options, path: 
         {"train": {"enable_profiling": True, "profile_start_step": 5, "profile_end_step": 6}},
         {"train": {"enable_gradient_checkpointing": False}},
         {"train": {"enable_activation_offload": True, "activation_gpu_limit": 2.0}},
+        {"train": {"enable_activation_offload": True, "recompute_policy": "operation", "enable_compile": True}},
     ],
 )
 def test_options_that_agree_are_accepted(changes: Options) -> None:

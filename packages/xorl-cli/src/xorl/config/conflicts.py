@@ -179,14 +179,19 @@ def _degrees_fit_the_mode(config: Config) -> Iterator[Conflict]:
             )
 
 
-def _offloading_reaches_what_is_kept(config: Config) -> Iterator[Conflict]:
+def _recomputation_fits_what_surrounds_it(config: Config) -> Iterator[Conflict]:
     train = config.train
     keeps_operations = train.enable_gradient_checkpointing and train.recompute_policy == "operation"
-    if train.enable_activation_offload and keeps_operations:
+    if train.enable_activation_offload and keeps_operations and not train.enable_compile:
         yield Conflict(
             ("train.enable_activation_offload", "train.recompute_policy"),
             "torch keeps what recompute_policy: operation does not recompute where it cannot be offloaded: set "
-            "recompute_policy to module, or enable_gradient_checkpointing to false to offload everything",
+            "enable_compile to true, recompute_policy to module, or enable_gradient_checkpointing to false",
+        )
+    if train.enable_compile and train.enable_reentrant:
+        yield Conflict(
+            ("train.enable_reentrant", "train.enable_compile"),
+            "the reentrant form of gradient checkpointing cannot be compiled: leave enable_reentrant at false",
         )
 
 
@@ -271,7 +276,7 @@ CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
     *DATA_CHECKS,
     _sharding_options_agree,
     _degrees_fit_the_mode,
-    _offloading_reaches_what_is_kept,
+    _recomputation_fits_what_surrounds_it,
     _tensor_parallelism_splits_projections,
     _rates_are_ordered,
     _muon_has_a_schedule_to_follow,

@@ -346,7 +346,12 @@ class MemoryFields(Section):
         description="Activations, in GB, that enable_activation_offload leaves on the GPU, besides those of the last "
         "layer and of the one that computes: those saved last, which are needed first. 0 means none.",
     )
-    enable_compile: bool = Field(default=False, description="Compile the layers with torch.compile.")
+    enable_compile: bool = Field(
+        default=False,
+        description="Compile each decoder layer with torch.compile: once for all equal layers and packs of any length. "
+        "The first step waits for it; later runs find the result in ~/.cache/xorl (or XDG_CACHE_HOME). Needs a C++ "
+        "compiler on a CPU, a C compiler beside a GPU.",
+    )
     init_device: InitDevice = Field(
         default="auto",
         description="Where parameters are made: meta (each rank makes its shards alone; fsdp2), cuda, or cpu. auto "

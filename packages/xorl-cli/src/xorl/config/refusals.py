@@ -79,7 +79,6 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("train.cp_fsdp_mode", "context parallelism is not built", "leave it at all"),
     Refusal("train.ep_outside", "expert parallelism is not built", "leave it at false"),
     Refusal("train.moe_checkpoint_method", "mixture-of-experts models are not built", "leave it at null"),
-    Refusal("train.enable_compile", "compilation is not built", "leave it at false"),
     Refusal(
         "train.init_device",
         "xorl runs on CUDA GPUs and on CPUs; there is no such device",

@@ -144,6 +144,7 @@ def _policy(model: ModelConfig, train: TrainConfig, compute_dtype: torch.dtype, 
         cpu_offload=train.enable_cpu_offload,
         recompute=_recompute(train),
         reentrant_recompute=train.enable_reentrant,
+        compile_backend="inductor" if train.enable_compile else None,
         activation_offload_limit=train.activation_gpu_limit * 1e9 if train.enable_activation_offload else None,
     )
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 import gc
 import hashlib
 import os
+import platform
 import random
+import shutil
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -86,6 +89,41 @@ def use_expandable_segments() -> None:
     """
     if not os.environ.get("PYTORCH_ALLOC_CONF") and not os.environ.get("PYTORCH_CUDA_ALLOC_CONF"):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+def missing_compiler(device_type: str) -> str | None:
+    """What torch.compile needs on this kind of device and does not find, or None."""
+    if device_type == "cuda":
+        # Triton builds the code that launches its kernels.
+        names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
+        language = "C"
+    else:
+        names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++"]
+        language = "C++"
+    if any(shutil.which(name) for name in names):
+        return None
+    return f"torch.compile needs a {language} compiler, and there is no {' or '.join(names)}"
+
+
+def use_compile_cache(torch_default: str) -> Path:
+    """Keep compiled code where it outlives the process and a restart of the machine, by version; returns the folder.
+
+    TORCHINDUCTOR_CACHE_DIR is torch's own variable: a folder that the user has set there stays. Torch sets it too, to
+    `torch_default`, a temporary folder, as soon as it looks for one.
+    """
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, "", torch_default):
+        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        versions = f"torch-{torch.__version__}-python-{platform.python_version()}"
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(root) / "xorl" / "compiled" / versions)
+    folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RuntimeError(
+            f"train.enable_compile: compiled code cannot be kept in {folder} ({error.strerror}); set "
+            "TORCHINDUCTOR_CACHE_DIR to a folder that can be written"
+        ) from error
+    return folder
 
 
 def shutdown() -> None:

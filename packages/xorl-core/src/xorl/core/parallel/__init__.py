@@ -2,11 +2,13 @@
 
 from xorl.core.parallel.activations import Recompute
 from xorl.core.parallel.apply import ParallelModel, ParallelPolicy, parallelize
+from xorl.core.parallel.compile import CompileBackend
 from xorl.core.parallel.ddp import replicate
 from xorl.core.parallel.exposed import WaitRecorder, record_waits
 from xorl.core.parallel.fsdp import copy_shard_, local_part, shard, sharding_units
 
 __all__ = [
+    "CompileBackend",
     "ParallelModel",
     "ParallelPolicy",
     "Recompute",

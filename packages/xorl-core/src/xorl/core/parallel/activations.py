@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from functools import cache
 from typing import Literal
 
 import torch
@@ -38,26 +38,36 @@ ATTENTION_PREFIX = "xorl::attention_"
 def recompute_layers(layers: nn.ModuleList, recompute: Recompute, *, reentrant: bool) -> None:
     """Let every layer keep less for the backward pass, as `recompute` says; changes the layers in place.
 
-    The forward function is replaced rather than the module wrapped, so parameters keep their names and hooks of the
-    module stay outside of what is recomputed. Values and gradients are the same to the bit. `reentrant` is torch's
-    older form, for whole layers and modules.
+    Modules get a class with another forward function, so parameters keep their names, hooks of the module stay outside
+    of what is recomputed, and the compiler sees that layers are alike. Values and gradients are the same to the bit.
+    `reentrant` is torch's older form, for whole layers and modules.
     """
     if recompute == "none":
         return
     modules = [] if isinstance(recompute, str) else recompute
-    keep = _kept_operations if recompute == "operation" else None
-    assert not (keep and reentrant), "the reentrant form cannot keep anything"
+    is_selective = recompute == "operation"
+    assert not (is_selective and reentrant), "the reentrant form cannot keep anything"
     for layer in layers:
         for module in [layer.get_submodule(name) for name in modules] or [layer]:
-            module.forward = _recomputed(module.forward, reentrant, keep)
+            module.__class__ = _recomputing(type(module), reentrant, is_selective)
 
 
-def _recomputed(
-    forward: Callable[..., object], reentrant: bool, keep: Callable[[], tuple] | None
-) -> Callable[..., object]:
+@cache
+def _recomputing(kind: type[nn.Module], reentrant: bool, is_selective: bool) -> type[nn.Module]:
+    """`kind`, by the same name, with a forward function that runs again in the backward pass."""
+    plain = kind.forward
+
     # Nothing in a layer draws random numbers, so there is no generator state to save for the second forward.
-    plain = partial(checkpoint, forward, use_reentrant=reentrant, preserve_rng_state=False)
-    return plain if keep is None else partial(plain, context_fn=keep)
+    def whole(self: nn.Module, *inputs: object) -> object:
+        return checkpoint(plain, self, *inputs, use_reentrant=reentrant, preserve_rng_state=False)
+
+    def selective(self: nn.Module, *inputs: object) -> object:
+        return checkpoint(
+            plain, self, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=_kept_operations
+        )
+
+    forward = selective if is_selective else whole
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
 def _kept_operations() -> tuple:

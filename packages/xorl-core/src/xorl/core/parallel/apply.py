@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from xorl.core.mesh import DataParallelMode, Mesh
 from xorl.core.parallel.activations import Recompute, recompute_layers
+from xorl.core.parallel.compile import CompileBackend, compile_layers
 from xorl.core.parallel.ddp import replicate
 from xorl.core.parallel.fsdp import prefetch_forward, shard, sharding_units
 from xorl.core.parallel.offload import ActivationOffload
@@ -27,7 +28,7 @@ class ParallelPolicy:
     kept (ZeRO-2). unit_modules are further class names, or last parts of module paths, sharded as units of their own.
     cpu_offload keeps sharded parameters, gradients and optimizer state in host memory; what computes is gathered on the
     device. activation_offload_limit, when not None, moves what layers save for the backward pass to host memory, but
-    for this many bytes of what they save last.
+    for this many bytes of what they save last. compile_backend, when not None, compiles every layer.
     """
 
     data_parallel_mode: DataParallelMode = "fsdp2"
@@ -38,6 +39,7 @@ class ParallelPolicy:
     cpu_offload: bool = False
     recompute: Recompute = "none"
     reentrant_recompute: bool = False
+    compile_backend: CompileBackend | None = None
     activation_offload_limit: float | None = None
 
     def __post_init__(self) -> None:
@@ -94,8 +96,9 @@ def parallelize(
 ) -> ParallelModel:
     """Change `model` in place for its part of `mesh` and return it with what to call.
 
-    The order is: recomputation inside the layers, then offloading of what is still saved, then sharding or replication
-    around them, so that a recomputed forward runs within the unit whose parameters are gathered. A model on the meta
+    The order is: recomputation inside the layers, then their compilation, which takes it into the graph, then
+    offloading of what compiled layers still save, which no graph can hold, then sharding or replication around them, so
+    that a recomputed forward runs within the unit whose parameters are gathered. A model on the meta
     device gets memory on `device` once it is known which part of it this rank holds, and `fill` then gives the
     parameters their values; a replica is filled before it is replicated. `model.layers` are the units of recomputation
     and of sharding; `model.head_weight` is what the loss reads.
@@ -103,6 +106,8 @@ def parallelize(
     layers = model.layers
     assert isinstance(layers, nn.ModuleList)
     recompute_layers(layers, policy.recompute, reentrant=policy.reentrant_recompute)
+    if policy.compile_backend is not None:
+        compile_layers(list(layers), backend=policy.compile_backend, device_type=device.type)
     if policy.activation_offload_limit is not None:
         ActivationOffload(device, limit_bytes=policy.activation_offload_limit).install(list(layers))
     if policy.data_parallel_mode == "fsdp2":

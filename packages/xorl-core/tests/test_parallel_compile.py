@@ -1,0 +1,153 @@
+"""Compiled layers: one graph, shared by equal layers, for packs of any length, with the gradients of plain ones."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from xorl.core.loss import cross_entropy
+from xorl.core.models import Decoder, spec_for
+from xorl.core.parallel.activations import Recompute, recompute_layers
+from xorl.core.parallel.compile import CompileBackend, compile_layers
+from xorl.core.parallel.offload import ActivationOffload
+from xorl.kernels.layout import SequenceLayout
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "hidden_act": "silu",
+    "initializer_range": 0.2,
+}
+GPT2_SIZES = {"vocab_size": 64, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128, "initializer_range": 0.2}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+FAMILIES = {
+    # name: (config.json, how many layers differ from each other)
+    "llama": ({"architectures": ["LlamaForCausalLM"], **SIZES}, 1),
+    "qwen2": ({"architectures": ["Qwen2ForCausalLM"], **SIZES}, 1),
+    "qwen3": ({"architectures": ["Qwen3ForCausalLM"], **SIZES, "head_dim": 8, **WINDOWS}, 2),
+    "gpt2": ({"architectures": ["GPT2LMHeadModel"], **GPT2_SIZES}, 1),
+}
+NUM_PACKS = 20
+
+
+def model_of(hf_config: dict, recompute: Recompute, backend: CompileBackend | None) -> Decoder:
+    spec = spec_for(hf_config)
+    model = spec.build(spec.config_from_hf(hf_config))
+    model.init_weights(0)
+    recompute_layers(model.layers, recompute, reentrant=False)
+    if backend is not None:
+        compile_layers(list(model.layers), backend=backend, device_type="cpu")
+    return model
+
+
+def packs() -> list[list[int]]:
+    """Lengths of documents. The first pack is one document of as many tokens as the model is wide."""
+    draw = random.Random(0)
+    return [[32], *([draw.randint(1, 20) for _ in range(draw.randint(1, 6))] for _ in range(NUM_PACKS - 1))]
+
+
+def loss_of(model: Decoder, lengths: list[int]) -> Tensor:
+    layout = SequenceLayout.from_lengths(lengths)
+    ids = torch.arange(layout.num_tokens) * 7 % 64
+    return model(ids, layout, loss=lambda hidden, head: cross_entropy(hidden, head, {"labels": ids})).sum
+
+
+def gradients_of(model: Decoder, lengths: list[int]) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss_of(model, lengths).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("family", "recompute"),
+    [*((family, "none") for family in FAMILIES), *(("qwen3", kind) for kind in ("operation", "layer", ("mlp",)))],
+)
+def test_one_compilation_serves_all_packs_and_equal_layers(family: str, recompute: Recompute) -> None:
+    # Catches a graph break (an error), a length that is compared with the first one, and a compilation for each layer.
+    torch._dynamo.reset()
+    hf_config, num_kinds = FAMILIES[family]
+    counter = CompileCounterWithBackend("eager")
+    plain, model = model_of(hf_config, recompute, None), model_of(hf_config, recompute, counter)
+    for index, lengths in enumerate(packs()):
+        torch.testing.assert_close(gradients_of(model, lengths), gradients_of(plain, lengths), rtol=1e-6, atol=1e-6)
+        if index % 5 == 0:
+            with torch.no_grad():
+                torch.testing.assert_close(loss_of(model.eval(), lengths), loss_of(plain, lengths), rtol=1e-6, atol=0)
+            model.train()
+    assert counter.frame_count == 2 * num_kinds  # training and evaluation
+
+
+@pytest.mark.parametrize("recompute", ["none", "operation", "layer"])
+def test_gradients_of_compiled_layers_are_those_of_plain_ones(recompute: Recompute) -> None:
+    # Catches a backward graph that recomputes something else, or attention without a gradient in the graph.
+    torch._dynamo.reset()
+    hf_config, _ = FAMILIES["qwen3"]
+    plain, model = model_of(hf_config, recompute, None), model_of(hf_config, recompute, "aot_eager")
+    offloaded = model_of(hf_config, recompute, "aot_eager")
+    offload = ActivationOffload(torch.device("cpu"), limit_bytes=0.0, min_bytes=1)
+    offload.install(list(offloaded.layers))
+    for lengths in packs()[:4]:
+        expected = gradients_of(plain, lengths)
+        torch.testing.assert_close(gradients_of(model, lengths), expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(gradients_of(offloaded, lengths), expected, rtol=1e-6, atol=1e-6)
+    assert offload.traffic_bytes > 0
+
+
+SMALL_LAYER = """
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from xorl.core.parallel.compile import compile_layers
+
+class Layer(nn.Linear):
+    def forward(self, hidden):
+        return hidden + super().forward(hidden).tanh()
+
+torch.manual_seed(0)
+layers = [Layer(8, 8), Layer(8, 8)]
+plain = [layer.forward for layer in layers]
+compile_layers(layers, backend="inductor", device_type="cpu")
+for num_tokens in (5, 9):
+    hidden = torch.randn(num_tokens, 8, requires_grad=True)
+    torch.testing.assert_close(layers[1](layers[0](hidden)), plain[1](plain[0](hidden)))
+    layers[1](layers[0](hidden)).sum().backward()
+found = counters["inductor"]
+print(found["fxgraph_cache_hit"], found["fxgraph_cache_miss"], counters["stats"]["unique_graphs"])
+"""
+
+
+def run_small_layer(**environment: str) -> subprocess.CompletedProcess[str]:
+    # The variable spares torch a few trial compilations, which find out what the processor can do.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHINDUCTOR", "TRITON"))}
+    command = [sys.executable, "-c", SMALL_LAYER]
+    everything = {**inherited, "TORCHINDUCTOR_VEC_ISA_OK": "1", **environment}
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=everything)
+
+
+def test_what_was_compiled_is_found_by_the_next_process(tmp_path: Path) -> None:
+    # Catches a cache that lies where it is lost with a restart, or one that a version or a process has for itself.
+    for expected in ("0 2 1", "2 0 1"):
+        result = run_small_layer(XDG_CACHE_HOME=str(tmp_path))
+        assert result.stdout.strip() == expected, result.stdout + result.stderr[-4000:]
+    [versions] = (tmp_path / "xorl" / "compiled").iterdir()
+    assert torch.__version__ in versions.name
+
+
+def test_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Catches a failure deep within code generation, minutes after the start.
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(RuntimeError, match=r"train\.enable_compile: .* no-such-compiler; install it"):
+        compile_layers([torch.nn.Linear(2, 2)], backend="inductor", device_type="cpu")
