@@ -19,6 +19,7 @@ from xorl.core import runtime
 from xorl.core.loss import cross_entropy
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.models import Decoder, spec_for
+from xorl.core.nn import LayerKernels
 from xorl.core.optim import build_optimizer
 from xorl.core.parallel import ParallelPolicy, local_part, parallelize
 from xorl.data import Document, PackedBatch, collate
@@ -87,7 +88,7 @@ def _engine(device: torch.device, hidden_size: int, num_layers: int) -> Engine:
     dtype = torch.bfloat16 if on_gpu else torch.float32
     attention = resolve_attention("auto", AttentionRequest(device.type, dtype, config.head_dim))
     with torch.device("meta"):
-        model = spec.build(config, attention=attention)
+        model = spec.build(config, kernels=LayerKernels(attention=attention))
     model.compute_dtype = dtype
 
     def fill(module: nn.Module) -> None:

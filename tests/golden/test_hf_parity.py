@@ -14,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from xorl.ckpt import SafetensorsSource, export_hf, load_weights
 from xorl.core.models import SPECS, Decoder, WeightRecipe, spec_for
-from xorl.core.nn import Rotary
+from xorl.core.nn import LayerKernels, Rotary
 from xorl.kernels.attention import AttentionRequest, resolve_attention
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import linear_cross_entropy
@@ -133,7 +133,9 @@ def make_decoder(hf_config: Mapping[str, object], *, backend: str, merge_qkv: bo
     spec = spec_for(hf_config)
     config = spec.config_from_hf(hf_config)
     attention = resolve_attention(backend, AttentionRequest("cpu", torch.float32, config.head_dim))
-    return spec.build(config, merge_qkv=merge_qkv, attention=attention), spec.recipes(config, merge_qkv=merge_qkv)
+    return spec.build(config, merge_qkv=merge_qkv, kernels=LayerKernels(attention=attention)), spec.recipes(
+        config, merge_qkv=merge_qkv
+    )
 
 
 def make_twin(model: transformers.PreTrainedModel, *, backend: str, merge_qkv: bool):

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from xorl.core.models import SPECS
+from xorl.core.nn import LayerKernels
 from xorl.kernels.attention import AttentionRequest, eager_attention, resolve_attention
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import linear_cross_entropy
@@ -113,7 +114,7 @@ def test_a_decoder_trains_alike_on_native_attention_and_on_the_cpu(architecture)
     for device, dtype, backend in (("cpu", torch.float32, "eager"), ("cuda", torch.bfloat16, "native")):
         attention = resolve_attention(backend, AttentionRequest(device, dtype, config.head_dim))
         with torch.device("meta"):
-            decoder = spec.build(config, merge_qkv=True, attention=attention)
+            decoder = spec.build(config, merge_qkv=True, kernels=LayerKernels(attention=attention))
         decoder.to_empty(device=device)
         decoder.init_weights(seed=0)
         decoder.compute_dtype = dtype

@@ -16,6 +16,7 @@ from xorl.ckpt import Checkpointer
 from xorl.core.loss import cross_entropy
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.models import Decoder, spec_for
+from xorl.core.nn import LayerKernels
 from xorl.core.optim import MuonOptions, OptimizerName, build_optimizer, scale_and_clip_
 from xorl.core.parallel import CompileBackend, ParallelPolicy, local_part, parallelize
 from xorl.data import Document, PackedBatch, collate
@@ -92,7 +93,8 @@ def engine_for(
     config = spec.config_from_hf(HF_CONFIG)
     request = AttentionRequest(device_type="cpu", dtype=torch.float32, head_dim=config.head_dim, window=None)
     with torch.device("meta"):
-        model = spec.build(config, merge_qkv=True, attention=resolve_attention("sdpa", request)).to(param_dtype)
+        kernels = LayerKernels(attention=resolve_attention("sdpa", request))
+        model = spec.build(config, merge_qkv=True, kernels=kernels).to(param_dtype)
     model.compute_dtype = param_dtype
     parts, reentrant = RECOMPUTE[recompute]
     policy = ParallelPolicy(

@@ -58,6 +58,12 @@ def entry(**options: Any) -> dict[str, Any]:
         ({"data": {"dataset_shard_num": 3, "dataset_shard_idx": 3}}, "data.dataset_shard_idx", "wants 0 to 2"),
         ({"data": entry(max_seq_len=32001)}, "data.datasets.0.max_seq_len", "has to fit a bin"),
         ({"data": {"test_datasets": [{"path": "b"}], "val_set_size": 5}}, "data.val_set_size", "one of the two"),
+        (
+            {"model": {"lm_head_fp32": False}, "train": {"enable_mixed_precision": False}},
+            "model.lm_head_fp32",
+            "enable_mixed_precision is true",
+        ),
+        ({"model": {"attention_cast_bf16": True}}, "model.attention_cast_bf16", "enable_mixed_precision is false"),
         ({"train": {"eval_steps": 5}}, "train.eval_steps", "data.val_set_size is set, or data.test_datasets"),
         ({"data": {"eval_sample_packing": False}}, "data.eval_sample_packing", "does nothing unless"),
         ({"data": {"datasets": [{"path": "dummy", "split": "test"}]}}, "data.datasets.0.split", "have no split"),

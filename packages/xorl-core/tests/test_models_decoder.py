@@ -5,6 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from xorl.core.models import SPECS, Decoder
+from xorl.core.nn import LayerKernels
 from xorl.kernels.attention import ATTENTION, AttentionRequest, resolve_attention
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import linear_cross_entropy
@@ -35,7 +36,7 @@ def make_decoder(architecture: str, *, backend: str = "sdpa", merge_qkv: bool = 
     spec = SPECS[architecture]
     config = spec.config_from_hf({**HF_CONFIGS[architecture], "initializer_range": 0.3, **changes})
     attention = resolve_attention(backend, AttentionRequest("cpu", torch.float32, config.head_dim))
-    decoder = spec.build(config, merge_qkv=merge_qkv, attention=attention)
+    decoder = spec.build(config, merge_qkv=merge_qkv, kernels=LayerKernels(attention=attention))
     decoder.init_weights(seed=1)
     return decoder
 
@@ -144,7 +145,7 @@ def test_meta_construction_loses_nothing(architecture, merge_qkv):
     layout = SequenceLayout.from_lengths(LENGTHS)
     with torch.device("meta"):
         spec = SPECS[architecture]
-        late = spec.build(decoder.config, merge_qkv=merge_qkv, attention=decoder.layers[0].self_attn.attention)
+        late = spec.build(decoder.config, merge_qkv=merge_qkv, kernels=decoder.layers[0].self_attn.kernels)
     assert all(tensor.is_meta for tensor in (*late.parameters(), *late.buffers()))
     late.to_empty(device="cpu")
     late.init_weights(seed=1)

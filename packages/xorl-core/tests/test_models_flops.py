@@ -6,6 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from xorl.core.models import SPECS, training_flops
 from xorl.core.models.flops import causal_pairs
+from xorl.core.nn import LayerKernels
 from xorl.kernels.attention import AttentionRequest, resolve_attention
 from xorl.kernels.layout import SequenceLayout
 
@@ -48,7 +49,7 @@ def test_agrees_with_the_count_of_the_operations_that_run(architecture):
     spec = SPECS[architecture]
     config = spec.config_from_hf(HF_CONFIGS[architecture])
     attention = resolve_attention("eager", AttentionRequest("cpu", torch.float32, config.head_dim))
-    decoder = spec.build(config, merge_qkv=True, attention=attention)
+    decoder = spec.build(config, merge_qkv=True, kernels=LayerKernels(attention=attention))
     decoder.init_weights(seed=0)
     lengths = [9, 4]
     with FlopCounterMode(display=False) as counter:

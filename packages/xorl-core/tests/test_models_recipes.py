@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from xorl.core.models import SPECS, DecoderConfig, ModelSpec, WeightRecipe
+from xorl.core.nn import LayerKernels
 from xorl.kernels.attention import eager_attention
 
 SIZES: dict[str, object] = {
@@ -50,7 +51,7 @@ class MemorySource:
 
 def make_parameters(spec: ModelSpec, config: DecoderConfig, *, merge_qkv: bool) -> dict[str, Tensor]:
     """Random native parameters."""
-    decoder = spec.build(config, merge_qkv=merge_qkv, attention=eager_attention)
+    decoder = spec.build(config, merge_qkv=merge_qkv, kernels=LayerKernels(attention=eager_attention))
     generator = torch.Generator().manual_seed(0)
     return {name: torch.randn(p.shape, generator=generator) for name, p in decoder.named_parameters()}
 

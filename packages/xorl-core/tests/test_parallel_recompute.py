@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from xorl.core.loss import cross_entropy
 from xorl.core.models import Decoder, spec_for
+from xorl.core.nn import LayerKernels
 from xorl.core.parallel.activations import Recompute, recompute_layers
 from xorl.kernels.attention import eager_attention, sdpa_attention
 from xorl.kernels.layout import SequenceLayout
@@ -54,7 +55,7 @@ class LiveBytes(TorchDispatchMode):
 
 def model_with(recompute: Recompute, attention: str, *, reentrant: bool = False) -> Decoder:
     spec = spec_for(HF_CONFIG)
-    model = spec.build(spec.config_from_hf(HF_CONFIG), attention=ATTENTION[attention])
+    model = spec.build(spec.config_from_hf(HF_CONFIG), kernels=LayerKernels(attention=ATTENTION[attention]))
     model.init_weights(0)
     recompute_layers(model.layers, recompute, reentrant=reentrant)
     return model

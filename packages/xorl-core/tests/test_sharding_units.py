@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
+from xorl.core.nn import HeadNorm
 from xorl.core.parallel import sharding_units
 
 
@@ -25,3 +26,9 @@ def test_name_that_no_module_has_is_refused() -> None:
     # Catches a misspelt module that is silently not sharded on its own.
     with pytest.raises(ValueError, match="no module is named Liner; the classes here are Linear, Sequential"):
         sharding_units(nn.Sequential(nn.Linear(1, 1)), ["Liner"], [])
+
+
+def test_module_that_computes_nothing_itself_is_refused() -> None:
+    # Catches parameters that are gathered around a forward which never runs, and are sharded when they are read.
+    with pytest.raises(ValueError, match="HeadNorm is computed by the module around it, not by itself: leave it out"):
+        sharding_units(nn.Sequential(nn.Linear(1, 1), HeadNorm(2, 1e-6)), ["HeadNorm"], [])

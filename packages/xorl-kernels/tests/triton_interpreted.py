@@ -6,9 +6,12 @@ bf16 is left to tests/gpu: in the interpreter it is not what a GPU computes.
 import pytest
 import torch
 
-from xorl.kernels.fused import cross_entropy, reference
-from xorl.kernels.testing import TOLERANCES, assert_close, nan_poisoned_empty
+from xorl.kernels.fused import cross_entropy, heads, reference, rms_norm, swiglu
+from xorl.kernels.fused.reference import HeadNorms, HeadShape
+from xorl.kernels.testing import TOLERANCES, assert_close, assert_matches_reference, nan_poisoned_empty
 
+# Large enough that the gradient of two values' norm is not all cancellation.
+EPS = 0.1
 DTYPES = [torch.float32, torch.float16]
 
 
@@ -80,3 +83,117 @@ def test_scale(dtype, factor):
     wanted = x * factor
     cross_entropy.scale_(x, torch.tensor(factor))
     assert torch.equal(x, wanted)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weight_dtype"), [*((dtype, dtype) for dtype in DTYPES), (torch.float16, torch.float32)], ids=str
+)
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 2), (3, 5), (5, 2049)])
+def test_rms_norm(num_rows, width, dtype, weight_dtype):
+    # Catches a wrong gradient where rows are fewer than a program takes, or more, and widths that fill no block.
+    x, weight = randn(num_rows, width, dtype=dtype), randn(width, dtype=weight_dtype, seed=1)
+    rounded = weight.to(dtype).to(weight_dtype)
+    tolerance = TOLERANCES[dtype]
+    assert_matches_reference(
+        lambda x, w: rms_norm.rms_norm(x, w, EPS),
+        lambda x, w: reference.rms_norm(x, w, EPS),
+        (x, rounded),
+        tolerance=tolerance,
+    )
+    assert_matches_reference(
+        lambda x, r, w: rms_norm.add_rms_norm(x, r, w, EPS),
+        lambda x, r, w: reference.add_rms_norm(x, r, w, EPS),
+        (x, randn(num_rows, width, dtype=dtype, seed=2), rounded),
+        tolerance=tolerance,
+    )
+
+
+def rope_tables(num_tokens, head_dim):
+    angles = 7 * randn(num_tokens, head_dim // 2, seed=9)
+    return angles.cos(), angles.sin()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("merged", [True, False])
+@pytest.mark.parametrize(("has_norms", "has_rope"), [(True, True), (False, True), (True, False), (False, False)])
+@pytest.mark.parametrize(("num_tokens", "shape"), [(1, (1, 1, 2)), (5, (3, 1, 6)), (2, (20, 4, 128))])
+def test_split_heads(num_tokens, shape, has_norms, has_rope, merged, dtype):
+    # Catches heads of keys normed by the queries' weight, halves turned the wrong way, and gradients in wrong columns.
+    shape = HeadShape(*shape)
+    rope = rope_tables(num_tokens, shape.head_dim) if has_rope else None
+    projected = randn(num_tokens, sum(shape.row_counts), dtype=dtype)
+    parts = (projected,) if merged else projected.split(shape.row_counts, dim=-1)
+    weights = [randn(shape.head_dim, dtype=dtype, seed=seed) for seed in (1, 2)] if has_norms else []
+
+    def run(function, *inputs):
+        inputs, weights = inputs[: len(parts)], inputs[len(parts) :]
+        norms = HeadNorms(*weights, EPS) if weights else None
+        return function(inputs, shape, norms, rope)
+
+    assert_matches_reference(
+        lambda *inputs: run(heads.split_heads, *inputs),
+        lambda *inputs: run(reference.split_heads, *inputs),
+        (*parts, *weights),
+    )
+
+
+def test_more_rows_than_programs():
+    # Catches a second row of a program that is left out, or whose share of the weights' gradient is.
+    shape, rope = HeadShape(1, 1, 2), rope_tables(267, 2)
+
+    def run(function, qkv, q_weight, k_weight):
+        return function((qkv,), shape, HeadNorms(q_weight, k_weight, EPS), rope)
+
+    assert_matches_reference(
+        lambda *inputs: run(heads.split_heads, *inputs),
+        lambda *inputs: run(reference.split_heads, *inputs),
+        (randn(267, 6), randn(2, seed=1), randn(2, seed=2)),
+    )
+    assert_matches_reference(
+        lambda x, weight: rms_norm.rms_norm(x, weight, EPS),
+        lambda x, weight: reference.rms_norm(x, weight, EPS),
+        (randn(267, 3), randn(3, seed=1)),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 1), (3, 7), (2, 2500)])
+def test_swiglu(num_rows, width, dtype):
+    # Catches gate and up taken for one another, and a block that ends within the other half.
+    assert_matches_reference(swiglu.swiglu, reference.swiglu, (randn(num_rows, 2 * width, dtype=dtype),))
+
+
+def test_no_tokens():
+    # Catches an empty launch, which a driver refuses.
+    shape = HeadShape(2, 1, 4)
+    weight = torch.ones(4, requires_grad=True)
+    q, k, v = heads.split_heads((torch.empty(0, 16),), shape, HeadNorms(weight, weight, EPS), rope_tables(0, 4))
+    summed, normed = rms_norm.add_rms_norm(torch.empty(0, 4), torch.empty(0, 4), weight, EPS)
+    sum(x.sum() for x in (q, k, v, summed, normed, swiglu.swiglu(torch.empty(0, 6)))).backward()
+    assert torch.equal(weight.grad, torch.zeros(4))
+
+
+def test_gradients_of_weights_repeat_to_the_bit():
+    # Catches sums over tokens by atomic additions.
+    x, weight = randn(300, 8), randn(8, seed=1).requires_grad_()
+    gradients = [torch.autograd.grad(rms_norm.rms_norm(x, weight, EPS).square().sum(), weight)[0] for _ in range(2)]
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("merged", [True, False])
+def test_kernels_compile_into_one_graph(merged):
+    # Catches an operator that torch.compile cannot trace, or whose shapes and strides are described wrongly.
+    shape = HeadShape(2, 1, 4)
+    rope = rope_tables(6, 4)
+
+    def layer(x, weight, q_weight, k_weight):
+        x, normed = rms_norm.add_rms_norm(x, 2 * x, weight, EPS)
+        projected = (normed,) if merged else normed.split(shape.row_counts, dim=-1)
+        q, k, v = heads.split_heads(projected, shape, HeadNorms(q_weight, k_weight, EPS), rope)
+        mixed = (q * 2).flatten(-2) + torch.cat((k * 3, v * 4), dim=1).flatten(-2)
+        return swiglu.swiglu(torch.cat((rms_norm.rms_norm(mixed, weight[:8], EPS), x[:, :8]), dim=-1)).square().sum()
+
+    leaves = [x.requires_grad_() for x in (randn(6, 16), randn(16, seed=1), randn(4, seed=2), randn(4, seed=3))]
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    wanted = torch.autograd.grad(layer(*leaves), leaves)
+    torch.testing.assert_close(torch.autograd.grad(compiled(*leaves), leaves), wanted)

@@ -54,6 +54,18 @@ NEEDS: tuple[Need, ...] = (
         lambda config: config.train.enable_activation_offload,
     ),
     Need(
+        ("model.lm_head_fp32",),
+        "train.enable_mixed_precision",
+        "true, since logits are fp32 without it",
+        lambda config: config.train.enable_mixed_precision,
+    ),
+    Need(
+        ("model.attention_cast_bf16",),
+        "train.enable_mixed_precision",
+        "false, since queries and keys are bf16 with it",
+        lambda config: not config.train.enable_mixed_precision,
+    ),
+    Need(
         ("train.lr_min", "train.lr_decay_ratio"),
         "train.lr_decay_style",
         "linear or cosine",

@@ -25,6 +25,7 @@ InitDevice = Literal["auto", "cpu", "cuda", "meta", "npu"]
 LoadWeightsMode = Literal["broadcast", "all_ranks", "auto", "safetensors", "dcp"]
 CheckpointFormat = Literal["dcp", "torch"]
 QuantFormat = Literal["nvfp4", "block_fp8", "nf4"]
+CrossEntropyMode = Literal["compiled", "eager"]
 
 AtLeastOne = Annotated[int, Field(ge=1)]
 AtLeastZero = Annotated[int, Field(ge=0)]
@@ -109,6 +110,47 @@ class ModelFields(Section):
     )
     encoders: dict[EncoderKind, EncoderConfig] = Field(
         default={}, description="Encoders of other modalities by kind, each with model_path and maybe config_path."
+    )
+
+
+class NumericsFields(Section):
+    """Numerics"""
+
+    lm_head_fp32: bool = Field(
+        default=True,
+        description="Keep the logits in fp32, as they are accumulated. false rounds them to the compute dtype before "
+        "the softmax, which is fp32 either way, as an inference engine may do. Needs enable_mixed_precision.",
+    )
+    rmsnorm_native: bool = Field(
+        default=False,
+        description="Compute RMS norms in plain torch. false takes the fused kernel where one can run and is faster, "
+        "which adds the residual in the same pass.",
+    )
+    activation_native: bool = Field(
+        default=False,
+        description="Compute silu(gate) * up in plain torch, which rounds in between. false takes the fused kernel "
+        "where one can run and is faster. Other activations are plain always.",
+    )
+    rope_native: bool = Field(
+        default=False,
+        description="Turn queries and keys by their positions in plain torch. false takes the fused kernel where one "
+        "can run and is faster, together with the norms of queries and keys unless rmsnorm_native is true.",
+    )
+    attention_cast_bf16: bool = Field(
+        default=False,
+        description="Round queries and keys to bf16 after the rotation. Needs enable_mixed_precision: false; with it "
+        "they are in bf16 already.",
+    )
+
+
+class LossFields(Section):
+    """Loss"""
+
+    ce_mode: CrossEntropyMode = Field(
+        default="compiled",
+        description="How cross-entropy is computed: compiled (fused, from the hidden states, with the logits of a "
+        "chunk of tokens at a time) or eager (plain torch on the logits of all tokens at once, which take 4 bytes "
+        "times tokens times vocabulary, several times over).",
     )
 
 

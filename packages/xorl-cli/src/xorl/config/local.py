@@ -15,8 +15,10 @@ from xorl.config.fields import (
     InitDevice,
     LoadWeightsMode,
     LoraFields,
+    LossFields,
     ModelFields,
     NonNegative,
+    NumericsFields,
     OptimizerFields,
     ParallelFields,
     ParameterDtype,
@@ -37,7 +39,7 @@ ExpertCheckpointMethod = Literal["moe_act"]
 LogFormat = Literal["progress_bar", "structured"]
 
 
-class ModelConfig(ModelFields):
+class ModelConfig(NumericsFields, ModelFields):
     """Model"""
 
 
@@ -456,6 +458,7 @@ class TrainConfig(
     ProfilingFields,
     LoggingFields,
     CheckpointFields,
+    LossFields,
     MemoryFields,
     BatchFields,
     ScheduleFields,

@@ -13,7 +13,7 @@ import torch
 from xorl.ckpt import Checkpointer, CheckpointError, Manifest, read_manifest
 from xorl.config import Config, TrainConfig
 from xorl.core import runtime
-from xorl.core.loss import LOSSES, LossFn
+from xorl.core.loss import LOSSES, LossFn, score_tokens
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.models import Decoder, DecoderConfig, training_flops
 from xorl.core.optim import MuonOptions, Schedule, build_optimizer
@@ -51,6 +51,7 @@ class Run:
     runtime: Runtime
     engine: Engine
     loss_fn: LossFn
+    score_fn: LossFn
     loader: Loader
     eval_loader: StepLoader | None
     schedule: Schedule
@@ -121,10 +122,12 @@ def build_run(config: Config) -> Run:
             config, data.held_out, eval_plan(config, data.held_out, mesh.dp_size), mesh, hidden_size
         )
     schedule = _schedule(config, plan)
+    head_options = {"logits_fp32": config.model.lm_head_fp32, "whole_logits": train.ce_mode == "eager"}
     return Run(
         runtime=place,
         engine=engine,
-        loss_fn=LOSSES["cross_entropy"],
+        loss_fn=partial(LOSSES["cross_entropy"], **head_options),
+        score_fn=partial(score_tokens, **head_options),
         loader=loader,
         eval_loader=held_out,
         schedule=schedule,

@@ -6,13 +6,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xorl.core.loss import IGNORE, score_tokens
+from xorl.core.loss import IGNORE, LossFn, score_tokens
 from xorl.data import PackedBatch, StepLoader
 from xorl.train.engine import Engine
 
 
-def evaluate(engine: Engine, loader: StepLoader) -> dict[str, float]:
-    """Score the whole held-out set once; collective.
+def evaluate(engine: Engine, loader: StepLoader, score_fn: LossFn = score_tokens) -> dict[str, float]:
+    """Score the whole held-out set once with `score_tokens`, or it with options of its own; collective.
 
     Returns eval_loss (nats, mean over trained tokens), eval_token_accuracy (fraction of trained tokens that are the
     model's first choice), eval_accuracy (fraction of documents of which every trained token is, which is what greedy
@@ -21,7 +21,7 @@ def evaluate(engine: Engine, loader: StepLoader) -> dict[str, float]:
     sums = torch.zeros(5, dtype=torch.float64, device=engine.device)
     for _, batches in loader.steps():
         for batch in batches:
-            output = engine.forward(batch, score_tokens)
+            output = engine.forward(batch, score_fn)
             sums += _sums(output.sum, output.metrics["correct"], batch.to(engine.device))
     dist.all_reduce(sums, group=engine.model.mesh.dp_group)
     loss, correct, trained, exact, documents = sums.tolist()

@@ -16,6 +16,7 @@ from xorl.ckpt import CheckpointError, CheckpointFailure, SafetensorsSource, Wei
 from xorl.config import ModelConfig, TrainConfig
 from xorl.core.mesh import Mesh
 from xorl.core.models import Decoder, DecoderConfig, ModelSpec, spec_for
+from xorl.core.nn import FusedKernel, choose_kernels
 from xorl.core.parallel import ParallelModel, ParallelPolicy, Recompute, local_part, parallelize
 from xorl.kernels.attention import AttentionRequest, resolve_attention
 
@@ -89,8 +90,21 @@ def build_model(
         attention = resolve_attention(model.attn_implementation, request)
     except RuntimeError as error:
         raise ValueError(f"model.attn_implementation: {error}") from error
+    native: dict[FusedKernel, bool] = {
+        "rms_norm": model.rmsnorm_native,
+        "rope": model.rope_native,
+        "swiglu": model.activation_native,
+    }
+    kernels = choose_kernels(
+        attention,
+        device_type=device.type,
+        dtype=compute_dtype,
+        compiled=train.enable_compile,
+        native={name for name, is_native in native.items() if is_native},
+        cast_bf16=model.attention_cast_bf16,
+    )
     with torch.device("meta"):
-        module = architecture.spec.build(config, merge_qkv=model.merge_qkv, attention=attention)
+        module = architecture.spec.build(config, merge_qkv=model.merge_qkv, kernels=kernels)
     module.compute_dtype = compute_dtype
     for parameter in module.parameters():
         parameter.data = parameter.data.to(DTYPES[train.param_dtype])

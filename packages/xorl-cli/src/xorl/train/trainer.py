@@ -47,4 +47,4 @@ def train(run: Run) -> int:
 def _evaluate(run: Run, step: int) -> None:
     if run.eval_loader is not None:
         with run.observer.pause():
-            run.observer.write({"step": step, **evaluate(run.engine, run.eval_loader)})
+            run.observer.write({"step": step, **evaluate(run.engine, run.eval_loader, run.score_fn)})

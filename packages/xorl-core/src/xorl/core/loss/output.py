@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -27,3 +27,17 @@ class LossOutput(NamedTuple):
 
 LossFn = Callable[[Tensor, Tensor, Mapping[str, Tensor]], LossOutput]
 """(hidden [T, D], head weight [V, D], targets by name, each [T]) -> LossOutput."""
+
+
+class HeadLoss(Protocol):
+    """A loss in the table: a `LossFn` that may be told how to compute logits; see `cross_entropy`."""
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        head_weight: Tensor,
+        targets: Mapping[str, Tensor],
+        *,
+        logits_fp32: bool = True,
+        whole_logits: bool = False,
+    ) -> LossOutput: ...

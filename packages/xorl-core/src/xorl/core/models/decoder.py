@@ -17,14 +17,15 @@ from xorl.core.nn import (
     Attention,
     Embedding,
     GatedMLP,
+    HeadNorm,
+    LayerKernels,
     LayerNorm,
     Linear,
     PlainMLP,
     RMSNorm,
-    RopeTables,
     Rotary,
 )
-from xorl.kernels.attention import AttentionFn
+from xorl.kernels.fused import RopeTables
 from xorl.kernels.layout import SequenceLayout
 
 ResultT = TypeVar("ResultT")
@@ -47,11 +48,11 @@ class Decoder(nn.Module):
 
     compute_dtype: torch.dtype
 
-    def __init__(self, config: DecoderConfig, *, merge_qkv: bool, attention: AttentionFn) -> None:
+    def __init__(self, config: DecoderConfig, *, merge_qkv: bool, kernels: LayerKernels) -> None:
         super().__init__()
         self.config = config
         self.compute_dtype = torch.float32
-        self.model = DecoderTrunk(config, merge_qkv=merge_qkv, attention=attention)
+        self.model = DecoderTrunk(config, merge_qkv=merge_qkv, kernels=kernels)
         self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False)
 
     @property
@@ -125,7 +126,7 @@ class Decoder(nn.Module):
         for module_name, module in self.named_modules():
             for leaf_name, parameter in module.named_parameters(recurse=False):
                 part, offset = local_part(parameter)
-                if leaf_name == "bias" or isinstance(module, (RMSNorm, LayerNorm)):
+                if leaf_name == "bias" or isinstance(module, (RMSNorm, HeadNorm, LayerNorm)):
                     part.fill_(0.0 if leaf_name == "bias" else 1.0)
                     continue
                 name = f"{module_name}.{leaf_name}"
@@ -142,7 +143,7 @@ class Decoder(nn.Module):
 class DecoderTrunk(nn.Module):
     """Everything but the head: token ids [T] -> normed hidden states [T, D]."""
 
-    def __init__(self, config: DecoderConfig, *, merge_qkv: bool, attention: AttentionFn) -> None:
+    def __init__(self, config: DecoderConfig, *, merge_qkv: bool, kernels: LayerKernels) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.rotary = None if config.rope is None else Rotary(config.rope, config.head_dim)
@@ -150,9 +151,9 @@ class DecoderTrunk(nn.Module):
             Embedding(config.max_position_embeddings, config.hidden_size) if config.rope is None else None
         )
         self.layers = nn.ModuleList(
-            DecoderLayer(config, index, merge_qkv=merge_qkv, attention=attention) for index in range(config.num_layers)
+            DecoderLayer(config, index, merge_qkv=merge_qkv, kernels=kernels) for index in range(config.num_layers)
         )
-        self.norm = _norm(config)
+        self.norm = _norm(config, kernels)
 
     def forward(self, input_ids: Tensor, layout: SequenceLayout, compute_dtype: torch.dtype) -> Tensor:
         if input_ids.shape != (layout.num_tokens,):
@@ -178,9 +179,9 @@ class DecoderTrunk(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each on the normed residual stream and added to it, [T, D] -> [T, D]."""
 
-    def __init__(self, config: DecoderConfig, index: int, *, merge_qkv: bool, attention: AttentionFn) -> None:
+    def __init__(self, config: DecoderConfig, index: int, *, merge_qkv: bool, kernels: LayerKernels) -> None:
         super().__init__()
-        self.input_layernorm = _norm(config)
+        self.input_layernorm = _norm(config, kernels)
         self.self_attn = Attention(
             config.hidden_size,
             num_heads=config.num_heads,
@@ -192,19 +193,23 @@ class DecoderLayer(nn.Module):
             o_bias=config.o_bias,
             qk_norm_eps=config.norm_eps if config.qk_norm else None,
             merge_qkv=merge_qkv,
-            attention=attention,
+            kernels=kernels,
         )
-        self.post_attention_layernorm = _norm(config)
-        mlp_class = GatedMLP if config.mlp == "gated" else PlainMLP
-        self.mlp = mlp_class(
-            config.hidden_size, config.intermediate_size, activation=config.activation, bias=config.mlp_bias
+        self.post_attention_layernorm = _norm(config, kernels)
+        sizes = (config.hidden_size, config.intermediate_size)
+        self.mlp = (
+            GatedMLP(*sizes, activation=config.activation, bias=config.mlp_bias, kernels=kernels)
+            if config.mlp == "gated"
+            else PlainMLP(*sizes, activation=config.activation, bias=config.mlp_bias)
         )
 
     def forward(self, hidden: Tensor, layout: SequenceLayout, rope: RopeTables | None) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), layout, rope)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        attended = self.self_attn(self.input_layernorm(hidden), layout, rope)
+        hidden, normed = self.post_attention_layernorm(attended, residual=hidden)
+        return hidden + self.mlp(normed)
 
 
-def _norm(config: DecoderConfig) -> RMSNorm | LayerNorm:
-    norm_class = RMSNorm if config.norm == "rms" else LayerNorm
-    return norm_class(config.hidden_size, config.norm_eps)
+def _norm(config: DecoderConfig, kernels: LayerKernels) -> RMSNorm | LayerNorm:
+    if config.norm == "rms":
+        return RMSNorm(config.hidden_size, config.norm_eps, kernels)
+    return LayerNorm(config.hidden_size, config.norm_eps)

@@ -7,7 +7,9 @@ from typing import Literal
 from xorl.core.models.decoder import Decoder
 from xorl.core.models.decoder_config import DecoderConfig
 from xorl.core.models.recipes import CheckpointNames, CheckpointView, WeightRecipe, WeightSource
-from xorl.kernels.attention import AttentionFn, sdpa_attention
+from xorl.core.nn import LayerKernels
+
+PLAIN_KERNELS = LayerKernels()
 
 AdapterTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -45,11 +47,9 @@ class ModelSpec:
             return {**hf, **identity}
         return {**(hf or {}), **self.hf_keys(config), **identity}
 
-    def build(
-        self, config: DecoderConfig, *, merge_qkv: bool = True, attention: AttentionFn = sdpa_attention
-    ) -> Decoder:
+    def build(self, config: DecoderConfig, *, merge_qkv: bool = True, kernels: LayerKernels = PLAIN_KERNELS) -> Decoder:
         """The module, its parameters not yet initialised, on the device of the surrounding `torch.device` context."""
-        return Decoder(config, merge_qkv=merge_qkv, attention=attention)
+        return Decoder(config, merge_qkv=merge_qkv, kernels=kernels)
 
     def recipes(self, config: DecoderConfig, *, merge_qkv: bool) -> dict[str, WeightRecipe]:
         """For each native parameter, how it is made of checkpoint tensors and taken apart into them again."""

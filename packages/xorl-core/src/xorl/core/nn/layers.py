@@ -8,10 +8,13 @@ Shapes: T tokens, D model width, F feed-forward width, V vocabulary.
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import overload
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from xorl.core.nn.kernels import LayerKernels
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -28,6 +31,9 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
         "relu": F.relu,
     }
 )
+
+
+SWIGLU_ACTIVATIONS = ("silu", "swish")
 
 
 class Linear(nn.Module):
@@ -68,22 +74,49 @@ class Embedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension, computed in fp32, returned in the dtype of x (arXiv:1910.07467)."""
+    """x / rms(x) * weight over the last dimension, computed in fp32, returned in the dtype of x (arXiv:1910.07467).
 
-    def __init__(self, width: int, eps: float) -> None:
+    Given a residual as well, (residual + x, the norm of that).
+    """
+
+    def __init__(self, width: int, eps: float, kernels: LayerKernels) -> None:
         super().__init__()
         self.eps = eps
+        self.kernels = kernels
         self.weight = nn.Parameter(torch.empty(width))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+    @overload
+    def forward(self, x: Tensor, residual: None = None) -> Tensor: ...
+
+    @overload
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        if residual is None:
+            return self.kernels.rms_norm(x, self.weight, self.eps)
+        return self.kernels.add_rms_norm(x, residual, self.weight, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class HeadNorm(nn.Module):
+    """The weight of an RMS norm over each head. It has no forward: attention reads the weight, to fuse the norm."""
+
+    def __init__(self, head_dim: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(head_dim))
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / std * weight + bias over the last dimension, statistics in fp32, returned in the dtype of x."""
+    """(x - mean) / std * weight + bias over the last dimension, statistics in fp32, returned in the dtype of x.
+
+    Given a residual as well, (residual + x, the norm of that).
+    """
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -91,7 +124,16 @@ class LayerNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width))
         self.bias = nn.Parameter(torch.empty(width))
 
-    def forward(self, x: Tensor) -> Tensor:
+    @overload
+    def forward(self, x: Tensor, residual: None = None) -> Tensor: ...
+
+    @overload
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        if residual is not None:
+            summed = residual + x
+            return summed, self.forward(summed)
         # Explicitly wide: the CPU kernel would sum a half precision weight's gradient in half precision.
         wide = torch.promote_types(x.dtype, torch.float32)
         weight, bias = self.weight.to(x.dtype).to(wide), self.bias.to(x.dtype).to(wide)
@@ -104,9 +146,9 @@ class LayerNorm(nn.Module):
 class GatedMLP(nn.Module):
     """down(act(gate(x)) * up(x)), gate and up being one matrix with the gate's rows first (arXiv:2002.05202)."""
 
-    def __init__(self, width: int, hidden_width: int, *, activation: str, bias: bool) -> None:
+    def __init__(self, width: int, hidden_width: int, *, activation: str, bias: bool, kernels: LayerKernels) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[activation]
+        self.gated = kernels.swiglu if activation in SWIGLU_ACTIVATIONS else _gated_by(ACTIVATIONS[activation])
         self.gate_up_proj = Linear(width, 2 * hidden_width, bias=bias)
         self.down_proj = Linear(hidden_width, width, bias=bias)
 
@@ -116,8 +158,7 @@ class GatedMLP(nn.Module):
         return {"gate_up_proj": (self.gate_up_proj.out_features // 2,) * 2}
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)  # [T, F] each
-        return self.down_proj(self.activation(gate) * up)
+        return self.down_proj(self.gated(self.gate_up_proj(x)))  # [T, 2F] to [T, F]
 
 
 class PlainMLP(nn.Module):
@@ -131,3 +172,11 @@ class PlainMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.activation(self.up_proj(x)))
+
+
+def _gated_by(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def gated(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)  # [T, F] each
+        return activation(gate) * up
+
+    return gated

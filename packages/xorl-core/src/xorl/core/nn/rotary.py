@@ -4,7 +4,7 @@ Frequencies follow from the configuration alone and are held on the host, never 
 the meta device, `to_empty` and a cast to another dtype cannot lose or round them. Cosines and sines are computed in
 fp32 once per forward pass.
 
-Shapes: T tokens, N documents, H heads, C channels of a head.
+Shapes: T tokens, N documents, C channels of a head.
 """
 
 import math
@@ -16,11 +16,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from xorl.kernels.fused import RopeTables
 from xorl.kernels.layout import SequenceLayout
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "banded"]
-RopeTables = tuple[Tensor, Tensor]
-"""Cosine and sine of each token's angles, [T, C / 2] fp32 each."""
 
 
 @dataclass(frozen=True)
@@ -82,13 +81,6 @@ class Rotary:
             for length in layout.lengths
         ]
         return torch.stack(rows).repeat_interleave(torch.tensor(layout.lengths), dim=0)
-
-
-def apply_rope(x: Tensor, rope: RopeTables) -> Tensor:
-    """Turn each channel pair (i, i + C / 2) of x [T, H, C] by its angle, in fp32, returned in the dtype of x."""
-    cos, sin = (table[:, None, :] for table in rope)  # [T, 1, C / 2]
-    first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 def _powers(theta: float, head_dim: int) -> Tensor:

@@ -69,7 +69,8 @@ def copy_shard_(parameter: Tensor, full: Tensor) -> None:
 def sharding_units(model: nn.Module, names: Sequence[str], layers: Sequence[nn.Module]) -> list[nn.Module]:
     """`layers` and the modules whose class or last path component is in `names`, innermost first.
 
-    `model` itself is none of them: what no unit takes is its own. Raises ValueError for a name that no module has.
+    `model` itself is none of them: what no unit takes is its own. Raises ValueError for a name that no module has, and
+    for a module without a forward of its own: parameters are gathered around that.
     """
     found: list[tuple[int, nn.Module]] = []
     matched: set[str] = set()
@@ -83,4 +84,10 @@ def sharding_units(model: nn.Module, names: Sequence[str], layers: Sequence[nn.M
         raise ValueError(
             f"model.basic_modules: no module is named {', '.join(unmatched)}; the classes here are {', '.join(known)}"
         )
+    for _, module in found:
+        if type(module).forward is nn.Module.forward:
+            raise ValueError(
+                f"model.basic_modules: {type(module).__name__} is computed by the module around it, not by itself: "
+                "leave it out"
+            )
     return [module for _, module in sorted(found, key=lambda item: -item[0])]

@@ -10,13 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from xorl.kernels.fused.device import launch, power_of_2
+from xorl.kernels.fused.device import launch, power_of_2, rows_per_program
 from xorl.kernels.fused.reference import IGNORE
 
 # Per-lane running maxima and sums of one row stay in registers: 16 values a thread.
 BLOCK = 4096
 NUM_WARPS = 8
-SCALE_BLOCK = 16384
+SCALE_BLOCK = 4096
 
 
 def cross_entropy_rows(
@@ -59,8 +59,10 @@ def scale_(x: Tensor, factor: Tensor) -> None:
     """Multiply contiguous `x` by the scalar tensor `factor` in place; reads and writes nothing of x when it is 1."""
     assert x.is_contiguous()
     if x.numel():
-        grid = (math.ceil(x.numel() / SCALE_BLOCK),)
-        launch(_scale, grid, x, factor, x.numel(), BLOCK=SCALE_BLOCK, num_warps=NUM_WARPS)
+        # Few programs, since all of them start even where there is nothing to do.
+        blocks = rows_per_program(math.ceil(x.numel() / SCALE_BLOCK))
+        grid = (math.ceil(x.numel() / SCALE_BLOCK / blocks),)
+        launch(_scale, grid, x, factor, x.numel(), BLOCKS=blocks, BLOCK=SCALE_BLOCK, num_warps=NUM_WARPS)
 
 
 @triton.jit
@@ -125,10 +127,12 @@ def _cross_entropy_rows(
 
 
 @triton.jit
-def _scale(x_ptr: tl.tensor, factor_ptr: tl.tensor, num_values: int, BLOCK: tl.constexpr) -> None:
+def _scale(x_ptr: tl.tensor, factor_ptr: tl.tensor, num_values: int, BLOCKS: tl.constexpr, BLOCK: tl.constexpr) -> None:
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor != 1.0:
-        offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        is_inside = offsets < num_values
-        x = tl.load(x_ptr + offsets, mask=is_inside)
-        tl.store(x_ptr + offsets, (x.to(tl.float32) * factor).to(x.dtype), mask=is_inside)
+        for index in range(BLOCKS):
+            block = tl.program_id(0).to(tl.int64) * BLOCKS + index
+            offsets = block * BLOCK + tl.arange(0, BLOCK)
+            is_inside = offsets < num_values
+            x = tl.load(x_ptr + offsets, mask=is_inside)
+            tl.store(x_ptr + offsets, (x.to(tl.float32) * factor).to(x.dtype), mask=is_inside)

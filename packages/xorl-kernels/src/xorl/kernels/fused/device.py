@@ -1,6 +1,7 @@
 """Where Triton kernels can run, and how they are launched. Modules that hold kernels import Triton; ask here first."""
 
 import importlib.util
+import math
 from functools import cache
 
 
@@ -24,3 +25,13 @@ def launch(
 def power_of_2(number: int) -> int:
     """The smallest power of two that is at least `number`, as the length of a block has to be."""
     return 1 << (number - 1).bit_length()
+
+
+def rows_per_program(num_rows: int) -> int:
+    """Rows that each program of a kernel with sums over rows takes: about two programs for each of 132 processors.
+
+    Only the three leading bits of the number differ from zero, so that a kernel compiled for it serves many lengths.
+    """
+    rows = max(math.ceil(num_rows / 264), 1)
+    step = 1 << max(rows.bit_length() - 3, 0)
+    return math.ceil(rows / step) * step

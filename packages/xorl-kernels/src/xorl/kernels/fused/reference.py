@@ -1,12 +1,92 @@
 """The plain twins: what each fused kernel computes, in torch, on any device and in any floating-point dtype.
 
-Shapes: B rows, V vocabulary.
+Shapes: T tokens, D model width, H query heads, G key/value heads, C channels of a head, F feed-forward width, B rows,
+V vocabulary.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 IGNORE = -100
+
+RopeTables = tuple[Tensor, Tensor]
+"""Cosine and sine of each token's angles, [T, C / 2] fp32 each."""
+
+
+class HeadShape(NamedTuple):
+    """H query heads and G key/value heads of C channels."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def row_counts(self) -> tuple[int, int, int]:
+        """Outputs of the query, key and value projections."""
+        return (
+            self.num_heads * self.head_dim,
+            self.num_kv_heads * self.head_dim,
+            self.num_kv_heads * self.head_dim,
+        )
+
+
+class HeadNorms(NamedTuple):
+    """RMS norms of every query and every key head: weights [C] and epsilon."""
+
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last dimension, computed in fp32, rounded once to the dtype of x (arXiv:1910.07467).
+
+    The weight, [D], is rounded to the dtype of x first.
+    """
+    return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(residual + x, rounded to the dtype of x; its `rms_norm`), for x and residual of one shape and dtype."""
+    summed = residual + x
+    return summed, rms_norm(summed, weight, eps)
+
+
+def apply_rope(x: Tensor, rope: RopeTables) -> Tensor:
+    """Turn each channel pair (i, i + C / 2) of x [T, H, C] by its angle, in fp32, returned in the dtype of x."""
+    cos, sin = (table[:, None, :] for table in rope)  # [T, 1, C / 2]
+    first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def split_heads(
+    projected: tuple[Tensor, ...], shape: HeadShape, norms: HeadNorms | None, rope: RopeTables | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q [T, H, C], k and v [T, G, C] for attention, from what the projections gave.
+
+    Args:
+        projected: (qkv [T, (H + 2G) * C],) or (q [T, H * C], k and v [T, G * C]).
+        shape: H, G and C.
+        norms: RMS norms of queries and keys; None where the model has none.
+        rope: rotation of queries and keys, after the norms; None where the model has none.
+    """
+    if len(projected) == 1:
+        projected = projected[0].split(shape.row_counts, dim=-1)
+    q, k, v = (x.unflatten(-1, (-1, shape.head_dim)) for x in projected)  # [T, H or G, C]
+    if norms is not None:
+        q, k = rms_norm(q, norms.q_weight, norms.eps), rms_norm(k, norms.k_weight, norms.eps)
+    if rope is not None:
+        q, k = apply_rope(q, rope), apply_rope(k, rope)
+    return q, k, v
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up, [T, 2F] -> [T, F], the gate being the first half of each row (arXiv:2002.05202)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 def cross_entropy_rows(

@@ -1,0 +1,80 @@
+"""Which functions a decoder layer computes with."""
+
+import importlib.util
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from xorl.core.nn import choose_kernels
+from xorl.core.nn.kernels import FASTER_THAN_COMPILED, FUSED_KERNELS, LayerKernels
+from xorl.kernels.attention import eager_attention
+from xorl.kernels.fused import HeadNorms, HeadShape, reference
+
+CASES = Path(__file__).with_name("decoder_interpreted.py")
+PLAIN = LayerKernels(eager_attention)
+NEEDS_TRITON = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="there is no Triton for this platform"
+)
+
+
+def choose(device_type="cuda", dtype=torch.bfloat16, compiled=False, native=(), cast_bf16=False):
+    return choose_kernels(
+        eager_attention,
+        device_type=device_type,
+        dtype=dtype,
+        compiled=compiled,
+        native=native,
+        cast_bf16=cast_bf16,
+    )
+
+
+@NEEDS_TRITON
+def test_decoders_with_fused_kernels_in_the_interpreter():
+    """Catches kernels that are right alone and wrong together, without a GPU."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(CASES)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False, env=environment)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+
+
+@pytest.mark.parametrize("where", [{"device_type": "cpu"}, {"dtype": torch.float64}, {"native": FUSED_KERNELS}])
+def test_plain_forms_where_no_kernel_runs_or_none_is_wanted(where):
+    """Catches a kernel of Triton on a CPU, fp64 that is computed in fp32, and a native option without effect."""
+    assert choose(**where) == PLAIN
+
+
+@NEEDS_TRITON
+def test_compiled_layers_take_the_kernels_that_were_measured_to_be_faster():
+    """Catches kernels that torch.compile could have done better, and a record that nobody reads."""
+    compiled, everything = choose(compiled=True), choose()
+    assert (compiled.swiglu == everything.swiglu) == ("swiglu" in FASTER_THAN_COMPILED)
+    assert (compiled.rms_norm == everything.rms_norm) == ("rms_norm" in FASTER_THAN_COMPILED)
+    assert everything.swiglu != PLAIN.swiglu
+    assert everything.add_rms_norm != PLAIN.add_rms_norm
+    assert everything.split_heads != PLAIN.split_heads
+
+
+def test_what_was_chosen_is_logged(caplog):
+    """Catches a silent fall-back."""
+    caplog.set_level(logging.INFO)
+    choose(device_type="cpu")
+    assert "rms_norm=plain rope=plain swiglu=plain" in caplog.text
+    assert "this is cpu" in caplog.text
+
+
+def test_casting_rounds_queries_and_keys_after_the_rotation():
+    """Catches a cast before the norm or the rotation, one of the values too, and one that has no effect."""
+    shape = HeadShape(2, 1, 4)
+    generator = torch.Generator().manual_seed(0)
+    qkv, q_weight, k_weight = (torch.randn(*size, generator=generator) for size in ((5, 16), (4,), (4,)))
+    arguments = ((qkv,), shape, HeadNorms(q_weight, k_weight, 1e-6), (torch.full((5, 2), 0.6), torch.full((5, 2), 0.8)))
+    q, k, v = reference.split_heads(*arguments)
+    cast = choose(device_type="cpu", dtype=torch.float32, cast_bf16=True).split_heads(*arguments)
+    for got, wanted in zip(cast, (q.bfloat16().float(), k.bfloat16().float(), v), strict=True):
+        assert torch.equal(got, wanted)
+    assert not torch.equal(cast[0], q)

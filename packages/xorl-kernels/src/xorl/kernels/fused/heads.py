@@ -1,0 +1,607 @@
+"""Queries and keys normed per head and turned by their positions, one launch each way. Twin: `reference.split_heads`.
+
+Computed in fp32, from the projections' output to the final rounding; the norms' weights are rounded to the dtype of the
+projections first. The backward pass writes into one gradient of the merged projection's output, so that nothing is
+concatenated. The weights' gradients are summed in fp32 within each program and then over programs, in one order.
+
+Shapes: T tokens, H query heads, G key/value heads, C channels of a head.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from xorl.kernels.fused.device import launch, power_of_2, rows_per_program
+from xorl.kernels.fused.reference import HeadNorms, HeadShape, RopeTables
+from xorl.kernels.fused.reference import split_heads as plain_split_heads
+
+TILE = 1024  # values of half a head times heads: 8 a thread
+NUM_WARPS = 4
+
+
+def split_heads(
+    projected: tuple[Tensor, ...], shape: HeadShape, norms: HeadNorms | None, rope: RopeTables | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q [T, H, C], k and v [T, G, C]; `reference.split_heads` says of what. C must be even.
+
+    v is a view of what was projected. Without norms and without rope so are q and k, and nothing is computed.
+    """
+    if norms is None and rope is None:
+        return plain_split_heads(projected, shape, None, None)
+    q_weight, k_weight, eps = norms or (None, None, 0.0)
+    cos, sin = rope or (None, None)
+    if len(projected) == 1:
+        return _FromMerged.apply(projected[0], q_weight, k_weight, cos, sin, eps, *shape)
+    q, k, v = (x.unflatten(-1, (-1, shape.head_dim)) for x in projected)
+    q, k = _FromSeparate.apply(q, k, q_weight, k_weight, cos, sin, eps)
+    return q, k, v
+
+
+class _Context(FunctionCtx):
+    saved_tensors: tuple[Tensor, ...]
+    has_norms: bool
+    eps: float
+    shape: tuple[int, int, int]
+
+
+class _FromMerged(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: _Context,
+        qkv: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        eps: float,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        shape = HeadShape(num_heads, num_kv_heads, head_dim)
+        q, k, v = plain_split_heads((qkv,), shape, None, None)
+        ctx.save_for_backward(qkv, q_weight, k_weight, cos, sin)  # pyright: ignore[reportArgumentType] None may be saved
+        ctx.has_norms, ctx.eps, ctx.shape = q_weight is not None, eps, (num_heads, num_kv_heads, head_dim)
+        q, k = _qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps)
+        return q, k, v
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] the decorator has no types
+        ctx: _Context, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        qkv, q_weight, k_weight, cos, sin = ctx.saved_tensors
+        grad_qkv, grad_q_weight, grad_k_weight = _qkv_norm_rope_backward(
+            grad_q, grad_k, grad_v, qkv, q_weight, k_weight, cos, sin, ctx.eps, *ctx.shape
+        )
+        weights = (grad_q_weight, grad_k_weight) if ctx.has_norms else (None, None)
+        return grad_qkv, *weights, None, None, None, None, None, None
+
+
+class _FromSeparate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: _Context,
+        q: Tensor,
+        k: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin)  # pyright: ignore[reportArgumentType] None may be saved
+        ctx.has_norms, ctx.eps = q_weight is not None, eps
+        return _qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] the decorator has no types
+        ctx: _Context, grad_q: Tensor, grad_k: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        q, k, q_weight, k_weight, cos, sin = ctx.saved_tensors
+        out_q, out_k, grad_q_weight, grad_k_weight = _qk_norm_rope_backward(
+            grad_q, grad_k, q, k, q_weight, k_weight, cos, sin, ctx.eps
+        )
+        weights = (grad_q_weight, grad_k_weight) if ctx.has_norms else (None, None)
+        return out_q, out_k, *weights, None, None, None
+
+
+@torch.library.custom_op("xorl::qk_norm_rope", mutates_args=())
+def _qk_norm_rope(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """q [T, H, C] and k [T, G, C], normed where there are weights and turned where there are tables."""
+    q, k = _with_whole_heads(q), _with_whole_heads(k)
+    q_out, k_out = _like(q), _like(k)
+    if q.shape[0]:
+        launch(
+            _forward,
+            (q.shape[0],),
+            *_pointers(q, k, q_weight, k_weight, cos, sin),
+            q_out,
+            k_out,
+            q.stride(0),
+            k.stride(0),
+            eps,
+            **_constants(q, k, q_weight, cos),
+            num_warps=NUM_WARPS,
+        )
+    return q_out, k_out
+
+
+@_qk_norm_rope.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    return _like(q), _like(k)
+
+
+@torch.library.custom_op("xorl::qk_norm_rope_backward", mutates_args=())
+def _qk_norm_rope_backward(
+    grad_q: Tensor,
+    grad_k: Tensor,
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients by q, k and the two weights; the latter empty where there are none."""
+    out_q, out_k = _like(q), _like(k)
+    weights = _launch_backward(grad_q, grad_k, q, k, q_weight, k_weight, cos, sin, eps, out_q, out_k)
+    return out_q, out_k, *weights
+
+
+@_qk_norm_rope_backward.register_fake
+def _(
+    grad_q: Tensor,
+    grad_k: Tensor,
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _like(q), _like(k), _like_weight(q, q_weight), _like_weight(k, k_weight)
+
+
+@torch.library.custom_op("xorl::qkv_norm_rope_backward", mutates_args=())
+def _qkv_norm_rope_backward(
+    grad_q: Tensor,
+    grad_k: Tensor,
+    grad_v: Tensor,
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    eps: float,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients by qkv [T, (H + 2G) * C] and the two weights; the latter empty where there are none."""
+    shape = HeadShape(num_heads, num_kv_heads, head_dim)
+    grad_qkv = _like(qkv)
+    out_q, out_k, out_v = plain_split_heads((grad_qkv,), shape, None, None)
+    q, k, _ = plain_split_heads((qkv,), shape, None, None)
+    out_v.copy_(grad_v)
+    weights = _launch_backward(grad_q, grad_k, q, k, q_weight, k_weight, cos, sin, eps, out_q, out_k)
+    return grad_qkv, *weights
+
+
+@_qkv_norm_rope_backward.register_fake
+def _(
+    grad_q: Tensor,
+    grad_k: Tensor,
+    grad_v: Tensor,
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    eps: float,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _like(qkv), _like_weight(qkv, q_weight), _like_weight(qkv, k_weight)
+
+
+def _launch_backward(
+    grad_q: Tensor,
+    grad_k: Tensor,
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    eps: float,
+    out_q: Tensor,
+    out_k: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Write the gradients by q and k into `out_q` and `out_k`; returns those by the weights."""
+    q, k, grad_q, grad_k = (_with_whole_heads(x) for x in (q, k, grad_q, grad_k))
+    num_tokens, _, head_dim = q.shape
+    tokens = rows_per_program(num_tokens)
+    num_programs = math.ceil(num_tokens / tokens)
+    partial = torch.empty(2, num_programs, head_dim, dtype=torch.float32, device=q.device)
+    if num_programs:
+        launch(
+            _backward,
+            (num_programs,),
+            *_pointers(q, k, q_weight, k_weight, cos, sin),
+            grad_q,
+            grad_k,
+            out_q,
+            out_k,
+            partial,
+            q.stride(0),
+            k.stride(0),
+            grad_q.stride(0),
+            grad_k.stride(0),
+            out_q.stride(0),
+            out_k.stride(0),
+            num_tokens,
+            num_programs,
+            eps,
+            **_constants(q, k, q_weight, cos),
+            TOKENS=tokens,
+            num_warps=NUM_WARPS,
+        )
+    if q_weight is None or k_weight is None:
+        return _like_weight(q, None), _like_weight(k, None)
+    grad_q_weight, grad_k_weight = partial.sum(dim=1)
+    return grad_q_weight.to(q_weight.dtype, copy=True), grad_k_weight.to(k_weight.dtype, copy=True)
+
+
+def _with_whole_heads(x: Tensor) -> Tensor:
+    """x [T, H, C] with the heads of a token side by side; tokens may be apart."""
+    is_whole = x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == x.shape[2])
+    return x if is_whole else x.contiguous()
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _like_weight(x: Tensor, weight: Tensor | None) -> Tensor:
+    return x.new_empty(0) if weight is None else torch.empty_like(weight)
+
+
+def _pointers(
+    q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor | None, sin: Tensor | None
+) -> tuple[Tensor, ...]:
+    """What the kernels read; q stands in for what is not there and not read."""
+    tables = (q, q) if cos is None or sin is None else (cos.contiguous(), sin.contiguous())
+    weights = (q, q) if q_weight is None or k_weight is None else (q_weight, k_weight)
+    return q, k, *weights, *tables
+
+
+def _constants(q: Tensor, k: Tensor, q_weight: Tensor | None, cos: Tensor | None) -> dict[str, int]:
+    head_dim = q.shape[2]
+    assert head_dim % 2 == 0, f"the halves of a head of {head_dim} channels differ"
+    half_block = power_of_2(head_dim // 2)
+    heads_at_once = max(TILE // half_block, 1)
+    return {
+        "NUM_HEADS": q.shape[1],
+        "NUM_KV_HEADS": k.shape[1],
+        "HEAD_DIM": head_dim,
+        "HAS_NORM": q_weight is not None,
+        "HAS_ROPE": cos is not None,
+        "HALF_BLOCK": half_block,
+        "Q_BLOCK": min(power_of_2(q.shape[1]), heads_at_once),
+        "K_BLOCK": min(power_of_2(k.shape[1]), heads_at_once),
+    }
+
+
+@triton.jit
+def _forward(
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    q_weight_ptr: tl.tensor,
+    k_weight_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    q_out_ptr: tl.tensor,
+    k_out_ptr: tl.tensor,
+    q_stride: int,
+    k_stride: int,
+    eps: float,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_ROPE: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    # By index: a type checker takes the result of a jitted function for nothing that could be unpacked.
+    tables = _load_tables(cos_ptr, sin_ptr, token, True, HEAD_DIM, HAS_ROPE, HALF_BLOCK)
+    cos, sin = tables[0], tables[1]
+    first, second = _load_weight(q_weight_ptr, q_ptr, HEAD_DIM, HAS_NORM, HALF_BLOCK)
+    for head in range(0, NUM_HEADS, Q_BLOCK):
+        _turn(
+            q_ptr + token * q_stride,
+            q_out_ptr + token * NUM_HEADS * HEAD_DIM,
+            first,
+            second,
+            cos,
+            sin,
+            head,
+            eps,
+            NUM_HEADS,
+            HEAD_DIM,
+            HAS_NORM,
+            HAS_ROPE,
+            HALF_BLOCK,
+            Q_BLOCK,
+        )
+    first, second = _load_weight(k_weight_ptr, k_ptr, HEAD_DIM, HAS_NORM, HALF_BLOCK)
+    for head in range(0, NUM_KV_HEADS, K_BLOCK):
+        _turn(
+            k_ptr + token * k_stride,
+            k_out_ptr + token * NUM_KV_HEADS * HEAD_DIM,
+            first,
+            second,
+            cos,
+            sin,
+            head,
+            eps,
+            NUM_KV_HEADS,
+            HEAD_DIM,
+            HAS_NORM,
+            HAS_ROPE,
+            HALF_BLOCK,
+            K_BLOCK,
+        )
+
+
+@triton.jit
+def _backward(
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    q_weight_ptr: tl.tensor,
+    k_weight_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    grad_q_ptr: tl.tensor,
+    grad_k_ptr: tl.tensor,
+    out_q_ptr: tl.tensor,
+    out_k_ptr: tl.tensor,
+    partial_ptr: tl.tensor,
+    q_stride: int,
+    k_stride: int,
+    grad_q_stride: int,
+    grad_k_stride: int,
+    out_q_stride: int,
+    out_k_stride: int,
+    num_tokens: int,
+    num_programs: int,
+    eps: float,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_ROPE: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+) -> None:
+    program = tl.program_id(0).to(tl.int64)
+    # By index: a type checker takes the result of a jitted function for nothing that could be unpacked.
+    q_weight = _load_weight(q_weight_ptr, q_ptr, HEAD_DIM, HAS_NORM, HALF_BLOCK)
+    k_weight = _load_weight(k_weight_ptr, k_ptr, HEAD_DIM, HAS_NORM, HALF_BLOCK)
+    q_first = tl.zeros([HALF_BLOCK], tl.float32)
+    q_second = tl.zeros([HALF_BLOCK], tl.float32)
+    k_first = tl.zeros([HALF_BLOCK], tl.float32)
+    k_second = tl.zeros([HALF_BLOCK], tl.float32)
+    for index in range(TOKENS):
+        token = program * TOKENS + index
+        is_token = token < num_tokens
+        cos, sin = _load_tables(cos_ptr, sin_ptr, token, is_token, HEAD_DIM, HAS_ROPE, HALF_BLOCK)
+        for head in range(0, NUM_HEADS, Q_BLOCK):
+            first, second = _turn_back(
+                q_ptr + token * q_stride,
+                grad_q_ptr + token * grad_q_stride,
+                out_q_ptr + token * out_q_stride,
+                q_weight[0],
+                q_weight[1],
+                cos,
+                sin,
+                head,
+                is_token,
+                eps,
+                NUM_HEADS,
+                HEAD_DIM,
+                HAS_NORM,
+                HAS_ROPE,
+                HALF_BLOCK,
+                Q_BLOCK,
+            )
+            q_first += first
+            q_second += second
+        for head in range(0, NUM_KV_HEADS, K_BLOCK):
+            first, second = _turn_back(
+                k_ptr + token * k_stride,
+                grad_k_ptr + token * grad_k_stride,
+                out_k_ptr + token * out_k_stride,
+                k_weight[0],
+                k_weight[1],
+                cos,
+                sin,
+                head,
+                is_token,
+                eps,
+                NUM_KV_HEADS,
+                HEAD_DIM,
+                HAS_NORM,
+                HAS_ROPE,
+                HALF_BLOCK,
+                K_BLOCK,
+            )
+            k_first += first
+            k_second += second
+    if HAS_NORM:
+        lanes = tl.arange(0, HALF_BLOCK)
+        is_lane = lanes < HEAD_DIM // 2
+        partial_ptr += program * HEAD_DIM
+        tl.store(partial_ptr + lanes, q_first, mask=is_lane)
+        tl.store(partial_ptr + HEAD_DIM // 2 + lanes, q_second, mask=is_lane)
+        partial_ptr += num_programs * HEAD_DIM
+        tl.store(partial_ptr + lanes, k_first, mask=is_lane)
+        tl.store(partial_ptr + HEAD_DIM // 2 + lanes, k_second, mask=is_lane)
+
+
+@triton.jit
+def _load_tables(
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    token: tl.tensor,
+    is_token: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    HAS_ROPE: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Cosines and sines of a token, [HALF_BLOCK] each."""
+    lanes = tl.arange(0, HALF_BLOCK)
+    cos = tl.zeros([HALF_BLOCK], tl.float32)
+    sin = tl.zeros([HALF_BLOCK], tl.float32)
+    if HAS_ROPE:
+        is_inside = (lanes < HEAD_DIM // 2) & is_token
+        cos = tl.load(cos_ptr + token * (HEAD_DIM // 2) + lanes, mask=is_inside, other=0.0)
+        sin = tl.load(sin_ptr + token * (HEAD_DIM // 2) + lanes, mask=is_inside, other=0.0)
+    return cos, sin
+
+
+@triton.jit
+def _load_weight(
+    weight_ptr: tl.tensor,
+    x_ptr: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Both halves of a norm's weight, [HALF_BLOCK] each, rounded to the dtype of what is normed."""
+    first = tl.zeros([HALF_BLOCK], tl.float32)
+    second = tl.zeros([HALF_BLOCK], tl.float32)
+    if HAS_NORM:
+        lanes = tl.arange(0, HALF_BLOCK)
+        is_lane = lanes < HEAD_DIM // 2
+        dtype = x_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue] it is a pointer
+        first = tl.load(weight_ptr + lanes, mask=is_lane, other=0.0).to(dtype).to(tl.float32)
+        second = tl.load(weight_ptr + HEAD_DIM // 2 + lanes, mask=is_lane, other=0.0).to(dtype).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def _turn(
+    source_ptr: tl.tensor,
+    target_ptr: tl.tensor,
+    weight_first: tl.tensor,
+    weight_second: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    first_head: int,
+    eps: float,
+    NUM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_ROPE: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+) -> None:
+    """Norm and turn HEAD_BLOCK heads of a token from `first_head` on."""
+    heads = first_head + tl.arange(0, HEAD_BLOCK)
+    lanes = tl.arange(0, HALF_BLOCK)
+    is_inside = (heads < NUM)[:, None] & (lanes < HEAD_DIM // 2)[None, :]
+    offsets = heads[:, None] * HEAD_DIM + lanes[None, :]
+    first = tl.load(source_ptr + offsets, mask=is_inside, other=0.0).to(tl.float32)
+    second = tl.load(source_ptr + HEAD_DIM // 2 + offsets, mask=is_inside, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        rstd = tl.rsqrt((tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / HEAD_DIM + eps)[:, None]
+        first = first * rstd * weight_first[None, :]
+        second = second * rstd * weight_second[None, :]
+    if HAS_ROPE:
+        turned = first * cos[None, :] - second * sin[None, :]
+        second = second * cos[None, :] + first * sin[None, :]
+        first = turned
+    dtype = target_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue] it is a pointer
+    tl.store(target_ptr + offsets, first.to(dtype), mask=is_inside)
+    tl.store(target_ptr + HEAD_DIM // 2 + offsets, second.to(dtype), mask=is_inside)
+
+
+@triton.jit
+def _turn_back(
+    source_ptr: tl.tensor,
+    grad_ptr: tl.tensor,
+    target_ptr: tl.tensor,
+    weight_first: tl.tensor,
+    weight_second: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    first_head: int,
+    is_token: tl.tensor,
+    eps: float,
+    NUM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_ROPE: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """The gradient of `_turn`; returns what these heads add to that of the weight's halves, [HALF_BLOCK] each."""
+    heads = first_head + tl.arange(0, HEAD_BLOCK)
+    lanes = tl.arange(0, HALF_BLOCK)
+    is_inside = (heads < NUM)[:, None] & (lanes < HEAD_DIM // 2)[None, :] & is_token
+    offsets = heads[:, None] * HEAD_DIM + lanes[None, :]
+    grad_first = tl.load(grad_ptr + offsets, mask=is_inside, other=0.0).to(tl.float32)
+    grad_second = tl.load(grad_ptr + HEAD_DIM // 2 + offsets, mask=is_inside, other=0.0).to(tl.float32)
+    if HAS_ROPE:
+        turned = grad_first * cos[None, :] + grad_second * sin[None, :]
+        grad_second = grad_second * cos[None, :] - grad_first * sin[None, :]
+        grad_first = turned
+    sum_first = tl.zeros([HALF_BLOCK], tl.float32)
+    sum_second = tl.zeros([HALF_BLOCK], tl.float32)
+    if HAS_NORM:
+        first = tl.load(source_ptr + offsets, mask=is_inside, other=0.0).to(tl.float32)
+        second = tl.load(source_ptr + HEAD_DIM // 2 + offsets, mask=is_inside, other=0.0).to(tl.float32)
+        rstd = tl.rsqrt((tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / HEAD_DIM + eps)[:, None]
+        first *= rstd
+        second *= rstd
+        sum_first = tl.sum(grad_first * first, axis=0)
+        sum_second = tl.sum(grad_second * second, axis=0)
+        grad_first *= weight_first[None, :]
+        grad_second *= weight_second[None, :]
+        inner = (tl.sum(grad_first * first, axis=1) + tl.sum(grad_second * second, axis=1))[:, None] / HEAD_DIM
+        grad_first = (grad_first - first * inner) * rstd
+        grad_second = (grad_second - second * inner) * rstd
+    dtype = target_ptr.dtype.element_ty
+    tl.store(target_ptr + offsets, grad_first.to(dtype), mask=is_inside)
+    tl.store(target_ptr + HEAD_DIM // 2 + offsets, grad_second.to(dtype), mask=is_inside)
+    return sum_first, sum_second

@@ -1,0 +1,230 @@
+"""RMS norm, alone or after a residual addition, and its gradient. Twins: `reference.rms_norm` and `add_rms_norm`.
+
+Computed in fp32; the sum is rounded to the dtype of x before it is normed, the weight as well, each result once. The
+weight's gradient is summed in fp32 within each program and then over programs, in one order: it repeats to the bit.
+
+Shapes: T rows, D width.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from xorl.kernels.fused.device import launch, power_of_2, rows_per_program
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last dimension, in the dtype of x; weight [D] of any floating-point dtype."""
+    normed, _ = _rms_norm(x, weight, eps)
+    return normed
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(residual + x, its rms_norm); in the backward pass one launch gives the gradient of both addends at once."""
+    summed, normed, _ = _add_rms_norm(x, residual, weight, eps)
+    return summed, normed
+
+
+@torch.library.custom_op("xorl::rms_norm", mutates_args=())
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(normed, 1 / rms of each row [T] fp32)."""
+    x = x.contiguous()
+    normed = torch.empty_like(x)
+    rstd = _launch_forward(x, None, weight, eps, None, normed)
+    return normed, rstd
+
+
+@_rms_norm.register_fake
+def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return _like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op("xorl::add_rms_norm", mutates_args=())
+def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(sum, normed, 1 / rms of each row [T] fp32)."""
+    assert x.shape == residual.shape
+    assert x.dtype == residual.dtype
+    x, residual = x.contiguous(), residual.contiguous()
+    summed, normed = torch.empty_like(x), torch.empty_like(x)
+    rstd = _launch_forward(x, residual, weight, eps, summed, normed)
+    return summed, normed, rstd
+
+
+@_add_rms_norm.register_fake
+def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    return _like(x), _like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op("xorl::rms_norm_backward", mutates_args=())
+def _rms_norm_backward(
+    grad_normed: Tensor, grad_summed: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(gradient by x, to which `grad_summed`, that of x itself, has been added; gradient by weight)."""
+    grad_normed, x = grad_normed.contiguous(), x.contiguous()
+    grad_summed = None if grad_summed is None else grad_summed.contiguous()
+    width = x.shape[-1]
+    num_rows = x.numel() // width
+    rows = rows_per_program(num_rows)
+    num_programs = math.ceil(num_rows / rows)
+    grad_x = torch.empty_like(x)
+    partial = torch.empty(num_programs, width, dtype=torch.float32, device=x.device)
+    if num_programs:
+        launch(
+            _backward,
+            (num_programs,),
+            grad_normed,
+            grad_normed if grad_summed is None else grad_summed,
+            x,
+            weight,
+            rstd,
+            grad_x,
+            partial,
+            num_rows,
+            WIDTH=width,
+            HAS_SUM=grad_summed is not None,
+            ROWS=rows,
+            BLOCK=power_of_2(width),
+            num_warps=_num_warps(width),
+        )
+    return grad_x, partial.sum(dim=0).to(weight.dtype)
+
+
+@_rms_norm_backward.register_fake
+def _(
+    grad_normed: Tensor, grad_summed: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor]:
+    return _like(x), torch.empty_like(weight)
+
+
+def _save(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor, float], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, _ = inputs
+    ctx.save_for_backward(x, weight, output[1])
+
+
+def _differentiate(ctx: FunctionCtx, grad_normed: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None]:
+    x, weight, rstd = ctx.saved_tensors  # pyright: ignore[reportAttributeAccessIssue] set by save_for_backward
+    grad_x, grad_weight = _rms_norm_backward(grad_normed, None, x, weight, rstd)
+    return grad_x, grad_weight, None
+
+
+def _save_sum(
+    ctx: FunctionCtx, inputs: tuple[Tensor, Tensor, Tensor, float], output: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    summed, _, rstd = output
+    ctx.save_for_backward(summed, inputs[2], rstd)
+
+
+def _differentiate_sum(
+    ctx: FunctionCtx, grad_summed: Tensor, grad_normed: Tensor, _: Tensor
+) -> tuple[Tensor, Tensor, Tensor, None]:
+    summed, weight, rstd = ctx.saved_tensors  # pyright: ignore[reportAttributeAccessIssue] set by save_for_backward
+    grad, grad_weight = _rms_norm_backward(grad_normed, grad_summed, summed, weight, rstd)
+    return grad, grad, grad_weight, None
+
+
+_rms_norm.register_autograd(_differentiate, setup_context=_save)
+_add_rms_norm.register_autograd(_differentiate_sum, setup_context=_save_sum)
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _num_warps(width: int) -> int:
+    """16 values of a row for each thread, within what a program may have."""
+    return min(max(power_of_2(width) // 512, 1), 16)
+
+
+def _launch_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, summed: Tensor | None, normed: Tensor
+) -> Tensor:
+    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    if x.numel():
+        launch(
+            _forward,
+            (rstd.numel(),),
+            x,
+            x if residual is None else residual,
+            weight,
+            x if summed is None else summed,
+            normed,
+            rstd,
+            eps,
+            WIDTH=x.shape[-1],
+            HAS_RESIDUAL=residual is not None,
+            BLOCK=power_of_2(x.shape[-1]),
+            num_warps=_num_warps(x.shape[-1]),
+        )
+    return rstd
+
+
+@triton.jit
+def _forward(
+    x_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    summed_ptr: tl.tensor,
+    normed_ptr: tl.tensor,
+    rstd_ptr: tl.tensor,
+    eps: float,
+    WIDTH: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    is_inside = columns < WIDTH
+    offsets = row * WIDTH + columns
+    x = tl.load(x_ptr + offsets, mask=is_inside, other=0.0)
+    dtype = x.dtype
+    x = x.to(tl.float32)
+    if HAS_RESIDUAL:
+        x += tl.load(residual_ptr + offsets, mask=is_inside, other=0.0).to(tl.float32)
+        rounded = x.to(dtype)
+        tl.store(summed_ptr + offsets, rounded, mask=is_inside)
+        x = rounded.to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps)
+    weight = tl.load(weight_ptr + columns, mask=is_inside, other=0.0).to(dtype).to(tl.float32)
+    tl.store(normed_ptr + offsets, (x * rstd * weight).to(dtype), mask=is_inside)
+    tl.store(rstd_ptr + row, rstd)
+
+
+@triton.jit
+def _backward(
+    grad_normed_ptr: tl.tensor,
+    grad_summed_ptr: tl.tensor,
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    rstd_ptr: tl.tensor,
+    grad_x_ptr: tl.tensor,
+    partial_ptr: tl.tensor,
+    num_rows: int,
+    WIDTH: tl.constexpr,
+    HAS_SUM: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    program = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    is_column = columns < WIDTH
+    dtype = grad_x_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue] it is a pointer
+    weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0).to(dtype).to(tl.float32)
+    grad_weight = tl.zeros([BLOCK], tl.float32)
+    for index in range(ROWS):
+        row = program * ROWS + index
+        is_inside = is_column & (row < num_rows)
+        offsets = row * WIDTH + columns
+        rstd = tl.load(rstd_ptr + row, mask=row < num_rows, other=0.0)
+        normed = tl.load(x_ptr + offsets, mask=is_inside, other=0.0).to(tl.float32) * rstd
+        grad = tl.load(grad_normed_ptr + offsets, mask=is_inside, other=0.0).to(tl.float32)
+        grad_weight += grad * normed
+        grad *= weight
+        grad = (grad - normed * (tl.sum(grad * normed, axis=0) / WIDTH)) * rstd
+        if HAS_SUM:
+            grad += tl.load(grad_summed_ptr + offsets, mask=is_inside, other=0.0).to(tl.float32)
+        tl.store(grad_x_ptr + offsets, grad.to(dtype), mask=is_inside)
+    tl.store(partial_ptr + program * WIDTH + columns, grad_weight, mask=is_column)

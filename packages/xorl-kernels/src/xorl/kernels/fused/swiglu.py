@@ -1,0 +1,104 @@
+"""silu(gate) * up and its gradient, one pass each. Computed in fp32, rounded once. Twin: `reference.swiglu`.
+
+Shapes: T tokens, F feed-forward width.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from xorl.kernels.fused.device import launch, power_of_2
+
+BLOCK = 2048
+NUM_WARPS = 4
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up, [..., 2F] -> [..., F]; keeps `gate_up` alone for the backward pass."""
+    return _swiglu(gate_up)
+
+
+@torch.library.custom_op("xorl::swiglu", mutates_args=())
+def _swiglu(gate_up: Tensor) -> Tensor:
+    gate_up = gate_up.contiguous()
+    out = torch.empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2, dtype=gate_up.dtype, device=gate_up.device)
+    width = out.shape[-1]
+    if out.numel():
+        block = min(BLOCK, power_of_2(width))
+        grid = (out.numel() // width, math.ceil(width / block))
+        launch(_forward, grid, gate_up, out, WIDTH=width, BLOCK=block, num_warps=NUM_WARPS)
+    return out
+
+
+@_swiglu.register_fake
+def _(gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+
+
+@torch.library.custom_op("xorl::swiglu_backward", mutates_args=())
+def _swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+    grad, gate_up = grad.contiguous(), gate_up.contiguous()
+    grad_gate_up = torch.empty_like(gate_up)
+    width = grad.shape[-1]
+    if grad.numel():
+        block = min(BLOCK, power_of_2(width))
+        grid = (grad.numel() // width, math.ceil(width / block))
+        launch(_backward, grid, grad, gate_up, grad_gate_up, WIDTH=width, BLOCK=block, num_warps=NUM_WARPS)
+    return grad_gate_up
+
+
+@_swiglu_backward.register_fake
+def _(grad: Tensor, gate_up: Tensor) -> Tensor:
+    return torch.empty_like(gate_up, memory_format=torch.contiguous_format)
+
+
+def _save(ctx: FunctionCtx, inputs: tuple[Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0])
+
+
+def _differentiate(ctx: FunctionCtx, grad: Tensor) -> Tensor:
+    (gate_up,) = ctx.saved_tensors  # pyright: ignore[reportAttributeAccessIssue] set by save_for_backward
+    return _swiglu_backward(grad, gate_up)
+
+
+_swiglu.register_autograd(_differentiate, setup_context=_save)
+
+
+@triton.jit
+def _forward(gate_up_ptr: tl.tensor, out_ptr: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = columns < WIDTH
+    gate_up_ptr += row * 2 * WIDTH
+    gate = tl.load(gate_up_ptr + columns, mask=is_inside).to(tl.float32)
+    up = tl.load(gate_up_ptr + WIDTH + columns, mask=is_inside).to(tl.float32)
+    out = gate * tl.sigmoid(gate) * up
+    tl.store(out_ptr + row * WIDTH + columns, out.to(out_ptr.dtype.element_ty), mask=is_inside)
+
+
+@triton.jit
+def _backward(
+    grad_ptr: tl.tensor,
+    gate_up_ptr: tl.tensor,
+    grad_gate_up_ptr: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = columns < WIDTH
+    gate_up_ptr += row * 2 * WIDTH
+    grad_gate_up_ptr += row * 2 * WIDTH
+    grad = tl.load(grad_ptr + row * WIDTH + columns, mask=is_inside).to(tl.float32)
+    gate = tl.load(gate_up_ptr + columns, mask=is_inside).to(tl.float32)
+    up = tl.load(gate_up_ptr + WIDTH + columns, mask=is_inside).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    grad_gate = grad * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    grad_up = grad * gate * sigmoid
+    dtype = grad_gate_up_ptr.dtype.element_ty
+    tl.store(grad_gate_up_ptr + columns, grad_gate.to(dtype), mask=is_inside)
+    tl.store(grad_gate_up_ptr + WIDTH + columns, grad_up.to(dtype), mask=is_inside)
