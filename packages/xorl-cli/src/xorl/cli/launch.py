@@ -58,7 +58,7 @@ class LaunchPlan:
     def world_size(self) -> int:
         return self.nproc_per_node * self.nnodes
 
-    def torchrun_line(self, arguments: Sequence[str]) -> str:
+    def torchrun_line(self, arguments: Sequence[str], *, module: str = "xorl.cli.train") -> str:
         """Returns the torchrun command that starts the same ranks."""
         flags = [f"--nproc-per-node={self.nproc_per_node}"]
         if self.is_standalone:
@@ -70,7 +70,7 @@ class LaunchPlan:
         else:
             flags += [f"--nnodes={self.nnodes}", f"--rdzv-backend={self.rdzv_backend}"]
             flags += [f"--rdzv-endpoint={self.rdzv_endpoint}", f"--rdzv-id={self.rdzv_id}"]
-        return shlex.join(["torchrun", *flags, "-m", "xorl.cli.train", *arguments])
+        return shlex.join(["torchrun", *flags, "-m", module, *arguments])
 
 
 def plan_launch(flags: LaunchFlags, *, num_gpus: int, is_single_process: bool) -> LaunchPlan | None:

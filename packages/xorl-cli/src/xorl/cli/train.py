@@ -47,7 +47,7 @@ def train_command(
         nproc_per_node, nnodes, node_rank, master_addr, master_port, rdzv_backend, rdzv_endpoint, rdzv_id
     )
     overrides: tuple[str, ...] = tuple(ctx.obj)
-    _let_waiting_threads_sleep()
+    let_waiting_threads_sleep()
     environment = RankEnvironment.read()
     if environment is None:
         code = run_alone(lambda: _start(config, overrides, flags, traceback), with_traceback=traceback)
@@ -67,7 +67,7 @@ def _start(path: Path, overrides: tuple[str, ...], flags: LaunchFlags, with_trac
     if flags.nproc_per_node is not None:
         check_world_size(loaded.config, flags.nproc_per_node * (flags.nnodes or 1))
     is_single_process = loaded.config.train.data_parallel_mode == "none"
-    plan = plan_launch(flags, num_gpus=_num_gpus(), is_single_process=is_single_process)
+    plan = plan_launch(flags, num_gpus=num_gpus(), is_single_process=is_single_process)
     check_world_size(loaded.config, plan.world_size if plan else 1)
     if plan is None:
         return _train(loaded)
@@ -85,7 +85,7 @@ def _join(path: Path, overrides: tuple[str, ...], flags: LaunchFlags, world_size
     return _train(loaded)
 
 
-def _let_waiting_threads_sleep() -> None:
+def let_waiting_threads_sleep() -> None:
     """Tells OpenMP, before torch loads it, that threads with nothing to do should sleep instead of spin.
 
     They spin on cores that other processes want: on two busy cores the quickstart takes five times as long. Ranks
@@ -94,7 +94,8 @@ def _let_waiting_threads_sleep() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def _num_gpus() -> int:
+def num_gpus() -> int:
+    """Returns how many GPUs this machine shows; imports torch."""
     import torch  # noqa: PLC0415  (after the configuration has been checked)
 
     return torch.cuda.device_count()

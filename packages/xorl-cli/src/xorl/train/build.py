@@ -39,7 +39,7 @@ from xorl.train.export import ModelExport
 from xorl.train.model import DTYPES, Architecture, build_model, read_architecture
 from xorl.train.observe import MetricsFile, Observer, Sink, StructuredLines
 from xorl.train.profile import Profiler
-from xorl.train.progress import ProgressBar, phase
+from xorl.train.progress import Phases, ProgressBar
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +64,9 @@ class Run:
     eval_steps: int | None
     gc_steps: int
     empty_cache_steps: int
+    architecture: Architecture
+    mean_document_len: float
+    phases: Phases
 
 
 class RunComplete(Exception):
@@ -74,12 +77,16 @@ class RunComplete(Exception):
         self.path = path
 
 
-def build_run(config: Config) -> Run:
+EngineMaker = Callable[[Config, Architecture, Mesh, torch.device], Engine]
+
+
+def build_run(config: Config, *, make_engine: EngineMaker | None = None) -> Run:
     """Build everything in this process's part of the job; collective, and it prepares the data before it joins.
 
-    Raises ValueError for what the user can mend, RunComplete where the run is already done.
+    make_engine takes the place of `build_engine`. Raises ValueError for what the user can mend, RunComplete where the
+    run is already done.
     """
-    train = config.train
+    train, phases = config.train, Phases()
     if train.enable_full_determinism:
         runtime.enable_determinism()
     elif not train.allow_cuda_launch_blocking:
@@ -88,12 +95,12 @@ def build_run(config: Config) -> Run:
     checkpointer = Checkpointer(output_dir / "checkpoints", manager=train.ckpt_manager, root_option="train.output_dir")
     resumed = _resume_from(checkpointer, train.load_checkpoint_path)
     architecture = read_architecture(config.model)
-    with phase("data", f"prepared_path={config.data.dataset_prepared_path}"):
+    with phases("data", f"prepared_path={config.data.dataset_prepared_path}"):
         vocab_size = architecture.config.vocab_size
         data = prepare_data(config, vocab_size, architecture.tokenizer_folder, architecture.hf_config)
         _check_lengths(data, architecture.config, config.data.pad_to_multiple_of)
 
-    with phase("join", f"world_size={runtime.world_size()}"):
+    with phases("join", f"world_size={runtime.world_size()}"):
         place = runtime.init()
         runtime.seed_everything(train.seed, place.rank)
         mesh = Mesh(_dims(config, place.world_size), place.device.type)
@@ -107,13 +114,13 @@ def build_run(config: Config) -> Run:
         if manifest.step > plan.num_steps or not lacks_export:
             raise RunComplete(resumed)
 
-    with phase("model", f"architecture={architecture.spec.architecture} device={place.device}"):
-        engine = _engine(config, architecture, mesh, place.device)
+    with phases("model", f"architecture={architecture.spec.architecture} device={place.device}"):
+        engine = (make_engine or build_engine)(config, architecture, mesh, place.device)
     loader, positions = _loader(config, data, plan, mesh, place, manifest, architecture.config.hidden_size)
     checkpoints = _checkpoints(config, checkpointer, engine, place, plan, architecture, positions)
     start_step = 0
     if resumed is not None:
-        with phase("resume", f"path={resumed}"):
+        with phases("resume", f"path={resumed}"):
             start_step = checkpoints.restore(resumed)
     hidden_size = architecture.config.hidden_size
     held_out = None
@@ -142,6 +149,9 @@ def build_run(config: Config) -> Run:
         eval_steps=train.eval_steps,
         gc_steps=train.gc_steps,
         empty_cache_steps=train.empty_cache_steps,
+        architecture=architecture,
+        mean_document_len=float(data.train.documents.lengths.mean()),
+        phases=phases,
     )
 
 
@@ -256,7 +266,8 @@ def _plan(config: Config, data: RunData, mesh: Mesh, saved: DataIdentity | None)
     return plan
 
 
-def _engine(config: Config, architecture: Architecture, mesh: Mesh, device: torch.device) -> Engine:
+def build_engine(config: Config, architecture: Architecture, mesh: Mesh, device: torch.device) -> Engine:
+    """xorl's own engine: the model as it is placed, and its optimizer; collective."""
     train = config.train
     model = build_model(architecture, config.model, train, mesh, device)
     optimizer = build_optimizer(

@@ -59,7 +59,7 @@ class Checkpoints:
         self._export = export
         self._data = data
         self._stream_positions = stream_positions
-        self.due = due
+        self.due: Callable[[int], bool] = due
         self.last: Path | None = None
         self.exported: Path | None = None
 

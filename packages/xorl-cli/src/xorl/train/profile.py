@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +18,8 @@ class Profiler:
     """Records steps `start_step` (inclusive) to `end_step` (exclusive), counted from 1, as a Chrome trace.
 
     enabled: on this rank. steps_done: where the run starts; of a span that it starts within, the rest is recorded.
-    Entered around the loop; `step(n)` is called when step n is done.
+    Entered around the loop; `step(n)` is called when step n is done. receive: takes what was recorded, instead of a
+    file of it in `trace_dir`.
     """
 
     enabled: bool
@@ -29,6 +31,7 @@ class Profiler:
     record_shapes: bool = True
     profile_memory: bool = True
     with_stack: bool = True
+    receive: Callable[[profile], object] | None = None
     _profile: profile | None = field(default=None, init=False)
     _first_recorded: int = field(default=0, init=False)
 
@@ -65,6 +68,9 @@ class Profiler:
         assert self._profile is not None
         recorded, self._profile = self._profile, None
         recorded.stop()
+        if self.receive is not None:
+            self.receive(recorded)
+            return
         self.trace_dir.mkdir(parents=True, exist_ok=True)
         path = self.trace_dir / f"rank{self.rank}_steps_{self._first_recorded}_{self.end_step}.json.gz"
         recorded.export_chrome_trace(str(path))

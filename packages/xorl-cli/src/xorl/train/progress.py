@@ -58,13 +58,20 @@ def set_up_logging(log_format: LogFormat, *, is_main: bool) -> None:
     root.setLevel(logging.INFO if is_main else logging.WARNING)
 
 
-@contextmanager
-def phase(name: str, detail: str = "") -> Iterator[None]:
-    """Say that a phase of the start begins, with what it waits for, and how long it took."""
-    logger.info("phase=%s %s", name, detail)
-    start = time.perf_counter()
-    yield
-    logger.info("phase=%s done_s=%.2f", name, time.perf_counter() - start)
+class Phases:
+    """The phases of a start: each says that it begins, with what it waits for, and how long it took."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str, detail: str = "") -> Iterator[None]:
+        """Around one phase."""
+        logger.info("phase=%s %s", name, detail)
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - start
+        logger.info("phase=%s done_s=%.2f", name, self.seconds[name])
 
 
 def _cell(value: float | int | None) -> str:

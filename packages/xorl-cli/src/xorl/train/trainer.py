@@ -18,12 +18,12 @@ def train(run: Run) -> int:
     engine, observer = run.engine, run.observer
     if run.start_step == 0:
         _evaluate(run, 0)
-    observer.start()
     with (
         Interruption() as interruption,
         GarbageCollection(run.gc_steps, run.empty_cache_steps) as garbage,
         run.profiler,
     ):
+        observer.start()
         for index, batches in observer.fetched(run.loader.steps(start=run.start_step)):
             step = index + 1
             lr = run.schedule(step)

@@ -1,0 +1,209 @@
+"""`xorl bench`: how fast training is, of a configuration or of a known shape, beside other trainers.
+
+Ranks are started as `xorl train` starts them. The configuration is checked before torch is imported.
+"""
+
+import os
+import shlex
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, get_args
+
+import typer
+
+from xorl.cli.arguments import OverridesCommand
+from xorl.cli.bench_config import Documents, Work, forced, shapes, write_config
+from xorl.cli.exit_codes import code_of, text_of
+from xorl.cli.launch import LaunchFlags, launch, plan_launch
+from xorl.cli.rank import RankEnvironment, run_alone, run_rank
+from xorl.cli.train import TracebackFlag, let_waiting_threads_sleep, num_gpus
+from xorl.config import LoadedConfig, check_world_size, load_config
+
+MODULE = "xorl.cli.bench"
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What the ranks are told beside the configuration; the fields are flags of the command."""
+
+    output: Path
+    steps: int
+    warmup: int
+    rounds: int
+    peers: str
+    profile: bool
+    record: Path | None
+    name: str
+    command: str
+    started_at: float
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of each build."""
+        return self.warmup + self.steps + self.profile
+
+    def arguments(self) -> list[str]:
+        """The same flags, for the command line of a rank."""
+        pairs = {
+            "--output": self.output,
+            "--steps": self.steps,
+            "--warmup": self.warmup,
+            "--rounds": self.rounds,
+            "--peers": self.peers,
+            "--record": self.record,
+            "--name": self.name,
+            "--command": self.command,
+            "--started-at": self.started_at,
+        }
+        given = [part for flag, value in pairs.items() if value is not None for part in (flag, str(value))]
+        return [*given, *(["--profile"] if self.profile else [])]
+
+
+@app.command(name="bench", cls=OverridesCommand)
+def bench_command(
+    ctx: typer.Context,
+    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="YAML file of a run, or --model.")] = None,
+    model: Annotated[str | None, typer.Option(help=f"A known shape, random weights: {', '.join(shapes())}.")] = None,
+    seq: Annotated[int, typer.Option(help="With --model: tokens of a bin.")] = 8192,
+    documents: Annotated[
+        str, typer.Option(help="With --model: single (a bin is one document) or packed (256 to 4096 tokens each).")
+    ] = "single",
+    micro_batch_size: Annotated[int, typer.Option(help="With --model: bins of a micro-batch.")] = 1,
+    tokens_per_step: Annotated[
+        int | None, typer.Option(help="With --model: tokens over all ranks. [one micro-batch a rank]")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Measured steps of each build.")] = 20,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps before them.")] = 5,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Builds of each, in turn. [2 with peers, else 1]")] = None,
+    peers: Annotated[
+        str, typer.Option(help="Others to measure in turn: transformers[-liger][-fa4][-compile], with commas between.")
+    ] = "",
+    output: Annotated[Path | None, typer.Option(help="Folder of results. [outputs/bench/NAME_TIME]")] = None,
+    record: Annotated[Path | None, typer.Option(help="Markdown file to add the results to.")] = None,
+    profile: Annotated[bool, typer.Option("--profile", help="Record one more step: its kernels and gaps.")] = False,
+    nproc_per_node: Annotated[int | None, typer.Option(help="Ranks on this machine. [one per GPU, else 1]")] = None,
+    traceback: TracebackFlag = False,
+    name: Annotated[str, typer.Option(hidden=True)] = "",
+    command: Annotated[str, typer.Option(hidden=True)] = "",
+    started_at: Annotated[float | None, typer.Option(hidden=True)] = None,
+    rank_folder: Annotated[Path | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Train some steps and say how fast: tokens/s, MFU, memory, where the time goes, and the start.
+
+    Results are printed and written to bench.json and bench.md. Nothing is saved, exported or evaluated. Options of the
+    configuration can be given too: --train.enable_compile true.
+    """
+    overrides: tuple[str, ...] = tuple(ctx.obj)
+    let_waiting_threads_sleep()
+    environment = RankEnvironment.read()
+
+    def flags_for(name: str) -> Flags:
+        folder = output or Path("outputs") / "bench" / f"{name}_{time.strftime('%Y%m%d_%H%M%S')}"
+        typed = command or shlex.join(["xorl", "bench", *_typed_arguments()])
+        begun = _process_start() if started_at is None else started_at
+        num_rounds = rounds or (2 if peers else 1)
+        return Flags(folder, steps, warmup, num_rounds, peers, profile, record, name, typed, begun)
+
+    def start() -> int:
+        if (config is None) == (model is None):
+            raise ValueError("xorl bench wants a configuration file, or --model and a shape: one of the two")
+        if documents not in get_args(Documents):
+            raise ValueError(f"--documents {documents}: want one of {', '.join(get_args(Documents))}")
+        if config is not None:
+            return _start(config, overrides, flags_for(config.stem), nproc_per_node, with_traceback=traceback)
+        assert model is not None
+        flags = flags_for(f"{model}_{seq}_{documents}")
+        gpus = num_gpus()
+        work = Work(
+            model=model,
+            seq=seq,
+            documents="packed" if documents == "packed" else "single",
+            micro_batch_size=micro_batch_size,
+            tokens_per_step=tokens_per_step,
+            num_ranks=nproc_per_node or max(gpus, 1),
+            num_steps=flags.num_steps,
+            on_gpu=gpus > 0,
+        )
+        path = write_config(work, flags.output)
+        return _start(path, overrides, flags, nproc_per_node, with_traceback=traceback)
+
+    if environment is None:
+        code = run_alone(start, with_traceback=traceback)
+    else:
+        assert config is not None, "a rank is given the configuration's file"
+        path, flags = config, flags_for(name)
+        code = run_rank(
+            lambda: _bench(load_config(path, (*forced(flags.num_steps), *overrides)), flags),
+            environment,
+            folder=rank_folder,
+            with_traceback=traceback,
+        )
+    raise typer.Exit(code)
+
+
+def _start(
+    path: Path, overrides: tuple[str, ...], flags: Flags, nproc_per_node: int | None, *, with_traceback: bool
+) -> int:
+    """Launches the ranks, or is the only one."""
+    loaded = load_config(path, (*forced(flags.num_steps), *overrides))
+    is_single_process = loaded.config.train.data_parallel_mode == "none"
+    # One rank needs no launcher, whether or not it was asked for.
+    nproc = None if nproc_per_node == 1 and (is_single_process or num_gpus() < 2) else nproc_per_node
+    plan = plan_launch(LaunchFlags(nproc), num_gpus=num_gpus(), is_single_process=is_single_process)
+    check_world_size(loaded.config, plan.world_size if plan else 1)
+    if plan is None:
+        return _bench(loaded, flags)
+    arguments = [str(path), *overrides, *flags.arguments(), *(["--traceback"] if with_traceback else [])]
+    print(f"launching: {plan.torchrun_line(arguments, module=MODULE)}", file=sys.stderr, flush=True)
+    return launch(plan, ["-m", MODULE, *arguments])
+
+
+def _bench(loaded: LoadedConfig, flags: Flags) -> int:
+    """Measures as one rank; this is where torch is imported."""
+    from xorl.train.bench import BenchOptions, run_bench  # noqa: PLC0415
+
+    options = BenchOptions(
+        name=flags.name,
+        command=flags.command,
+        folder=flags.output,
+        steps=flags.steps,
+        warmup=flags.warmup,
+        rounds=flags.rounds,
+        peers=[peer for peer in flags.peers.split(",") if peer],
+        profile=flags.profile,
+        started_at=flags.started_at,
+        append_to=flags.record,
+    )
+    return run_bench(loaded, options)
+
+
+def _typed_arguments() -> list[str]:
+    """What followed the command's name."""
+    return sys.argv[2:] if sys.argv[1:2] == ["bench"] else sys.argv[1:]
+
+
+def _process_start() -> float:
+    """When this process began, in seconds of the epoch; by /proc where that exists, else now."""
+    stat, uptime = Path("/proc/self/stat"), Path("/proc/uptime")
+    if not stat.exists():
+        return time.time()
+    ticks = int(stat.read_text().rpartition(")")[2].split()[19])
+    age_s = float(uptime.read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - age_s
+
+
+def main() -> None:
+    """Runs the command alone, for `python -m xorl.cli.bench`."""
+    try:
+        app(prog_name=f"python -m {MODULE}")
+    except ValueError as error:
+        print(text_of(error), file=sys.stderr)
+        sys.exit(code_of(error))
+
+
+if __name__ == "__main__":
+    main()

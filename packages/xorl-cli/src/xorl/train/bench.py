@@ -1,0 +1,200 @@
+"""run_bench: trains a few steps, with xorl and with other trainers in turn, and says how fast each was.
+
+What is measured is a run as `xorl train` builds it, by its own loop and observer. A peer takes the engine's place in it
+(bench_peers.py), so that all read the same batches, follow the same schedule and are timed by the same marks.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from xorl.config import Config, LoadedConfig
+from xorl.core import runtime
+from xorl.train.bench_peers import Peer
+from xorl.train.bench_report import Measurement, Record, Work, write_record
+from xorl.train.build import EngineMaker, Run, build_engine, build_run
+from xorl.train.environment import environment
+from xorl.train.kernel_summary import KernelSummary, summarise
+from xorl.train.observe import Metrics
+from xorl.train.profile import Profiler
+from xorl.train.progress import set_up_logging
+from xorl.train.trainer import train
+
+logger = logging.getLogger(__name__)
+
+OWN = "xorl"
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What to measure, beside the configuration.
+
+    peers run in turn with xorl, `rounds` times each. Of each build's steps the first `warmup` are not measured. profile
+    adds one more, recorded step to xorl's last build. started_at is when the command was given, in seconds of the
+    epoch. append_to is a Markdown file that the record is added to.
+    """
+
+    name: str
+    command: str
+    folder: Path
+    steps: int
+    warmup: int
+    rounds: int
+    peers: Sequence[str]
+    profile: bool
+    started_at: float
+    append_to: Path | None
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of each build: max_steps of the configuration."""
+        return self.warmup + self.steps + self.profile
+
+
+@dataclass(frozen=True)
+class _Measured:
+    measurement: Measurement
+    work: Work
+    phases: dict[str, float]
+    kernels: KernelSummary | None
+
+
+def run_bench(loaded: LoadedConfig, options: BenchOptions) -> int:
+    """Measure in this rank, and write the record from the main one; collective. Returns an exit code.
+
+    Raises ValueError for a peer that is not known. One that is not installed is recorded as such.
+    """
+    imported = time.time()
+    is_main = runtime.global_rank() == 0
+    set_up_logging("structured", is_main=is_main)
+    config = loaded.config
+    if config.train.max_steps != options.num_steps:
+        raise ValueError(f"train.max_steps: {config.train.max_steps}; of a benchmark, --warmup and --steps set it")
+    peers = [Peer.parse(name) for name in options.peers]
+    absent = {peer.name: reason for peer in peers if (reason := peer.absence()) is not None}
+    for name, reason in absent.items():
+        logger.warning("peer=%s does not run: %s", name, reason)
+    systems = [None, *(peer for peer in peers if peer.name not in absent)]
+    measured = [_measure(config, options, peer, round_) for round_ in range(options.rounds) for peer in systems]
+    if is_main:
+        first = measured[0]
+        record = Record(
+            name=options.name,
+            command=options.command,
+            environment=environment(),
+            work=first.work,
+            config=config.model_dump(mode="json"),
+            start={
+                "process": imported - options.started_at,
+                **first.phases,
+                "first_step": first.measurement.steps[0]["time_s"] or 0.0,
+            },
+            warmup=options.warmup,
+            steps=options.steps,
+            measurements=[one.measurement for one in measured],
+            absent=absent,
+            kernels=next((one.kernels for one in measured if one.kernels is not None), None),
+        )
+        write_record(record, options.folder, options.append_to)
+    runtime.shutdown()
+    return 0
+
+
+class _Steps:
+    """A sink that keeps what the observer reports."""
+
+    def __init__(self) -> None:
+        self.records: list[Metrics] = []
+
+    def write(self, metrics: Metrics) -> None:
+        self.records.append(metrics)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def _measure(config: Config, options: BenchOptions, peer: Peer | None, round_: int) -> _Measured:
+    """Build one system, xorl or a peer, train its steps and let it go; collective."""
+    system = OWN if peer is None else peer.name
+    own_folder = options.folder / "runs" / f"{system}_{round_ + 1}"
+    train_config = config.train.model_copy(update={"output_dir": str(own_folder)})
+    config = config.model_copy(update={"train": train_config})
+    logger.info("bench system=%s round=%d of %d", system, round_ + 1, options.rounds)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    maker: AbstractContextManager[EngineMaker] = nullcontext(build_engine) if peer is None else peer.engine_maker()
+    is_profiled = options.profile and peer is None and round_ == options.rounds - 1
+    with maker as make_engine:
+        measured = _train(build_run(config, make_engine=make_engine), config, options, system, is_profiled)
+    gc.collect()
+    torch.compiler.reset()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return measured
+
+
+def _train(run: Run, config: Config, options: BenchOptions, system: str, is_profiled: bool) -> _Measured:
+    steps, kernels = _Steps(), list[KernelSummary]()
+    run.observer.sinks.append(steps)
+    run.checkpoints.due = _never
+    profiler = Profiler(
+        enabled=is_profiled and run.runtime.is_main,
+        start_step=options.num_steps,
+        end_step=options.num_steps + 1,
+        trace_dir=options.folder,
+        rank=run.runtime.rank,
+        record_shapes=False,
+        profile_memory=False,
+        with_stack=False,
+        receive=lambda recorded: kernels.append(summarise(recorded)),
+    )
+    try:
+        train(replace(run, eval_loader=None, profiler=profiler))
+    finally:
+        run.observer.close()
+    measured_steps = steps.records[: options.warmup + options.steps]
+    allocated_gib, reserved_gib = _peak_memory_gib(run.runtime.device)
+    return _Measured(
+        Measurement(system, measured_steps, allocated_gib, reserved_gib),
+        _work_of(run, config, measured_steps),
+        dict(run.phases.seconds),
+        kernels[0] if kernels else None,
+    )
+
+
+def _never(step: int) -> bool:
+    return False
+
+
+def _peak_memory_gib(device: torch.device) -> tuple[float | None, float | None]:
+    """The most that any rank's allocator gave out, and held; collective."""
+    if device.type != "cuda":
+        return None, None
+    peaks = [torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)]
+    most = torch.tensor(peaks, dtype=torch.int64, device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    allocated, reserved = most.tolist()
+    return allocated / 2**30, reserved / 2**30
+
+
+def _work_of(run: Run, config: Config, steps: Sequence[Metrics]) -> Work:
+    tokens = [int(step["num_tokens"] or 0) for step in steps]
+    return Work(
+        architecture=run.architecture.spec.architecture,
+        num_parameters=sum(parameter.numel() for parameter in run.engine.model.module.parameters()),
+        num_ranks=run.runtime.world_size,
+        tokens_per_step=sum(tokens) / len(tokens),
+        bin_len=config.data.sample_packing_sequence_len,
+        mean_document_len=run.mean_document_len,
+        micro_batch_size=config.train.micro_batch_size,
+        gradient_accumulation_steps=config.train.gradient_accumulation_steps,
+    )

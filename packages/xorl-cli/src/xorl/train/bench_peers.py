@@ -1,0 +1,266 @@
+"""Other trainers in xorl's place in a benchmark: transformers, with Liger's kernels, FlashAttention 4 or compilation.
+
+A peer is an engine: it takes the same batches and the same schedule, and does with them what its users would do. It
+draws its own weights, steps with torch's fused AdamW and clips with torch's own function.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from xorl.config import Config
+from xorl.core.loss import LossFn, LossOutput
+from xorl.core.mesh import Mesh
+from xorl.core.models import training_flops
+from xorl.core.parallel import ParallelModel, replicate, shard
+from xorl.data import PackedBatch
+from xorl.kernels.attention import AttentionFn, AttentionRequest, resolve_attention
+from xorl.kernels.layout import SequenceLayout
+from xorl.train.build import EngineMaker
+from xorl.train.engine import Engine, StepLosses, Update
+from xorl.train.model import Architecture
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+BASE = "transformers"
+# What may follow it, and the module that has to be installed for it.
+PARTS: dict[str, str | None] = {"liger": "liger_kernel", "fa4": "flash_attn.cute", "compile": None}
+BACKENDS = {"fa4": "flash_attention_4"}
+
+
+@dataclass(frozen=True)
+class Peer:
+    """`transformers` with the parts that its name gives: transformers-liger-fa4."""
+
+    name: str
+    parts: frozenset[str]
+
+    @classmethod
+    def parse(cls, name: str) -> Peer:
+        """Read a name. Raises ValueError for one that is not known."""
+        base, *parts = name.split("-")
+        if base != BASE or not set(parts) <= set(PARTS) or len(set(parts)) != len(parts):
+            known = ", ".join(f"-{part}" for part in PARTS)
+            raise ValueError(f"--peers {name}: want {BASE}, followed by any of {known}, such as {BASE}-liger-fa4")
+        return cls(name, frozenset(parts))
+
+    def absence(self) -> str | None:
+        """Why it cannot run here; None where it can."""
+        for part, module in PARTS.items():
+            if part in self.parts and module is not None and not _is_installed(module):
+                return f"{module} is not installed"
+        if {"liger", "fa4"} & self.parts and not torch.cuda.is_available():
+            return "its kernels need a GPU"
+        return None
+
+    @contextmanager
+    def engine_maker(self) -> Iterator[EngineMaker]:
+        """What makes its engine, to be used while entered: Liger changes transformers' modules, which is undone."""
+        patched: list[AbstractContextManager[None]] = []
+
+        def make(config: Config, architecture: Architecture, mesh: Mesh, device: torch.device) -> Engine:
+            hf_config, model_class = _transformers(architecture.hf_config)
+            if "liger" in self.parts:
+                patch = _liger(str(architecture.hf_config["model_type"]), sys.modules[model_class.__module__])
+                patch.__enter__()
+                patched.append(patch)
+            return _engine(self, hf_config, config, architecture, mesh, device)
+
+        try:
+            yield make
+        finally:
+            while patched:
+                patched.pop().__exit__(None, None, None)
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _transformers(values: Mapping[str, object]) -> tuple[PreTrainedConfig, type]:
+    """transformers' configuration of a config.json, and the class of its model."""
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415  (seconds, and for peers alone)
+
+    rest = {key: value for key, value in values.items() if key != "model_type"}
+    hf_config = AutoConfig.for_model(str(values["model_type"]), **rest)
+    model_class = AutoModelForCausalLM._model_mapping[type(hf_config)]
+    assert isinstance(model_class, type), "one model for each kind of configuration"
+    return hf_config, model_class
+
+
+@contextmanager
+def _liger(model_type: str, module: ModuleType) -> Iterator[None]:
+    """While entered, `module`, a family's code in transformers, has Liger's norms, rotary, MLP and fused loss."""
+    # Installed by whoever compares with it.
+    from liger_kernel.transformers.monkey_patch import (  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
+        MODEL_TYPE_TO_APPLY_LIGER_FN,
+    )
+
+    with _restored(module):
+        MODEL_TYPE_TO_APPLY_LIGER_FN[model_type]()  # its defaults are every kernel it has for the family
+        yield
+
+
+@contextmanager
+def _restored(module: ModuleType) -> Iterator[None]:
+    """Puts the names of `module`, and the forward methods of its own classes, back to what they were."""
+    names = dict(vars(module))
+    classes = [value for value in names.values() if isinstance(value, type) and value.__module__ == module.__name__]
+    methods = [(each, each.__dict__["forward"]) for each in classes if "forward" in each.__dict__]
+    try:
+        yield
+    finally:
+        vars(module).update(names)
+        for each, forward in methods:
+            each.forward = forward
+
+
+def _engine(
+    peer: Peer,
+    hf_config: PreTrainedConfig,
+    config: Config,
+    architecture: Architecture,
+    mesh: Mesh,
+    device: torch.device,
+) -> PeerEngine:
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415  (seconds, and for peers alone)
+
+    train = config.train
+    compute_dtype = torch.bfloat16 if train.enable_mixed_precision else torch.float32
+    param_dtype = torch.float32
+    backend = next((BACKENDS[part] for part in peer.parts if part in BACKENDS), None)
+    attention = "sdpa"
+    if backend is not None:
+        shape = architecture.config
+        window = next((window for window in shape.windows if window is not None), None)
+        request = AttentionRequest(device.type, compute_dtype, shape.head_dim, window=window)
+        attention = register_attention(backend, resolve_attention(backend, request))
+    with device:
+        model: nn.Module = AutoModelForCausalLM.from_config(hf_config, dtype=param_dtype, attn_implementation=attention)
+    layers = list(model.get_submodule("model.layers").children())
+    if train.enable_gradient_checkpointing:
+        model.gradient_checkpointing_enable()  # pyright: ignore[reportCallIssue]
+    if "compile" in peer.parts:
+        for layer in layers:
+            layer.compile()
+    forward = model
+    if train.data_parallel_mode == "fsdp2":
+        shard(
+            model, mesh.fsdp, layers, param_dtype=compute_dtype, reshard_after_forward=bool(train.reshard_after_forward)
+        )
+    elif train.data_parallel_mode == "ddp":
+        forward = replicate(model, mesh)
+    parameters = list(model.parameters())
+    return PeerEngine(
+        ParallelModel(model, forward, mesh),
+        torch.optim.AdamW(parameters, lr=train.lr, weight_decay=train.weight_decay, fused=True),
+        device,
+        max_grad_norm=train.max_grad_norm,
+        flops=lambda lengths: training_flops(architecture.config, lengths),
+        autocast=compute_dtype if train.data_parallel_mode != "fsdp2" and param_dtype != compute_dtype else None,
+        takes_layout=backend is not None,
+    )
+
+
+def register_attention(backend: str, attention: AttentionFn) -> str:
+    """Make one of xorl's attention functions known to transformers; returns the name to ask for it by.
+
+    The model must be called with `xorl_layout`, the layout of the packed row.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface  # noqa: PLC0415
+    from transformers.masking_utils import flash_attention_mask  # noqa: PLC0415
+
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        scaling: float,
+        xorl_layout: SequenceLayout,
+        sliding_window: int | None = None,
+        **_: object,
+    ) -> tuple[Tensor, None]:
+        assert attention_mask is None, "the layout says what sees what"
+        q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # [T, H, D]
+        return attention(q, k, v, xorl_layout, scale=scaling, window=sliding_window).unsqueeze(0), None
+
+    name = f"xorl_{backend}"
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, flash_attention_mask)
+    return name
+
+
+class PeerEngine(Engine):
+    """A model of transformers behind an engine's interface.
+
+    autocast: the dtype to compute in where the parameters have another one that nothing casts. takes_layout: whether
+    its attention was registered by `register_attention`. Its loss is the mean over the step's tokens of this rank.
+    """
+
+    def __init__(
+        self,
+        model: ParallelModel,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        *,
+        max_grad_norm: float | None,
+        flops: Callable[[Sequence[int]], float],
+        autocast: torch.dtype | None,
+        takes_layout: bool,
+    ) -> None:
+        super().__init__(model, optimizer, device, max_grad_norm=max_grad_norm, flops=flops)
+        self._autocast = autocast
+        self._takes_layout = takes_layout
+        self._num_items = 1
+
+    def forward_backward(self, batches: Iterable[PackedBatch], loss_fn: LossFn) -> StepLosses:
+        """The step's gradient, a mean; `loss_fn` is not used, the model has its own."""
+        pending = list(batches)
+        self._num_items = max(1, sum(batch.num_trained_tokens for batch in pending))
+        losses = super().forward_backward(pending, loss_fn)
+        return replace(losses, loss_sum=losses.loss_sum * self._num_items)
+
+    def optim_step(self, lr: float, divisor: Tensor | float) -> Update:
+        """Clip and step; the gradient is divided already."""
+        limit = self._max_grad_norm if self._max_grad_norm else float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, limit, foreach=True)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.timer.mark("optimizer")
+        whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # pyright: ignore[reportAttributeAccessIssue]
+        return Update(whole, torch.zeros((), device=self.device))
+
+    def _call(self, batch: PackedBatch, loss_fn: LossFn) -> LossOutput:
+        batch = batch.to(self.device, non_blocking=True)
+        labels = batch.labels[None]
+        arguments: dict[str, object] = {
+            "input_ids": batch.input_ids[None],
+            "position_ids": batch.positions[None],
+            "labels": labels,
+            "shift_labels": labels,  # they are shifted already
+            "num_items_in_batch": self._num_items,
+            "use_cache": False,
+        }
+        if self._takes_layout:
+            arguments["xorl_layout"] = SequenceLayout(batch.cu_seqlens, batch.positions, batch.lengths)
+        casting = nullcontext() if self._autocast is None else torch.autocast(self.device.type, self._autocast)
+        with casting:
+            loss = self.model.forward(**arguments).loss
+        return LossOutput(loss, loss.detach(), {})

@@ -1,0 +1,255 @@
+"""What a benchmark found: medians, spread and ratios, as JSON for programs and as a Markdown section for people."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median, quantiles
+
+from xorl.train.kernel_summary import KernelSummary
+from xorl.train.observe import Metrics
+
+logger = logging.getLogger(__name__)
+
+PARTS = ("forward_s", "backward_s", "comm_s", "optimizer_s", "idle_s", "data_s")
+SUMMARISED = ("tokens_per_s", "mfu", "time_s", *PARTS)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step trains. tokens_per_step: over all ranks, a mean where packing leaves room in bins."""
+
+    architecture: str
+    num_parameters: int
+    num_ranks: int
+    tokens_per_step: float
+    bin_len: int
+    mean_document_len: float
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One build of one system: the records of its steps, warm-up included, and the most memory any rank used."""
+
+    system: str
+    steps: Sequence[Metrics]
+    peak_allocated_gib: float | None
+    peak_reserved_gib: float | None
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and quartiles over the measured steps of all rounds."""
+
+    median: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Record:
+    """Everything that was measured by one command.
+
+    start: seconds from the command to the end of the first step, by phase. absent: peers that did not run, and why.
+    """
+
+    name: str
+    command: str
+    environment: Mapping[str, str | int | None]
+    work: Work
+    config: Mapping[str, object]
+    start: Mapping[str, float | int]
+    warmup: int
+    steps: int
+    measurements: Sequence[Measurement]
+    absent: Mapping[str, str]
+    kernels: KernelSummary | None
+
+    @property
+    def systems(self) -> tuple[str, ...]:
+        """Those that ran, in their order; the first is xorl."""
+        return tuple(dict.fromkeys(each.system for each in self.measurements))
+
+    def of(self, system: str) -> list[Measurement]:
+        """The rounds of one system."""
+        return [each for each in self.measurements if each.system == system]
+
+    def spreads(self, system: str) -> dict[str, Spread]:
+        """Of each figure that is known, over the measured steps of all rounds."""
+        steps = [step for each in self.of(system) for step in each.steps[self.warmup :]]
+        found = {}
+        for key in SUMMARISED:
+            values = [value for step in steps if (value := step.get(key)) is not None]
+            if values:
+                found[key] = _spread(values)
+        return found
+
+    def peak_gib(self, system: str) -> tuple[float | None, float | None]:
+        """The most memory allocated and reserved in any round."""
+        rounds = self.of(system)
+        allocated = [each.peak_allocated_gib for each in rounds if each.peak_allocated_gib is not None]
+        reserved = [each.peak_reserved_gib for each in rounds if each.peak_reserved_gib is not None]
+        return max(allocated, default=None), max(reserved, default=None)
+
+    def ratios(self) -> dict[str, tuple[float, float, float]]:
+        """For each peer, xorl's median tokens/s over the peer's; and the least and the greatest such ratio of a round.
+
+        Clocks drift: a round's ratio compares builds that ran right after each other.
+        """
+        own, *peers = self.systems
+        found = {}
+        for peer in peers:
+            by_round = [
+                self._median_rate([mine]) / self._median_rate([theirs])
+                for mine, theirs in zip(self.of(own), self.of(peer), strict=True)
+            ]
+            overall = self._median_rate(self.of(own)) / self._median_rate(self.of(peer))
+            found[peer] = (overall, min(by_round), max(by_round))
+        return found
+
+    def _median_rate(self, rounds: Sequence[Measurement]) -> float:
+        return median(float(step["tokens_per_s"] or 0.0) for each in rounds for step in each.steps[self.warmup :])
+
+
+def _spread(values: Sequence[float]) -> Spread:
+    low, middle, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    return Spread(middle, low, high)
+
+
+def write_record(record: Record, folder: Path, append_to: Path | None) -> None:
+    """Write `bench.json` and `bench.md` to `folder`, log the Markdown, and add it to `append_to`."""
+    text = to_markdown(record)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "bench.json").write_text(json.dumps(to_json(record), indent=1) + "\n")
+    (folder / "bench.md").write_text(text)
+    if append_to is not None:
+        before = append_to.read_text() if append_to.exists() else "# Measured\n"
+        append_to.write_text(f"{before.rstrip()}\n\n{text}")
+    logger.info("%s\nbench=%s", text.rstrip(), folder / "bench.json")
+
+
+def to_json(record: Record) -> dict[str, object]:
+    """The record with what follows from it: per system the summary, and the ratios."""
+    systems = {
+        system: {
+            "summary": {key: asdict(spread) for key, spread in record.spreads(system).items()},
+            "peak_allocated_gib": record.peak_gib(system)[0],
+            "peak_reserved_gib": record.peak_gib(system)[1],
+            "rounds": [list(each.steps) for each in record.of(system)],
+        }
+        for system in record.systems
+    }
+    ratios = {
+        peer: {"ratio": ratio, "least": least, "greatest": greatest}
+        for peer, (ratio, least, greatest) in record.ratios().items()
+    }
+    return {
+        "name": record.name,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": record.command,
+        "environment": dict(record.environment),
+        "work": asdict(record.work),
+        "warmup": record.warmup,
+        "steps": record.steps,
+        "command_to_first_step_s": {**record.start, "total": sum(record.start.values())},
+        "systems": systems,
+        "ratios": ratios,
+        "absent": dict(record.absent),
+        "kernels": None if record.kernels is None else asdict(record.kernels),
+        "config": dict(record.config),
+    }
+
+
+def to_markdown(record: Record) -> str:
+    """One section: what was run and on what, the systems in a table, where their time went, and the start."""
+    work = record.work
+    rounds = len(record.of(record.systems[0]))
+    known = [f"{name} {value}" for name, value in record.environment.items() if value is not None and name != "gpus"]
+    lines = [
+        f"## {record.name}, {datetime.now(UTC).date().isoformat()}",
+        "",
+        f"    {record.command}",
+        "",
+        f"{record.environment['gpus'] or 'CPU'}; {', '.join(known)}.",
+        f"{work.architecture}, {work.num_parameters / 1e9:.3g} B parameters, {work.num_ranks} ranks, "
+        f"{work.tokens_per_step:,.0f} tokens a step in bins of {work.bin_len:,}, documents of "
+        f"{work.mean_document_len:,.0f} tokens on average; {_settings(record)}. Medians of {record.steps} steps after "
+        f"{record.warmup} of warm-up, in {rounds} {'round' if rounds == 1 else 'rounds'}, quartiles in brackets.",
+        "",
+        *_table(
+            ("", "tokens/s", "MFU", "step ms", "peak GiB allocated", "reserved", "xorl is"),
+            [_system_row(record, system) for system in record.systems],
+        ),
+        "",
+        *_table(
+            ("ms of a step", *(part.removesuffix("_s") for part in PARTS)),
+            [
+                (system, *(f"{1000 * spreads[part].median:.1f}" if part in spreads else "" for part in PARTS))
+                for system in record.systems
+                for spreads in [record.spreads(system)]
+            ],
+        ),
+        "",
+        f"From the command to the end of the first step {sum(record.start.values()):.1f} s: "
+        + ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in record.start.items())
+        + ".",
+    ]
+    lines += [f"\n{peer} did not run: {reason}." for peer, reason in record.absent.items()]
+    lines += [] if record.kernels is None else ["", *_kernels(record.kernels)]
+    return "\n".join(lines) + "\n"
+
+
+def _settings(record: Record) -> str:
+    train, model = record.config["train"], record.config["model"]
+    assert isinstance(train, dict)
+    assert isinstance(model, dict)
+    shown = ("data_parallel_mode", "optimizer", "param_dtype", "fp8", "enable_compile", "enable_gradient_checkpointing")
+    settings = [f"{key} {str(train[key]).lower()}" for key in shown if key in train]
+    return ", ".join([*settings, f"attention {model['attn_implementation']}"])
+
+
+def _system_row(record: Record, system: str) -> tuple[str, ...]:
+    spreads, (allocated, reserved) = record.spreads(system), record.peak_gib(system)
+    rate, step = spreads["tokens_per_s"], spreads["time_s"]
+    ratio = record.ratios().get(system)
+    return (
+        system,
+        f"{rate.median:,.0f} [{rate.low:,.0f}, {rate.high:,.0f}]",
+        f"{spreads['mfu'].median:.1%}" if "mfu" in spreads else "",
+        f"{1000 * step.median:.1f} [{1000 * step.low:.1f}, {1000 * step.high:.1f}]",
+        "" if allocated is None else f"{allocated:.1f}",
+        "" if reserved is None else f"{reserved:.1f}",
+        "" if ratio is None else f"{ratio[0]:.3f} x [{ratio[1]:.3f}, {ratio[2]:.3f} by round]",
+    )
+
+
+def _kernels(kernels: KernelSummary) -> list[str]:
+    what = "kernels" if kernels.device == "cuda" else "operators"
+    gaps = [(f"{gap.ms:.3f}", _short(gap.after), _short(gap.before)) for gap in kernels.gaps]
+    return [
+        f"One step under the profiler: {kernels.span_ms:.1f} ms, of which {kernels.busy_ms:.1f} with {what} running.",
+        "",
+        *_table(
+            (what, "times", "ms", "share"),
+            [
+                (_short(one.name), str(one.count), f"{one.total_ms:.2f}", f"{one.total_ms / kernels.span_ms:.1%}")
+                for one in kernels.kernels
+            ],
+        ),
+        *(["", *_table(("longest gaps, ms", "after", "before"), gaps)] if gaps else []),
+    ]
+
+
+def _short(name: str) -> str:
+    name = name.replace("|", "/").replace("\n", " ")
+    return name if len(name) <= 90 else f"{name[:87]}..."
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]

@@ -1,0 +1,161 @@
+"""The parts of `xorl bench`: shapes, peers, and what is made of the measured steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from xorl.cli.bench_config import SHAPES, Documents, Work, shapes, write_config
+from xorl.config import load_config
+from xorl.core.models import spec_for
+from xorl.kernels.attention import AttentionRequest, resolve_attention
+from xorl.kernels.layout import SequenceLayout
+from xorl.train import bench_report
+from xorl.train.bench_peers import Peer, _restored, register_attention
+from xorl.train.bench_report import Measurement, Record
+from xorl.train.data import prepare_data
+from xorl.train.kernel_summary import summarise
+
+PARAMETERS = {"llama3-8b": 8.030, "qwen3-0.6b": 0.596, "qwen3-1.7b": 1.721, "qwen3-8b": 8.191}
+
+
+def work_of(model: str = "tiny", documents: Documents = "single", tokens_per_step: int | None = None) -> Work:
+    return Work(model, 512, documents, 2, tokens_per_step, num_ranks=2, num_steps=3, on_gpu=False)
+
+
+@pytest.mark.parametrize("name", shapes())
+def test_shapes_are_those_of_the_models_they_are_named_for(name: str) -> None:
+    # Catches a wrong width or vocabulary, by which every figure of the model would be another model's.
+    values = json.loads((SHAPES / f"{name}.json").read_text())
+    spec = spec_for(values)
+    with torch.device("meta"):
+        model = spec.build(spec.config_from_hf(values))
+    billions = sum(parameter.numel() for parameter in model.parameters()) / 1e9
+    assert billions == pytest.approx(PARAMETERS.get(name, 0.0), abs=1e-3)
+
+
+@pytest.mark.parametrize("documents", ["single", "packed"])
+def test_a_made_configuration_is_valid_and_fills_its_steps(documents: Documents, tmp_path: Path) -> None:
+    # Catches presets that the configuration refuses, and data of other lengths than were asked for.
+    path = write_config(work_of(documents=documents, tokens_per_step=8192), tmp_path)
+    config = load_config(path).config
+    assert config.train.gradient_accumulation_steps == 4
+    data = prepare_data(config, vocab_size=512).train
+    lengths = data.documents.lengths
+    assert (lengths.min(), lengths.max()) == (512, 512) if documents == "single" else lengths.min() >= 256
+    assert len(data.bins) >= 3 * 4 * 2 * 2
+
+
+def test_tokens_that_no_micro_batch_divides_are_refused(tmp_path: Path) -> None:
+    # Catches a step of another size than the record says.
+    with pytest.raises(ValueError, match="no multiple of 2048"):
+        write_config(work_of(tokens_per_step=5000), tmp_path)
+    with pytest.raises(ValueError, match=r"want one of .*tiny"):
+        write_config(work_of(model="tinny"), tmp_path)
+
+
+def test_peers_are_known_by_their_parts() -> None:
+    # Catches a peer that is measured without what its name promises.
+    assert Peer.parse("transformers").parts == frozenset()
+    assert Peer.parse("transformers-liger-fa4").parts == {"liger", "fa4"}
+    for name in ("transformer", "transformers-lger", "transformers-fa4-fa4"):
+        with pytest.raises(ValueError, match="want transformers, followed by"):
+            Peer.parse(name)
+
+
+def test_what_a_peer_changes_in_a_module_is_undone() -> None:
+    # Catches the peer after it being measured with its kernels.
+    before, forward = bench_report._short, bench_report.Record.ratios
+    bench_report.Record.forward = forward  # pyright: ignore[reportAttributeAccessIssue]
+    with _restored(bench_report):
+        bench_report._short = str.upper
+        bench_report.Record.forward = None  # pyright: ignore[reportAttributeAccessIssue]
+    assert bench_report._short is before
+    assert bench_report.Record.forward is forward  # pyright: ignore[reportAttributeAccessIssue]
+    del bench_report.Record.forward  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_xorls_attention_in_a_peer_is_the_peers_own_on_packed_rows() -> None:
+    # Catches heads and tokens that are swapped on the way, and documents that see each other.
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415  (seconds, for this test alone)
+
+    values = json.loads((SHAPES / "tiny.json").read_text())
+    attention = resolve_attention("sdpa", AttentionRequest("cpu", torch.float32, head_dim=16))
+    layout = SequenceLayout.from_lengths([5, 9, 2])
+    ids = torch.arange(16)[None] * 7 % 512
+    logits = []
+    for name in ("eager", register_attention("sdpa", attention)):
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(values["model_type"], **{k: v for k, v in values.items() if k != "model_type"})
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=name)
+        torch.nn.init.normal_(model.get_submodule("model.embed_tokens").weight)
+        logits.append(
+            model(input_ids=ids, position_ids=layout.positions[None], xorl_layout=layout, use_cache=False).logits
+        )
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
+
+
+def record_of(*rates: tuple[str, list[float]]) -> Record:
+    """Rounds of systems by name and tokens/s, the first step of each being warm-up."""
+    return Record(
+        name="name",
+        command="xorl bench",
+        environment={"gpus": None, "driver": None, "torch": "2.11"},
+        work=bench_report.Work("A", 10**9, 2, 4096.0, 512, 300.5, 1, 4),
+        config={"train": {"optimizer": "adamw", "enable_compile": True}, "model": {"attn_implementation": "auto"}},
+        start={"process": 2.0, "first_step": 3.5},
+        warmup=1,
+        steps=len(rates[0][1]) - 1,
+        measurements=[
+            Measurement(
+                system,
+                [
+                    {"step": i, "tokens_per_s": r, "mfu": None, "time_s": 4096 / r, "comm_s": 0.25}
+                    for i, r in enumerate(own)
+                ],
+                60.0,
+                70.0 + index,
+            )
+            for index, (system, own) in enumerate(rates)
+        ],
+        absent={"transformers-liger": "liger_kernel is not installed"},
+        kernels=None,
+    )
+
+
+def test_ratios_are_of_medians_and_leave_the_warm_up_out(tmp_path: Path) -> None:
+    # Catches warm-up in the medians, a ratio turned upside down, or rounds compared with another's.
+    record = record_of(
+        ("xorl", [1.0, 100.0, 110.0]),
+        ("peer", [1.0, 50.0, 50.0]),
+        ("xorl", [1.0, 120.0, 130.0]),
+        ("peer", [9.0, 60.0, 70.0]),
+    )
+    (ratio, least, greatest) = record.ratios()["peer"]
+    assert (ratio, least, greatest) == pytest.approx((115 / 55, 125 / 65, 105 / 50))
+    assert record.spreads("xorl")["tokens_per_s"].median == 115
+    assert record.peak_gib("xorl") == (60.0, 72.0)
+    bench_report.write_record(record, tmp_path, tmp_path / "record.md")
+    bench_report.write_record(record, tmp_path, tmp_path / "record.md")
+    written = json.loads((tmp_path / "bench.json").read_text())
+    assert written["command_to_first_step_s"]["total"] == 5.5
+    assert written["systems"]["peer"]["rounds"][1][2]["tokens_per_s"] == 70.0
+    text = (tmp_path / "record.md").read_text()
+    assert text.count("\n## name, ") == 2
+    assert "| xorl | 115 [108, 122] |" in text
+    assert "| 2.091 x [1.923, 2.100 by round] |" in text
+    assert "transformers-liger did not run: liger_kernel is not installed." in text
+
+
+def test_a_profiled_step_is_summed_up_by_operator_where_there_is_no_gpu() -> None:
+    # Catches a summary that is empty on a CPU, or counts what an operator calls twice.
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        for _ in range(3):
+            torch.ones(64, 64) @ torch.ones(64, 64)
+    summary = summarise(recorded)
+    assert {kernel.name: kernel.count for kernel in summary.kernels}["aten::mm"] == 3
+    assert 0 < summary.busy_ms <= summary.span_ms * 1.01

@@ -1,0 +1,41 @@
+"""`xorl bench` from the command line to its record, on two ranks of a CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_a_shape_is_measured_beside_a_peer_on_two_ranks(tmp_path: Path) -> None:
+    # Catches a bench that cannot start its ranks, peers that do not run where xorl does, and figures that are missing.
+    flags = ["--seq", "64", "--steps", "2", "--warmup", "1", "--rounds", "1", "--profile"]
+    work = ["--nproc-per-node", "2", "--tokens-per-step", "256", "--peers", "transformers,transformers-liger"]
+    output = ["--output", str(tmp_path / "out"), "--record", str(tmp_path / "record.md")]
+    result = subprocess.run(
+        [sys.executable, "-m", "xorl.cli.bench", "--model", "tiny", *flags, *work, *output, "--train.lr", "1e-3"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    record = json.loads((tmp_path / "out" / "bench.json").read_text())
+    assert list(record["systems"]) == ["xorl", "transformers"]
+    assert list(record["absent"]) == ["transformers-liger"]
+    assert record["config"]["train"]["lr"] == 1e-3
+    assert (record["work"]["num_ranks"], record["work"]["tokens_per_step"]) == (2, 256)
+    for system in record["systems"].values():
+        steps = system["rounds"][0]
+        assert [step["step"] for step in steps] == [1, 2, 3]
+        assert all(step["comm_s"] > 0 and 5 < step["loss"] < 8 for step in steps)
+    assert record["ratios"]["transformers"]["ratio"] > 0
+    assert record["kernels"]["kernels"]
+    phases = record["command_to_first_step_s"]
+    assert phases["total"] == sum(seconds for phase, seconds in phases.items() if phase != "total")
+    assert {"process", "data", "join", "model", "first_step"} <= set(phases)
+    assert not list((tmp_path / "out").rglob("global_step_*"))
+    assert (tmp_path / "record.md").read_text().startswith("# Measured\n\n## tiny_64_single, ")
