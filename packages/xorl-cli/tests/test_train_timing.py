@@ -21,8 +21,10 @@ def test_a_wait_counts_as_communication_and_not_as_the_phase_around_it() -> None
         timer.end_wait()
         timer.mark("forward")
         time.sleep(0.01)
-        timer.begin_wait()  # left open until the mark, as replicas leave it
+        timer.begin_wait()
         time.sleep(0.05)
+        timer.end_wait()
+        timer.end_wait()  # as an engine does, whether or not replicas left one open
         timer.mark("backward")
         time.sleep(0.1)  # the caller's own
     timer.start()

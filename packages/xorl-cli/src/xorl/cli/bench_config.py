@@ -92,6 +92,7 @@ def _mapping(work: Work, model: Path, dataset: Mapping[str, object], folder: Pat
             "lr": 1e-5,
             "max_grad_norm": 1.0,
             "enable_mixed_precision": True,
+            "param_dtype": "bf16",
             "enable_gradient_checkpointing": False,
             "save_epochs": 0,
             "log_format": "structured",

@@ -21,13 +21,14 @@ from xorl.config import Config
 from xorl.core.loss import LossFn, LossOutput
 from xorl.core.mesh import Mesh
 from xorl.core.models import training_flops
+from xorl.core.optim import WideAccumulation
 from xorl.core.parallel import ParallelModel, replicate, shard
 from xorl.data import PackedBatch
 from xorl.kernels.attention import AttentionFn, AttentionRequest, resolve_attention
 from xorl.kernels.layout import SequenceLayout
 from xorl.train.build import EngineMaker
 from xorl.train.engine import Engine, StepLosses, Update
-from xorl.train.model import Architecture
+from xorl.train.model import DTYPES, Architecture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -140,7 +141,7 @@ def _engine(
 
     train = config.train
     compute_dtype = torch.bfloat16 if train.enable_mixed_precision else torch.float32
-    param_dtype = torch.float32
+    param_dtype = DTYPES[train.param_dtype]
     backend = next((BACKENDS[part] for part in peer.parts if part in BACKENDS), None)
     attention = "sdpa"
     if backend is not None:
@@ -227,6 +228,7 @@ class PeerEngine(Engine):
         self._autocast = autocast
         self._takes_layout = takes_layout
         self._num_items = 1
+        self._accumulation = WideAccumulation(())  # torch's own way, in the parameters' dtype
 
     def forward_backward(self, batches: Iterable[PackedBatch], loss_fn: LossFn) -> StepLosses:
         """The step's gradient, a mean; `loss_fn` is not used, the model has its own."""

@@ -97,12 +97,8 @@ class StepTimer:
         self._ends.append((None, self.clock.now()))
 
     def mark(self, phase: Phase) -> None:
-        """What was queued since the mark before is `phase`. A wait that is still open ends here."""
-        moment = self.clock.now()
-        if self._wait_began is not None:
-            self._waits.append((len(self._ends), self._wait_began, moment))
-            self._wait_began = None
-        self._ends.append((phase, moment))
+        """What was queued since the mark before is `phase`."""
+        self._ends.append((phase, self.clock.now()))
 
     def begin_wait(self) -> None:
         """From here on, the device's queue stands still for a collective. Between steps it is nobody's."""
@@ -111,7 +107,7 @@ class StepTimer:
         self._wait_began = self.clock.now()
 
     def end_wait(self) -> None:
-        """Until here it did."""
+        """Until here it did; does nothing where no wait has begun."""
         if self._wait_began is not None:
             self._waits.append((len(self._ends), self._wait_began, self.clock.now()))
             self._wait_began = None
