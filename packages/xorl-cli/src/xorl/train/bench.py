@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -83,8 +84,19 @@ def run_bench(loaded: LoadedConfig, options: BenchOptions) -> int:
     absent = {peer.name: reason for peer in peers if (reason := peer.absence()) is not None}
     for name, reason in absent.items():
         logger.warning("peer=%s does not run: %s", name, reason)
-    systems = [None, *(peer for peer in peers if peer.name not in absent)]
-    measured = [_measure(config, options, peer, round_) for round_ in range(options.rounds) for peer in systems]
+    measured: list[_Measured] = []
+    for round_, peer in product(range(options.rounds), [None, *peers]):
+        if peer is not None and peer.name in absent:
+            continue
+        try:
+            measured.append(_measure(config, options, peer, round_))
+        except torch.OutOfMemoryError as error:
+            # With several ranks the others would wait for this one.
+            if peer is None or runtime.world_size() > 1:
+                raise
+            absent[peer.name] = f"out of memory: {str(error).splitlines()[0]}"
+            logger.warning("peer=%s does not run: %s", peer.name, absent[peer.name])
+            measured = [one for one in measured if one.measurement.system != peer.name]
     if is_main:
         first = measured[0]
         record = Record(
@@ -129,17 +141,20 @@ def _measure(config: Config, options: BenchOptions, peer: Peer | None, round_: i
     train_config = config.train.model_copy(update={"output_dir": str(own_folder)})
     config = config.model_copy(update={"train": train_config})
     logger.info("bench system=%s round=%d of %d", system, round_ + 1, options.rounds)
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
+    _let_go()
     maker: AbstractContextManager[EngineMaker] = nullcontext(build_engine) if peer is None else peer.engine_maker()
     is_profiled = options.profile and peer is None and round_ == options.rounds - 1
     with maker as make_engine:
-        measured = _train(build_run(config, make_engine=make_engine), config, options, system, is_profiled)
+        return _train(build_run(config, make_engine=make_engine), config, options, system, is_profiled)
+
+
+def _let_go() -> None:
+    """Free what the build before left, on the device and in the compiler."""
     gc.collect()
     torch.compiler.reset()
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # if not, there is nothing yet, and asking would take the first GPU
         torch.cuda.empty_cache()
-    return measured
+        torch.cuda.reset_peak_memory_stats()
 
 
 def _train(run: Run, config: Config, options: BenchOptions, system: str, is_profiled: bool) -> _Measured:

@@ -62,11 +62,13 @@ class Profiler:
             profile_memory=self.profile_memory,
             with_stack=self.with_stack,
         )
+        _wait_for_gpu()
         self._profile.start()
 
     def _end(self) -> None:
         assert self._profile is not None
         recorded, self._profile = self._profile, None
+        _wait_for_gpu()
         recorded.stop()
         if self.receive is not None:
             self.receive(recorded)
@@ -75,3 +77,9 @@ class Profiler:
         path = self.trace_dir / f"rank{self.rank}_steps_{self._first_recorded}_{self.end_step}.json.gz"
         recorded.export_chrome_trace(str(path))
         logger.info("profile=%s", path)
+
+
+def _wait_for_gpu() -> None:
+    # The host runs ahead: without this, the work of the step before would be recorded too.
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
