@@ -84,7 +84,7 @@ def test_xorls_attention_in_a_peer_is_the_peers_own_on_packed_rows() -> None:
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415  (seconds, for this test alone)
 
     values = json.loads((SHAPES / "tiny.json").read_text())
-    attention = resolve_attention("sdpa", AttentionRequest("cpu", torch.float32, head_dim=16))
+    attention = resolve_attention("sdpa", AttentionRequest("cpu", torch.float32, head_dim=64))
     layout = SequenceLayout.from_lengths([5, 9, 2])
     ids = torch.arange(16)[None] * 7 % 512
     logits = []

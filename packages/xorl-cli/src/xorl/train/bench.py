@@ -25,6 +25,7 @@ from xorl.train.bench_report import Measurement, Record, Work, write_record
 from xorl.train.build import EngineMaker, Run, build_engine, build_run
 from xorl.train.environment import environment
 from xorl.train.kernel_summary import KernelSummary, summarise
+from xorl.train.model import read_architecture
 from xorl.train.observe import Metrics
 from xorl.train.profile import Profiler
 from xorl.train.progress import set_up_logging
@@ -81,7 +82,8 @@ def run_bench(loaded: LoadedConfig, options: BenchOptions) -> int:
     if config.train.max_steps != options.num_steps:
         raise ValueError(f"train.max_steps: {config.train.max_steps}; of a benchmark, --warmup and --steps set it")
     peers = [Peer.parse(name) for name in options.peers]
-    absent = {peer.name: reason for peer in peers if (reason := peer.absence()) is not None}
+    architecture = read_architecture(config.model)
+    absent = {peer.name: reason for peer in peers if (reason := peer.absence(config, architecture)) is not None}
     for name, reason in absent.items():
         logger.warning("peer=%s does not run: %s", name, reason)
     measured: list[_Measured] = []

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 BASE = "transformers"
 # What may follow it, and the module that has to be installed for it.
-PARTS: dict[str, str | None] = {"liger": "liger_kernel", "fa4": "flash_attn.cute", "compile": None}
+PARTS: dict[str, str | None] = {"liger": "liger_kernel", "fa4": None, "compile": None}
+# Parts that are attention backends of xorl's.
 BACKENDS = {"fa4": "flash_attention_4"}
 
 
@@ -55,13 +56,23 @@ class Peer:
             raise ValueError(f"--peers {name}: want {BASE}, followed by any of {known}, such as {BASE}-liger-fa4")
         return cls(name, frozenset(parts))
 
-    def absence(self) -> str | None:
-        """Why it cannot run here; None where it can."""
+    @property
+    def backend(self) -> str | None:
+        """The attention of xorl's that it runs instead of transformers' own."""
+        return next((BACKENDS[part] for part in BACKENDS if part in self.parts), None)
+
+    def absence(self, config: Config, architecture: Architecture) -> str | None:
+        """Why it cannot run this here; None where it can."""
         for part, module in PARTS.items():
-            if part in self.parts and module is not None and not _is_installed(module):
+            if part in self.parts and module is not None and find_spec(module) is None:
                 return f"{module} is not installed"
-        if {"liger", "fa4"} & self.parts and not torch.cuda.is_available():
+        if "liger" in self.parts and not torch.cuda.is_available():
             return "its kernels need a GPU"
+        if self.backend is not None:
+            try:
+                resolve_attention(self.backend, _request(config, architecture))
+            except RuntimeError as error:
+                return str(error)
         return None
 
     @contextmanager
@@ -84,11 +95,14 @@ class Peer:
                 patched.pop().__exit__(None, None, None)
 
 
-def _is_installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
+def _request(config: Config, architecture: Architecture) -> AttentionRequest:
+    shape = architecture.config
+    return AttentionRequest(
+        "cuda" if torch.cuda.is_available() else "cpu",
+        torch.bfloat16 if config.train.enable_mixed_precision else torch.float32,
+        shape.head_dim,
+        window=next((window for window in shape.windows if window is not None), None),
+    )
 
 
 def _transformers(values: Mapping[str, object]) -> tuple[PreTrainedConfig, type]:
@@ -142,13 +156,10 @@ def _engine(
     train = config.train
     compute_dtype = torch.bfloat16 if train.enable_mixed_precision else torch.float32
     param_dtype = DTYPES[train.param_dtype]
-    backend = next((BACKENDS[part] for part in peer.parts if part in BACKENDS), None)
     attention = "sdpa"
-    if backend is not None:
-        shape = architecture.config
-        window = next((window for window in shape.windows if window is not None), None)
-        request = AttentionRequest(device.type, compute_dtype, shape.head_dim, window=window)
-        attention = register_attention(backend, resolve_attention(backend, request))
+    if peer.backend is not None:
+        function = resolve_attention(peer.backend, _request(config, architecture))
+        attention = register_attention(peer.backend, function)
     with device:
         model: nn.Module = AutoModelForCausalLM.from_config(hf_config, dtype=param_dtype, attn_implementation=attention)
     layers = list(model.get_submodule("model.layers").children())
@@ -172,7 +183,7 @@ def _engine(
         max_grad_norm=train.max_grad_norm,
         flops=lambda lengths: training_flops(architecture.config, lengths),
         autocast=compute_dtype if train.data_parallel_mode != "fsdp2" and param_dtype != compute_dtype else None,
-        takes_layout=backend is not None,
+        takes_layout=peer.backend is not None,
     )
 
 
