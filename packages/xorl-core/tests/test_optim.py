@@ -255,3 +255,20 @@ def test_rows_of_a_matrix_are_found_on_every_shard() -> None:
         chunk = -(-10 // num_shards)
         held = [shard * chunk + row for shard in range(num_shards) for row in range(*matrix.rows_of(shard, num_shards))]
         assert held == list(range(3, 9))
+
+
+@pytest.mark.parametrize("name", ["adamw", "anyprecision_adamw", "sgd"])
+def test_half_precision_parameters_step_after_several_micro_batches(name: str) -> None:
+    # Catches gradients accumulated in fp32 that the optimizer cannot take, in this step or in the one after.
+    parameter = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    optimizer = build_optimizer(name, [("weight", parameter)], lr=0.1, weight_decay=0.0)
+    accumulation = WideAccumulation([parameter])
+    for _ in range(2):
+        for _ in range(3):
+            with accumulation.micro_batch():
+                (parameter * 2).sum().backward()
+        assert parameter.grad is not None
+        assert parameter.grad.float().tolist() == [6.0] * 8
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    assert (parameter < 1).all()

@@ -21,14 +21,18 @@ SUMMARISED = ("tokens_per_s", "mfu", "time_s", *PARTS)
 
 @dataclass(frozen=True)
 class Work:
-    """What a step trains. tokens_per_step: over all ranks, a mean where packing leaves room in bins."""
+    """What a step trains.
+
+    tokens_per_step: over all ranks, a mean where packing leaves room in bins. mean_document_len: None where the data is
+    streamed, and is not known beforehand.
+    """
 
     architecture: str
     num_parameters: int
     num_ranks: int
     tokens_per_step: float
     bin_len: int
-    mean_document_len: float
+    mean_document_len: float | None
     micro_batch_size: int
     gradient_accumulation_steps: int
 
@@ -178,8 +182,8 @@ def to_markdown(record: Record) -> str:
         "",
         f"{record.environment['gpus'] or 'CPU'}; {', '.join(known)}.",
         f"{work.architecture}, {work.num_parameters / 1e9:.3g} B parameters, {work.num_ranks} ranks, "
-        f"{work.tokens_per_step:,.0f} tokens a step in bins of {work.bin_len:,}, documents of "
-        f"{work.mean_document_len:,.0f} tokens on average; {_settings(record)}. Medians of {record.steps} steps after "
+        f"{work.tokens_per_step:,.0f} tokens a step in bins of {work.bin_len:,}, {_documents(work)}; "
+        f"{_settings(record)}. Medians of {record.steps} steps after "
         f"{record.warmup} of warm-up, in {rounds} {'round' if rounds == 1 else 'rounds'}, quartiles in brackets.",
         "",
         *_table(
@@ -203,6 +207,11 @@ def to_markdown(record: Record) -> str:
     lines += [f"\n{peer} did not run: {reason}." for peer, reason in record.absent.items()]
     lines += [] if record.kernels is None else ["", *_kernels(record.kernels)]
     return "\n".join(lines) + "\n"
+
+
+def _documents(work: Work) -> str:
+    length = work.mean_document_len
+    return "streamed" if length is None else f"documents of {length:,.0f} tokens on average"
 
 
 def _settings(record: Record) -> str:

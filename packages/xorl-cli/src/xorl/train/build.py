@@ -65,7 +65,7 @@ class Run:
     gc_steps: int
     empty_cache_steps: int
     architecture: Architecture
-    mean_document_len: float
+    mean_document_len: float | None
     phases: Phases
 
 
@@ -150,7 +150,7 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None) -> Run:
         gc_steps=train.gc_steps,
         empty_cache_steps=train.empty_cache_steps,
         architecture=architecture,
-        mean_document_len=float(data.train.documents.lengths.mean()),
+        mean_document_len=None if isinstance(data.train, Stream) else float(data.train.documents.lengths.mean()),
         phases=phases,
     )
 

@@ -25,7 +25,9 @@ class AdamW(torch.optim.AdamW):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
-                    parameter.grad = parameter.grad.to(parameter.dtype)
+                    rounded, parameter.grad = parameter.grad.to(parameter.dtype), None
+                    parameter.grad_dtype = parameter.dtype
+                    parameter.grad = rounded
         super().step()
 
 
