@@ -94,6 +94,7 @@ def _mapping(work: Work, model: Path, dataset: Mapping[str, object], folder: Pat
             "enable_mixed_precision": True,
             "param_dtype": "bf16",
             "enable_gradient_checkpointing": False,
+            "enable_compile": work.on_gpu,
             "save_epochs": 0,
             "log_format": "structured",
         },
