@@ -1,0 +1,217 @@
+"""Matrices in 8-bit floating point (arXiv:2209.05433) with their scales, and products of them.
+
+A GPU's fp8 matrix units take both operands with the contraction contiguous, so a matrix that is used along both of its
+axes is needed twice: as it is, and transposed. One kernel reads it once and writes both. Here are the torch operators
+and their plain twins, which a CPU runs; the kernels are in `fp8_triton`.
+
+A scale is the largest power of two that keeps the largest absolute value in range, so scaling itself rounds nothing,
+and a value above fp8's underflow becomes the same number whatever else its tensor holds. `descale`, its reciprocal,
+gives the values back: x is about q * descale. It is NaN where the input was not finite, and so is every product then.
+
+Shapes: R rows, C columns, P the rows rounded up to a multiple of 16 (padding holds zeros); M, N, K of a product.
+"""
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
+
+# The largest number of either format is 1.75 times two to this power.
+TOP_EXPONENT = {E4M3: 8, E5M2: 15}
+# A smaller largest value counts as this one, or its scale would leave the exponents of fp32.
+SMALLEST_AMAX = 2.0**-100
+# What the matrix units want the lengths of contiguous dimensions to be multiples of.
+ALIGNMENT = 16
+MIN_CAPABILITY = (8, 9)
+
+
+def fp8_refusal(device: torch.device) -> str | None:
+    """Why fp8 products cannot run on `device`, or None when they can; a CPU computes the same numbers, slowly."""
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        return f"it runs on CUDA GPUs and, emulated, on a CPU, not on {device.type}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < MIN_CAPABILITY:
+        name = torch.cuda.get_device_name(device)
+        return f"fp8 matrix units begin with compute capability 8.9, and this {name} has {major}.{minor}"
+    return None
+
+
+def scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    descale_a: Tensor,
+    descale_b: Tensor,
+    *,
+    out_dtype: torch.dtype,
+    fast_accumulation: bool,
+) -> Tensor:
+    """(a * descale_a) @ (b * descale_b).T, [M, N], accumulated in fp32 and rounded once.
+
+    With fast accumulation Hopper's matrix units keep about 14 bits of the running sum instead of adding to fp32 every
+    128 products (arXiv:2412.19437, section 3.3.2). Products with scales by row are rounded to bf16 on a GPU.
+
+    Args:
+        a, b: [M, K] and [N, K], contiguous, fp8; at most one of them E5M2. K and N are multiples of 16 on a GPU.
+        descale_a, descale_b: fp32, both of the whole matrix, [], or both by row, [M] and [N].
+    """
+    by_row = descale_a.dim() == 1
+    if a.is_cuda:
+        product = torch._scaled_mm(
+            a,
+            b.t(),
+            scale_a=descale_a[:, None] if by_row else descale_a,
+            scale_b=descale_b[None, :] if by_row else descale_b,
+            out_dtype=torch.bfloat16 if by_row else out_dtype,
+            use_fast_accum=fast_accumulation,
+        )
+    else:
+        product = a.float() @ b.float().t() * (descale_a[:, None] if by_row else descale_a) * descale_b
+    # Not `to` alone: a compiled autograd.Function that returns a tensor which is also an intermediate of its forward,
+    # as `to` does where the dtype is right already, is given zeros for that output's gradient (torch 2.11).
+    return product if product.dtype == out_dtype else product.to(out_dtype)
+
+
+@torch.library.custom_op("xorl::fp8_amax", mutates_args=())
+def amax(x: Tensor) -> Tensor:
+    """The largest absolute value of x [R, C], exactly: [] fp32."""
+    if x.is_cuda:
+        return _triton().amax(x)
+    return x.abs().amax().float()
+
+
+@torch.library.custom_op("xorl::fp8_cast_tensorwise", mutates_args=())
+def cast_tensorwise(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x [R, C] with one scale from `amax` []: (q [R, C], descale [])."""
+    q = torch.empty(x.shape, dtype=dtype, device=x.device)
+    descale = torch.empty((), dtype=torch.float32, device=x.device)
+    cast_into_(x, amax, q, descale)
+    return q, descale
+
+
+@torch.library.custom_op("xorl::fp8_cast_tensorwise_both", mutates_args=())
+def cast_tensorwise_both(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x [R, C] with one scale from `amax` []: (q [R, C], q transposed [C, P], descale [])."""
+    if x.is_cuda:
+        return _triton().cast_tensorwise_both(x, amax, dtype)
+    scale, descale = power_of_two_scale(amax, dtype)
+    q = _cast(x, scale, dtype)
+    return q, _transposed(q), descale
+
+
+@torch.library.custom_op("xorl::fp8_cast_rowwise", mutates_args=())
+def cast_rowwise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x [R, C] with a scale for each row: (q [R, C], descale [R])."""
+    if x.is_cuda:
+        return _triton().cast_rowwise(x, dtype)
+    scale, descale = power_of_two_scale(x.abs().amax(dim=1).float(), dtype)
+    return _cast(x, scale[:, None], dtype), descale
+
+
+@torch.library.custom_op("xorl::fp8_cast_columnwise", mutates_args=())
+def cast_columnwise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x [R, C] with a scale for each column, transposed: (q [C, P], descale [C])."""
+    if x.is_cuda:
+        return _triton().cast_columnwise(x, dtype)
+    scale, descale = power_of_two_scale(x.abs().amax(dim=0).float(), dtype)
+    return _transposed(_cast(x, scale, dtype)), descale
+
+
+@torch.library.custom_op("xorl::fp8_cast_axiswise", mutates_args=())
+def cast_axiswise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`cast_rowwise` and `cast_columnwise` of x [R, C] in one go: (q [R, C], [R], q transposed [C, P], [C])."""
+    if x.is_cuda:
+        return _triton().cast_axiswise(x, dtype)
+    return *cast_rowwise(x, dtype), *cast_columnwise(x, dtype)
+
+
+@torch.library.custom_op("xorl::fp8_transpose", mutates_args=())
+def transpose(q: Tensor) -> Tensor:
+    """Fp8 q [R, C] transposed, [C, P]."""
+    return _triton().transpose(q) if q.is_cuda else _transposed(q)
+
+
+def cast_into_(x: Tensor, amax: Tensor, q: Tensor, descale: Tensor) -> None:
+    """`cast_tensorwise` into memory that is there: q [R, C] of the dtype to cast to, descale [] fp32."""
+    if x.is_cuda:
+        _triton().cast_into_(x, amax, q, descale)
+        return
+    scale, reciprocal = power_of_two_scale(amax, q.dtype)
+    q.copy_(_cast(x, scale, q.dtype))
+    descale.copy_(reciprocal)
+
+
+def power_of_two_scale(amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The largest power of two by which a tensor whose largest value is `amax` (fp32) fits, and its reciprocal."""
+    bits = amax.clamp(min=SMALLEST_AMAX).view(torch.int32)
+    mantissa_above = ((bits & 0x7FFFFF) > 0x600000).int()  # above the 1.75 of the format's largest number
+    exponent = TOP_EXPONENT[dtype] - ((bits >> 23) - 127) - mantissa_above
+    scale = ((exponent + 127) << 23).view(torch.float32)
+    descale = ((127 - exponent) << 23).view(torch.float32)
+    return scale, torch.where(torch.isfinite(amax), descale, torch.nan)
+
+
+def padded(rows: int) -> int:
+    """P of R rows."""
+    return (rows + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+
+
+def _cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (x.float() * scale).to(dtype)
+
+
+def _transposed(q: Tensor) -> Tensor:
+    out = q.new_zeros((q.shape[1], padded(q.shape[0])))
+    out[:, : q.shape[0]] = q.t()
+    return out
+
+
+def _triton() -> ModuleType:
+    # Triton is imported where a GPU computes: torch builds without one need not have it.
+    from xorl.kernels.quant import fp8_triton  # noqa: PLC0415
+
+    return fp8_triton
+
+
+@amax.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty((), dtype=torch.float32)
+
+
+@cast_tensorwise.register_fake
+def _(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=dtype), amax.new_empty(())
+
+
+@cast_tensorwise_both.register_fake
+def _(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=dtype), _fake_transposed(x, dtype), amax.new_empty(())
+
+
+@cast_rowwise.register_fake
+def _(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:1], dtype=torch.float32)
+
+
+@cast_columnwise.register_fake
+def _(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return _fake_transposed(x, dtype), x.new_empty(x.shape[1:], dtype=torch.float32)
+
+
+@cast_axiswise.register_fake
+def _(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    by_row = x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:1], dtype=torch.float32)
+    return *by_row, _fake_transposed(x, dtype), x.new_empty(x.shape[1:], dtype=torch.float32)
+
+
+@transpose.register_fake
+def _(q: Tensor) -> Tensor:
+    return _fake_transposed(q, q.dtype)
+
+
+def _fake_transposed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.new_empty((x.shape[1], padded(x.shape[0])), dtype=dtype)

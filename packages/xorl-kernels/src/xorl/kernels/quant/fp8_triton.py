@@ -1,0 +1,290 @@
+"""Triton kernels of the casts to fp8; what they compute is described, and computed plainly, in `fp8`.
+
+All take contiguous matrices of fp32, fp16 or bf16 with R * C elements in any number. Largest values are collected by
+atomic maxima, which give the same result in any order.
+
+Shapes: R rows, C columns, P padded rows.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from xorl.kernels.fused.device import launch
+from xorl.kernels.quant.fp8 import SMALLEST_AMAX, TOP_EXPONENT, padded
+
+# Long enough for full bandwidth, short enough that the last wave of programs is a small part of the work.
+BLOCK = 8192
+# Square, so that rows of the tile are long enough to write in both directions: 128 bytes of fp8.
+TILE_R, TILE_C = 128, 128
+NUM_WARPS = 8
+
+TINY: tl.constexpr = tl.constexpr(SMALLEST_AMAX)
+
+
+def amax(x: Tensor) -> Tensor:
+    """See `fp8.amax`."""
+    x = x.contiguous()
+    out = torch.zeros((), dtype=torch.float32, device=x.device)
+    launch(_amax_kernel, (_blocks(x.numel(), BLOCK),), x, out, x.numel(), BLOCK=BLOCK, num_warps=NUM_WARPS)
+    return out
+
+
+def cast_into_(x: Tensor, amax: Tensor, q: Tensor, descale: Tensor) -> None:
+    """See `fp8.cast_into_`."""
+    _cast(x, amax, amax, q, None, descale, descale, axiswise=False)
+
+
+def cast_tensorwise_both(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """See `fp8.cast_tensorwise_both`."""
+    q, q_t = _rows(x, dtype), _columns(x, dtype)
+    descale = torch.empty((), dtype=torch.float32, device=x.device)
+    _cast(x, amax, amax, q, q_t, descale, descale, axiswise=False)
+    return q, q_t, descale
+
+
+def cast_rowwise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """See `fp8.cast_rowwise`."""
+    largest, _ = _axis_amax(x, rows=True, columns=False)
+    q, descale = _rows(x, dtype), torch.empty_like(largest)
+    _cast(x, largest, largest, q, None, descale, descale, axiswise=True)
+    return q, descale
+
+
+def cast_columnwise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """See `fp8.cast_columnwise`."""
+    _, largest = _axis_amax(x, rows=False, columns=True)
+    q_t, descale = _columns(x, dtype), torch.empty_like(largest)
+    _cast(x, largest, largest, None, q_t, descale, descale, axiswise=True)
+    return q_t, descale
+
+
+def cast_axiswise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `fp8.cast_axiswise`."""
+    row_largest, column_largest = _axis_amax(x, rows=True, columns=True)
+    q, q_t = _rows(x, dtype), _columns(x, dtype)
+    row_descale, column_descale = torch.empty_like(row_largest), torch.empty_like(column_largest)
+    _cast(x, row_largest, column_largest, q, q_t, row_descale, column_descale, axiswise=True)
+    return q, row_descale, q_t, column_descale
+
+
+def transpose(q: Tensor) -> Tensor:
+    """See `fp8.transpose`."""
+    num_rows, num_columns = q.shape
+    out = _columns(q, q.dtype)
+    grid = (_blocks(out.shape[1], TILE_R), _blocks(num_columns, TILE_C))
+    launch(
+        _transpose_kernel,
+        grid,
+        q.contiguous().view(torch.uint8),
+        out.view(torch.uint8),
+        num_rows,
+        num_columns,
+        out.shape[1],
+        TILE_R=TILE_R,
+        TILE_C=TILE_C,
+        num_warps=NUM_WARPS,
+    )
+    return out
+
+
+def _blocks(length: int, block: int) -> int:
+    """How many blocks cover `length`."""
+    return (length + block - 1) // block
+
+
+def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(x.shape, dtype=dtype, device=x.device)
+
+
+def _columns(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty((x.shape[1], padded(x.shape[0])), dtype=dtype, device=x.device)
+
+
+def _axis_amax(x: Tensor, *, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:
+    """The largest absolute values of x by row [R] and by column [C]; what is not asked for is meaningless."""
+    x = x.contiguous()
+    num_rows, num_columns = x.shape
+    row_largest = torch.zeros(num_rows, dtype=torch.float32, device=x.device)
+    column_largest = torch.zeros(num_columns, dtype=torch.float32, device=x.device)
+    grid = (_blocks(num_rows, TILE_R), _blocks(num_columns, TILE_C))
+    launch(
+        _axis_amax_kernel,
+        grid,
+        x,
+        row_largest,
+        column_largest,
+        num_rows,
+        num_columns,
+        ROWS=rows,
+        COLUMNS=columns,
+        TILE_R=TILE_R,
+        TILE_C=TILE_C,
+        num_warps=NUM_WARPS,
+    )
+    return row_largest, column_largest
+
+
+def _cast(
+    x: Tensor,
+    row_amax: Tensor,
+    column_amax: Tensor,
+    q: Tensor | None,
+    q_t: Tensor | None,
+    row_descale: Tensor,
+    column_descale: Tensor,
+    *,
+    axiswise: bool,
+) -> None:
+    """Write x in fp8 to q, transposed to q_t, or both."""
+    x = x.contiguous()
+    num_rows, num_columns = x.shape
+    some = q if q is not None else q_t
+    assert some is not None
+    padded_rows = num_rows if q_t is None else padded(num_rows)
+    grid = (_blocks(padded_rows, TILE_R), _blocks(num_columns, TILE_C))
+    launch(
+        _cast_kernel,
+        grid,
+        x,
+        row_amax,
+        column_amax,
+        some if q is None else q,
+        some if q_t is None else q_t,
+        row_descale,
+        column_descale,
+        num_rows,
+        num_columns,
+        padded_rows,
+        TOP=TOP_EXPONENT[some.dtype],
+        AXISWISE=axiswise,
+        ROWS=q is not None,
+        COLUMNS=q_t is not None,
+        TILE_R=TILE_R,
+        TILE_C=TILE_C,
+        num_warps=NUM_WARPS,
+    )
+
+
+@triton.jit
+def _exponent(amax: tl.tensor, TOP: tl.constexpr) -> tl.tensor:
+    """The power of two of the scale that `fp8.power_of_two_scale` describes."""
+    bits = tl.maximum(amax, TINY).to(tl.int32, bitcast=True)
+    above = ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    return TOP - ((bits >> 23) - 127) - above
+
+
+@triton.jit
+def _power_of_two(exponent: tl.tensor) -> tl.tensor:
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _descale(amax: tl.tensor, exponent: tl.tensor) -> tl.tensor:
+    return tl.where(amax < float("inf"), _power_of_two(-exponent), float("nan"))
+
+
+@triton.jit
+def _magnitude(x: tl.tensor) -> tl.tensor:
+    """Absolute values, infinite for NaN, which a maximum would pass over."""
+    return tl.where(x == x, tl.abs(x), float("inf"))
+
+
+@triton.jit
+def _amax_kernel(x_ptr: tl.tensor, out_ptr: tl.tensor, numel: int, BLOCK: tl.constexpr) -> None:
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + index, mask=index < numel, other=0.0).to(tl.float32)
+    tl.atomic_max(out_ptr, tl.max(_magnitude(x), axis=0), sem="relaxed")
+
+
+@triton.jit
+def _axis_amax_kernel(
+    x_ptr: tl.tensor,
+    row_ptr: tl.tensor,
+    column_ptr: tl.tensor,
+    num_rows: int,
+    num_columns: int,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE_R: tl.constexpr,
+    TILE_C: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)
+    column = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
+    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    x = tl.load(x_ptr + row[:, None] * num_columns + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    if ROWS:
+        tl.atomic_max(row_ptr + row, tl.max(_magnitude(x), axis=1), mask=row < num_rows, sem="relaxed")
+    if COLUMNS:
+        tl.atomic_max(column_ptr + column, tl.max(_magnitude(x), axis=0), mask=column < num_columns, sem="relaxed")
+
+
+@triton.jit
+def _cast_kernel(
+    x_ptr: tl.tensor,
+    row_amax_ptr: tl.tensor,
+    column_amax_ptr: tl.tensor,
+    q_ptr: tl.tensor,
+    q_t_ptr: tl.tensor,
+    row_descale_ptr: tl.tensor,
+    column_descale_ptr: tl.tensor,
+    num_rows: int,
+    num_columns: int,
+    padded_rows: int,
+    TOP: tl.constexpr,
+    AXISWISE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE_R: tl.constexpr,
+    TILE_C: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)
+    column = tl.program_id(1).to(tl.int64) * TILE_C + tl.arange(0, TILE_C)
+    in_rows, in_columns = row < num_rows, column < num_columns
+    inside = in_rows[:, None] & in_columns[None, :]
+    x = tl.load(x_ptr + row[:, None] * num_columns + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    if ROWS:
+        if AXISWISE:
+            amax = tl.load(row_amax_ptr + row, mask=in_rows, other=0.0)
+            exponent = _exponent(amax, TOP)
+            if tl.program_id(1) == 0:
+                tl.store(row_descale_ptr + row, _descale(amax, exponent), mask=in_rows)
+            q = (x * _power_of_two(exponent)[:, None]).to(q_ptr.dtype.element_ty)
+        else:
+            amax = tl.load(row_amax_ptr)
+            exponent = _exponent(amax, TOP)
+            if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+                tl.store(row_descale_ptr, _descale(amax, exponent))
+            q = (x * _power_of_two(exponent)).to(q_ptr.dtype.element_ty)
+        tl.store(q_ptr + row[:, None] * num_columns + column[None, :], q, mask=inside)
+    if COLUMNS:
+        if AXISWISE:
+            amax = tl.load(column_amax_ptr + column, mask=in_columns, other=0.0)
+            exponent = _exponent(amax, TOP)
+            if tl.program_id(0) == 0:
+                tl.store(column_descale_ptr + column, _descale(amax, exponent), mask=in_columns)
+            q = (x * _power_of_two(exponent)[None, :]).to(q_t_ptr.dtype.element_ty)
+        else:
+            q = (x * _power_of_two(_exponent(tl.load(column_amax_ptr), TOP))).to(q_t_ptr.dtype.element_ty)
+        # Rows beyond the last were loaded as zeros, and are written as the padding.
+        inside_t = in_columns[:, None] & (row < padded_rows)[None, :]
+        tl.store(q_t_ptr + column[:, None] * padded_rows + row[None, :], tl.trans(q), mask=inside_t)
+
+
+@triton.jit
+def _transpose_kernel(
+    q_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    num_rows: int,
+    num_columns: int,
+    padded_rows: int,
+    TILE_R: tl.constexpr,
+    TILE_C: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)
+    column = tl.program_id(1).to(tl.int64) * TILE_C + tl.arange(0, TILE_C)
+    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    q = tl.load(q_ptr + row[:, None] * num_columns + column[None, :], mask=inside, other=0)
+    inside_t = (column < num_columns)[:, None] & (row < padded_rows)[None, :]
+    tl.store(out_ptr + column[:, None] * padded_rows + row[None, :], tl.trans(q), mask=inside_t)
