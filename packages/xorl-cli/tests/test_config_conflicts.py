@@ -138,6 +138,12 @@ def entry(**options: Any) -> dict[str, Any]:
             "train.enable_reentrant",
             "cannot be compiled",
         ),
+        (
+            {"train": {"fp8": "rowwise", "enable_mixed_precision": False}},
+            "train.fp8",
+            "enable_mixed_precision is true",
+        ),
+        ({"train": {"fp8": "tensorwise", "enable_cpu_offload": True}}, "train.fp8", "casts what was gathered"),
         ({"train": {"lr_min": 1e-6}}, "train.lr_min", "is linear or cosine"),
         ({"train": {"lr_decay_ratio": 0.5}}, "train.lr_decay_ratio", "is linear or cosine"),
         ({"train": {"lr_start": 1e-6}}, "train.lr_start", "lr_warmup_ratio is above 0"),

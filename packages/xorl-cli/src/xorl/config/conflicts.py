@@ -66,6 +66,12 @@ NEEDS: tuple[Need, ...] = (
         lambda config: not config.train.enable_mixed_precision,
     ),
     Need(
+        ("train.fp8",),
+        "train.enable_mixed_precision",
+        "true",
+        lambda config: config.train.enable_mixed_precision,
+    ),
+    Need(
         ("train.lr_min", "train.lr_decay_ratio"),
         "train.lr_decay_style",
         "linear or cosine",
@@ -214,6 +220,15 @@ def _tensor_parallelism_splits_projections(config: Config) -> Iterator[Conflict]
         )
 
 
+def _weights_in_fp8_are_on_the_device(config: Config) -> Iterator[Conflict]:
+    if config.train.fp8 == "tensorwise" and config.train.enable_cpu_offload:
+        yield Conflict(
+            ("train.fp8", "train.enable_cpu_offload"),
+            "tensorwise casts weights to fp8 where they are kept, and a CPU is too slow for that: use rowwise, which "
+            "casts what was gathered, or leave enable_cpu_offload at false",
+        )
+
+
 def _rates_are_ordered(config: Config) -> Iterator[Conflict]:
     train = config.train
     if train.lr_decay_style != "constant" and train.lr_min > train.lr:
@@ -290,6 +305,7 @@ CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
     _degrees_fit_the_mode,
     _recomputation_fits_what_surrounds_it,
     _tensor_parallelism_splits_projections,
+    _weights_in_fp8_are_on_the_device,
     _rates_are_ordered,
     _muon_has_a_schedule_to_follow,
     _half_precision_is_computed_in,

@@ -32,6 +32,7 @@ TrainOn = Literal["assistant", "completion", "all", "last_turn"]
 OverflowPolicy = Literal["truncate", "drop", "split", "error"]
 PackingMethod = Literal["sequential", "multipack"]
 StartMethod = Literal["fork", "spawn", "forkserver"]
+Fp8Recipe = Literal["none", "tensorwise", "rowwise"]
 DecayStyle = Literal["constant", "linear", "cosine"]
 RecomputableModule = Literal["self_attn", "mlp"]
 RecomputePolicy = Literal["module", "operation"]
@@ -303,6 +304,13 @@ class MemoryFields(Section):
         description="Precision that parameters are kept in. bf16 halves their memory and that of their gradients; "
         "reductions and the accumulation of micro-batches stay in fp32. Of the optimizers, anyprecision_adamw and muon "
         "train such parameters as well as fp32 ones, while adamw and sgd round updates to nearest and lose small ones.",
+    )
+    fp8: Fp8Recipe = Field(
+        default="none",
+        description="Multiply in 8-bit floating point in the linear layers, forward and backward, with scales taken "
+        "from the values: tensorwise (one scale a matrix; fastest, and under fsdp2 weights are gathered in fp8) or "
+        "rowwise (one scale a row; more exact). Not in the head, the embeddings and routers. Needs a GPU of compute "
+        "capability 8.9 (a CPU computes the same, slowly).",
     )
     enable_gradient_checkpointing: bool = Field(
         default=True, description="Keep only the inputs of each layer and compute its activations again when needed."

@@ -24,6 +24,8 @@ class ModelExport:
 
     def write(self, folder: Path) -> None:
         """Write safetensors, config and tokenizer files to a new `folder`; collective."""
+        # What an evaluation left gathered is rounded to the compute dtype, or in fp8 and not in the parameter at all.
+        self.model.drop_gathered()
         export_hf(
             dict(self.model.module.named_parameters()),
             self.recipes,

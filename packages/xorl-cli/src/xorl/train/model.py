@@ -19,6 +19,7 @@ from xorl.core.models import Decoder, DecoderConfig, ModelSpec, spec_for
 from xorl.core.nn import FusedKernel, choose_kernels
 from xorl.core.parallel import ParallelModel, ParallelPolicy, Recompute, local_part, parallelize
 from xorl.kernels.attention import AttentionRequest, resolve_attention
+from xorl.kernels.quant import fp8_refusal
 
 logger = logging.getLogger(__name__)
 
@@ -149,8 +150,14 @@ def _policy(model: ModelConfig, train: TrainConfig, compute_dtype: torch.dtype, 
             raise ValueError(
                 f"train.{option}: the model trains on the CPU, so all is in host memory already; leave it at false"
             )
+    if train.fp8 != "none":
+        if (refusal := fp8_refusal(device)) is not None:
+            raise ValueError(f"train.fp8: {train.fp8} cannot run here: {refusal}; use none")
+        emulated = " emulated=true (slower than bf16: a CPU has no fp8)" if device.type == "cpu" else ""
+        logger.info("fp8 recipe=%s device=%s%s", train.fp8, device, emulated)
     return ParallelPolicy(
         data_parallel_mode=train.data_parallel_mode,
+        fp8=train.fp8,
         param_dtype=compute_dtype,
         reshard_after_forward=train.reshard_after_forward,
         forward_prefetch=train.enable_forward_prefetch,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
@@ -12,9 +13,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from xorl.core.mesh import DataParallelMode, Mesh
+from xorl.core.nn.fp8 import Fp8Recipe, convert_linears
 from xorl.core.parallel.activations import Recompute, recompute_layers
 from xorl.core.parallel.compile import CompileBackend, compile_layers
 from xorl.core.parallel.ddp import replicate
+from xorl.core.parallel.fp8 import Fp8Weights
 from xorl.core.parallel.fsdp import prefetch_forward, shard, sharding_units
 from xorl.core.parallel.offload import ActivationOffload
 
@@ -28,10 +31,12 @@ class ParallelPolicy:
     kept (ZeRO-2). unit_modules are further class names, or last parts of module paths, sharded as units of their own.
     cpu_offload keeps sharded parameters, gradients and optimizer state in host memory; what computes is gathered on the
     device. activation_offload_limit, when not None, moves what layers save for the backward pass to host memory, but
-    for this many bytes of what they save last. compile_backend, when not None, compiles every layer.
+    for this many bytes of what they save last. compile_backend, when not None, compiles every layer. fp8 is how
+    the linear layers inside the layers multiply.
     """
 
     data_parallel_mode: DataParallelMode = "fsdp2"
+    fp8: Fp8Recipe | Literal["none"] = "none"
     param_dtype: torch.dtype | None = None
     reshard_after_forward: bool = True
     forward_prefetch: bool = True
@@ -57,6 +62,7 @@ class ParallelModel:
     module: nn.Module
     forward: nn.Module
     mesh: Mesh
+    fp8_weights: Fp8Weights | None = None
 
     @contextmanager
     def accumulation(self, *, is_last: bool) -> Iterator[None]:
@@ -81,6 +87,8 @@ class ParallelModel:
 
         To be called when the parameters change: the next forward pass would compute with the old values.
         """
+        if self.fp8_weights is not None:
+            self.fp8_weights.invalidate()
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -96,15 +104,17 @@ def parallelize(
 ) -> ParallelModel:
     """Change `model` in place for its part of `mesh` and return it with what to call.
 
-    The order is: recomputation inside the layers, then their compilation, which takes it into the graph, then
-    offloading of what compiled layers still save, which no graph can hold, then sharding or replication around them, so
-    that a recomputed forward runs within the unit whose parameters are gathered. A model on the meta
+    The order is: linear layers into fp8, recomputation inside the layers, then their compilation, which takes both into
+    the graph, then offloading of what compiled layers still save, which no graph can hold, then sharding or replication
+    around them, so that a recomputed forward runs within the unit whose parameters are gathered. A model on the meta
     device gets memory on `device` once it is known which part of it this rank holds, and `fill` then gives the
     parameters their values; a replica is filled before it is replicated. `model.layers` are the units of recomputation
     and of sharding; `model.head_weight` is what the loss reads.
     """
     layers = model.layers
     assert isinstance(layers, nn.ModuleList)
+    if policy.fp8 != "none":
+        convert_linears(layers, policy.fp8)
     recompute_layers(layers, policy.recompute, reentrant=policy.reentrant_recompute)
     if policy.compile_backend is not None:
         compile_layers(list(layers), backend=policy.compile_backend, device_type=device.type)
@@ -126,9 +136,9 @@ def parallelize(
     if any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device="cpu" if policy.cpu_offload else device)
         fill(model)
-    if policy.data_parallel_mode == "ddp":
-        return ParallelModel(model, replicate(model, mesh), mesh)
-    return ParallelModel(model, model, mesh)
+    fp8_weights = Fp8Weights(model) if policy.fp8 == "tensorwise" else None
+    forward = replicate(model, mesh) if policy.data_parallel_mode == "ddp" else model
+    return ParallelModel(model, forward, mesh, fp8_weights)
 
 
 def _keep_head_at_root(model: nn.Module, units: Sequence[nn.Module]) -> None:

@@ -1,0 +1,222 @@
+"""Linear layers that multiply in fp8, forward and both gradients, with scales taken from the values at hand.
+
+`tensorwise` has one scale a matrix, activations and weights in E4M3 and gradients in E5M2 (arXiv:2209.05433);
+`rowwise` one scale for every row along the contraction and E4M3 throughout, which that many scales have range for
+(arXiv:2412.19437, section 3.3.2). The forward product accumulates fast, those of the gradients in fp32. Parameters,
+their names and their gradients are those of `Linear`.
+
+Where the quantised copies of weights come from, and how they travel between ranks, is `xorl.core.parallel.fp8`.
+
+Shapes: T tokens, I input features, O output features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from xorl.core.nn.layers import Linear
+from xorl.kernels.quant import (
+    E4M3,
+    E5M2,
+    amax,
+    cast_axiswise,
+    cast_columnwise,
+    cast_rowwise,
+    cast_tensorwise,
+    cast_tensorwise_both,
+    scaled_mm,
+    transpose,
+)
+
+Fp8Recipe = Literal["tensorwise", "rowwise"]
+
+# Their logits choose experts: a choice that flips costs more than the small product saves.
+ROUTERS = ("router", "gate")
+MULTIPLE = 16
+
+
+def convert_linears(layers: nn.Module, recipe: Fp8Recipe, exclude: Sequence[str] = ROUTERS) -> tuple[str, ...]:
+    """Replace every `Linear` inside `layers`, in place, by one of the same parameters that multiplies in fp8.
+
+    Those whose path ends in a name of `exclude`, in whole parts, stay. Returns the paths of the others.
+
+    Raises ValueError, before anything is changed, for features that fp8 matrix units cannot take.
+    """
+    linears = {
+        path: module
+        for path, module in layers.named_modules()
+        if type(module) is Linear and not any(f".{path}".endswith(f".{name}") for name in exclude)
+    }
+    refused = [
+        f"{path} [{linear.out_features}, {linear.in_features}]"
+        for path, linear in linears.items()
+        if linear.out_features % MULTIPLE or linear.in_features % MULTIPLE
+    ]
+    if refused:
+        raise ValueError(
+            f"train.fp8: fp8 matrix units take features in multiples of {MULTIPLE}, and {len(refused)} linear layers "
+            f"have others: {', '.join(refused[:4])}; set train.fp8 to none for this model"
+        )
+    for path, linear in linears.items():
+        layers.set_submodule(path, Fp8Linear(linear, recipe))
+    return tuple(linears)
+
+
+class Fp8Linear(Linear):
+    """x @ weight.T + bias in the dtype of x, multiplied in fp8.
+
+    Attributes:
+        recipe: how values are scaled.
+        weight_fp8, weight_descale: under `tensorwise`, a copy of the weight in fp8 [O, I] and its scale, kept current
+            by whoever set them; None quantises the weight in each forward pass. With them, `weight` is only what the
+            gradient goes to.
+    """
+
+    weight_fp8: Tensor | None
+    weight_descale: Tensor | None
+
+    def __init__(self, linear: Linear, recipe: Fp8Recipe) -> None:
+        nn.Module.__init__(self)
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.weight = linear.weight
+        self.bias = linear.bias
+        self.recipe = recipe
+        self.weight_fp8 = None
+        self.weight_descale = None
+        self.train(linear.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features)  # [T, I]
+        y = self._tensorwise(rows) if self.recipe == "tensorwise" else self._rowwise(rows)
+        y = y.unflatten(0, x.shape[:-1]) if x.dim() != 2 else y
+        return y if self.bias is None else y + self.bias.to(x.dtype)
+
+    def _tensorwise(self, x: Tensor) -> Tensor:
+        weight_fp8, weight_descale = self.weight_fp8, self.weight_descale
+        if weight_fp8 is None or weight_descale is None:
+            weight = self.weight.detach()
+            weight_fp8, weight_descale = cast_tensorwise(weight, amax(weight), E4M3)
+        if torch.is_grad_enabled():
+            y = _TensorwiseLinear.apply(x, self.weight, weight_fp8, weight_descale)
+            assert isinstance(y, Tensor)
+            return y
+        x_fp8, x_descale = cast_tensorwise(x, _largest(x), E4M3)
+        return scaled_mm(x_fp8, weight_fp8, x_descale, weight_descale, out_dtype=x.dtype, fast_accumulation=True)
+
+    def _rowwise(self, x: Tensor) -> Tensor:
+        weight = self.weight.to(x.dtype)
+        if torch.is_grad_enabled():
+            y = _RowwiseLinear.apply(x, weight)
+            assert isinstance(y, Tensor)
+            return y
+        x_fp8, x_descale = cast_rowwise(x, E4M3)
+        return _rowwise_product(x_fp8, x_descale, weight, x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, fp8={self.recipe}"
+
+
+class _Context(FunctionCtx):
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+    weight_dtype: torch.dtype
+
+
+class _TensorwiseLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _Context, x: Tensor, weight: Tensor, weight_fp8: Tensor, weight_descale: Tensor) -> Tensor:
+        x_fp8, x_fp8_t, x_descale = cast_tensorwise_both(x, _largest(x), E4M3)
+        ctx.save_for_backward(x_fp8_t, x_descale, weight_fp8, weight_descale)
+        ctx.weight_dtype = weight.dtype
+        return scaled_mm(x_fp8, weight_fp8, x_descale, weight_descale, out_dtype=x.dtype, fast_accumulation=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] the decorator has no types
+        ctx: _Context, grad: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x_fp8_t, x_descale, weight_fp8, weight_descale = ctx.saved_tensors
+        grad_fp8, grad_fp8_t, grad_descale = cast_tensorwise_both(grad, _largest(grad), E5M2)
+        grad_x, grad_weight = None, None
+        if ctx.needs_input_grad[0]:
+            grad_x = _tensorwise_grad_input(grad_fp8, weight_fp8, grad_descale, weight_descale, grad.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_weight = scaled_mm(
+                grad_fp8_t, x_fp8_t, grad_descale, x_descale, out_dtype=ctx.weight_dtype, fast_accumulation=False
+            )
+        return grad_x, grad_weight, None, None
+
+
+class _RowwiseLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _Context, x: Tensor, weight: Tensor) -> Tensor:
+        x_fp8, x_descale, x_fp8_t, x_descale_t = cast_axiswise(x, E4M3)
+        ctx.save_for_backward(x_fp8_t, x_descale_t, weight)
+        return _rowwise_product(x_fp8, x_descale, weight, x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] the decorator has no types
+        ctx: _Context, grad: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        x_fp8_t, x_descale_t, weight = ctx.saved_tensors
+        grad_fp8, grad_descale, grad_fp8_t, grad_descale_t = cast_axiswise(grad, E4M3)
+        grad_x, grad_weight = None, None
+        if ctx.needs_input_grad[0]:
+            grad_x = _rowwise_grad_input(grad_fp8, grad_descale, weight, grad.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_weight = scaled_mm(
+                grad_fp8_t, x_fp8_t, grad_descale_t, x_descale_t, out_dtype=weight.dtype, fast_accumulation=False
+            )
+        return grad_x, grad_weight
+
+
+def _largest(x: Tensor) -> Tensor:
+    """The largest absolute value, exactly, in the form that is cheapest where it is computed."""
+    if torch.compiler.is_compiling():
+        # By rows first: so the compiler takes it in the kernel that makes x, which is mostly one over rows.
+        largest = x.abs().amax(dim=-1).amax()
+        return largest if largest.dtype == torch.float32 else largest.float()
+    return amax(x)
+
+
+def _rowwise_product(x_fp8: Tensor, x_descale: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    weight_fp8, weight_descale = cast_rowwise(weight, E4M3)
+    return scaled_mm(x_fp8, weight_fp8, x_descale, weight_descale, out_dtype=dtype, fast_accumulation=True)
+
+
+# The two products below are operators, though others could do without: they make a transposed copy of the weight, which
+# depends on nothing of the backward pass, and a compiler that saw it would make it in the forward pass and keep it.
+
+
+@torch.library.custom_op("xorl::fp8_tensorwise_grad_input", mutates_args=())
+def _tensorwise_grad_input(
+    grad_fp8: Tensor, weight_fp8: Tensor, grad_descale: Tensor, weight_descale: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Gradient [T, O] @ weight [O, I]."""
+    return scaled_mm(
+        grad_fp8, transpose(weight_fp8), grad_descale, weight_descale, out_dtype=dtype, fast_accumulation=False
+    )
+
+
+@torch.library.custom_op("xorl::fp8_rowwise_grad_input", mutates_args=())
+def _rowwise_grad_input(grad_fp8: Tensor, grad_descale: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Gradient [T, O] @ weight [O, I], which is not yet quantised."""
+    weight_fp8_t, weight_descale = cast_columnwise(weight, E4M3)
+    return scaled_mm(grad_fp8, weight_fp8_t, grad_descale, weight_descale, out_dtype=dtype, fast_accumulation=False)
+
+
+@_tensorwise_grad_input.register_fake
+def _(grad_fp8: Tensor, weight_fp8: Tensor, grad_descale: Tensor, weight_descale: Tensor, dtype: torch.dtype) -> Tensor:
+    return grad_fp8.new_empty((grad_fp8.shape[0], weight_fp8.shape[1]), dtype=dtype)
+
+
+@_rowwise_grad_input.register_fake
+def _(grad_fp8: Tensor, grad_descale: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    return grad_fp8.new_empty((grad_fp8.shape[0], weight.shape[1]), dtype=dtype)
