@@ -15,6 +15,10 @@ import torch._dynamo  # imported once here: FSDP2 would import it in every forke
 
 from xorl.core import runtime
 
+# Autograd looks for devices in its first backward pass. After a test with fake tensors or a compiler it would find one,
+# start a thread for it, and no rank that is forked later could differentiate anything.
+torch.zeros((), requires_grad=True).backward()
+
 RunRanks = Callable[[Callable[[], object], int], list]
 
 
