@@ -2,75 +2,205 @@
 
 import pytest
 import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
 from xorl.core.models import SPECS
 from xorl.core.nn import LayerKernels
-from xorl.kernels.attention import AttentionRequest, eager_attention, resolve_attention
+from xorl.kernels.attention import ATTENTION, AttentionRequest, eager_attention, resolve_attention
+from xorl.kernels.attention.native import _cudnn_length
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import linear_cross_entropy
 from xorl.kernels.testing import assert_matches_reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
-LENGTHS = [129, 1, 7, 300, 64, 11]
-HALF = (torch.bfloat16, torch.float16)
-SHAPES = [(6, 2, 64), (4, 4, 80), (8, 1, 128), (2, 2, 256), (3, 3, 8)]
+ON_GPU = torch.cuda.is_available()
+PROBE = AttentionRequest("cuda", torch.bfloat16, head_dim=64, deterministic=False)
+BACKENDS = [name for name in ATTENTION.names if name != "eager" and (not ON_GPU or name in ATTENTION.runnable(PROBE))]
+
+RAGGED = [129, 1, 7, 300, 64, 11]
+# Past 256 documents a library may look up a token's document in another way.
+MANY = [1 + index % 5 for index in range(300)]
+# On Hopper and later, rows that `native` gives to cuDNN.
+EQUAL = [2048, 2048]
+ONE = [4096]
+SHAPES = [(6, 2, 64), (4, 4, 80), (8, 1, 128), (2, 2, 192), (2, 2, 256), (3, 3, 8)]
 
 
-def make_inputs(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Random q, k, v for a packed row, on the GPU."""
+def make_inputs(lengths, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype):
+    """Random q, k, v for a packed row, on the GPU; v is a slice of a wider tensor, as a merged projection gives."""
     generator = torch.Generator().manual_seed(0)
-    return tuple(
-        torch.randn(sum(LENGTHS), heads, head_dim, generator=generator).to("cuda", dtype)
-        for heads in (num_heads, num_kv_heads, num_kv_heads)
+    q, k, v = (
+        torch.randn(sum(lengths), heads, head_dim, generator=generator).to("cuda", dtype)
+        for heads in (num_heads, num_kv_heads, 2 * num_kv_heads)
     )
+    return q, k, v[:, num_kv_heads:]
 
 
-@pytest.mark.parametrize("window", [None, 2, 33])
+def resolve(backend: str, dtype: torch.dtype, head_dim: int, window: int | None, deterministic: bool = False):
+    """The backend, or a skipped test with the reason that it gives for refusing this request."""
+    try:
+        return resolve_attention(backend, AttentionRequest("cuda", dtype, head_dim, window, deterministic))
+    except RuntimeError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def deterministic(monkeypatch):
+    """torch's deterministic mode, for one test."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("window", [None, 1, 33])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), SHAPES)
-@pytest.mark.parametrize(
-    ("backend", "dtype"),
-    [*(("native", dtype) for dtype in HALF), *(("sdpa", dtype) for dtype in (*HALF, torch.float32))],
-    ids=str,
-)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_backend_matches_the_plain_twin(backend, num_heads, num_kv_heads, head_dim, window, dtype):
     """Catches wrong outputs or gradients with grouped heads, odd lengths, each head_dim, or a window off by one."""
-    layout = SequenceLayout.from_lengths(LENGTHS, device="cuda")
-    options = {"layout": layout, "scale": head_dim**-0.5, "window": window}
-    attention = resolve_attention(backend, AttentionRequest("cuda", dtype, head_dim, window))
+    attention = resolve(backend, dtype, head_dim, window)
+    options = {"layout": SequenceLayout.from_lengths(RAGGED, "cuda"), "scale": head_dim**-0.5, "window": window}
     assert_matches_reference(
         lambda q, k, v: attention(q, k, v, **options),
         lambda q, k, v: eager_attention(q, k, v, **options),
-        make_inputs(num_heads, num_kv_heads, head_dim, dtype),
+        make_inputs(RAGGED, num_heads, num_kv_heads, head_dim, dtype),
     )
 
 
+@pytest.mark.parametrize("lengths", [MANY, EQUAL, ONE, [128] * 7], ids=["many", "equal", "one", "short"])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_backend_matches_the_plain_twin_in_each_kind_of_row(backend, window, lengths):
+    """Catches a kernel for rows of one length, of one document or of very many that is wrong where others are right."""
+    attention = resolve(backend, torch.bfloat16, 128, window)
+    options = {"layout": SequenceLayout.from_lengths(lengths, "cuda"), "scale": 128**-0.5, "window": window}
+    assert_matches_reference(
+        lambda q, k, v: attention(q, k, v, **options),
+        lambda q, k, v: eager_attention(q, k, v, **options),
+        make_inputs(lengths, 4, 2, 128, torch.bfloat16),
+    )
+
+
+@pytest.mark.parametrize("lengths", [RAGGED, EQUAL], ids=["ragged", "equal"])
+@pytest.mark.parametrize("window", [None, 33])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_log_sum_exp_and_its_gradient(backend, window, lengths):
+    """Catches a log-sum-exp in base 2, transposed or of unscaled scores, and a gradient that leaves it out."""
+    attention = resolve(backend, torch.bfloat16, 64, window)
+    options = {"layout": SequenceLayout.from_lengths(lengths, "cuda"), "scale": 0.125, "window": window}
+    inputs = make_inputs(lengths, 4, 2, 64, torch.bfloat16)
+    _, lse = attention.with_lse(*inputs, **options)
+    _, wanted = eager_attention.with_lse(*(x.double() for x in inputs), **options)
+    assert (lse.dtype, lse.shape) == (torch.float32, (sum(lengths), 4))
+    torch.testing.assert_close(lse.double(), wanted, rtol=1e-3, atol=1e-3)
+    assert_matches_reference(
+        lambda q, k, v: attention.with_lse(q, k, v, **options),
+        lambda q, k, v: eager_attention.with_lse(q, k, v, **options),
+        inputs,
+    )
+
+
+@pytest.mark.parametrize("lengths", [[2048] * 3, [300, 64, 437, 1]], ids=["equal", "ragged"])
 @pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("backend", ["native", "sdpa"])
-def test_a_document_is_bitwise_alone_in_its_pack(backend, window):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_document_is_bitwise_alone_in_its_pack(backend, window, lengths):
     """Catches a kernel in which neighbours in the pack change one bit of a document."""
-    attention = resolve_attention(backend, AttentionRequest("cuda", torch.bfloat16, 64, window))
-    layout = SequenceLayout.from_lengths(LENGTHS, device="cuda")
-    before = make_inputs(4, 2, 64, torch.bfloat16)
+    attention = resolve(backend, torch.bfloat16, 64, window)
+    before = make_inputs(lengths, 4, 2, 64, torch.bfloat16)
     after = [x.clone() for x in before]
-    changed = slice(137, 437)  # the fourth document
+    changed = slice(lengths[0], lengths[0] + lengths[1])
     for x in after:
         x[changed] = torch.randn_like(x[changed]) * 10
-    options = {"layout": layout, "scale": 0.125, "window": window}
-    out_before, out_after = attention(*before, **options), attention(*after, **options)
-    assert not torch.equal(out_before[changed], out_after[changed])
-    out_after[changed] = out_before[changed]
-    assert torch.equal(out_before, out_after)
+    options = {"layout": SequenceLayout.from_lengths(lengths, "cuda"), "scale": 0.125, "window": window}
+    results = [attention.with_lse(*inputs, **options) for inputs in (before, after)]
+    for out_before, out_after in zip(*results, strict=True):
+        assert not torch.equal(out_before[changed], out_after[changed])
+        out_after[changed] = out_before[changed]
+        assert torch.equal(out_before, out_after)
 
 
-def test_auto_is_native_in_half_precision_and_sdpa_otherwise():
+@pytest.mark.parametrize("lengths", [[500, 1, 700], EQUAL], ids=["ragged", "equal"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("window", [None, 200])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_deterministic_gradients_are_the_same_bits(deterministic, backend, window, head_dim, lengths):
+    """Catches gradients that are summed in the order in which thread blocks happen to finish."""
+    attention = resolve(backend, torch.bfloat16, head_dim, window, deterministic=True)
+    options = {"layout": SequenceLayout.from_lengths(lengths, "cuda"), "scale": 0.1, "window": window}
+    results = []
+    for _ in range(4):
+        inputs = [x.detach().requires_grad_() for x in make_inputs(lengths, 8, 2, head_dim, torch.bfloat16)]
+        out = attention(*inputs, **options)
+        results.append((out, *torch.autograd.grad(out, inputs, torch.ones_like(out))))
+    for result in results[1:]:
+        assert all(torch.equal(got, first) for got, first in zip(result, results[0], strict=True))
+
+
+class Layer(nn.Module):
+    """A merged projection, attention and a residual connection, as in a decoder layer."""
+
+    def __init__(self, attention, window: int | None) -> None:
+        super().__init__()
+        self.attention = attention
+        self.window = window
+        self.qkv = nn.Linear(256, 8 * 64)
+        self.out = nn.Linear(4 * 64, 256)
+
+    def forward(self, x, layout):
+        q, k, v = (y.unflatten(-1, (-1, 64)) for y in self.qkv(x).split([256, 128, 128], dim=-1))
+        return x + self.out(self.attention(q, k, v, layout, scale=0.125, window=self.window).flatten(-2))
+
+
+@pytest.mark.parametrize("marked", [True, False], ids=["marked dynamic", "not marked"])
+@pytest.mark.parametrize("window", [None, 33])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_layer_compiles_once_for_all_rows(backend, window, marked):
+    """Catches a graph break, a guard on the documents, or compiled code that gives a kernel other strides."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layer = Layer(resolve(backend, torch.bfloat16, 64, window), window).to("cuda", torch.bfloat16)
+    counter = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(layer.forward, fullgraph=True, backend=counter)
+    for lengths in ([500, 12], [256, 256], [500, 8, 4], [600], RAGGED, MANY, EQUAL, [2, 1]):
+        layout = SequenceLayout.from_lengths(lengths, "cuda")
+        x = torch.randn(sum(lengths), 256, device="cuda", dtype=torch.bfloat16)
+        results = []
+        for forward in (compiled, layer):
+            leaf = x.clone().requires_grad_()
+            if marked:
+                layout.mark_dynamic()
+                torch._dynamo.maybe_mark_dynamic(leaf, 0)
+            out = forward(leaf, layout)
+            results.append((out, *torch.autograd.grad(out.square().mean(), (leaf, *layer.parameters()))))
+        for got, wanted in zip(*results, strict=True):
+            assert (got - wanted).norm() <= 2e-2 * wanted.norm()
+    assert counter.frame_count <= (1 if marked else 3)
+
+
+def test_rows_of_one_length_go_to_cudnn_on_hopper():
+    """Catches a fast path that is never taken, or that is taken where it cannot run."""
+    if torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("cuDNN is used from compute capability 9.0")
+    q, k, v = make_inputs(EQUAL, 4, 2, 128, torch.bfloat16)
+    offsets = SequenceLayout.from_lengths(EQUAL).offsets
+    assert _cudnn_length(q, k, v, offsets, None, False) == 2048
+    assert _cudnn_length(q, k, v, offsets, None, True) is None
+    assert _cudnn_length(q, k, v, offsets, 100, False) is None
+    assert _cudnn_length(q, k, v, SequenceLayout.from_lengths([2048, 1920, 128]).offsets, None, False) is None
+
+
+def test_auto_is_the_first_that_runs():
     """Catches a default that is slow where it need not be, or that fails in fp32."""
-    native = resolve_attention("native", AttentionRequest("cuda", torch.bfloat16, 64))
-    assert resolve_attention("auto", AttentionRequest("cuda", torch.bfloat16, 64)) is native
-    sdpa = resolve_attention("sdpa", AttentionRequest("cuda", torch.float32, 64))
-    assert resolve_attention("auto", AttentionRequest("cuda", torch.float32, 64)) is sdpa
-    assert resolve_attention("auto", AttentionRequest("cuda", torch.bfloat16, 20)) is sdpa
+    order = ("flash_attention_4", "flash_attention_3", "native", "sdpa")
+    for dtype, head_dim in ((torch.bfloat16, 64), (torch.float32, 64), (torch.bfloat16, 20)):
+        request = AttentionRequest("cuda", dtype, head_dim)
+        first = next(name for name in order if name in ATTENTION.runnable(request))
+        assert resolve_attention("auto", request) is resolve_attention(first, request)
+        assert (first == "sdpa") == (dtype == torch.float32 or head_dim == 20)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -91,8 +221,9 @@ def test_linear_cross_entropy_matches_full_logits(dtype):
     )
 
 
+@pytest.mark.parametrize("on_gpu", BACKENDS)
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "GPT2LMHeadModel"])
-def test_a_decoder_trains_alike_on_native_attention_and_on_the_cpu(architecture):
+def test_a_decoder_trains_alike_on_the_gpu_and_on_the_cpu(architecture, on_gpu):
     """Catches a layer that is right on the CPU alone: loss and gradient in bf16 against fp32 on the CPU."""
     hf_config = {
         "Qwen3ForCausalLM": {
@@ -109,16 +240,16 @@ def test_a_decoder_trains_alike_on_native_attention_and_on_the_cpu(architecture)
     }[architecture]
     spec = SPECS[architecture]
     config = spec.config_from_hf(hf_config)
-    ids = torch.randint(500, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(500, (sum(RAGGED),), generator=torch.Generator().manual_seed(0))
     results = []
-    for device, dtype, backend in (("cpu", torch.float32, "eager"), ("cuda", torch.bfloat16, "native")):
+    for device, dtype, backend in (("cpu", torch.float32, "eager"), ("cuda", torch.bfloat16, on_gpu)):
         attention = resolve_attention(backend, AttentionRequest(device, dtype, config.head_dim))
         with torch.device("meta"):
             decoder = spec.build(config, merge_qkv=True, kernels=LayerKernels(attention=attention))
         decoder.to_empty(device=device)
         decoder.init_weights(seed=0)
         decoder.compute_dtype = dtype
-        layout, row = SequenceLayout.from_lengths(LENGTHS, device=device), ids.to(device)
+        layout, row = SequenceLayout.from_lengths(RAGGED, device=device), ids.to(device)
         loss = decoder(row, layout, lambda h, w, row=row: linear_cross_entropy(h, w, row.roll(-1))[0].mean())
         loss.backward()
         results.append((loss.detach().cpu(), [parameter.grad.cpu() for parameter in decoder.parameters()]))

@@ -1,11 +1,14 @@
 """Every attention backend that runs here against its plain twin, and the plain twin against the definition."""
 
+import copy
 import math
 
 import pytest
 import torch
 
 from xorl.kernels.attention import ATTENTION, AttentionRequest, eager_attention, resolve_attention
+from xorl.kernels.attention.operator import visible_pairs
+from xorl.kernels.attention.reference import causal_mask
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.testing import assert_matches_reference
 
@@ -133,6 +136,18 @@ def test_a_pack_is_its_documents_one_by_one(backend):
         for length, *parts in zip(LENGTHS, q.split(LENGTHS), k.split(LENGTHS), v.split(LENGTHS), strict=True)
     ]
     assert torch.equal(packed, torch.cat(alone))
+
+
+def test_a_copied_model_calls_the_same_operators():
+    """Catches a model that cannot be copied because an operator cannot."""
+    assert copy.deepcopy({"attention": eager_attention})["attention"] is eager_attention
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 64])
+def test_the_pairs_that_count_as_work_are_those_that_see_each_other(window):
+    """Catches operation counts, and with them MFU and TFLOP/s, over masked pairs or across documents."""
+    counted = sum(int(causal_mask(length, window, torch.device("cpu")).sum()) for length in LENGTHS)
+    assert visible_pairs(SequenceLayout.from_lengths(LENGTHS).offsets, window) == counted
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

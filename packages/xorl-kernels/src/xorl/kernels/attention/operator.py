@@ -75,6 +75,9 @@ class PackedAttention:
         self.name = name
         self._operator = _define(name, forward, backward)
 
+    def __deepcopy__(self, memo: object) -> "PackedAttention":
+        return self  # as a function would; a copied model calls the same operators
+
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, *, scale: float, window: int | None
     ) -> Tensor:
@@ -202,7 +205,7 @@ def _count_flops(name: str) -> None:
         *_: object,
         **__: object,
     ) -> int:
-        return 4 * q.shape[1] * q.shape[2] * _visible_pairs(offsets, window)
+        return 4 * q.shape[1] * q.shape[2] * visible_pairs(offsets, window)
 
     @register_flop_formula(getattr(operators, f"attention_{name}_backward"), get_raw=True)
     def _(
@@ -219,10 +222,10 @@ def _count_flops(name: str) -> None:
         *_: object,
         **__: object,
     ) -> int:
-        return 8 * q.shape[1] * q.shape[2] * _visible_pairs(offsets, window)
+        return 8 * q.shape[1] * q.shape[2] * visible_pairs(offsets, window)
 
 
-def _visible_pairs(offsets: Tensor, window: int | None) -> int:
+def visible_pairs(offsets: Tensor, window: int | None) -> int:
     """How many (query, key) there are in all documents: each token sees itself and those before it in its window."""
     lengths = offsets.diff()
     seen = lengths if window is None else lengths.clamp(max=window)
