@@ -114,7 +114,7 @@ def measure(
     )
     options = {"scale": head_dim**-0.5, "window": request.window}
     ours = partial(resolve_attention(name, request), q, k, v, layout, **options)
-    contestants = {name: ours}
+    contestants: dict[str, Callable[[], Tensor]] = {name: ours}
     direct = direct_call(name, q, k, v, layout, **options)
     if direct is not None:
         contestants[direct[0]] = direct[1]
@@ -146,7 +146,8 @@ def direct_call(
         return "F.scaled_dot_product_attention", lambda: call()[0].transpose(0, 1)
     if name == "native":
         row = q, k, v, cu_seqlens, cu_seqlens, longest, longest
-        return "torch varlen_attn", partial(varlen_attn, *row, scale=scale, window_size=(left, 0))
+        call = partial(varlen_attn, *row, scale=scale, window_size=(left, 0))
+        return "torch varlen_attn", lambda: _first(call())
     libraries = {
         "flash_attention_2": ("flash_attn", {"window_size": (left, 0 if window else -1)}),
         "flash_attention_3": ("flash_attn_interface", {"window_size": (left, 0 if window else -1)}),

@@ -5,12 +5,11 @@ FlashAttention 2 takes any row; cuDNN, which is half again as fast on Hopper, ro
 Shapes: T tokens, N documents of L tokens, H query heads, G key/value heads, C channels of a head.
 """
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
+from xorl.kernels.attention.cudnn import CUDNN_MAX_HEAD_DIM, cudnn_backward, cudnn_forward
 from xorl.kernels.attention.interface import AttentionRequest
 from xorl.kernels.attention.limits import AMPERE, HOPPER, flash_refusal
 from xorl.kernels.attention.operator import Gradients, PackedAttention, longest_document
@@ -18,8 +17,6 @@ from xorl.kernels.attention.operator import Gradients, PackedAttention, longest_
 # cuDNN plans each length anew, for tens of milliseconds: worth it for lengths that come again, as full bins do.
 CUDNN_MIN_LENGTH = 2048
 CUDNN_LENGTH_MULTIPLE = 128
-# Its backward pass takes more on Blackwell alone.
-CUDNN_MAX_HEAD_DIM = 128
 
 aten = torch.ops.aten
 
@@ -39,8 +36,7 @@ def native_forward(
     length = _cudnn_length(q, k, v, offsets, window, deterministic)
     if length is not None:
         q, k, v = (_heads_first(x, length) for x in (q, k, v))
-        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, scale=scale)
-        lse = lse.reshape(out.shape[:3])  # [N, H, L]
+        out, lse = cudnn_forward(q, k, v, scale)
         return out.transpose(1, 2).flatten(0, 1), lse.transpose(0, 1).flatten(1, 2)
     longest = longest_document(offsets)
     options = {"return_debug_mask": False, "scale": scale, **_window(window)}
@@ -67,7 +63,11 @@ def native_backward(
     """`BackwardKernel`; FlashAttention 2 follows torch's own switch to deterministic algorithms, cuDNN has none."""
     length = _cudnn_length(q, k, v, offsets, window, deterministic)
     if length is not None:
-        return _cudnn_backward(grad_out, q, k, v, out, lse, length, scale)
+        grad_out, q, k, v, out = (_heads_first(x, length) for x in (grad_out, q, k, v, out))
+        lse = lse.unflatten(1, (-1, length)).transpose(0, 1)  # [N, H, L]
+        gradients = cudnn_backward(grad_out, q, k, v, out, lse, scale)
+        grad_q, grad_k, grad_v = (x.transpose(1, 2).flatten(0, 1) for x in gradients)
+        return grad_q, grad_k, grad_v
     longest = longest_document(offsets)
     # Where nothing is dropped, the state of the generator is not read.
     generator = torch.zeros((2,), dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
@@ -118,28 +118,6 @@ def _cudnn_length(
     query, key, value = (_heads_first(x, length) for x in (q, k, v))
     case = SDPAParams(query, key, value, None, 0.0, True, q.shape[1] != k.shape[1])
     return length if can_use_cudnn_attention(case) else None
-
-
-def _cudnn_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, length: int, scale: float
-) -> Gradients:
-    grad_out, q, k, v, out = (_heads_first(x, length) for x in (grad_out, q, k, v, out))
-    lse = lse.unflatten(1, (-1, length)).transpose(0, 1).contiguous()  # [N, H, L]
-    # Seed and offset of a generator that is not read, as nothing is dropped.
-    generator = [torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2)]
-    statistics = lse.view(*lse.shape, *([1] * (_num_statistics_dims(q.device) - lse.dim())))
-    gradients = aten._scaled_dot_product_cudnn_attention_backward(
-        grad_out, q, k, v, out, statistics, *generator, None, None, None, length, length, 0.0, True, scale=scale
-    )
-    grad_q, grad_k, grad_v = (x.transpose(1, 2).flatten(0, 1) for x in gradients)
-    return grad_q, grad_k, grad_v
-
-
-@lru_cache(maxsize=1)
-def _num_statistics_dims(device: torch.device) -> int:
-    """Dimensions of the log-sum-exp that torch's cuDNN operators pass from one to the other: undocumented, so asked."""
-    x = torch.zeros((1, 1, CUDNN_LENGTH_MULTIPLE, 64), dtype=torch.bfloat16, device=device)
-    return aten._scaled_dot_product_cudnn_attention(x, x, x, None, True, 0.0, True)[1].dim()
 
 
 def _heads_first(x: Tensor, length: int) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
+from xorl.kernels.attention.cudnn import CUDNN_MAX_HEAD_DIM, cudnn_backward, cudnn_forward, no_dropout
 from xorl.kernels.attention.limits import HALF_DTYPES
 from xorl.kernels.attention.operator import Gradients, PackedAttention
 from xorl.kernels.attention.reference import causal_mask, eager_backward, eager_forward
@@ -151,6 +152,10 @@ class _Case:
         q, k, v = (_heads_first(x, length) for x in (q, k, v))
         options = {"scale": scale, "enable_gqa": k.shape[1] != num_heads}
         kernel = SDPBackend(torch._fused_sdp_choice(q, k, v, bias, 0.0, bias is None, **options))
+        wide, deterministic = q.shape[-1] > CUDNN_MAX_HEAD_DIM, torch.are_deterministic_algorithms_enabled()
+        if kernel == SDPBackend.CUDNN_ATTENTION and (bias is not None or wide or deterministic):
+            # torch was asked about the forward pass alone; what cuDNN takes there, one of these takes in both.
+            kernel = SDPBackend.FLASH_ATTENTION if bias is None else SDPBackend.EFFICIENT_ATTENTION
         return cls(q, k, v, scale, window, bias, kernel)
 
     def sum_groups(self, gradients: Gradients, num_kv_heads: int) -> Gradients:
@@ -211,7 +216,9 @@ def _flash_backward(case: _Case, grad_out: Tensor, out: Tensor, lse: Tensor) -> 
         length,
         0.0,
         True,
-        *_no_dropout(q),
+        # The state of a generator that is not read, as nothing is dropped.
+        torch.zeros((2,), dtype=torch.uint64, device=q.device),
+        torch.empty(0, device=q.device),
         scale=case.scale,
     )
     return _cut_channels(gradients, case.q.shape[-1])
@@ -224,13 +231,6 @@ def _pad_channels(x: Tensor) -> Tensor:
 def _cut_channels(gradients: Gradients, head_dim: int) -> Gradients:
     grad_q, grad_k, grad_v = (x[..., :head_dim] for x in gradients)
     return grad_q, grad_k, grad_v
-
-
-def _no_dropout(like: Tensor) -> tuple[Tensor, Tensor]:
-    """Seed and offset of a generator that is not read."""
-    return torch.zeros((), dtype=torch.int64, device=like.device), torch.zeros(
-        (), dtype=torch.int64, device=like.device
-    )
 
 
 def _efficient_forward(case: _Case) -> tuple[Tensor, Tensor]:
@@ -250,7 +250,7 @@ def _efficient_backward(case: _Case, grad_out: Tensor, out: Tensor, lse: Tensor)
         _expand_bias(case),
         out,
         lse,
-        *_no_dropout(case.q),
+        *no_dropout(case.q.device),
         0.0,
         [True, True, True, False],
         case.bias is None,
@@ -266,6 +266,14 @@ def _expand_bias(case: _Case) -> Tensor | None:
     num_documents, num_heads, length, _ = case.q.shape
     aligned = F.pad(case.bias, (0, -length % EFFICIENT_BIAS_BLOCK))[:, :length]
     return aligned.expand(num_documents, num_heads, length, length)
+
+
+def _cudnn_forward(case: _Case) -> tuple[Tensor, Tensor]:
+    return cudnn_forward(case.q, case.k, case.v, case.scale)
+
+
+def _cudnn_backward(case: _Case, grad_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+    return cudnn_backward(grad_out, case.q, case.k, case.v, out, lse, case.scale)
 
 
 def _formula_forward(case: _Case) -> tuple[Tensor, Tensor]:
@@ -300,6 +308,7 @@ KERNELS: Mapping[SDPBackend, tuple[Callable[[_Case], tuple[Tensor, Tensor]], Cal
         {
             SDPBackend.FLASH_ATTENTION: (_flash_forward, _flash_backward),
             SDPBackend.EFFICIENT_ATTENTION: (_efficient_forward, _efficient_backward),
+            SDPBackend.CUDNN_ATTENTION: (_cudnn_forward, _cudnn_backward),
             SDPBackend.MATH: (_formula_forward, _formula_backward),
         }
     )

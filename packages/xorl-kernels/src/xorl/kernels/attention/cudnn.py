@@ -1,0 +1,60 @@
+"""cuDNN's attention for N documents of one length, shared by the backends that may use it.
+
+Shapes: N documents of L tokens, H query heads, G key/value heads, C channels of a head.
+"""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from xorl.kernels.attention.operator import Gradients
+
+# Its backward pass takes more on Blackwell alone.
+CUDNN_MAX_HEAD_DIM = 128
+
+aten = torch.ops.aten
+
+
+def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Causal attention of q [N, H, L, C] to k and v [N, G, L, C]: the output like q, log-sum-exp [N, H, L] fp32."""
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, scale=scale)
+    return out, lse.reshape(out.shape[:3])
+
+
+def cudnn_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> Gradients:
+    """The gradient of q, k and v; never deterministic."""
+    lse = lse.contiguous()
+    statistics = lse.view(*lse.shape, *([1] * (_num_statistics_dims(q.device) - lse.dim())))
+    length = q.shape[2]
+    return aten._scaled_dot_product_cudnn_attention_backward(
+        grad_out,
+        q,
+        k,
+        v,
+        out,
+        statistics,
+        *no_dropout(q.device),
+        None,
+        None,
+        None,
+        length,
+        length,
+        0.0,
+        True,
+        scale=scale,
+    )
+
+
+def no_dropout(device: torch.device) -> list[Tensor]:
+    """Seed and offset of a generator that torch's operators ask for, and do not read as nothing is dropped."""
+    return [torch.zeros((), dtype=torch.int64, device=device) for _ in range(2)]
+
+
+@lru_cache(maxsize=1)
+def _num_statistics_dims(device: torch.device) -> int:
+    """Dimensions of the log-sum-exp that torch's cuDNN operators pass from one to the other: undocumented, so asked."""
+    x = torch.zeros((1, 1, 128, 64), dtype=torch.bfloat16, device=device)
+    return aten._scaled_dot_product_cudnn_attention(x, x, x, None, True, 0.0, True)[1].dim()
