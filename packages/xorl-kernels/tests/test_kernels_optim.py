@@ -127,6 +127,16 @@ def assert_kernels_match(kernels: object, device: str = "cpu") -> None:
             assert kept.cpu().equal(before), f"{where} is changed by a step that is skipped"
 
 
+def assert_scaling_matches(kernels: object, device: str = "cpu") -> None:
+    for dtype in DTYPES:
+        values = torch.randn(COUNT, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+        wanted, got, factor = values.clone(), values.clone(), torch.tensor(1 / 3, device=device)
+        reference.scale_(wanted, factor)
+        kernels.scale_(got, factor)
+        # The interpreter cuts what the GPU rounds to nearest.
+        torch.testing.assert_close(got, wanted, rtol=2**-7 if dtype == torch.bfloat16 else 1e-6, atol=0)
+
+
 def test_triton_kernels_match_their_twins() -> None:
     # Catches an error in a kernel's arithmetic, masks or random bits; through Triton's interpreter.
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
@@ -156,3 +166,4 @@ if __name__ == "__main__":
     from xorl.kernels.optim import triton_updates
 
     assert_kernels_match(triton_updates, *sys.argv[1:])
+    assert_scaling_matches(triton_updates, *sys.argv[1:])

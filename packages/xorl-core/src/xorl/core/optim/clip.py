@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from xorl.core.optim.local import local
+from xorl.kernels.optim import scale_
 
 
 @torch.no_grad()
@@ -36,14 +37,16 @@ def scale_and_clip_(parameters: Sequence[Tensor], divisor: Tensor | float, max_n
 
 
 def _scale_(grads: Sequence[Tensor], scale: Tensor) -> None:
-    """Multiply in fp32, whatever the gradients' dtype."""
-    wide = [grad for grad in grads if grad.dtype == scale.dtype]
-    if wide:
-        torch._foreach_mul_(wide, scale)
-    for grad in grads:
-        if grad.dtype != scale.dtype:
-            # A scalar would be rounded to the gradient's dtype first, and the whole step be off by that.
-            torch.mul(grad, scale.reshape(1), out=grad)
+    """Multiply in fp32 or more."""
+    # torch would round the scale to a bf16 gradient's dtype first, and the whole step be off by that.
+    half = [grad for grad in grads if grad.dtype == torch.bfloat16]
+    for grad in half:
+        if grad.is_contiguous():
+            scale_(grad, scale)
+        else:
+            grad.copy_(grad.float() * scale)
+    if len(half) < len(grads):
+        torch._foreach_mul_([grad for grad in grads if grad.dtype != torch.bfloat16], scale)
 
 
 def _total_norm(grads: Sequence[Tensor]) -> Tensor:

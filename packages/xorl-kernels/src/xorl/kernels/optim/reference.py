@@ -78,6 +78,12 @@ def descend_(param: Tensor, update: Tensor, *, keep: float, rate: float, skip: T
         _store(p, value, draw(noise, start, p.numel())[0] if p.dtype == torch.bfloat16 else None)
 
 
+def scale_(tensor: Tensor, factor: Tensor) -> None:
+    """See `updates.scale_`."""
+    # A 0-dim factor would be rounded to the tensor's dtype first.
+    torch.mul(tensor, factor.reshape(1), out=tensor)
+
+
 def _blocks(*tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
     """(first element, views of a block of each)."""
     parts = zip(*(tensor.view(-1).split(BLOCK) for tensor in tensors), strict=True)

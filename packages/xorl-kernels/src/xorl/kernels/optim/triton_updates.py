@@ -63,6 +63,11 @@ def descend_(param: Tensor, update: Tensor, *, keep: float, rate: float, skip: T
     launch(_descend, _grid(count), *tensors, count, noise.key, noise.first, keep, rate, num_warps=4, BLOCK=BLOCK)
 
 
+def scale_(tensor: Tensor, factor: Tensor) -> None:
+    """See `updates.scale_`."""
+    launch(_scale, _grid(tensor.numel()), tensor, factor, tensor.numel(), num_warps=4, BLOCK=BLOCK)
+
+
 def _grid(count: int) -> tuple[int]:
     return (-(-count // BLOCK),)
 
@@ -183,3 +188,11 @@ def _descend(
     value = value - tl.load(update + offsets, mask=mask, other=0.0).to(tl.float32) * rate
     word, _ = _draw(offsets + first, tl.load(step), key)  # pyright: ignore[reportGeneralTypeIssues]
     _store(param, offsets, value, word, mask)
+
+
+@triton.jit
+def _scale(tensor: tl.tensor, factor: tl.tensor, count: int, BLOCK: tl.constexpr) -> None:
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < count
+    values = tl.load(tensor + offsets, mask=mask, other=0.0).to(tl.float32) * tl.load(factor)
+    tl.store(tensor + offsets, values, mask=mask)

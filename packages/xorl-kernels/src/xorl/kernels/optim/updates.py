@@ -70,6 +70,13 @@ def descend_(param: Tensor, update: Tensor, *, keep: float, rate: float, skip: T
         _implementation(param).descend_(param, update, keep=keep, rate=rate, skip=skip, noise=noise)
 
 
+def scale_(tensor: Tensor, factor: Tensor) -> None:
+    """tensor = factor * tensor, rounded to nearest; factor is a 0-dim fp32 tensor, and is not rounded first."""
+    _check(tensor)
+    if tensor.numel():
+        _implementation(tensor).scale_(tensor, factor)
+
+
 def _check(*tensors: Tensor) -> None:
     first = tensors[0]
     for tensor in tensors:
