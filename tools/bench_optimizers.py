@@ -1,7 +1,7 @@
 """Times clipping and the step of each optimizer on a model's parameters, sharded over the ranks: no forward, no data.
 
     uv run tools/bench_optimizers.py                                     # a tiny model, to try the tool
-    uv run torchrun --nproc-per-node 4 tools/bench_optimizers.py --model some/config.json --param-dtype bf16
+    uv run torchrun --nproc-per-node 4 tools/bench_optimizers.py --model qwen3-8b --param-dtype bf16
 
 Prints a table in Markdown: medians over the steps of the slowest rank, by CUDA events where there is a GPU.
 """
@@ -14,14 +14,13 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from workspace import ROOT
+from xorl.cli.bench_config import SHAPES, shapes
 from xorl.core import runtime
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.models import Decoder, spec_for
@@ -141,15 +140,15 @@ def slowest_rank(values: list[float], device: torch.device) -> list[float]:
 def main() -> None:
     """Parses the command line, measures, and prints on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    tiny = ROOT / "configs" / "models" / "qwen3-tiny" / "config.json"
-    parser.add_argument("--model", type=Path, default=tiny, help="a model's config.json")
+    parser.add_argument("--model", default="tiny", choices=shapes(), help="a shape of `xorl bench`")
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=OPTIMIZERS)
     parser.add_argument("--param-dtype", choices=DTYPES, default="fp32")
     parser.add_argument("--optimizer-dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--steps", type=int, default=5)
     flags = parser.parse_args()
     place = runtime.init()
-    model = build_model(json.loads(flags.model.read_text()), DTYPES[flags.param_dtype], place.device)
+    hf_config = json.loads((SHAPES / f"{flags.model}.json").read_text())
+    model = build_model(hf_config, DTYPES[flags.param_dtype], place.device)
     if place.is_main:
         count = sum(parameter.numel() for parameter in model.parameters())
         where = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else "CPU"
