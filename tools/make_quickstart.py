@@ -1,14 +1,15 @@
 """Writes what the quickstart trains on: `uv run tools/make_quickstart.py [--out configs/quickstart]`.
 
-Six kinds of small text problems whose answers can be checked, a byte-level BPE tokenizer trained on them, and both as
-tokenized jsonl. The same seed writes the same bytes. The model's config.json beside them is written by hand.
+Six kinds of small text problems whose answers can be checked, a byte-level BPE tokenizer trained on them, both as
+tokenized jsonl, and some of them as conversations. The same seed writes the same bytes. The model's config.json
+beside them is written by hand.
 """
 
 import argparse
 import json
 import random
 import string
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,7 @@ SEED = 0
 TRAIN_PER_TASK, HELDOUT_PER_TASK = 1000, 50
 END, PAD = "<|endoftext|>", "<|pad|>"
 IGNORE = -100
+NUM_CONVERSATIONS = 600
 # Room for the 256 bytes, the two special tokens and a merged token for every word of a prompt.
 MAX_VOCAB_SIZE = 320
 MAX_LENGTH = 64
@@ -141,6 +143,7 @@ def write_quickstart(folder: Path, seed: int) -> list[Path]:
     texts = {
         "train.jsonl": _lines(train, tokenizer),
         "heldout.jsonl": _lines(heldout, tokenizer),
+        "chat.jsonl": _conversations(train[: 2 * NUM_CONVERSATIONS]),
         "tokenizer.json": tokenizer.to_str(pretty=True) + "\n",
         "tokenizer_config.json": json.dumps(tokenizer_config, indent=2) + "\n",
     }
@@ -168,6 +171,19 @@ def _letters(below: Below, alphabet: str, shortest: int, longest: int) -> str:
 def _lines(problems: Iterable[Problem], tokenizer: Tokenizer) -> str:
     rows = (tokenized_row(problem, tokenizer) for problem in problems)
     return "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
+
+
+def _conversations(problems: Sequence[Problem]) -> str:
+    """Two problems a conversation, as text: what configs/local/chat.yaml trains on."""
+    lines = []
+    for pair in zip(problems[::2], problems[1::2], strict=True):
+        messages = [
+            {"role": role, "content": text}
+            for problem in pair
+            for role, text in (("user", problem.prompt), ("assistant", problem.answer))
+        ]
+        lines.append(json.dumps({"messages": messages}, separators=(",", ":")) + "\n")
+    return "".join(lines)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,14 @@
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from xorl.data import PrepareOptions
 
@@ -91,3 +93,41 @@ def rows_of():
         return [{"input_ids": ids.tolist(), "labels": labels.tolist()} for ids, labels in pairs]
 
     return read
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def write_tokenizer(folder: Path, *, template=CHAT_TEMPLATE, adds_bos=False, eos="<|end|>", pad=None) -> Path:
+    """A tokenizer of bytes, with the special tokens of CHAT_TEMPLATE; ids from 256 on are special."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|pad|>"]
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in special])
+    if adds_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<|begin|> $A", special_tokens=[("<|begin|>", tokenizer.token_to_id("<|begin|>"))]
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|begin|>", "chat_template": template}
+    config |= {"eos_token": eos, "pad_token": pad}
+    (folder / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    return folder
+
+
+@pytest.fixture(name="write_tokenizer")
+def _write_tokenizer():
+    return write_tokenizer
+
+
+@pytest.fixture
+def text_options(options, tmp_path):
+    """Options for text formats: the tokenizer of bytes, and a bin that holds a conversation."""
+    folder = write_tokenizer(tmp_path / "tokenizer")
+    return replace(options, bin_len=512, tokenizer_folder=folder)

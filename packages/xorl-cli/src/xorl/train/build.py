@@ -33,6 +33,7 @@ from xorl.train.data import (
     plan_steps,
     prepare_data,
     stream_positions,
+    write_receipt,
 )
 from xorl.train.engine import Engine
 from xorl.train.export import ModelExport
@@ -42,6 +43,9 @@ from xorl.train.profile import Profiler
 from xorl.train.progress import Phases, ProgressBar
 
 logger = logging.getLogger(__name__)
+
+# What became of every sample, in output_dir.
+RECEIPT = "data_receipt.json"
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,8 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None) -> Run:
     plan = _plan(config, data, mesh, None if manifest is None else saved_data(manifest))
     held_out_content = None if data.held_out is None else data.held_out.documents.fingerprint
     _require_agreement("data", f"training {plan.hash} of {plan.num_steps} steps, held out {held_out_content}")
+    if place.is_main:
+        write_receipt(output_dir / RECEIPT, data, plan)
     if resumed is not None and manifest is not None and manifest.step >= plan.num_steps:
         lacks_export = train.save_hf_weights and resumed.parent == checkpointer.root and not is_exported(resumed)
         if manifest.step > plan.num_steps or not lacks_export:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -146,6 +147,29 @@ def plan_steps(config: Config, data: PackedDocuments | Stream, dp_size: int, res
     )
 
 
+def write_receipt(path: Path, data: RunData, plan: Plan) -> None:
+    """Say what became of every sample, and store it: where a model came from is asked long after the run.
+
+    Of a stream it holds the files alone: its samples are counted by nobody before they are trained.
+    """
+    stored: dict[str, object] = {}
+    parts = {"train": (data.train, plan.hash), "held_out": (data.held_out, None)}
+    for name, (part, plan_hash) in parts.items():
+        if isinstance(part, PackedDocuments):
+            receipt = part.documents.receipt.with_bins(
+                num_bins=len(part.bins), fill=part.bins.fill, plan_hash=plan_hash
+            )
+            stored[name] = receipt.as_dict()
+            for line in receipt.lines():
+                logger.info("receipt %s %s", name, line)
+        elif part is not None:
+            datasets = [{"name": e.name, "files": len(e.files), "num_bytes": e.num_bytes} for e in part.entries]
+            stored[name] = {"streamed": datasets, "plan_hash": plan_hash}
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(stored, indent=1) + "\n")
+    temporary.replace(path)
+
+
 def eval_plan(config: Config, data: PackedDocuments, dp_size: int) -> DataPlan:
     """One pass over all bins in their order; the last step may be short."""
     return DataPlan.one_pass(data.documents, data.bins, bins_per_step=config.train.micro_batch_size * dp_size)
@@ -239,10 +263,7 @@ def _prepare(config: Config, option: str, entries: Sequence[DatasetEntryConfig],
         token=data.hf_use_auth_token,
     )
     columns = None if data.select_columns is None else tuple(data.select_columns)
-    documents = prepare([_entry(entry, columns) for entry in entries], options, option=option)
-    for line in documents.receipt.lines():
-        logger.info("%s %s", option, line)
-    return documents
+    return prepare([_entry(entry, columns) for entry in entries], options, option=option)
 
 
 def _entry(entry: DatasetEntryConfig, columns: tuple[str, ...] | None) -> DatasetEntry:

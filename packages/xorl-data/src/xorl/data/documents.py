@@ -65,6 +65,10 @@ class PreparedDocuments:
         """Whether the document at each place is one of `rows`, numbers in the stores. [N] bool"""
         return np.isin(self._rows, rows)
 
+    def datasets(self) -> np.ndarray:
+        """Which dataset, by its place in the receipt, the document at each place is of. [N]"""
+        return np.searchsorted(self._starts, self._rows, side="right") - 1
+
     def _locate(self, index: int) -> tuple[DocumentStore, int]:
         row = int(self._rows[index])
         if len(self._stores) == 1:

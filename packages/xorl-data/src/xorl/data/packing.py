@@ -44,6 +44,12 @@ class Bins:
         """The fraction of the bins' room that holds tokens."""
         return self.num_tokens / max(1, len(self) * self.bin_len)
 
+    def fills(self, lengths: np.ndarray) -> np.ndarray:
+        """How full each bin is, as a fraction, given the documents' lengths [N]."""
+        if not len(self):
+            return np.empty(0)
+        return np.add.reduceat(lengths[self.indices], self.offsets[:-1]) / self.bin_len
+
     @property
     def digest(self) -> str:
         hasher = xxhash.xxh3_128(np.ascontiguousarray(self.indices).data)

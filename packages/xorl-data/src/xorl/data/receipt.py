@@ -73,7 +73,8 @@ class Receipt:
     def total(self) -> Counts:
         return sum((dataset.counts for dataset in self.datasets), Counts())
 
-    def with_bins(self, *, num_bins: int, fill: float, plan_hash: str) -> Receipt:
+    def with_bins(self, *, num_bins: int, fill: float, plan_hash: str | None) -> Receipt:
+        """Completes it; held-out data has no plan."""
         return replace(self, num_bins=num_bins, fill=fill, plan_hash=plan_hash)
 
     def with_drawn(self, drawn: Sequence[int]) -> Receipt:
@@ -91,7 +92,8 @@ class Receipt:
         if len(self.datasets) > 1:
             lines.append(f"dataset=total {self.total}")
         if self.num_bins is not None:
-            lines.append(f"bins={self.num_bins} fill={self.fill:.2%} plan={self.plan_hash}")
+            plan = "" if self.plan_hash is None else f" plan={self.plan_hash}"
+            lines.append(f"bins={self.num_bins} fill={self.fill:.2%}{plan}")
         return lines
 
     def as_dict(self) -> dict[str, object]:

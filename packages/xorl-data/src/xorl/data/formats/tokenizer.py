@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -45,6 +46,10 @@ class TextTokenizer:
     @property
     def pad_id(self) -> int | None:
         return self.id_of("pad_token")
+
+    @cached_property
+    def special_ids(self) -> list[int]:
+        return [number for text in self.special_texts if (number := self.core.token_to_id(text)) is not None]
 
     @property
     def eos_text(self) -> str:

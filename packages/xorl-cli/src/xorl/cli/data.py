@@ -1,0 +1,203 @@
+"""`xorl data prepare|inspect|stats`: what training would read, without training. No GPU is needed.
+
+Torch is imported by the commands, once the configuration has been checked.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from xorl.cli.arguments import OverridesCommand
+from xorl.cli.rank import run_alone
+from xorl.cli.train import ConfigPath, TracebackFlag
+from xorl.config import Config, load_config
+
+if TYPE_CHECKING:
+    from xorl.data import Stretch, TextTokenizer
+    from xorl.train.data import PackedDocuments, RunData
+
+RESET, TRAINED, MASKED, SPECIAL, BORDER = "\033[0m", "\033[32m", "\033[90m", "\033[1m", "\033[36m"
+
+
+class Color(StrEnum):
+    """When to colour: auto on a terminal."""
+
+    auto = "auto"
+    always = "always"
+    never = "never"
+
+
+HeldOutFlag = Annotated[bool, typer.Option("--held-out", help="Look at held-out data in place of training data.")]
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    help="Prepare data, and look at what will be trained on.",
+)
+
+
+@app.command(name="prepare", cls=OverridesCommand, short_help="Fill the cache, on a machine without a GPU.")
+def prepare_command(ctx: typer.Context, config: ConfigPath, traceback: TracebackFlag = False) -> None:
+    """Prepare the data of a configuration into data.dataset_prepared_path, and print what became of every sample.
+
+    A run of the same configuration then starts with what is there.
+    """
+    _run(lambda: _prepare(load_config(config, tuple(ctx.obj)).config), traceback)
+
+
+@app.command(name="inspect", cls=OverridesCommand, short_help="Show samples, and what of them is trained.")
+def inspect_command(
+    ctx: typer.Context,
+    config: ConfigPath,
+    bin: Annotated[int, typer.Option(help="Bin to show, from 0.")] = 0,
+    num: Annotated[int, typer.Option(min=1, help="Documents of it to show.")] = 3,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each document to show.")] = 1000,
+    held_out: HeldOutFlag = False,
+    color: Annotated[Color, typer.Option(help="When to colour.")] = Color.auto,
+    traceback: TracebackFlag = False,
+) -> None:
+    """Show the documents of a packed bin as the model reads them, then the text of only what is trained.
+
+    Trained text is green, masked text grey, special tokens bold; without colour trained text stands in [[ and ]].
+    """
+    colored = color is Color.always or (color is Color.auto and sys.stdout.isatty())
+    _run(lambda: _inspect(load_config(config, tuple(ctx.obj)).config, bin, num, tokens, held_out, colored), traceback)
+
+
+@app.command(name="stats", cls=OverridesCommand, short_help="Lengths, masks, losses and duplicates.")
+def stats_command(
+    ctx: typer.Context,
+    config: ConfigPath,
+    html: Annotated[Path | None, typer.Option(help="Where to write the page. [data_stats.html in output_dir]")] = None,
+    held_out: HeldOutFlag = False,
+    traceback: TracebackFlag = False,
+) -> None:
+    """Print statistics of each dataset and of the bins, and write them as one HTML page with plots."""
+    _run(lambda: _stats(load_config(config, tuple(ctx.obj)).config, html, held_out), traceback)
+
+
+def _run(command: Callable[[], None], with_traceback: bool) -> None:
+    def run() -> int:
+        command()
+        return 0
+
+    raise typer.Exit(run_alone(run, with_traceback=with_traceback))
+
+
+def _prepare(config: Config) -> None:
+    data, _ = _prepared(config)
+    parts = {"train": _packed(data)} | ({} if data.held_out is None else {"held_out": data.held_out})
+    for name, part in parts.items():
+        receipt = part.documents.receipt.with_bins(num_bins=len(part.bins), fill=part.bins.fill, plan_hash=None)
+        for line in receipt.lines():
+            print(f"{name} {line}")
+    print(f"prepared in {config.data.dataset_prepared_path}")
+
+
+def _inspect(config: Config, index: int, num: int, max_tokens: int, held_out: bool, colored: bool) -> None:
+    from xorl.data import stretches, trained_texts  # noqa: PLC0415  (imports torch)
+
+    data, tokenizer = _prepared(config)
+    part = _part(data, held_out)
+    if not 0 <= index < len(part.bins):
+        raise ValueError(f"--bin: {index}, want 0 to {len(part.bins) - 1}: there are {len(part.bins)} bins")
+    numbers = part.bins.documents(index)
+    lengths = part.documents.lengths[numbers]
+    trained = int(part.documents.num_trained[numbers].sum())
+    bin_len = config.data.sample_packing_sequence_len
+    print(
+        f"bin {index} of {len(part.bins)}: {len(numbers)} documents, {int(lengths.sum())} of {bin_len} tokens, "
+        f"{trained} trained"
+    )
+    shown: list[list[Stretch]] = []
+    for number in numbers[:num]:
+        ids, labels = part.documents.document(int(number))
+        count = int(part.documents.num_trained[number])
+        print(_paint(f"---- document {number}: {len(ids)} tokens, {count} trained", BORDER, colored))
+        parts = stretches(ids[:max_tokens], labels[:max_tokens], tokenizer)
+        print("".join(_shown(stretch, colored) for stretch in parts).replace("]][[", ""))
+        if len(ids) > max_tokens:
+            print(_paint(f"... {len(ids) - max_tokens} tokens more (--tokens)", BORDER, colored))
+        shown.append(parts)
+    print(_paint("---- only what is trained", BORDER, colored))
+    for number, parts in zip(numbers, shown, strict=False):
+        for text in trained_texts(parts):
+            print(f"document {number}: {text!r}")
+
+
+def _shown(stretch: Stretch, colored: bool) -> str:
+    if colored:
+        style = (SPECIAL if stretch.special else "") + (TRAINED if stretch.trained else MASKED)
+        # A colour would not go on beyond the end of a line everywhere.
+        return "\n".join(f"{style}{line}{RESET}" for line in stretch.text.split("\n"))
+    return f"[[{stretch.text}]]" if stretch.trained else stretch.text
+
+
+def _paint(text: str, style: str, colored: bool) -> str:
+    return f"{style}{text}{RESET}" if colored else text
+
+
+def _stats(config: Config, page: Path | None, held_out: bool) -> None:
+    from xorl.data import dataset_statistics, fill_histogram, html_report, text_report  # noqa: PLC0415
+
+    data, tokenizer = _prepared(config)
+    part = _part(data, held_out)
+    documents, bins = part.documents, part.bins
+    receipt = documents.receipt.with_bins(num_bins=len(bins), fill=bins.fill, plan_hash=None)
+    statistics = dataset_statistics(documents, tokenizer)
+    fill = fill_histogram(bins.fills(documents.lengths))
+    for line in text_report(statistics, receipt, fill):
+        print(line)
+    page = page or Path(config.train.output_dir) / "data_stats.html"
+    try:
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(html_report(f"Data of {config.train.output_dir}", statistics, receipt, fill), encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--html: {page} cannot be written: {error.strerror}") from error
+    print(f"page     {page}")
+
+
+def _part(data: RunData, held_out: bool) -> PackedDocuments:
+    if not held_out:
+        return _packed(data)
+    if data.held_out is None:
+        raise ValueError("--held-out: nothing is held out; set data.test_datasets or data.val_set_size")
+    return data.held_out
+
+
+def _packed(data: RunData) -> PackedDocuments:
+    from xorl.train.data import PackedDocuments  # noqa: PLC0415
+
+    assert isinstance(data.train, PackedDocuments), "streams are refused before"
+    return data.train
+
+
+def _prepared(config: Config) -> tuple[RunData, TextTokenizer | None]:
+    """The data of a run, and the tokenizer to show it with (None where there is none and none is needed)."""
+    from xorl.data import DataError, load_tokenizer  # noqa: PLC0415  (imports torch)
+    from xorl.train.data import prepare_data  # noqa: PLC0415
+    from xorl.train.model import read_architecture  # noqa: PLC0415
+    from xorl.train.progress import set_up_logging  # noqa: PLC0415
+
+    if config.data.streaming:
+        raise ValueError(
+            "data.streaming: a stream is read while it is trained on, so there is nothing to prepare or to look at "
+            "before; give --data.streaming false, with a part of the data where it is large"
+        )
+    set_up_logging(config.train.log_format, is_main=True)
+    architecture = read_architecture(config.model)
+    folder = architecture.tokenizer_folder
+    data = prepare_data(config, architecture.config.vocab_size, folder, architecture.hf_config)
+    try:
+        return data, None if folder is None else load_tokenizer(folder)
+    except DataError:
+        # Rows of token ids need none: they are shown as numbers.
+        return data, None

@@ -1,0 +1,82 @@
+"""`xorl data`: what training would read, shown without training."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from xorl.cli.app import main
+from xorl.cli.exit_codes import BAD_INPUT
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Returns a function that runs `xorl data COMMAND configs/local/chat.yaml ...` in this process."""
+    monkeypatch.chdir(ROOT)
+    folders = ["--train.output_dir", str(tmp_path / "out"), "--data.dataset_prepared_path", str(tmp_path / "prepared")]
+
+    def run(command: str, *arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["xorl", "data", command, "configs/local/chat.yaml", *folders, *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0), *capsys.readouterr()
+
+    return run
+
+
+def test_prepare_fills_the_cache_and_says_what_became_of_every_sample(data, tmp_path: Path) -> None:
+    # Would catch a preparation that trains, needs a GPU, or is not found by what comes after it.
+    code, out, _ = data("prepare")
+    assert code == 0
+    assert "train dataset=configs/quickstart/chat.jsonl samples=600 kept=600" in out
+    assert "held_out bins=" in out
+    assert len(list((tmp_path / "prepared").glob("*/manifest.json"))) == 2
+    assert "cached=true" in data("prepare")[1]
+    assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+def test_inspect_shows_what_is_trained_with_and_without_colour(data) -> None:
+    # Would catch colours on a pipe, and masks that are shown other than they are.
+    code, plain, _ = data("inspect", "--num", "40")
+    assert code == 0
+    assert "\033" not in plain
+    row = json.loads((ROOT / "configs/quickstart/chat.jsonl").read_text().splitlines()[0])
+    assert "[[ " in plain
+    assert "<|endoftext|>]]" in plain
+    assert "user: " in plain
+    assert "[[user" not in plain
+    assert row["messages"][0]["role"] == "user"
+    colored = data("inspect", "--num", "40", "--color", "always")[1]
+    for code_of_color in ("\033[32m", "\033[90m", "\033[1m", "\033[36m"):
+        colored = colored.replace(code_of_color, "")
+    assert colored.replace("\033[0m", "") == plain.replace("[[", "").replace("]]", "")
+
+
+def test_stats_writes_a_page_beside_what_it_prints(data, tmp_path: Path) -> None:
+    # Would catch statistics of one dataset shown for another, and a page that is promised and not there.
+    code, out, _ = data("stats", "--held-out")
+    assert code == 0
+    assert "dataset  configs/quickstart/heldout.jsonl" in out
+    assert "300 in, 300 kept" in out
+    assert (tmp_path / "out" / "data_stats.html").read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["inspect", "--bin", "999"], "--bin: 999, want 0 to"),
+        (["inspect", "--data.val_set_size", "null", "--held-out"], "--held-out: nothing is held out"),
+        (["prepare", "--data.datasets.0.type", "text"], "type text has no chat template: leave it out"),
+        (["prepare", "--model.tokenizer_path", "configs/models"], "model.tokenizer_path: "),
+        (["stats", "--html", "configs"], "--html: configs cannot be written"),
+    ],
+)
+def test_bad_input_ends_with_its_code_and_a_line(data, arguments: list[str], message: str) -> None:
+    # Would catch a traceback where a line says what to change.
+    code, _, err = data(*arguments)
+    assert code == BAD_INPUT
+    assert message in err
+    assert "Traceback" not in err

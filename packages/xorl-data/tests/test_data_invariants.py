@@ -1,0 +1,78 @@
+"""What stops a run before its first step, and what an entry may ask for in its place."""
+
+from dataclasses import replace
+
+import pytest
+
+from xorl.data import DataError, DatasetEntry, prepare, special_ids
+
+SHORT = {"input_ids": [1, 2, 3], "labels": [-100, -100, 3]}
+LONG = {"input_ids": list(range(1, 21)), "labels": [-100, *range(2, 21)]}
+# Of 100 rows two are too long for a bin of 16.
+ROWS = [*[SHORT] * 98, LONG, LONG]
+OVERFLOWS = {
+    "truncate": ({}, r"2 of the 100 samples of .* longer than data.sample_packing_sequence_len = 16 and would be cut"),
+    "truncate on purpose": ({"max_seq_len": 16}, None),
+    "drop": ({"overflow": "drop"}, r"would be dropped, and with them 40 of 334 tokens lost: more than 1.00%"),
+    "drop at a length": ({"overflow": "drop", "max_seq_len": 16}, r"would be dropped"),
+    "drop accepted": ({"overflow": "drop", "overflow_limit": 0.2}, None),
+    "drop beyond what is accepted": ({"overflow": "drop", "overflow_limit": 0.05}, r"more than 5.00%"),
+    "split": ({"overflow": "split"}, r"would be split, and with them 0 of 334 tokens lost"),
+    "split of plain text": ({"overflow": "split", "columns": ("input_ids",)}, None),
+}
+
+
+@pytest.mark.parametrize("name", OVERFLOWS)
+def test_losses_to_length_stop_a_run_that_did_not_ask_for_them(tmp_path, options, write_jsonl, name):
+    """Catches data that is lost with one line of log because a length is too short for it."""
+    entry, message = OVERFLOWS[name]
+    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    prepared = DatasetEntry(str(path), **entry)
+    if message is None:
+        assert prepare([prepared], replace(options, bin_len=16)).receipt.total.samples == 100
+    else:
+        with pytest.raises(DataError, match=message):
+            prepare([prepared], replace(options, bin_len=16))
+
+
+def test_prompts_that_are_trained_unasked_stop_a_run(tmp_path, text_options, write_jsonl):
+    """Catches a prompt column that is empty, or the wrong one, so that the model learns to answer nothing."""
+    path = str(write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "", "completion": "abc"}] * 5))
+    with pytest.raises(DataError, match=r"in 5 of the 5 samples of .* every token is trained, the prompt included"):
+        prepare([DatasetEntry(path, type="prompt_completion")], text_options)
+    assert (
+        prepare([DatasetEntry(path, type="prompt_completion", train_on="all")], text_options).receipt.total.samples == 5
+    )
+
+
+def test_ids_of_text_are_checked_against_the_model(tmp_path, text_options, write_jsonl):
+    """Catches a tokenizer that is larger than the model's embedding."""
+    path = str(write_jsonl(tmp_path / "rows.jsonl", [{"text": "abc"}]))
+    with pytest.raises(DataError, match=r"rows.jsonl, row 0 .* the id 257, but the model's vocab_size is 257"):
+        prepare([DatasetEntry(path, type="text")], replace(text_options, vocab_size=257))
+
+
+SPECIAL = {
+    "agrees": ({"bos_token_id": 256, "eos_token_id": 257}, None),
+    "one of several": ({"eos_token_id": [3, 257]}, None),
+    "silent": ({"eos_token_id": None, "vocab_size": 300}, None),
+    "other end": (
+        {"eos_token_id": 256},
+        r"the eos_token of the tokenizer in .* is '<\|end\|>', id 257, but .* 256 \('<\|begin",
+    ),
+    "other ends": ({"eos_token_id": [3, 4]}, r"eos_token_id \[3, 4\]"),
+    "other beginning": ({"bos_token_id": 5}, r"the bos_token of the tokenizer"),
+}
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_tokenizer_and_model_agree_about_special_tokens(tmp_path, text_options, write_jsonl, name):
+    """Catches a model that is taught one end token and is served with another, and never stops."""
+    hf_config, message = SPECIAL[name]
+    path = str(write_jsonl(tmp_path / "rows.jsonl", [{"text": "abc"}]))
+    options = replace(text_options, model_special_ids=special_ids(hf_config))
+    if message is None:
+        assert len(prepare([DatasetEntry(path, type="text")], options)) == 1
+    else:
+        with pytest.raises(DataError, match=message):
+            prepare([DatasetEntry(path, type="text")], options)

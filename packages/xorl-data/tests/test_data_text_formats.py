@@ -1,0 +1,311 @@
+"""Conversations, prompts and plain text: which tokens they become, which are trained, and which rows are refused."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from xorl.data import DataError, DatasetEntry, load_tokenizer, prepare, stretches, trained_texts
+
+USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+CHAT = {"messages": [USER, ASSISTANT, {"role": "user", "content": "And?"}, {"role": "assistant", "content": "Yes"}]}
+
+
+def texts_of(rows, options, tmp_path, write_jsonl, **entry):
+    """(whole text, trained texts) of each row."""
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    documents = prepare([DatasetEntry(str(path), **entry)], options)
+    tokenizer = load_tokenizer(options.tokenizer_folder)
+    found = []
+    for index in range(len(documents)):
+        parts = stretches(*documents.document(index), tokenizer)
+        found.append(("".join(part.text for part in parts), list(trained_texts(parts))))
+    return found
+
+
+CHAT_TEXT = "<|user|>Hi<|end|>\n<|assistant|>Hello<|end|>\n<|user|>And?<|end|>\n<|assistant|>Yes<|end|>\n"
+SHARE = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
+SAMPLES = {
+    "chat": (CHAT, {"type": "chat"}, (CHAT_TEXT, ["Hello<|end|>", "Yes<|end|>"])),
+    "last turn": (CHAT, {"type": "chat", "train_on": "last_turn"}, (CHAT_TEXT, ["Yes<|end|>"])),
+    "all": (CHAT, {"type": "chat", "train_on": "all"}, (CHAT_TEXT, [CHAT_TEXT.removeprefix("<|user|>")])),
+    "recognised": (CHAT, {"type": "auto"}, (CHAT_TEXT, ["Hello<|end|>", "Yes<|end|>"])),
+    "sharegpt": (SHARE, {"type": "auto"}, ("<|user|>Hi<|end|>\n<|assistant|>Hello<|end|>\n", ["Hello<|end|>"])),
+    "system column": (
+        {"talk": [USER, ASSISTANT], "sys": "Be kind."},
+        {"type": "chat", "column_names": {"messages": "talk", "system": "sys"}},
+        ("<|system|>Be kind.<|end|>\n<|user|>Hi<|end|>\n<|assistant|>Hello<|end|>\n", ["Hello<|end|>"]),
+    ),
+    "parts of text": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}, ASSISTANT]},
+        {"type": "chat"},
+        ("<|user|>Hi<|end|>\n<|assistant|>Hello<|end|>\n", ["Hello<|end|>"]),
+    ),
+    "prompt": (
+        {"prompt": "2+2=", "completion": "4"},
+        {"type": "auto"},
+        ("2+2=4<|end|>", ["4<|end|>"]),
+    ),
+    "alpaca": (
+        {"instruction": "Add", "input": "2 2", "output": "4"},
+        {"type": "prompt_completion"},
+        ("Add\n\n2 2\n\n4<|end|>", ["4<|end|>"]),
+    ),
+    "alpaca without input": (
+        {"instruction": "Hi", "input": "", "output": "Ho"},
+        {"type": "auto"},
+        ("Hi\n\nHo<|end|>", ["Ho<|end|>"]),
+    ),
+    "named columns": (
+        {"q": "Why?", "a": "So."},
+        {"type": "prompt_completion", "column_names": {"question": "q", "answer": "a"}},
+        ("Why?\n\nSo.<|end|>", ["So.<|end|>"]),
+    ),
+    "prompt trained": (
+        {"prompt": "2+2=", "completion": "4"},
+        {"type": "prompt_completion", "train_on": "all"},
+        ("2+2=4<|end|>", ["+2=4<|end|>"]),
+    ),
+    "text": ({"text": "Once."}, {"type": "auto"}, ("Once.<|end|>", ["nce.<|end|>"])),
+    "text column": (
+        {"body": "Once."},
+        {"type": "text", "column_names": {"text": "body"}},
+        ("Once.<|end|>", ["nce.<|end|>"]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_row_becomes_text_of_which_the_answer_is_trained(text_options, tmp_path, write_jsonl, name):
+    """Catches prompts that are trained, answers or ends that are not, and columns that are mistaken for others."""
+    row, entry, expected = SAMPLES[name]
+    assert texts_of([row], text_options, tmp_path, write_jsonl, **entry) == [expected]
+
+
+def test_a_tokenizer_that_begins_texts_with_bos_gives_exactly_one(text_options, tmp_path, write_jsonl, write_tokenizer):
+    """Catches two BOS tokens, one of the data or template and one of the tokenizer, and none at all."""
+    options = replace(text_options, tokenizer_folder=write_tokenizer(tmp_path / "bos", adds_bos=True))
+    rows = [{"text": "Once."}, {"text": "<|begin|>Twice."}]
+    found = texts_of(rows, options, tmp_path, write_jsonl, type="text")
+    assert [text for text, _ in found] == ["<|begin|>Once.<|end|>", "<|begin|>Twice.<|end|>"]
+    prompts = [{"prompt": "a", "completion": "b"}]
+    assert texts_of(prompts, options, tmp_path, write_jsonl, type="auto")[0][0] == "<|begin|>ab<|end|>"
+    with pytest.raises(DataError, match=r"rows.jsonl, line 1: the text begins with two <\|begin\|> \(BOS\) tokens"):
+        texts_of([{"text": "<|begin|><|begin|>Once."}], options, tmp_path, write_jsonl, type="text")
+
+
+def test_pad_that_equals_eos_leaves_the_end_trained(text_options, tmp_path, write_jsonl, write_tokenizer):
+    """Catches masks made of `ids == pad`, after which a model never stops."""
+    options = replace(text_options, tokenizer_folder=write_tokenizer(tmp_path / "pad", pad="<|end|>"))
+    assert texts_of([CHAT], options, tmp_path, write_jsonl, type="chat")[0][1] == ["Hello<|end|>", "Yes<|end|>"]
+
+
+def test_a_template_is_a_file_or_a_name(text_options, tmp_path, write_jsonl):
+    """Catches a template option that is read and not used."""
+    template = tmp_path / "own.jinja"
+    template.write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}<|end|>{% endfor %}")
+    entry = {"type": "chat", "chat_template": str(template)}
+    found = texts_of([{"messages": [USER, ASSISTANT]}], text_options, tmp_path, write_jsonl, **entry)
+    # Without a generation prompt in the template, the header is not known to be one, and only the content is trained.
+    assert found == [("[user]Hi<|end|>[assistant]Hello<|end|>", ["[assistant]Hello<|end|>"])]
+
+
+CONVERSATIONS = {
+    "order": (
+        [ASSISTANT, USER],
+        r"message 0 of role assistant stands at the beginning, want system or developer or user",
+    ),
+    "two users": ([USER, USER, ASSISTANT], r"message 1 of role user stands after user, want assistant there"),
+    "late system": (
+        [USER, ASSISTANT, {"role": "system", "content": "x"}],
+        r"message 2 of role system stands after assis",
+    ),
+    "no answer": ([USER], r"no assistant message"),
+    "empty": ([], r"the conversation is empty"),
+    "not a list": ("Hi there", r"column 'messages' is a string that is not JSON"),
+    "not messages": (["Hi"], r"message 0 is str, want an object"),
+    "no role": ([{"content": "Hi"}], r"message 0 has no role, want one of system"),
+    "unknown role": ([{"role": "narrator", "content": "Hi"}], r"message 0 has the role 'narrator'"),
+    "number": ([USER, {"role": "assistant", "content": 5}], r"message 1: content is int, want a string"),
+    "null": ([USER, {"role": "assistant", "content": None}], r"message 1: content is null, want a string"),
+    "image": (
+        [{"role": "user", "content": [{"type": "image_url"}]}, ASSISTANT],
+        r"message 0: content has parts that are not",
+    ),
+    "weight": ([USER, {**ASSISTANT, "weight": 0.5}], r"message 1: train and weight are true or false"),
+    "trained user": ([{**USER, "train": True}, ASSISTANT], r"message 0 of role user asks to be trained"),
+    "arguments": (
+        [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+        r"message 1: a tool call holds arguments that are not JSON",
+    ),
+    "ignored tool": (
+        [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}],
+        r"chat template leaves out the tool call of message 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_a_bad_conversation_is_named(text_options, tmp_path, write_jsonl, name):
+    """Catches conversations that are trained on although they mean nothing, and errors without file and line."""
+    messages, message = CONVERSATIONS[name]
+    path = write_jsonl(tmp_path / "rows.jsonl", [CHAT, {"messages": messages}])
+    with pytest.raises(DataError, match=message) as caught:
+        prepare([DatasetEntry(str(path), type="chat")], text_options)
+    assert str(caught.value).startswith(f"{path}, line 2: ")
+
+
+ROWS = {
+    "no messages": (
+        "chat",
+        {"talk": []},
+        r"line 2: column 'messages' or 'conversations' does not exist; the columns are: talk",
+    ),
+    "no prompt": (
+        "prompt_completion",
+        {"prompt": "a"},
+        r"line 2: want the columns prompt and completion, or instruction",
+    ),
+    "list": (
+        "prompt_completion",
+        {"prompt": [USER], "completion": "a"},
+        r"line 2: column 'prompt' holds list.*type: chat",
+    ),
+    "no completion": ("prompt_completion", {"prompt": "a", "completion": ""}, r"line 2: column 'completion' is empty"),
+    "no text": ("text", {"body": "a"}, r"line 2: column 'text' does not exist, want a string; the columns are: body"),
+    "number": ("text", {"text": 5}, r"line 2: column 'text' holds int, want a string"),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_bad_row_of_text_is_named(text_options, tmp_path, write_jsonl, name):
+    """Catches missing columns and values that are no text, without the place of the row."""
+    kind, row, message = ROWS[name]
+    good = {"text": "a", "prompt": "a", "completion": "b", **CHAT}
+    path = write_jsonl(tmp_path / "rows.jsonl", [good, row])
+    with pytest.raises(DataError, match=message) as caught:
+        prepare([DatasetEntry(str(path), type=kind)], text_options)
+    assert str(caught.value).startswith(f"{path}, line 2")
+
+
+def test_text_that_is_not_utf8_is_named(text_options, tmp_path):
+    """Catches replacement characters that are trained on."""
+    path = tmp_path / "rows.txt"
+    path.write_bytes(b"good\n\xff\xfe\n")
+    with pytest.raises(DataError, match=rf"{path}, line 2 is not UTF-8"):
+        prepare([DatasetEntry(str(path), type="text")], text_options)
+
+
+TEMPLATES = {
+    "syntax": ("a\n{% for %}", r"own.jinja, line 2: the chat template has a syntax error"),
+    "raises": ("{{ raise_exception('not today') }}", r"line 1: .*own.jinja does not take the conversation: not today"),
+    "fails": ("{{ messages[0].content / 2 }}", r"line 1: .*own.jinja does not take the conversation: TypeError"),
+    "escapes": ("{{ messages.__class__.__mro__ }}", r"line 1: .*own.jinja does not take the conversation: access to"),
+    "drops": ("{{ messages[0].content }}<|end|>", r"line 1: .*own.jinja leaves out message 1"),
+    "unstable": (
+        "{% if add_generation_prompt %}!{% else %}?{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}",
+        r"line 1: .*own.jinja is not stable: .*generation prompt '!Hi'.*use train_on: last_turn or all",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_that_cannot_be_used_is_refused(text_options, tmp_path, write_jsonl, name):
+    """Catches a mask that is guessed where the template does not tell, and a traceback of the template engine."""
+    source, message = TEMPLATES[name]
+    (tmp_path / "own.jinja").write_text(source)
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [USER, ASSISTANT]}])
+    with pytest.raises(DataError, match=message):
+        prepare([DatasetEntry(str(path), type="chat", chat_template=str(tmp_path / "own.jinja"))], text_options)
+
+
+def test_what_a_tokenizer_lacks_is_said(text_options, tmp_path, write_jsonl, write_tokenizer):
+    """Catches an error of transformers in place of what to set."""
+    path = str(write_jsonl(tmp_path / "rows.jsonl", [CHAT]))
+    bare = replace(text_options, tokenizer_folder=write_tokenizer(tmp_path / "bare", template=None))
+    with pytest.raises(
+        DataError, match=r"model.tokenizer_path: .*bare has no chat template. Set .*\[0\].chat_template"
+    ):
+        prepare([DatasetEntry(path, type="chat")], bare)
+    with pytest.raises(DataError, match=r"model.tokenizer_path: .* holds no tokenizer that can be loaded"):
+        prepare([DatasetEntry(path, type="chat")], replace(text_options, tokenizer_folder=tmp_path / "none"))
+    with pytest.raises(DataError, match=r"model.tokenizer_path: .*needs a tokenizer"):
+        prepare([DatasetEntry(path, type="chat")], replace(text_options, tokenizer_folder=None))
+    with pytest.raises(DataError, match=r"chat_template: no.jinja is no file .*the tokenizer's templates are: default"):
+        prepare([DatasetEntry(path, type="chat", chat_template="no.jinja")], text_options)
+
+
+ENTRIES = {
+    "train_on": ({"type": "text", "train_on": "assistant"}, r"\[0\].train_on: assistant means nothing for type text"),
+    "columns": ({"type": "chat", "column_names": {"text": "a"}}, r"\[0\].columns: 'text' means nothing for type chat"),
+    "template": ({"type": "text", "chat_template": "a"}, r"\[0\].chat_template: type text has no template"),
+    "shapes": (
+        {"type": "prompt_completion", "column_names": {"prompt": "a", "answer": "b"}},
+        r"\[0\].columns: prompt, answer mix shapes",
+    ),
+    "unknown columns": ({"type": "auto"}, r"\[0\].type: auto: .*the columns a are not known"),
+}
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_options_that_a_type_does_not_have_are_refused(text_options, tmp_path, write_jsonl, name):
+    """Catches an option that is accepted and ignored."""
+    entry, message = ENTRIES[name]
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"a": "b"}])
+    with pytest.raises(DataError, match=message):
+        prepare([DatasetEntry(str(path), **entry)], text_options)
+
+
+def test_everything_that_decides_the_tokens_is_part_of_the_key(text_options, tmp_path, write_jsonl, write_tokenizer):
+    """Catches a cache that trains on yesterday's tokens, template or mask."""
+    path = str(write_jsonl(tmp_path / "rows.jsonl", [CHAT] * 3))
+    entry = DatasetEntry(path, type="chat")
+    template = tmp_path / "own.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}<|end|>{% endfor %}")
+
+    def is_cached(entry: DatasetEntry, folder: Path = text_options.tokenizer_folder) -> bool:
+        options = replace(text_options, tokenizer_folder=folder)
+        return prepare([entry], options).receipt.datasets[0].cached
+
+    assert not is_cached(entry)
+    assert is_cached(entry)
+    assert is_cached(entry, write_tokenizer(tmp_path / "elsewhere"))
+    assert not is_cached(replace(entry, train_on="last_turn"))
+    assert not is_cached(replace(entry, chat_template=str(template)))
+    template.write_text(template.read_text() + " ")
+    assert not is_cached(replace(entry, chat_template=str(template)))
+    assert not is_cached(entry, write_tokenizer(tmp_path / "other", eos="<|begin|>"))
+    assert not is_cached(
+        entry, write_tokenizer(tmp_path / "more", template="{% for m in messages %}{{ m.content }}<|end|>{% endfor %}")
+    )
+
+
+def test_processes_give_what_one_gives(text_options, tmp_path, write_jsonl, monkeypatch):
+    """Catches a format that cannot travel to another process, or encodes there otherwise."""
+    monkeypatch.setattr(sys.modules["xorl.data.prepare"], "_PARALLEL_BYTES", 0)
+    monkeypatch.setattr(sys.modules["xorl.data.readers"], "PIECE_BYTES", 2000)
+    path = write_jsonl(tmp_path / "rows.jsonl", [CHAT, SHARE] * 40)
+    prepared = [
+        prepare(
+            [DatasetEntry(str(path), type="chat")],
+            replace(text_options, num_proc=num_proc, prepared_path=tmp_path / str(num_proc)),
+        )
+        for num_proc in (1, 2)
+    ]
+    assert len(prepared[0]) == 80
+    for index in range(80):
+        assert all((a == b).all() for a, b in zip(*(p.document(index) for p in prepared), strict=True))
+
+
+def test_a_token_on_the_border_is_trained_and_counted(text_options, tmp_path, write_jsonl):
+    """Catches an answer whose first token is lost because it begins with the template's last characters."""
+    config = json.loads((text_options.tokenizer_folder / "tokenizer.json").read_text())
+    config["model"]["merges"] = [["x", "y"]]
+    config["model"]["vocab"]["xy"] = 300
+    (text_options.tokenizer_folder / "tokenizer.json").write_text(json.dumps(config))
+    row = {"prompt": "abx", "completion": "yz"}
+    assert texts_of([row], text_options, tmp_path, write_jsonl, type="auto") == [("abxyz<|end|>", ["xyz<|end|>"])]
+    documents = prepare([DatasetEntry(str(tmp_path / "rows.jsonl"), type="auto")], text_options)
+    assert documents.receipt.total.straddling_tokens == 1

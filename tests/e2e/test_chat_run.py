@@ -1,0 +1,31 @@
+"""A run on conversations and prompts, from text to a model: the example configuration, cut short."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from workspace import ROOT
+
+
+def test_the_chat_example_trains_and_leaves_a_receipt(tmp_path: Path) -> None:
+    # Catches formats that work alone and not under the command, and a run that does not say what became of its data.
+    folders = ["--train.output_dir", str(tmp_path / "out"), "--data.dataset_prepared_path", str(tmp_path / "prepared")]
+    steps = ["--train.max_steps", "6", "--train.data_parallel_mode", "none", "--train.log_format", "structured"]
+    command = [sys.executable, "-m", "xorl.cli.train", "configs/local/chat.yaml", *folders, *steps]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert result.returncode == 0, result.stderr
+    records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    losses = [record["loss"] for record in records if "loss" in record]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0]
+    receipt = json.loads((tmp_path / "out" / "data_receipt.json").read_text())
+    chat, completion = receipt["train"]["datasets"]
+    assert (chat["counts"]["samples"], completion["counts"]["samples"]) == (600, 300)
+    # Two answers a conversation: their letters or digits, the space before where there is one, and the end.
+    assert 600 * 2 * 3 < chat["counts"]["trained_tokens"] < chat["counts"]["tokens"] // 2
+    assert receipt["train"]["plan_hash"]
+    assert 0 < receipt["held_out"]["fill"] <= 1
+    assert "receipt train bins=" in result.stderr
