@@ -68,11 +68,11 @@ SAMPLES = {
         {"type": "prompt_completion", "train_on": "all"},
         ("2+2=4<|end|>", ["+2=4<|end|>"]),
     ),
-    "text": ({"text": "Once."}, {"type": "auto"}, ("Once.<|end|>", ["nce.<|end|>"])),
+    "text": ({"text": "One."}, {"type": "auto"}, ("One.<|end|>", ["ne.<|end|>"])),
     "text column": (
-        {"body": "Once."},
+        {"body": "One."},
         {"type": "text", "column_names": {"text": "body"}},
-        ("Once.<|end|>", ["nce.<|end|>"]),
+        ("One.<|end|>", ["ne.<|end|>"]),
     ),
 }
 
@@ -87,13 +87,13 @@ def test_a_row_becomes_text_of_which_the_answer_is_trained(text_options, tmp_pat
 def test_a_tokenizer_that_begins_texts_with_bos_gives_exactly_one(text_options, tmp_path, write_jsonl, write_tokenizer):
     """Catches two BOS tokens, one of the data or template and one of the tokenizer, and none at all."""
     options = replace(text_options, tokenizer_folder=write_tokenizer(tmp_path / "bos", adds_bos=True))
-    rows = [{"text": "Once."}, {"text": "<|begin|>Twice."}]
+    rows = [{"text": "One."}, {"text": "<|begin|>Twice."}]
     found = texts_of(rows, options, tmp_path, write_jsonl, type="text")
-    assert [text for text, _ in found] == ["<|begin|>Once.<|end|>", "<|begin|>Twice.<|end|>"]
+    assert [text for text, _ in found] == ["<|begin|>One.<|end|>", "<|begin|>Twice.<|end|>"]
     prompts = [{"prompt": "a", "completion": "b"}]
     assert texts_of(prompts, options, tmp_path, write_jsonl, type="auto")[0][0] == "<|begin|>ab<|end|>"
     with pytest.raises(DataError, match=r"rows.jsonl, line 1: the text begins with two <\|begin\|> \(BOS\) tokens"):
-        texts_of([{"text": "<|begin|><|begin|>Once."}], options, tmp_path, write_jsonl, type="text")
+        texts_of([{"text": "<|begin|><|begin|>One."}], options, tmp_path, write_jsonl, type="text")
 
 
 def test_pad_that_equals_eos_leaves_the_end_trained(text_options, tmp_path, write_jsonl, write_tokenizer):
