@@ -26,6 +26,7 @@ _ROLES = {
     "observation": "tool",
     "ipython": "tool",
 }
+_PLAIN_ROLES = frozenset(("system", "user", "assistant"))
 # Who may speak after whom; None is the beginning.
 _FOLLOWS: dict[str | None, tuple[str, ...]] = {
     None: ("system", "developer", "user"),
@@ -85,6 +86,9 @@ def _messages_of(row: Mapping[str, object], columns: Mapping[str, str]) -> objec
 def _message(item: object, number: int) -> tuple[Message, bool | None]:
     if not isinstance(item, dict):
         raise DataError(f"message {number} is {type(item).__name__}, want an object with role and content")
+    spoken, said = item.get("role"), item.get("content")
+    if len(item) == 2 and isinstance(said, str) and isinstance(spoken, str) and spoken in _PLAIN_ROLES:
+        return {"role": spoken, "content": said}, None  # most messages are no more than that
     fields: dict[str, object] = {str(key): value for key, value in item.items() if value is not None}
     role_field, content_field = ("role", "content") if "role" in fields else ("from", "value")
     spoken = fields.pop(role_field, None)

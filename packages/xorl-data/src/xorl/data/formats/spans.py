@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from tokenizers import Encoding
@@ -34,37 +35,52 @@ class Text:
 def tokenize(texts: Sequence[Text], tokenizer: TextTokenizer, piece: Piece, counted: Counts) -> Rows:
     """Encodes the rows of a piece, without adding special tokens. DataError names a row that begins with two BOS."""
     ids: list[np.ndarray] = []
-    labels: list[np.ndarray] = []
+    trained: list[np.ndarray] = []
+    lengths: list[int] = []
     num_straddling = 0
     for first, last in _batches(texts):
         batch = texts[first:last]
         encodings = tokenizer.core.encode_batch([text.text for text in batch], add_special_tokens=False)
-        for number, (text, encoding) in enumerate(zip(batch, encodings, strict=True)):
-            own = np.array(encoding.ids, dtype=np.int32)
-            if len(own) > 1 and own[0] == own[1] == (-1 if tokenizer.bos_id is None else tokenizer.bos_id):
-                raise DataError(
-                    f"{piece.place(first + number)}: the text begins with two {tokenizer.special['bos_token']} (BOS) "
-                    "tokens; take one out of the chat template or of the data"
-                )
-            ids.append(own)
+        sizes = [len(encoding) for encoding in encodings]
+        flat = chain.from_iterable(encoding.ids for encoding in encodings)
+        ids.append(np.fromiter(flat, dtype=np.int32, count=sum(sizes)))
+        mask = np.zeros(sum(sizes), dtype=np.bool_)
+        start = 0
+        for text, encoding, size in zip(batch, encodings, sizes, strict=True):
             if text.spans is None:
-                labels.append(own)
-                continue
-            trained = np.full(len(own), IGNORE, dtype=np.int32)
-            for start, stop in text.spans:
-                low, high, straddling = _token_range(encoding, start, stop, len(text.text), len(own))
-                trained[low:high] = own[low:high]
+                mask[start : start + size] = True
+            for span in text.spans or ():
+                low, high, straddling = _token_range(encoding, *span, len(text.text), size)
+                mask[start + low : start + high] = True
                 num_straddling += straddling
-            labels.append(trained)
+            start += size
+        trained.append(mask)
+        lengths += sizes
     has_labels = any(text.spans is not None for text in texts)
-    return Rows(
-        input_ids=_join(ids),
-        labels=_join(labels) if has_labels else None,
+    input_ids = np.concatenate(ids) if ids else np.empty(0, np.int32)
+    rows = Rows(
+        input_ids=input_ids,
+        labels=np.where(np.concatenate(trained), input_ids, np.int32(IGNORE)) if has_labels else None,
         extras={},
-        lengths=np.array([len(own) for own in ids], dtype=np.int64),
+        lengths=np.array(lengths, dtype=np.int64),
         has_labels=has_labels,
         counted=counted + Counts(straddling_tokens=num_straddling),
     )
+    _check_beginnings(rows, tokenizer, piece)
+    return rows
+
+
+def _check_beginnings(rows: Rows, tokenizer: TextTokenizer, piece: Piece) -> None:
+    starts = (np.cumsum(rows.lengths) - rows.lengths)[rows.lengths > 1]
+    if tokenizer.bos_id is None:
+        return
+    doubled = (rows.input_ids[starts] == tokenizer.bos_id) & (rows.input_ids[starts + 1] == tokenizer.bos_id)
+    if doubled.any():
+        row = int(np.flatnonzero(rows.lengths > 1)[np.argmax(doubled)])
+        raise DataError(
+            f"{piece.place(row)}: the text begins with two {tokenizer.special['bos_token']} (BOS) tokens; take one out "
+            "of the chat template or of the data"
+        )
 
 
 def _token_range(encoding: Encoding, start: int, stop: int, num_chars: int, num_tokens: int) -> tuple[int, int, int]:
@@ -98,7 +114,3 @@ def _batches(texts: Sequence[Text]) -> list[tuple[int, int]]:
             ranges.append((first, number + 1))
             first, size = number + 1, 0
     return [*ranges, (first, len(texts))] if first < len(texts) else ranges
-
-
-def _join(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    return np.concatenate(arrays) if arrays else np.empty(0, np.int32)

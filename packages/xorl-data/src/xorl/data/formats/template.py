@@ -40,9 +40,10 @@ class ChatTemplate:
     def __init__(self, source: str, special: Mapping[str, object], name: str) -> None:
         self.source = source
         self.name = name
-        self._special = dict(special)
+        environment = _environment()
+        self._names = {**environment.globals, **special}
         try:
-            self._compiled = _environment().from_string(source)
+            self._compiled = environment.from_string(source)
         except TemplateSyntaxError as error:
             raise DataError(
                 f"{name}, line {error.lineno}: the chat template has a syntax error: {error.message}"
@@ -76,14 +77,16 @@ class ChatTemplate:
     def _render(
         self, messages: Sequence[Message], tools: Sequence[object] | None, *, add_generation_prompt: bool
     ) -> str:
+        names = {
+            **self._names,
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            return self._compiled.render(
-                **self._special,
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-            )
+            # Template.render builds these names from three mappings each time, for a third of a short template's time.
+            return "".join(self._compiled.root_render_func(self._compiled.new_context(names, shared=True)))
         except TemplateError as error:
             raise TemplateRefusal(str(error.message or error)) from error
         # A template is a program of someone else's: it may fail on a message in any way.

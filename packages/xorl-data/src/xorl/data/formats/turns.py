@@ -12,6 +12,7 @@ the special token that begins the next message, since that is where the model wo
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from xorl.data.formats.template import ChatTemplate, Message, TemplateRefusal
 Span = tuple[int, int]
 # No text begins or ends like both of them.
 _PROBES = ("x0x", "y1y")
+# A message this long does not stand in another one by chance.
+_TELLING_CHARS = 24
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,16 @@ class Rendered:
     text: str
     spans: tuple[Span, ...]
     num_unended: int = 0
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """Where a turn is in the whole rendering, and how that was found."""
+
+    start: int
+    end: int
+    ended: bool
+    by_prefix: bool
 
 
 def special_pattern(texts: frozenset[str]) -> re.Pattern[str]:
@@ -55,8 +68,12 @@ def render_turns(
         whole = template.render(messages, tools)
         spans: list[Span] = []
         num_unended = 0
+        by_prefix = True
         for turn in turns:
-            start, end, ended = _turn(template, conversation, whole, turn, special)
+            found = _turn(template, conversation, whole, turn, special, by_prefix=by_prefix)
+            start, end, ended = found.start, found.end, found.ended
+            # A template that writes one earlier turn otherwise writes all of them so: no need to ask again.
+            by_prefix = by_prefix and found.by_prefix
             _check_tool_calls(template, conversation, turn, whole[start:end])
             if spans and start < spans[-1][1]:
                 raise DataError(f"message {turn} overlaps the trained message before it in the rendering")
@@ -99,25 +116,30 @@ def _by_blocks(
 
 
 def _turn(
-    template: ChatTemplate, conversation: Conversation, whole: str, turn: int, special: re.Pattern[str]
-) -> tuple[int, int, bool]:
-    """(first character, character after the last, whether a special token ends it) of one assistant message."""
+    template: ChatTemplate,
+    conversation: Conversation,
+    whole: str,
+    turn: int,
+    special: re.Pattern[str],
+    *,
+    by_prefix: bool,
+) -> _Turn:
     messages, tools = conversation.messages, conversation.tools
     before = template.render(messages[:turn], tools, add_generation_prompt=True)
-    if whole.startswith(before):
-        is_last = turn == len(messages) - 1
+    is_last = turn == len(messages) - 1
+    if (by_prefix or is_last) and whole.startswith(before):
         after = whole if is_last else template.render(messages[: turn + 1], tools)
         if len(after) > len(before) and whole.startswith(after):
             return _ended(whole, len(before), len(after), special)
     return _aligned(template, conversation, whole, turn, before, special)
 
 
-def _ended(whole: str, start: int, end: int, special: re.Pattern[str]) -> tuple[int, int, bool]:
+def _ended(whole: str, start: int, end: int, special: re.Pattern[str]) -> _Turn:
     stripped = whole[start:end].rstrip()
     if _is_ended(stripped, special):
-        return start, start + len(stripped), True
+        return _Turn(start, start + len(stripped), ended=True, by_prefix=True)
     following = special.match(whole, end)
-    return (start, following.end(), True) if following else (start, end, False)
+    return _Turn(start, following.end() if following else end, ended=following is not None, by_prefix=True)
 
 
 def _is_ended(text: str, special: re.Pattern[str]) -> bool:
@@ -127,21 +149,42 @@ def _is_ended(text: str, special: re.Pattern[str]) -> bool:
 
 def _aligned(
     template: ChatTemplate, conversation: Conversation, whole: str, turn: int, before: str, special: re.Pattern[str]
-) -> tuple[int, int, bool]:
+) -> _Turn:
     """The third way. `before` is the rendering of the messages before the turn, with the generation prompt."""
-    messages, tools = conversation.messages, conversation.tools
-    first, last = len(whole), 0
-    for probe in _PROBES:
-        changed: list[Message] = [*messages[:turn], {"role": "assistant", "content": probe}, *messages[turn + 1 :]]
-        other = template.render(changed, tools)
-        if probe not in other:
-            raise DataError(f"{template.name} leaves out message {turn}, so that it cannot be trained")
-        first = min(first, _common_length(whole, other))
-        last = max(last, len(whole) - _common_length(whole[::-1], other[::-1]))
+    messages = conversation.messages
+    first, last = _region(template, conversation, whole, turn)
     if first >= last:
         raise DataError(f"{template.name} writes nothing of message {turn}, so that it cannot be trained")
-    bare = template.render(messages[:turn], tools)
+    start = (
+        len(before) if whole.startswith(before) else _start(template, conversation, whole, turn, before, first, special)
+    )
+    _check_alone(template, messages, turn, whole[start:last])
+    # The other contents may have had another end token, of which the last characters are the same.
+    inside = next((match for match in special.finditer(whole, start) if match.start() < last < match.end()), None)
+    if inside is not None:
+        return _Turn(start, inside.end(), ended=True, by_prefix=False)
+    if _is_ended(whole[start:last], special):
+        return _Turn(start, last, ended=True, by_prefix=False)
+    gap = len(whole[last:]) - len(whole[last:].lstrip())
+    following = special.match(whole, last + gap)
+    return _Turn(start, following.end() if following else last, ended=following is not None, by_prefix=False)
+
+
+def _start(
+    template: ChatTemplate,
+    conversation: Conversation,
+    whole: str,
+    turn: int,
+    before: str,
+    first: int,
+    special: re.Pattern[str],
+) -> int:
+    """Where a turn begins whose message begins to matter at `first`: after the generation prompt before that."""
+    bare = template.render(conversation.messages[:turn], conversation.tools)
     prompt = _generation_prompt(bare, before, special)
+    if not prompt:
+        # Spaces that the template writes before the content are the turn's, as they are by prefixes.
+        return max(_end_of_words(whole[:first]) + len(bare) - _end_of_words(bare), 0)
     found = whole.rfind(prompt, 0, first)
     if found < 0:
         raise DataError(
@@ -149,23 +192,36 @@ def _aligned(
             f"stand before it in the whole conversation (generation prompt {prompt[-60:]!r}). Mark what is generated "
             "with {% generation %} in a copy of the template, or use train_on: last_turn or all"
         )
-    start = found + len(prompt)
-    if not prompt:
-        # Spaces that the template writes before the content are the turn's, as they are by prefixes.
-        start = max(_end_of_words(whole[:first]) + len(bare) - _end_of_words(bare), 0)
+    return found + len(prompt)
+
+
+def _region(template: ChatTemplate, conversation: Conversation, whole: str, turn: int) -> Span:
+    """The characters of the whole rendering that depend on what a message says."""
+    messages = conversation.messages
+    first, last = len(whole), 0
+    for probe in _PROBES:
+        changed: list[Message] = [*messages[:turn], {"role": "assistant", "content": probe}, *messages[turn + 1 :]]
+        other = template.render(changed, conversation.tools)
+        if probe not in other:
+            raise DataError(f"{template.name} leaves out message {turn}, so that it cannot be trained")
+        same = _common_length(whole, other)
+        same_end = _common_end(whole, other)
+        first, last = min(first, same), max(last, len(whole) - same_end)
+        # The probe itself differs at both ends: nothing of it is taken for what the renderings have in common.
+        if other.startswith(probe, same) and other.endswith(probe, 0, len(other) - same_end):
+            break
+    return first, last
+
+
+def _check_alone(template: ChatTemplate, messages: Sequence[Message], turn: int, text: str) -> None:
+    """Raises DataError where what another message says stands in a turn's text; a word may do so by chance."""
+    own = json.dumps(messages[turn], ensure_ascii=False)
     for number, message in enumerate(messages):
-        text = str(message["content"]).strip()
-        if number != turn and text and text in whole[start:last] and text not in str(messages[turn]):
+        said = str(message["content"]).strip()
+        if number == turn or len(said) < _TELLING_CHARS or said not in text:
+            continue
+        if json.dumps(said, ensure_ascii=False)[1:-1] not in own:
             raise DataError(f"{template.name} writes message {number} into message {turn}: they cannot be told apart")
-    # The other contents may have had another end token, of which the last characters are the same.
-    inside = next((match for match in special.finditer(whole, start) if match.start() < last < match.end()), None)
-    if inside is not None:
-        return start, inside.end(), True
-    if _is_ended(whole[start:last], special):
-        return start, last, True
-    gap = len(whole[last:]) - len(whole[last:].lstrip())
-    following = special.match(whole, last + gap)
-    return (start, following.end(), True) if following else (start, last, False)
 
 
 def _generation_prompt(bare: str, before: str, special: re.Pattern[str]) -> str:
@@ -185,6 +241,18 @@ def _common_length(one: str, other: str) -> int:
     while low < high:
         middle = (low + high + 1) // 2
         if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _common_end(one: str, other: str) -> int:
+    """How many characters two texts end with alike."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[len(one) - middle : len(one) - low] == other[len(other) - middle : len(other) - low]:
             low = middle
         else:
             high = middle - 1
