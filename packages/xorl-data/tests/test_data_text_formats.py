@@ -1,13 +1,17 @@
 """Conversations, prompts and plain text: which tokens they become, which are trained, and which rows are refused."""
 
 import json
+import pickle
 import sys
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from xorl.data import DataError, DatasetEntry, load_tokenizer, prepare, stretches, trained_texts
+from xorl.data.readers import LoadedPiece, table_pieces
 
 USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 CHAT = {"messages": [USER, ASSISTANT, {"role": "user", "content": "And?"}, {"role": "assistant", "content": "Yes"}]}
@@ -282,11 +286,12 @@ def test_everything_that_decides_the_tokens_is_part_of_the_key(text_options, tmp
     )
 
 
-def test_processes_give_what_one_gives(text_options, tmp_path, write_jsonl, monkeypatch):
-    """Catches a format that cannot travel to another process, or encodes there otherwise."""
-    monkeypatch.setattr(sys.modules["xorl.data.prepare"], "_PARALLEL_BYTES", 0)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_processes_give_what_one_gives(text_options, tmp_path, write_as, monkeypatch, kind):
+    """Catches a format or a piece that cannot travel to another process, or is another there."""
+    monkeypatch.setattr(sys.modules["xorl.data.prepare"], "_PARALLEL_TEXT_BYTES", 0)
     monkeypatch.setattr(sys.modules["xorl.data.readers"], "PIECE_BYTES", 2000)
-    path = write_jsonl(tmp_path / "rows.jsonl", [CHAT, SHARE] * 40)
+    path = write_as(kind, tmp_path / "data", [CHAT, {"messages": CHAT["messages"][:2]}] * 40)
     prepared = [
         prepare(
             [DatasetEntry(str(path), type="chat")],
@@ -297,6 +302,16 @@ def test_processes_give_what_one_gives(text_options, tmp_path, write_jsonl, monk
     assert len(prepared[0]) == 80
     for index in range(80):
         assert all((a == b).all() for a, b in zip(*(p.document(index) for p in prepared), strict=True))
+
+
+def test_a_slice_of_a_table_travels_without_the_rest():
+    """Catches preparation that sends the whole dataset to a process with every piece."""
+    table = pa.table({"text": ["word " * 1000] * 1000})
+    pieces = list(table_pieces(table, "rows"))
+    small = LoadedPiece("rows", "row", 5, 0, table.slice(5, 1))
+    assert len(pickle.dumps(small)) < 10_000
+    assert copy(small).rows() == small.rows()
+    assert copy(pieces[0]).num_rows() == pieces[0].num_rows()
 
 
 def test_a_token_on_the_border_is_trained_and_counted(text_options, tmp_path, write_jsonl):

@@ -48,8 +48,9 @@ from xorl.data.store import (
 
 logger = logging.getLogger(__name__)
 
-# Below this, starting processes takes longer than reading.
+# Below this, starting processes takes longer than reading; text is tokenized at a few MB/s, ids are read at 80.
 _PARALLEL_BYTES = 64 << 20
+_PARALLEL_TEXT_BYTES = 4 << 20
 _LARGE_BYTES = 1 << 30
 _REPORT_EVERY_S = 10.0
 
@@ -295,7 +296,9 @@ def _mixed_labels(here: str, there: str, labelled_here: bool) -> DataError:
 def _encode_all(source: Source, form: Format, num_proc: int) -> Generator[tuple[Piece, EncodedDocuments], None, None]:
     """Encodes piece after piece, in order; in `num_proc` processes where the source is large enough to gain from it."""
     pieces = source.pieces(form.selected)
-    if num_proc <= 1 or not source.parallel or source.num_bytes < _PARALLEL_BYTES:
+    is_text = form.tokenizer is not None
+    worthwhile = source.num_bytes >= (_PARALLEL_TEXT_BYTES if is_text else _PARALLEL_BYTES)
+    if num_proc <= 1 or not worthwhile or not (source.parallel or is_text):
         for piece in pieces:
             yield piece, form.encode(piece)
         return

@@ -213,6 +213,24 @@ class LoadedPiece:
     def num_rows(self) -> int:
         return len(self.content)
 
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        # Arrow pickles all of what a slice was cut from; its stream format writes the slice alone.
+        content = self.content if isinstance(self.content, list) else _stream_of(self.content)
+        return _loaded_piece, (self.source, self.unit, self.first, self.num_bytes, content)
+
+
+def _stream_of(table: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+def _loaded_piece(source: str, unit: str, first: int, num_bytes: int, content: bytes | list[Row]) -> LoadedPiece:
+    """What a pickle of a LoadedPiece means."""
+    table = content if isinstance(content, list) else pa.ipc.open_stream(content).read_all()
+    return LoadedPiece(source, unit, first, num_bytes, table)
+
 
 @dataclass(frozen=True)
 class RowRange:
