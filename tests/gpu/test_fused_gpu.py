@@ -4,7 +4,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from xorl.kernels.fused import reference
+from xorl.core.models import SPECS
+from xorl.core.nn import LayerKernels, choose_kernels
+from xorl.kernels.attention import AttentionRequest, resolve_attention
+from xorl.kernels.fused import HeadNorms, HeadShape, reference
+from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import linear_cross_entropy, linear_cross_entropy_scores, linear_cross_entropy_sum
 from xorl.kernels.testing import TOLERANCES, Tolerance, assert_close, assert_matches_reference
 
@@ -103,3 +107,132 @@ def test_the_row_kernel_matches_its_twin_in_bf16():
     loss, _ = cross_entropy.cross_entropy_rows(logits, labels, None, logits)
     assert_close("loss", loss, wanted, TOLERANCES[torch.float32])
     assert_close("gradient", logits, wanted_gradient, TOLERANCES[torch.bfloat16])
+
+
+def eps_inputs(*shapes, dtype):
+    return tuple(randn(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes))
+
+
+def tolerance_of(dtype):
+    # On a GPU fp32 sums of thousands of terms and its fast exponential differ from fp64 a little more than on a CPU.
+    return TOLERANCES[dtype] if dtype != torch.float32 else Tolerance(worst=5e-5, mean=5e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 8), (700, 1000), (8191, 4096), (3, 16_384)])
+def test_rms_norm(num_rows, width, dtype):
+    # Catches rows that share a program wrongly, widths that fill no block, and warps that do not fit a width.
+    from xorl.kernels.fused import rms_norm  # noqa: PLC0415 - needs Triton
+
+    x, residual, weight = eps_inputs((num_rows, width), (num_rows, width), (width,), dtype=dtype)
+    assert_matches_reference(
+        lambda *leaves: rms_norm.rms_norm(*leaves, 1e-6),
+        lambda *leaves: reference.rms_norm(*leaves, 1e-6),
+        (x, weight),
+        tolerance=tolerance_of(dtype),
+    )
+    assert_matches_reference(
+        lambda *leaves: rms_norm.add_rms_norm(*leaves, 1e-6),
+        lambda *leaves: reference.add_rms_norm(*leaves, 1e-6),
+        (x, residual, weight),
+        tolerance=tolerance_of(dtype),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("merged", [True, False])
+@pytest.mark.parametrize(("has_norms", "has_rope"), [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize(
+    ("num_tokens", "shape"), [(1, (4, 1, 64)), (1111, (32, 8, 128)), (300, (14, 2, 80)), (77, (3, 3, 256))]
+)
+def test_split_heads(num_tokens, shape, has_norms, has_rope, merged, dtype):
+    # Catches head counts and widths that are no powers of two, and gradients that arrive with strides of their own.
+    from xorl.kernels.fused import heads  # noqa: PLC0415 - needs Triton
+
+    shape = HeadShape(*shape)
+    angles = randn(num_tokens, shape.head_dim // 2, dtype=torch.float32, seed=9)
+    rope = (angles.cos(), angles.sin()) if has_rope else None
+    projected = randn(num_tokens, sum(shape.row_counts), dtype=dtype)
+    parts = (projected,) if merged else projected.split(shape.row_counts, dim=-1)
+    weights = eps_inputs((shape.head_dim,), (shape.head_dim,), dtype=dtype) if has_norms else ()
+
+    def run(function, *leaves):
+        norms = HeadNorms(*leaves[len(parts) :], 1e-6) if has_norms else None
+        return function(leaves[: len(parts)], shape, norms, rope)
+
+    assert_matches_reference(
+        lambda *leaves: run(heads.split_heads, *leaves),
+        lambda *leaves: run(reference.split_heads, *leaves),
+        (*parts, *weights),
+        tolerance=tolerance_of(dtype),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 8), (700, 1000), (4097, 12_288)])
+def test_swiglu(num_rows, width, dtype):
+    # Catches a last block that reads the other half, and offsets beyond 2^31 bytes.
+    from xorl.kernels.fused import swiglu  # noqa: PLC0415 - needs Triton
+
+    inputs = eps_inputs((num_rows, 2 * width), dtype=dtype)
+    assert_matches_reference(swiglu.swiglu, reference.swiglu, inputs, tolerance=tolerance_of(dtype))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "LlamaForCausalLM"])
+def test_a_decoder_trains_alike_with_fused_kernels(architecture, compiled):
+    # Catches kernels that are right alone and wrong in a layer, and operators that inductor lays out otherwise.
+    hf_config = {
+        "vocab_size": 500,
+        "hidden_size": 128,
+        "intermediate_size": 272,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 512,
+    }
+    spec = SPECS[architecture]
+    lengths = [129, 1, 7, 300, 64, 11]
+    ids = torch.randint(500, (sum(lengths),), generator=torch.Generator().manual_seed(0)).cuda()
+    layout = SequenceLayout.from_lengths(lengths, device="cuda")
+    attention = resolve_attention("native", AttentionRequest("cuda", torch.bfloat16, 64))
+    fused = choose_kernels(
+        attention, device_type="cuda", dtype=torch.bfloat16, compiled=False, native=(), cast_bf16=False
+    )
+    assert fused != LayerKernels(attention)
+    results = []
+    for kernels in (LayerKernels(attention), fused):
+        decoder = spec.build(spec.config_from_hf(hf_config), kernels=kernels).cuda()
+        decoder.init_weights(seed=0)
+        decoder.compute_dtype = torch.bfloat16
+        if compiled:
+            for layer in decoder.layers:
+                layer.forward = torch.compile(layer.forward, fullgraph=True)
+        total = decoder(ids, layout, lambda hidden, weight: linear_cross_entropy_sum(hidden, weight, ids.roll(-1))[0])
+        total.backward()
+        results.append((total.detach(), [parameter.grad for parameter in decoder.parameters()]))
+    (wanted_total, wanted), (total, gradients) = results
+    torch.testing.assert_close(total, wanted_total, rtol=2e-3, atol=0)
+    for gradient, plain in zip(gradients, wanted, strict=True):
+        assert (gradient - plain).norm() <= 3e-2 * plain.norm()
+
+
+def test_kernels_repeat_to_the_bit():
+    # Catches sums over tokens whose order depends on which program comes first.
+    from xorl.kernels.fused import heads, rms_norm  # noqa: PLC0415 - needs Triton
+
+    shape, angles = HeadShape(8, 2, 64), randn(5000, 32, dtype=torch.float32, seed=9)
+    rope = (angles.cos(), angles.sin())
+    x, residual, weight, q_weight, k_weight = eps_inputs(
+        (5000, sum(shape.row_counts)), (5000, sum(shape.row_counts)), (sum(shape.row_counts),), (64,), (64,),
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    leaves = [leaf.requires_grad_() for leaf in (x, residual, weight, q_weight, k_weight)]
+
+    def gradients():
+        summed, normed = rms_norm.add_rms_norm(x, residual, weight, 1e-6)
+        q, k, v = heads.split_heads((normed,), shape, HeadNorms(q_weight, k_weight, 1e-6), rope)
+        return torch.autograd.grad([q, k, v, summed], leaves, [q.detach(), k.detach(), v.detach(), summed.detach()])
+
+    assert all(torch.equal(*pair) for pair in zip(gradients(), gradients(), strict=True))
