@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from xorl.config import Config
+from xorl.core import runtime
 from xorl.core.loss import cross_entropy
+from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.models import Decoder, spec_for
 from xorl.core.parallel.activations import Recompute, recompute_layers
 from xorl.core.parallel.offload import ActivationOffload
+from xorl.core.runtime import Runtime
 from xorl.kernels.layout import SequenceLayout
+from xorl.train.model import build_model, read_architecture
+from xorl.train.recompute_choice import SETTINGS, MicroBatch, activation_bytes, placed_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -92,6 +100,42 @@ def test_limit_is_what_stays_on_the_device() -> None:
         peaks.append(step(model)[1])
     assert traffic == [11 * INPUT_BYTES, 7 * INPUT_BYTES, 0]
     assert peaks[0] < peaks[1] < peaks[2]
+
+
+@pytest.fixture
+def place() -> Iterator[Runtime]:
+    yield runtime.init("cuda")
+    runtime.shutdown()
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_probe_foretells_the_peak(setting: str, place: Runtime, tmp_path: Path) -> None:
+    # Catches an estimate of recompute_policy: auto that is off by more than the margin it leaves.
+    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG))
+    config = Config.model_validate(
+        {
+            "model": {"config_path": str(tmp_path)},
+            "data": {"datasets": [{"path": "a"}], "sample_packing_sequence_len": NUM_TOKENS},
+            "train": {"output_dir": "o", "data_parallel_mode": "none", "reshard_after_forward": True},
+        }
+    )
+    batch = MicroBatch(NUM_TOKENS, NUM_TOKENS)
+    architecture = read_architecture(config.model)
+    mesh = Mesh(ParallelDims.resolve("none", 1), "cuda")
+    expected = placed_bytes(config, architecture, mesh)
+    expected += activation_bytes(config, setting, architecture, mesh, place.device, batch)
+    train = config.train.model_copy(update=SETTINGS[setting])
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    model = build_model(architecture, config.model, train, mesh, place.device)
+    parameters = list(model.module.parameters())
+    optimizer = torch.optim.AdamW(parameters, fused=True)
+    layout, ids = batch.layout(place.device), torch.zeros(NUM_TOKENS, dtype=torch.int64, device=place.device)
+    for _ in range(2):
+        model.forward(ids, layout, loss=lambda h, w: cross_entropy(h, w, {"labels": ids})).sum.backward()
+        optimizer.step()
+    measured = torch.cuda.max_memory_allocated() - before
+    assert measured == pytest.approx(expected, rel=0.08)
 
 
 def test_host_pages_are_reused_over_varying_packs() -> None:

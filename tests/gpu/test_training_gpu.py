@@ -125,6 +125,7 @@ def test_two_gpus_agree_with_one(folder: Path, mode: str) -> None:
     [
         ["--train.recompute_modules", "[self_attn, mlp]"],
         ["--train.recompute_policy", "operation"],
+        ["--train.recompute_policy", "auto"],
         ["--train.enable_reentrant", "true"],
         ["--train.enable_cpu_offload", "true"],
         ["--train.enable_activation_offload", "true"],

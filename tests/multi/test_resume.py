@@ -166,6 +166,16 @@ def test_run_of_two_ranks_resumes_on_another_number(world_size: int, folder: Pat
         assert measured[step] == (pytest.approx(loss, rel=1e-6), pytest.approx(norm, rel=1e-4))
 
 
+@pytest.mark.multi
+def test_automatic_recomputation_leaves_no_trace(folder: Path, tmp_path: Path, run_ranks) -> None:
+    # Catches a probe that draws random numbers, takes data, or leaves gradients behind. On a CPU it decides for none.
+    chosen = ["--train.enable_gradient_checkpointing", "true", "--train.recompute_policy", "auto"]
+    for name, options in (("auto", chosen), ("none", [])):
+        errors = run_ranks(lambda name=name, options=options: error_of(folder, tmp_path / name, *options), 2)
+        assert errors == ["no error"] * 2
+    assert losses(tmp_path / "auto") == losses(tmp_path / "none")
+
+
 def error_of(folder: Path, output: Path, *overrides: str) -> str:
     """What a run with these overrides is refused with."""
     path = output.parent / f"{output.name}_{os.environ['RANK']}.yaml"

@@ -134,6 +134,11 @@ def entry(**options: Any) -> dict[str, Any]:
             "cannot be offloaded",
         ),
         (
+            {"train": {"recompute_policy": "auto", "enable_activation_offload": True}},
+            "train.enable_activation_offload",
+            "decides on offloading as well",
+        ),
+        (
             {"train": {"enable_compile": True, "enable_reentrant": True}},
             "train.enable_reentrant",
             "cannot be compiled",

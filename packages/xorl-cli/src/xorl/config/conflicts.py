@@ -206,6 +206,11 @@ def _recomputation_fits_what_surrounds_it(config: Config) -> Iterator[Conflict]:
             "torch keeps what recompute_policy: operation does not recompute where it cannot be offloaded: set "
             "enable_compile to true, recompute_policy to module, or enable_gradient_checkpointing to false",
         )
+    if train.enable_activation_offload and train.recompute_policy == "auto":
+        yield Conflict(
+            ("train.enable_activation_offload", "train.recompute_policy"),
+            "recompute_policy: auto decides on offloading as well: leave enable_activation_offload at false",
+        )
     if train.enable_compile and train.enable_reentrant:
         yield Conflict(
             ("train.enable_reentrant", "train.enable_compile"),

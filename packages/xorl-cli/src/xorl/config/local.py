@@ -35,7 +35,7 @@ StartMethod = Literal["fork", "spawn", "forkserver"]
 Fp8Recipe = Literal["none", "tensorwise", "rowwise"]
 DecayStyle = Literal["constant", "linear", "cosine"]
 RecomputableModule = Literal["self_attn", "mlp"]
-RecomputePolicy = Literal["module", "operation"]
+RecomputePolicy = Literal["module", "operation", "auto"]
 ExpertCheckpointMethod = Literal["moe_act"]
 LogFormat = Literal["progress_bar", "structured"]
 
@@ -320,9 +320,10 @@ class MemoryFields(Section):
     )
     recompute_policy: RecomputePolicy = Field(
         default="module",
-        description="What gradient checkpointing computes again: module (recompute_modules, or whole layers) or "
+        description="What gradient checkpointing computes again: module (recompute_modules, or whole layers), "
         "operation (everything but matrix products and attention, whose outputs are kept: nearly as fast as keeping "
-        "everything).",
+        "everything), or auto: nothing, operation, whole layers, or these with enable_activation_offload, the first "
+        "whose memory fits by a short probe before training. On a CPU auto computes nothing again.",
     )
     recompute_modules: Annotated[list[RecomputableModule], Field(min_length=1)] | None = Field(
         default=None,

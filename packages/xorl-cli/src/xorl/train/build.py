@@ -25,6 +25,7 @@ from xorl.train.checkpoints import Checkpoints, SavePoints, is_exported, saved_d
 from xorl.train.data import (
     DataIdentity,
     Loader,
+    PackedDocuments,
     Plan,
     RunData,
     build_loader,
@@ -41,6 +42,7 @@ from xorl.train.model import DTYPES, Architecture, build_model, read_architectur
 from xorl.train.observe import MetricsFile, Observer, Sink, StructuredLines
 from xorl.train.profile import Profiler
 from xorl.train.progress import Phases, ProgressBar
+from xorl.train.recompute_choice import MicroBatch, choose_recomputation
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +122,11 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None) -> Run:
         if manifest.step > plan.num_steps or not lacks_export:
             raise RunComplete(resumed)
 
+    if train.recompute_policy == "auto":
+        with phases("probe", "recompute_policy=auto"):
+            batch = MicroBatch.of(config, _longest_document(data.train))
+            chosen = choose_recomputation(config, architecture, mesh, place.device, batch)
+            config = config.model_copy(update={"train": chosen})
     with phases("model", f"architecture={architecture.spec.architecture} device={place.device}"):
         engine = (make_engine or build_engine)(config, architecture, mesh, place.device)
     loader, positions = _loader(config, data, plan, mesh, place, manifest, architecture.config.hidden_size)
@@ -231,10 +238,7 @@ def _check_lengths(data: RunData, model: DecoderConfig, pad_to_multiple_of: int)
             "learned positions, which padding has to fit as well; choose that or less"
         )
     for option, part in (("data.datasets", data.train), ("data.test_datasets", data.held_out)):
-        if isinstance(part, Stream):
-            longest = max(entry.form.limit for entry in part.entries)
-        else:
-            longest = 0 if part is None else int(part.documents.lengths.max())
+        longest = 0 if part is None else _longest_document(part)
         if longest <= model.max_position_embeddings:
             continue
         if model.rope is None:
@@ -248,6 +252,13 @@ def _check_lengths(data: RunData, model: DecoderConfig, pad_to_multiple_of: int)
             longest,
             model.max_position_embeddings,
         )
+
+
+def _longest_document(data: PackedDocuments | Stream) -> int:
+    """In tokens; of a stream, the most that it lets pass."""
+    if isinstance(data, Stream):
+        return max(entry.form.limit for entry in data.entries)
+    return int(data.documents.lengths.max())
 
 
 def _dims(config: Config, world_size: int) -> ParallelDims:

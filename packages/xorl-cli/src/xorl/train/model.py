@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -72,9 +72,14 @@ def _folder(option: str, path: str, patterns: Sequence[str] | None = None) -> Pa
 
 
 def build_model(
-    architecture: Architecture, model: ModelConfig, train: TrainConfig, mesh: Mesh, device: torch.device
+    architecture: Architecture,
+    model: ModelConfig,
+    train: TrainConfig,
+    mesh: Mesh,
+    device: torch.device,
+    fill_: Callable[[nn.Module], None] | None = None,
 ) -> ParallelModel:
-    """Build, place and fill the model; collective.
+    """Build, place and fill the model; collective where it is placed on several ranks. `fill_` replaces its weights.
 
     Parameters come into being on the meta device and are placed before they have memory, so that no rank ever holds
     more than its part; `train.init_device` cpu or cuda fills them first, whole, on that device.
@@ -112,7 +117,10 @@ def build_model(
 
     def fill(unfilled: nn.Module) -> None:
         assert unfilled is module
-        _fill(module, architecture, model, train, device)
+        if fill_ is None:
+            _fill(module, architecture, model, train, device)
+        else:
+            fill_(module)
 
     if train.init_device == "cuda" and device.type != "cuda":
         raise ValueError("train.init_device: cuda, but torch finds no GPU here; use auto, meta or cpu")
@@ -173,6 +181,7 @@ def _policy(model: ModelConfig, train: TrainConfig, compute_dtype: torch.dtype, 
 def _recompute(train: TrainConfig) -> Recompute:
     if not train.enable_gradient_checkpointing:
         return "none"
+    assert train.recompute_policy != "auto", "decided before the model is built"
     if train.recompute_policy == "operation":
         return "operation"
     return "layer" if train.recompute_modules is None else tuple(train.recompute_modules)

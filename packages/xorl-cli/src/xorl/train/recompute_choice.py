@@ -1,0 +1,226 @@
+"""train.recompute_policy: auto. Finds the fastest setting of recomputation whose memory fits, before training.
+
+A few layers of the model run one forward and backward pass on the largest micro-batch, alone on each rank: a rank that
+runs out of memory keeps no other waiting, and ranks talk only to agree on the outcome. What a layer adds is multiplied
+by the number of layers; parameters, gradients and optimizer state are counted.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from xorl.config import Config, TrainConfig
+from xorl.core.loss import LOSSES
+from xorl.core.mesh import Mesh
+from xorl.core.models import DecoderConfig
+from xorl.core.parallel import ParallelModel
+from xorl.core.runtime import rng_state, set_rng_state
+from xorl.kernels.layout import SequenceLayout
+from xorl.train.model import DTYPES, Architecture, build_model
+
+logger = logging.getLogger(__name__)
+
+# From fastest to leanest, as the options that they stand for.
+SETTINGS: MappingProxyType[str, dict[str, object]] = MappingProxyType(
+    {
+        "none": {"recompute_policy": "module", "enable_gradient_checkpointing": False},
+        "operation": {"recompute_policy": "operation"},
+        "layer": {"recompute_policy": "module"},
+        "layer and offload": {"recompute_policy": "module", "enable_activation_offload": True},
+    }
+)
+# They tell what a layer adds. With activations on their way to the host, the third layer is the first typical one.
+DEPTHS = (3, 5)
+# What is left for NCCL, the libraries' workspaces, and gaps between allocations.
+USABLE = 0.92
+# States of the optimizer per parameter; what muon keeps is counted as if it were AdamW everywhere.
+NUM_STATES = MappingProxyType({"adamw": 2, "anyprecision_adamw": 2, "muon": 2, "sgd": 0})
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The largest micro-batch of a run: its tokens, and those of the longest document in it."""
+
+    num_tokens: int
+    longest: int
+
+    @classmethod
+    def of(cls, config: Config, longest: int) -> MicroBatch:
+        """`longest` is the longest document of the data."""
+        data = config.data
+        tokens = config.train.micro_batch_size * data.sample_packing_sequence_len
+        padded = math.ceil(tokens / data.pad_to_multiple_of) * data.pad_to_multiple_of
+        return cls(padded, min(longest, data.sample_packing_sequence_len))
+
+    def layout(self, device: torch.device) -> SequenceLayout:
+        """Documents of the greatest length, and one of what is left."""
+        full, rest = divmod(self.num_tokens, self.longest)
+        return SequenceLayout.from_lengths([self.longest] * full + [rest] * (rest > 0), device)
+
+
+def choose_recomputation(
+    config: Config, architecture: Architecture, mesh: Mesh, device: torch.device, batch: MicroBatch
+) -> TrainConfig:
+    """The options of `config` with `auto` replaced by what was found; collective. The table found is logged.
+
+    No random number is drawn, and no data is read.
+    """
+    if device.type != "cuda":
+        logger.info("recompute_policy=auto setting=none: host memory has no limit that could be found by a probe")
+        return _with(config.train, "none")
+    free, _ = torch.cuda.mem_get_info(device)
+    usable = USABLE * (free + torch.cuda.memory_reserved(device))
+    fixed = placed_bytes(config, architecture, mesh)
+    rows = []
+    for name in SETTINGS:
+        needed = fixed + activation_bytes(config, name, architecture, mesh, device, batch)
+        # Every rank comes here for every setting, whatever happened to it, so this meets its peers.
+        outcome = torch.tensor([needed, -usable], dtype=torch.float64, device=device)
+        dist.all_reduce(outcome, op=dist.ReduceOp.MAX)
+        rows.append((name, float(outcome[0]), -float(outcome[1])))
+        if fits(rows[-1]):
+            break
+    logger.info("%s", table(rows))
+    return _with(config.train, rows[-1][0])
+
+
+Row = tuple[str, float, float]
+"""(setting, bytes needed, bytes usable), over all ranks."""
+
+
+def fits(row: Row) -> bool:
+    """Whether every rank has the memory."""
+    return row[1] <= row[2]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """What was found, a line for each setting tried; the last one is taken."""
+    lines = [
+        f"recompute_policy=auto setting={name!r} needed_gib={_gib(needed)} usable_gib={_gib(usable)}"
+        for name, needed, usable in rows
+    ]
+    last = rows[-1]
+    advice = "" if fits(last) else ": even this may not fit; lower train.micro_batch_size or shard over more GPUs"
+    return "\n".join([*lines, f"recompute_policy=auto takes {last[0]}{advice}"])
+
+
+def extrapolate(measured: dict[int, float], num_layers: int) -> float:
+    """The bytes of `num_layers` layers, linearly from those measured by depth: one depth is the model's own."""
+    if len(measured) == 1:
+        return next(iter(measured.values()))
+    (few, least), (more, most) = sorted(measured.items())
+    return least + max(0.0, most - least) / (more - few) * (num_layers - few)
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.1f}" if math.isfinite(num_bytes) else "more"
+
+
+def _with(train: TrainConfig, setting: str) -> TrainConfig:
+    return train.model_copy(update=SETTINGS[setting])
+
+
+def placed_bytes(config: Config, architecture: Architecture, mesh: Mesh) -> float:
+    """What a rank holds besides activations: parameters, gradients, optimizer state, and what is gathered of them."""
+    train = config.train
+    with torch.device("meta"):
+        module = architecture.spec.build(architecture.config, merge_qkv=config.model.merge_qkv)
+    total, layers = _numel(module), _numel(module.layers)
+    rest, layer = total - layers, layers / len(module.layers)
+    compute = 2 if train.enable_mixed_precision else 4
+    kept = DTYPES[train.param_dtype].itemsize
+    state = kept if train.optimizer == "adamw" else DTYPES[train.optimizer_dtype].itemsize
+    placed = total * (2 * kept + NUM_STATES[train.optimizer] * state)
+    if train.data_parallel_mode != "fsdp2":
+        return placed
+    # The layer that computes and the one gathered ahead; their gradients, whole and in fp32 on their way to be reduced.
+    gathered = rest + (2 * layer if train.reshard_after_forward else layers)
+    in_flight = (rest + 2 * layer) * (compute + 4)
+    sharded = 0.0 if train.enable_cpu_offload else placed / mesh.dims.dp_shard
+    return sharded + gathered * compute + in_flight
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def activation_bytes(
+    config: Config, setting: str, architecture: Architecture, mesh: Mesh, device: torch.device, batch: MicroBatch
+) -> float:
+    """Peak memory of a forward and backward pass beyond parameters and gradients; infinite where it ran out."""
+    num_layers = architecture.config.num_layers
+    depths = DEPTHS if num_layers > max(DEPTHS) else (num_layers,)
+    measured: dict[int, float] = {}
+    for depth in depths:
+        try:
+            measured[depth] = measure_slice(config, setting, architecture, depth, mesh, device, batch)
+        except torch.OutOfMemoryError:
+            measured[depth] = math.inf
+        gc.collect()  # layers and their wrapped forward functions refer to each other
+        torch.cuda.empty_cache()
+    if math.inf in measured.values():
+        return math.inf
+    return extrapolate(measured, num_layers)
+
+
+def measure_slice(
+    config: Config,
+    setting: str,
+    architecture: Architecture,
+    num_layers: int,
+    mesh: Mesh,
+    device: torch.device,
+    batch: MicroBatch,
+) -> float:
+    """Run the first `num_layers` layers, unsharded, under `setting`; the bytes taken at the peak, 0 on a CPU."""
+    sharded = config.train.data_parallel_mode == "fsdp2"
+    # Sharded parameters are gathered in the dtype that is computed in.
+    dtype = "bf16" if sharded and config.train.enable_mixed_precision else config.train.param_dtype
+    alone = {"data_parallel_mode": "none", "enable_cpu_offload": False, "param_dtype": dtype, "init_device": "meta"}
+    train = _with(config.train, setting).model_copy(update=alone)
+    part = replace(architecture, config=_first_layers(architecture.config, num_layers))
+    before = rng_state(device)
+    try:
+        model = build_model(part, config.model, train, mesh, device, fill_=_fill_with_zeros)
+        _pass(model, device, batch)  # compiles, and makes the gradients
+        if device.type != "cuda":
+            return 0.0
+        held = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        _pass(model, device, batch)
+        return float(torch.cuda.max_memory_allocated(device) - held)
+    finally:
+        set_rng_state(before, device)
+
+
+def _first_layers(config: DecoderConfig, num_layers: int) -> DecoderConfig:
+    return replace(
+        config,
+        num_layers=num_layers,
+        windows=config.windows[:num_layers],
+        attention_scales=config.attention_scales[:num_layers],
+    )
+
+
+@torch.no_grad()
+def _fill_with_zeros(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.zero_()
+
+
+def _pass(model: ParallelModel, device: torch.device, batch: MicroBatch) -> None:
+    ids = torch.zeros(batch.num_tokens, dtype=torch.int64, device=device)
+    loss_fn = LOSSES["cross_entropy"]
+    output = model.forward(
+        ids, batch.layout(device), loss=lambda hidden, weight: loss_fn(hidden, weight, {"labels": ids})
+    )
+    output.sum.backward()

@@ -1,0 +1,109 @@
+"""The probe behind recompute_policy: auto: what it measures, how it concludes, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from xorl.config import Config
+from xorl.core import runtime
+from xorl.core.mesh import Mesh, ParallelDims
+from xorl.core.runtime import Runtime
+from xorl.train.model import read_architecture
+from xorl.train.recompute_choice import (
+    SETTINGS,
+    MicroBatch,
+    extrapolate,
+    fits,
+    measure_slice,
+    placed_bytes,
+    table,
+)
+
+GIB = 2**30
+SHAPE = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "hidden_act": "silu",
+}
+
+
+@pytest.fixture
+def place() -> Iterator[Runtime]:
+    yield runtime.init("cpu")
+    runtime.shutdown()
+
+
+def config_with(folder: Path, **train: object) -> Config:
+    (folder / "config.json").write_text(json.dumps(SHAPE))
+    return Config.model_validate(
+        {
+            "model": {"config_path": str(folder)},
+            "data": {"datasets": [{"path": "a"}], "sample_packing_sequence_len": 60, "pad_to_multiple_of": 16},
+            "train": {"output_dir": "o", "reshard_after_forward": True, "enable_mixed_precision": False, **train},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("measured", "num_layers", "expected"),
+    [({4: 7.0}, 4, 7.0), ({3: 30.0, 5: 50.0}, 36, 360.0), ({3: 8.0, 5: 8.0}, 36, 8.0), ({5: 7.0, 3: 8.0}, 36, 8.0)],
+)
+def test_layers_are_extrapolated(measured: dict[int, float], num_layers: int, expected: float) -> None:
+    # Catches an estimate that falls with the number of layers, or one that scales the loss with it.
+    assert extrapolate(measured, num_layers) == pytest.approx(expected)
+
+
+def test_table_names_what_is_taken() -> None:
+    # Catches a decision that nobody can follow, and a run that fails later without having been told so.
+    rows = [("none", math.inf, 80 * GIB), ("operation", 90 * GIB, 80 * GIB), ("layer", 70 * GIB, 80 * GIB)]
+    assert [fits(row) for row in rows] == [False, False, True]
+    text = table(rows)
+    assert "setting='none' needed_gib=more usable_gib=80.0" in text
+    assert text.endswith("recompute_policy=auto takes layer")
+    assert "may not fit" in table(rows[:2])
+
+
+@pytest.mark.parametrize("setting", [name for name in SETTINGS if "offload" not in name])
+def test_probe_runs_on_the_largest_micro_batch_and_draws_nothing(setting: str, place: Runtime, tmp_path: Path) -> None:
+    # Catches a slice that cannot be built from a model's configuration, and a probe that changes what is trained.
+    config = config_with(tmp_path, recompute_policy="auto", micro_batch_size=2)
+    batch = MicroBatch.of(config, longest=50)
+    assert batch == MicroBatch(128, 50)
+    assert batch.layout(torch.device("cpu")).lengths == (50, 50, 28)
+    before = torch.get_rng_state()
+    mesh = Mesh(ParallelDims.resolve("fsdp2", 1), "cpu")
+    assert measure_slice(config, setting, read_architecture(config.model), 2, mesh, place.device, batch) == 0.0
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("train", "low", "high"),
+    [
+        ({"data_parallel_mode": "none"}, 16, 16),
+        ({"data_parallel_mode": "none", "optimizer": "sgd"}, 8, 8),
+        ({}, 17, 40),
+        ({"enable_cpu_offload": True}, 1, 24),
+    ],
+)
+def test_what_is_placed_is_counted(train: dict, low: float, high: float, place: Runtime, tmp_path: Path) -> None:
+    # Catches optimizer state that is forgotten, and shards in host memory that are counted on the device.
+    config = config_with(tmp_path, **train)
+    architecture = read_architecture(config.model)
+    with torch.device("meta"):
+        model = architecture.spec.build(architecture.config)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    per_parameter = placed_bytes(config, architecture, Mesh(ParallelDims.resolve("fsdp2", 1), "cpu")) / total
+    assert low <= per_parameter <= high
