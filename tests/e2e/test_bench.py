@@ -12,7 +12,7 @@ from pathlib import Path
 def test_a_shape_is_measured_beside_a_peer_on_two_ranks(tmp_path: Path) -> None:
     # Catches a bench that cannot start its ranks, peers that do not run where xorl does, and figures that are missing.
     flags = ["--seq", "64", "--steps", "2", "--warmup", "1", "--rounds", "1", "--profile"]
-    peers = ["--peers", "transformers,transformers-liger,transformers-fa4"]
+    peers = ["--peers", "transformers,transformers-liger,transformers-fa4", "--against", "train.param_dtype=fp32"]
     work = ["--nproc-per-node", "2", "--tokens-per-step", "256", *peers]
     output = ["--output", str(tmp_path / "out"), "--record", str(tmp_path / "record.md")]
     result = subprocess.run(
@@ -25,7 +25,7 @@ def test_a_shape_is_measured_beside_a_peer_on_two_ranks(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr[-4000:]
     record = json.loads((tmp_path / "out" / "bench.json").read_text())
-    assert list(record["systems"]) == ["xorl", "transformers"]
+    assert list(record["systems"]) == ["xorl", "xorl train.param_dtype=fp32", "transformers"]
     assert "liger" in record["absent"]["transformers-liger"]
     assert "'flash_attention_4' cannot run here" in record["absent"]["transformers-fa4"]
     assert record["config"]["train"]["lr"] == 1e-3

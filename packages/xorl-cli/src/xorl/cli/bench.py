@@ -22,6 +22,13 @@ from xorl.cli.train import TracebackFlag, let_waiting_threads_sleep, num_gpus
 from xorl.config import LoadedConfig, check_world_size, load_config
 
 MODULE = "xorl.cli.bench"
+DocumentsOption = Annotated[
+    str, typer.Option(help="With --model: single (a bin is one document) or packed (256 to 4096 tokens each).")
+]
+AgainstOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="OPTIONS", help='Measure xorl with other options too, in turn: "train.enable_compile=false".'),
+]
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -35,6 +42,7 @@ class Flags:
     warmup: int
     rounds: int
     peers: str
+    against: tuple[str, ...]
     profile: bool
     record: Path | None
     name: str
@@ -60,6 +68,7 @@ class Flags:
             "--started-at": self.started_at,
         }
         given = [part for flag, value in pairs.items() if value is not None for part in (flag, str(value))]
+        given += [part for text in self.against for part in ("--against", text)]
         return [*given, *(["--profile"] if self.profile else [])]
 
 
@@ -69,9 +78,7 @@ def bench_command(
     config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="YAML file of a run, or --model.")] = None,
     model: Annotated[str | None, typer.Option(help=f"A known shape, random weights: {', '.join(shapes())}.")] = None,
     seq: Annotated[int, typer.Option(help="With --model: tokens of a bin.")] = 8192,
-    documents: Annotated[
-        str, typer.Option(help="With --model: single (a bin is one document) or packed (256 to 4096 tokens each).")
-    ] = "single",
+    documents: DocumentsOption = "single",
     micro_batch_size: Annotated[int, typer.Option(help="With --model: bins of a micro-batch.")] = 1,
     tokens_per_step: Annotated[
         int | None, typer.Option(help="With --model: tokens over all ranks. [one micro-batch a rank]")
@@ -82,6 +89,7 @@ def bench_command(
     peers: Annotated[
         str, typer.Option(help="Others to measure in turn: transformers[-liger][-fa4][-compile], with commas between.")
     ] = "",
+    against: AgainstOption = None,
     output: Annotated[Path | None, typer.Option(help="Folder of results. [outputs/bench/NAME_TIME]")] = None,
     record: Annotated[Path | None, typer.Option(help="Markdown file to add the results to.")] = None,
     profile: Annotated[bool, typer.Option("--profile", help="Record one more step: its kernels and gaps.")] = False,
@@ -105,8 +113,9 @@ def bench_command(
         folder = output or Path("outputs") / "bench" / f"{name}_{time.strftime('%Y%m%d_%H%M%S')}"
         typed = command or shlex.join(["xorl", "bench", *_typed_arguments()])
         begun = _process_start() if started_at is None else started_at
-        num_rounds = rounds or (2 if peers else 1)
-        return Flags(folder, steps, warmup, num_rounds, peers, profile, record, name, typed, begun)
+        others = tuple(against or ())
+        num_rounds = rounds or (2 if peers or others else 1)
+        return Flags(folder, steps, warmup, num_rounds, peers, others, profile, record, name, typed, begun)
 
     def start() -> int:
         if (config is None) == (model is None):
@@ -137,7 +146,7 @@ def bench_command(
         assert config is not None, "a rank is given the configuration's file"
         path, flags = config, flags_for(name)
         code = run_rank(
-            lambda: _bench(load_config(path, (*forced(flags.num_steps), *overrides)), flags),
+            lambda: _bench(path, overrides, flags),
             environment,
             folder=rank_folder,
             with_traceback=traceback,
@@ -149,21 +158,30 @@ def _start(
     path: Path, overrides: tuple[str, ...], flags: Flags, nproc_per_node: int | None, *, with_traceback: bool
 ) -> int:
     """Launches the ranks, or is the only one."""
-    loaded = load_config(path, (*forced(flags.num_steps), *overrides))
+    loaded = _load(path, overrides, flags)[""]
     is_single_process = loaded.config.train.data_parallel_mode == "none"
     # One rank needs no launcher, whether or not it was asked for.
     nproc = None if nproc_per_node == 1 and (is_single_process or num_gpus() < 2) else nproc_per_node
     plan = plan_launch(LaunchFlags(nproc), num_gpus=num_gpus(), is_single_process=is_single_process)
     check_world_size(loaded.config, plan.world_size if plan else 1)
     if plan is None:
-        return _bench(loaded, flags)
+        return _bench(path, overrides, flags)
     arguments = [str(path), *overrides, *flags.arguments(), *(["--traceback"] if with_traceback else [])]
     print(f"launching: {plan.torchrun_line(arguments, module=MODULE)}", file=sys.stderr, flush=True)
     return launch(plan, ["-m", MODULE, *arguments])
 
 
-def _bench(loaded: LoadedConfig, flags: Flags) -> int:
+def _load(path: Path, overrides: tuple[str, ...], flags: Flags) -> dict[str, LoadedConfig]:
+    """Returns the configuration to measure, under "", and those to measure it against, by their options."""
+    given = (*forced(flags.num_steps), *overrides)
+    others = {text: [f"--{option}" for option in text.split()] for text in ("", *flags.against)}
+    return {text: load_config(path, (*given, *options)) for text, options in others.items()}
+
+
+def _bench(path: Path, overrides: tuple[str, ...], flags: Flags) -> int:
     """Measures as one rank; this is where torch is imported."""
+    configs = _load(path, overrides, flags)
+    loaded = configs.pop("")
     from xorl.train.bench import BenchOptions, run_bench  # noqa: PLC0415
 
     options = BenchOptions(
@@ -178,7 +196,7 @@ def _bench(loaded: LoadedConfig, flags: Flags) -> int:
         started_at=flags.started_at,
         append_to=flags.record,
     )
-    return run_bench(loaded, options)
+    return run_bench(loaded, options, configs)
 
 
 def _typed_arguments() -> list[str]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
@@ -63,6 +64,15 @@ class BenchOptions:
 
 
 @dataclass(frozen=True)
+class _System:
+    """What is built and measured: xorl by a configuration, or a peer in its place."""
+
+    name: str
+    config: Config
+    peer: Peer | None = None
+
+
+@dataclass(frozen=True)
 class _Measured:
     measurement: Measurement
     work: Work
@@ -70,35 +80,38 @@ class _Measured:
     kernels: KernelSummary | None
 
 
-def run_bench(loaded: LoadedConfig, options: BenchOptions) -> int:
+def run_bench(loaded: LoadedConfig, options: BenchOptions, against: Mapping[str, LoadedConfig]) -> int:
     """Measure in this rank, and write the record from the main one; collective. Returns an exit code.
 
-    Raises ValueError for a peer that is not known. One that is not installed is recorded as such.
+    against: other configurations of xorl to measure in turn with it, by what tells them apart. Raises ValueError for a
+    peer that is not known. One that is not installed, or that memory is too small for, is recorded as such.
     """
     imported = time.time()
     is_main = runtime.global_rank() == 0
     set_up_logging("structured", is_main=is_main)
     config = loaded.config
-    if config.train.max_steps != options.num_steps:
-        raise ValueError(f"train.max_steps: {config.train.max_steps}; of a benchmark, --warmup and --steps set it")
+    own = [_System(OWN, config), *(_System(f"{OWN} {name}", other.config) for name, other in against.items())]
+    for system in own:
+        if system.config.train.max_steps != options.num_steps:
+            raise ValueError("train.max_steps: of a benchmark, --warmup and --steps set it")
     peers = [Peer.parse(name) for name in options.peers]
     architecture = read_architecture(config.model)
     absent = {peer.name: reason for peer in peers if (reason := peer.absence(config, architecture)) is not None}
     for name, reason in absent.items():
         logger.warning("peer=%s does not run: %s", name, reason)
     measured: list[_Measured] = []
-    for round_, peer in product(range(options.rounds), [None, *peers]):
-        if peer is not None and peer.name in absent:
+    for round_, system in product(range(options.rounds), [*own, *(_System(peer.name, config, peer) for peer in peers)]):
+        if system.name in absent:
             continue
         try:
-            measured.append(_measure(config, options, peer, round_))
+            measured.append(_measure(system, options, round_))
         except torch.OutOfMemoryError as error:
             # With several ranks the others would wait for this one.
-            if peer is None or runtime.world_size() > 1:
+            if system.name == OWN or runtime.world_size() > 1:
                 raise
-            absent[peer.name] = f"out of memory: {str(error).splitlines()[0]}"
-            logger.warning("peer=%s does not run: %s", peer.name, absent[peer.name])
-            measured = [one for one in measured if one.measurement.system != peer.name]
+            absent[system.name] = f"out of memory: {str(error).splitlines()[0]}"
+            logger.warning("system=%s does not run: %s", system.name, absent[system.name])
+            measured = [one for one in measured if one.measurement.system != system.name]
     if is_main:
         first = measured[0]
         record = Record(
@@ -136,18 +149,18 @@ class _Steps:
         """Nothing to close."""
 
 
-def _measure(config: Config, options: BenchOptions, peer: Peer | None, round_: int) -> _Measured:
-    """Build one system, xorl or a peer, train its steps and let it go; collective."""
-    system = OWN if peer is None else peer.name
-    own_folder = options.folder / "runs" / f"{system}_{round_ + 1}"
-    train_config = config.train.model_copy(update={"output_dir": str(own_folder)})
-    config = config.model_copy(update={"train": train_config})
-    logger.info("bench system=%s round=%d of %d", system, round_ + 1, options.rounds)
+def _measure(system: _System, options: BenchOptions, round_: int) -> _Measured:
+    """Build one system, train its steps and let it go; collective."""
+    peer = system.peer
+    own_folder = options.folder / "runs" / f"{re.sub('[^A-Za-z0-9.=_]+', '_', system.name)}_{round_ + 1}"
+    train_config = system.config.train.model_copy(update={"output_dir": str(own_folder)})
+    config = system.config.model_copy(update={"train": train_config})
+    logger.info("bench system=%r round=%d of %d", system.name, round_ + 1, options.rounds)
     _let_go()
     maker: AbstractContextManager[EngineMaker] = nullcontext(build_engine) if peer is None else peer.engine_maker()
-    is_profiled = options.profile and peer is None and round_ == options.rounds - 1
+    is_profiled = options.profile and system.name == OWN and round_ == options.rounds - 1
     with maker as make_engine:
-        return _train(build_run(config, make_engine=make_engine), config, options, system, is_profiled)
+        return _train(build_run(config, make_engine=make_engine), config, options, system.name, is_profiled)
 
 
 def _let_go() -> None:
