@@ -166,3 +166,20 @@ def test_recipes_tell_shapes_on_the_meta_device(architecture, hf_config, merge_q
     wanted = split_all(recipes, make_parameters(spec, config, merge_qkv=merge_qkv))
     told = split_all(recipes, {name: torch.empty(recipe.shape, device="meta") for name, recipe in recipes.items()})
     assert {name: tensor.shape for name, tensor in told.items()} == {n: tensor.shape for n, tensor in wanted.items()}
+
+
+@pytest.mark.parametrize("merge_qkv", [True, False])
+@pytest.mark.parametrize(("architecture", "hf_config"), CASES)
+def test_logical_matrices_are_those_that_checkpoints_keep_apart(architecture, hf_config, merge_qkv):
+    # Catches an optimizer that takes stacked projections for one matrix, or cuts them at the wrong row; embeddings,
+    # heads, norms and biases are none of a layer's matrices.
+    spec = SPECS[architecture]
+    config = spec.config_from_hf({"architectures": [architecture], **hf_config})
+    with torch.device("meta"):
+        model = spec.build(config, merge_qkv=merge_qkv)
+    expected = {}
+    for name, recipe in spec.recipes(config, merge_qkv=merge_qkv).items():
+        if name.startswith("model.layers.") and len(recipe.shape) == 2:
+            thirds = (recipe.shape[0] // 3,) * 3 if name.endswith("qkv_proj.weight") else (recipe.shape[0],)
+            expected[name] = tuple(getattr(recipe, "row_counts", thirds))
+    assert model.layer_matrices() == expected
