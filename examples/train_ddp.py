@@ -38,12 +38,18 @@ class Block(nn.Module):
 class TinyGPT(nn.Module):
     """Token ids [B, S] to logits [B, S, V]."""
 
-    def __init__(self, width: int = 64, num_layers: int = 2) -> None:
+    def __init__(
+        self,
+        vocabulary_size: int = len(VOCABULARY),
+        context_length: int = CONTEXT_LENGTH,
+        width: int = 64,
+        num_layers: int = 2,
+    ) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(len(VOCABULARY), width)
-        self.positions = nn.Embedding(CONTEXT_LENGTH, width)
+        self.tokens = nn.Embedding(vocabulary_size, width)
+        self.positions = nn.Embedding(context_length, width)
         self.blocks = nn.ModuleList(Block(width, num_heads=4) for _ in range(num_layers))
-        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, len(VOCABULARY)))
+        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocabulary_size))
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))

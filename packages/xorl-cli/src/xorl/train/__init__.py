@@ -8,6 +8,7 @@ from xorl.train.engine import Engine, StepLosses, Update
 from xorl.train.evaluate import evaluate
 from xorl.train.module_distributed import DDPTrainer, FSDPTrainer
 from xorl.train.module_loader import DataLoader
+from xorl.train.module_text import TextStream, load_tokenizer
 from xorl.train.module_trainer import StepMetrics, Trainer, next_token_loss
 from xorl.train.observe import DivergedError
 from xorl.train.run import run_training
@@ -23,12 +24,14 @@ __all__ = [
     "RunComplete",
     "StepLosses",
     "StepMetrics",
+    "TextStream",
     "Trainer",
     "Update",
     "build_run",
     "cleanup_distributed",
     "evaluate",
     "get_local_rank",
+    "load_tokenizer",
     "next_token_loss",
     "run_training",
     "setup_distributed",

@@ -34,7 +34,8 @@ class DataLoader(torch_data.DataLoader[Batch]):
     distributed: each rank reads a part of its own, of `batch_size` rows a batch; it needs the process group. Rows are
     dealt one by one, so `batch_size` rows on each of n ranks are the n * `batch_size` rows that one process would read.
     A torch IterableDataset is dealt out row by row too, to ranks and then to workers: it must give all of them the same
-    rows in the same order. One that divides itself among its workers needs num_workers=0.
+    rows in the same order, or have a method `rows(first, stride)` that gives a part of them, as TextStream does. One
+    that divides itself among its workers needs num_workers=0.
 
     shuffle: a new order each epoch; the default for data with random access, impossible for a stream. drop_last leaves
     out the rows at the end of an epoch that do not fill a batch on every rank. The rest is torch's.
@@ -124,7 +125,11 @@ class _Share(torch_data.IterableDataset):
     def __iter__(self) -> Iterator[object]:
         worker = torch_data.get_worker_info()
         index, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        return islice(iter(self._stream), index * self.num_replicas + self._rank, None, num_workers * self.num_replicas)
+        first, stride = index * self.num_replicas + self._rank, num_workers * self.num_replicas
+        # Such as TextStream, which need not make the rows of others.
+        if hasattr(self._stream, "rows"):
+            return self._stream.rows(first, stride)  # pyright: ignore[reportAttributeAccessIssue]
+        return islice(iter(self._stream), first, None, stride)
 
 
 def require_shares(loader: Iterable[Batch], num_ranks: int) -> None:

@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count, islice
 
 import numpy as np
 import torch
@@ -164,13 +165,26 @@ class _Share(IterableDataset[StreamBin]):
     def __iter__(self) -> Iterator[StreamBin]:
         worker = get_worker_info()
         index, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        order, lanes = StreamOrder(self._stream), dict[int, Iterator[StreamBin]]()
-        for position in range(index, self._num, num_workers):
-            number, lane = divmod(self._first + position * self._stride, len(self._runs))
-            if lane not in lanes:
-                lanes[lane] = Lane(self._stream, order, lane, self._runs[lane]).bins()
-            # Bins that belong to others, or were trained on before, are passed over.
-            yield next(member for member in lanes[lane] if member.number == number)
+        bins = stream_bins(
+            self._stream,
+            first=self._first + index * self._stride,
+            stride=self._stride * num_workers,
+            runs=self._runs,
+        )
+        return islice(bins, len(range(index, self._num, num_workers)))
+
+
+def stream_bins(
+    stream: Stream, *, first: int, stride: int, runs: Sequence[RunStart] | None = None
+) -> Iterator[StreamBin]:
+    """Bin `first` and every `stride`-th after it, without end; `runs` say where each lane may begin, if not at 0."""
+    order, lanes = StreamOrder(stream), dict[int, Iterator[StreamBin]]()
+    for position in count(first, stride):
+        number, lane = divmod(position, order.num_lanes)
+        if lane not in lanes:
+            lanes[lane] = Lane(stream, order, lane, runs[lane] if runs else None).bins()
+        # Bins that belong to others, or were trained on before, are passed over.
+        yield next(member for member in lanes[lane] if member.number == number)
 
 
 def _useful_workers(num_workers: int, num_lanes: int) -> int:
