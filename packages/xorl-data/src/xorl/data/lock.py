@@ -103,7 +103,8 @@ def _try(path: Path) -> _Held | None:
             os.pwrite(descriptor, _record(0), 0)
             os.fsync(descriptor)
             os.link(temporary, path)
-        except FileExistsError:
+        except (FileExistsError, FileNotFoundError):
+            # Held by another, who may even have tidied this away.
             os.close(descriptor)
             return None
         except BaseException:
@@ -113,6 +114,8 @@ def _try(path: Path) -> _Held | None:
             temporary.unlink(missing_ok=True)
     except OSError as error:
         raise DataFailure(f"{path} cannot be made: {error}") from error
+    for leftover in path.parent.glob(f"{path.name}.*"):
+        leftover.unlink(missing_ok=True)  # of processes that died while they tried
     return _Held(path, descriptor)
 
 
