@@ -52,6 +52,12 @@ def entry(**options: Any) -> dict[str, Any]:
             "data.datasets.0.preprocess_shards",
             "data.streaming is false",
         ),
+        ({"data": {"push_dataset_to_hub": "a/b"}}, "data.push_dataset_to_hub", "needs hf_use_auth_token: true"),
+        (
+            {"data": {"num_dataset_shards_to_save": 2, "skip_prepare_dataset": True}},
+            "data.num_dataset_shards_to_save",
+            "skip_prepare_dataset is false",
+        ),
         ({"data": {"hf_use_auth_token": True}}, "data.hf_use_auth_token", "does nothing unless a dataset is read"),
         ({"data": {"dataset_shard_num": 3}}, "data.dataset_shard_num", "needs dataset_shard_idx"),
         ({"data": {"dataset_shard_idx": 0}}, "data.dataset_shard_idx", "needs dataset_shard_num"),

@@ -19,7 +19,6 @@ EXAMPLES: dict[str, object] = {
     "model.deepep_num_sms": 22,
     "model.foundation": {"num_hidden_layers": 2},
     "model.encoders": {"image": {"model_path": "a"}},
-    "data.push_dataset_to_hub": "a/b",
     "train.pipeline_parallel_schedule": "GPipe",
     "train.cp_fsdp_mode": "none",
     "train.moe_checkpoint_method": "moe_act",

@@ -23,7 +23,7 @@ FORMAT_COLUMNS: dict[str, tuple[str, ...]] = {
 
 def _made_up_rows_have_no_source(config: Config) -> Iterator[Conflict]:
     for path, entry in _entries(config):
-        for name in ("name", "split", "revision", "data_files", "ds_type", "shards"):
+        for name in ("name", "split", "revision", "data_files", "ds_type", "shards", "preprocess_shards"):
             if entry.path == "dummy" and getattr(entry, name) is not None:
                 yield Conflict((f"{path}.{name}", f"{path}.path"), f"made-up rows have no {name}: leave it out")
 
@@ -148,6 +148,20 @@ def _tokens_have_a_use(config: Config) -> Iterator[Conflict]:
         )
 
 
+def _uploads_have_a_token(config: Config) -> Iterator[Conflict]:
+    data = config.data
+    if data.push_dataset_to_hub is not None and not data.hf_use_auth_token:
+        yield Conflict(
+            ("data.push_dataset_to_hub", "data.hf_use_auth_token"),
+            "uploading needs hf_use_auth_token: true, and a stored token or HF_TOKEN",
+        )
+    if data.num_dataset_shards_to_save is not None and data.skip_prepare_dataset:
+        yield Conflict(
+            ("data.num_dataset_shards_to_save", "data.skip_prepare_dataset"),
+            "num_dataset_shards_to_save does nothing unless skip_prepare_dataset is false: nothing is stored",
+        )
+
+
 def _documents_fit_bins(config: Config) -> Iterator[Conflict]:
     bin_length = config.data.sample_packing_sequence_len
     for path, entry in _entries(config):
@@ -194,6 +208,7 @@ DATA_CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
     _streams_end,
     _shares_agree,
     _tokens_have_a_use,
+    _uploads_have_a_token,
     _documents_fit_bins,
     _held_out_data_has_one_source,
     _prefetching_needs_workers,

@@ -130,7 +130,8 @@ class DatasetEntryConfig(Section):
     )
     preprocess_shards: AtLeastOne | None = Field(
         default=None,
-        description="Prepare the dataset in this many parts, one after the other, to save memory. null means in one.",
+        description="Prepare the dataset in this many parts, one after the other, each stored when it is done: a start "
+        "after a failure goes on with the part that failed. Documents and order stay the same. null means one.",
     )
 
 
@@ -224,15 +225,17 @@ class DataConfig(Section):
         default=None, description="Which of these parts to use, from 0. null goes with dataset_shard_num: null."
     )
     num_dataset_shards_to_save: AtLeastOne | None = Field(
-        default=None, description="Files that a prepared dataset is stored in. null means one."
+        default=None,
+        description="Files that the tokens of each prepared dataset, or upload, are stored in, of whole documents. "
+        "null means one.",
     )
     skip_prepare_dataset: bool = Field(
         default=False, description="Read dataset_prepared_path as it is, without looking at the sources again."
     )
     push_dataset_to_hub: str | None = Field(
         default=None,
-        description="Upload the prepared dataset to this Hub repository (org/name). Needs hf_use_auth_token: true. "
-        "null means no upload.",
+        description="Upload the merged documents of datasets, as tokenized Parquet files, to this Hub repository "
+        "(org/name), made private where it does not exist. Needs hf_use_auth_token: true. null means no upload.",
     )
     hf_use_auth_token: bool | None = Field(
         default=None,

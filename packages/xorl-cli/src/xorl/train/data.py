@@ -28,6 +28,7 @@ from xorl.data import (
     special_ids,
     split_documents,
 )
+from xorl.data.push import push_documents
 from xorl.data.stream import Stream, StreamLoader, StreamOptions, StreamPlan, open_stream
 
 logger = logging.getLogger(__name__)
@@ -94,6 +95,14 @@ def prepare_data(
         tests = _prepare(config, "data.test_datasets", data.test_datasets, model) if data.test_datasets else None
         return RunData(_stream(config, model), None if tests is None else _pack(config, tests, held_out=True))
     documents = _prepare(config, "data.datasets", data.datasets, model)
+    if data.push_dataset_to_hub is not None:
+        push_documents(
+            documents,
+            data.push_dataset_to_hub,
+            Path(data.dataset_prepared_path),
+            token=data.hf_use_auth_token,
+            num_files=data.num_dataset_shards_to_save or 1,
+        )
     held_out = None
     if data.val_set_size is not None:
         documents, held_out = split_documents(documents, data.val_set_size, config.train.seed)
@@ -255,6 +264,7 @@ def _prepare(config: Config, option: str, entries: Sequence[DatasetEntryConfig],
         prepared_path=Path(data.dataset_prepared_path),
         skip_prepare=data.skip_prepare_dataset,
         num_proc=data.dataset_num_proc,
+        num_files=data.num_dataset_shards_to_save or 1,
         seed=config.train.seed,
         shuffle_before_merging=data.shuffle_before_merging_datasets,
         shuffle_merged=data.shuffle_merged_datasets,
@@ -279,6 +289,7 @@ def _entry(entry: DatasetEntryConfig, columns: tuple[str, ...] | None) -> Datase
         overflow=entry.overflow,
         shards=entry.shards,
         shards_idx=entry.shards_idx,
+        preprocess_shards=entry.preprocess_shards,
         columns=columns if entry.type in ("tokenized", "auto") else None,
         chat_template=entry.chat_template,
         train_on=entry.train_on,

@@ -3,6 +3,7 @@
 from xorl.data.batch import IGNORE, PackedBatch, padding_batch
 from xorl.data.collate import Document, collate
 from xorl.data.documents import PreparedDocuments, split_documents
+from xorl.data.entry import DatasetEntry
 from xorl.data.errors import DataError, DataFailure
 from xorl.data.formats import Overflow, TextTokenizer, load_tokenizer
 from xorl.data.inspect import Stretch, stretches, trained_texts
@@ -14,7 +15,7 @@ from xorl.data.prepare import PrepareOptions, prepare
 from xorl.data.readers import FileType
 from xorl.data.receipt import Counts, DatasetReceipt, Receipt
 from xorl.data.report import html_report, text_report
-from xorl.data.sources import DatasetEntry, load_source
+from xorl.data.sources import load_source
 from xorl.data.statistics import dataset_statistics, fill_histogram
 
 __all__ = [

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from xorl.data.entry import DatasetEntry
 from xorl.data.errors import DataError
 from xorl.data.formats import (
     SHAPES,
@@ -22,7 +23,6 @@ from xorl.data.formats import (
 )
 from xorl.data.invariants import Allowed
 from xorl.data.readers import Piece
-from xorl.data.sources import DatasetEntry
 
 logger = logging.getLogger(__name__)
 

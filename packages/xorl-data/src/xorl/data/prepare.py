@@ -20,12 +20,13 @@ from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait as wait_for
 from pathlib import Path
 
 from xorl.data.choose import allowed_losses, choose_format
 from xorl.data.documents import PreparedDocuments, merge
+from xorl.data.entry import DatasetEntry
 from xorl.data.errors import DataError, DataFailure
 from xorl.data.formats import EncodedDocuments, Format, TokenizedFormat
 from xorl.data.invariants import Allowed, check_counts, check_largest_id, check_special_tokens
@@ -35,13 +36,14 @@ from xorl.data.published import find_prepared, open_direct
 from xorl.data.readers import Piece
 from xorl.data.receipt import Counts, DatasetReceipt, Receipt
 from xorl.data.shuffle import JSON, digest
-from xorl.data.sources import DOWNLOADS, DUMMY, DatasetEntry, Source, load_source
+from xorl.data.sources import DOWNLOADS, DUMMY, ShardedSource, Source, count_rows, load_source
 from xorl.data.store import (
     FORMAT_VERSION,
     MANIFEST,
     DocumentStore,
     FlatStore,
     FlatStoreWriter,
+    PartedStore,
     SyntheticStore,
     fsync,
 )
@@ -71,6 +73,7 @@ class PrepareOptions:
     prepared_path: Path = Path("last_prepared_dataset")
     skip_prepare: bool = False
     num_proc: int = 1
+    num_files: int = 1
     seed: int = 0
     shuffle_before_merging: bool = True
     shuffle_merged: bool = True
@@ -144,24 +147,56 @@ def _prepare_entry(entry: DatasetEntry, options: PrepareOptions, option: str) ->
     )
     if form.tokenizer is not None:
         check_special_tokens(form.tokenizer, options.model_special_ids)
+    parts = _parts_of(entry)
     if source is None:
-        folder = find_prepared(options.prepared_path, _request(entry, form), option)
-        return _open_store(folder, entry, form, option, cached=True)
+        folders = [find_prepared(options.prepared_path, _request(part, form), option) for part in parts]
+        return _open_stores([FlatStore(folder) for folder in folders], entry, form, option, cached=True)
     if source.num_bytes > _LARGE_BYTES:
         logger.info("prepare dataset=%s phase=hash gib=%.1f", source.name, source.num_bytes / 2**30)
-    key = digest(FORMAT_VERSION, source.identity(), form.fingerprint())
-    folder = options.prepared_path / key
-    cached = (folder / MANIFEST).is_file()
-    if not cached:
-        _make_root(options.prepared_path)
-        with exclusive(options.prepared_path / f".{key}.lock", f"prepare dataset={source.name}"):
-            cached = (folder / MANIFEST).is_file()
-            if not cached:
-                _publish(source, form, folder, _request(entry, form), entry, option, options.num_proc)
-    store, receipt = _open_store(folder, entry, form, option, cached=cached)
+    stores, cached = _prepare_parts(source, parts, form, options, option)
+    store, receipt = _open_stores(stores, entry, form, option, cached=cached)
     took = time.monotonic() - started
-    logger.info("prepare dataset=%s cached=%s time_s=%.1f folder=%s", source.name, str(cached).lower(), took, folder)
+    line = "prepare dataset=%s cached=%s time_s=%.1f folder=%s"
+    logger.info(line, source.name, str(cached).lower(), took, ",".join(str(part.folder) for part in stores))
     return store, receipt
+
+
+def _parts_of(entry: DatasetEntry) -> list[DatasetEntry]:
+    """The entries that `preprocess_shards` makes of one: each is prepared, published and cached by itself."""
+    num = entry.preprocess_shards
+    if num is None:
+        return [entry]
+    return [replace(entry, preprocess_shards=None, shards=num, shards_idx=index) for index in range(num)]
+
+
+def _prepare_parts(
+    source: Source, parts: Sequence[DatasetEntry], form: Format, options: PrepareOptions, option: str
+) -> tuple[list[FlatStore], bool]:
+    """The published stores of all parts, and whether all were there before."""
+    identity = source.identity()
+    whole = digest(FORMAT_VERSION, identity, form.fingerprint())
+    num_rows: int | None = None
+    stores: list[FlatStore] = []
+    all_cached = True
+    for index, part in enumerate(parts):
+        own, own_key = source, whole
+        if len(parts) > 1:
+            own = ShardedSource(source, len(parts), index, num_rows)
+            shard = {"source": identity, "shards": len(parts), "shards_idx": index}
+            own_key = digest(FORMAT_VERSION, shard, form.fingerprint())
+        # The order of documents does not depend on how many files hold them: this is no part of the store's key.
+        folder = options.prepared_path / (digest(own_key, options.num_files) if options.num_files > 1 else own_key)
+        if not (folder / MANIFEST).is_file():
+            _make_root(options.prepared_path)
+            with exclusive(options.prepared_path / f".{folder.name}.lock", f"prepare dataset={own.name}"):
+                if not (folder / MANIFEST).is_file():
+                    all_cached = False
+                    if isinstance(own, ShardedSource) and len(parts) > 1 and num_rows is None:
+                        num_rows = count_rows(source, form.selected)
+                        own = replace(own, num_rows=num_rows)
+                    _publish(own, form, folder, (own_key, whole), part, option, options)
+        stores.append(FlatStore(folder))
+    return stores, all_cached
 
 
 def _prepared_directly(entry: DatasetEntry, options: PrepareOptions) -> tuple[DocumentStore, DatasetReceipt] | None:
@@ -200,14 +235,17 @@ def _dummy(entry: DatasetEntry, options: PrepareOptions, option: str) -> tuple[D
     return store, DatasetReceipt(DUMMY, counts)
 
 
-def _open_store(
-    folder: Path, entry: DatasetEntry, form: Format, option: str, *, cached: bool
+def _open_stores(
+    stores: Sequence[FlatStore], entry: DatasetEntry, form: Format, option: str, *, cached: bool
 ) -> tuple[DocumentStore, DatasetReceipt]:
-    store = FlatStore(folder)
-    manifest = store.manifest
-    check_counts(manifest.counts, _part_name(entry), form, option, allowed_losses(entry))
-    check_largest_id((manifest.largest_id, manifest.largest_id_row), entry.path, form.vocab_size)
-    return store, DatasetReceipt(entry.path, manifest.counts, cached)
+    counts, row = Counts(), 0
+    for store in stores:
+        manifest = store.manifest
+        check_largest_id((manifest.largest_id, row + manifest.largest_id_row), entry.path, form.vocab_size)
+        row += manifest.counts.samples
+        counts += manifest.counts
+    check_counts(counts, _part_name(entry), form, option, allowed_losses(entry))
+    return stores[0] if len(stores) == 1 else PartedStore(stores), DatasetReceipt(entry.path, counts, cached)
 
 
 def _part_name(entry: DatasetEntry) -> str:
@@ -223,12 +261,15 @@ def _publish(
     source: Source,
     form: Format,
     folder: Path,
-    request: Mapping[str, JSON],
+    keys: tuple[str, str],
     entry: DatasetEntry,
     option: str,
-    num_proc: int,
+    options: PrepareOptions,
 ) -> None:
-    """Encodes everything into a temporary sibling of `folder` and renames it. The caller holds the lock."""
+    """Encodes everything into a temporary sibling of `folder` and renames it. The caller holds the lock.
+
+    `keys` are the store's own and that of the dataset it is a part of, which are the same where it is all of it.
+    """
     for leftover in folder.parent.glob(f".{folder.name}.tmp-*"):
         logger.info("prepare dataset=%s phase=clean leftover=%s", source.name, leftover)
         shutil.rmtree(leftover)
@@ -236,10 +277,19 @@ def _publish(
     writer: FlatStoreWriter | None = None
     try:
         writer = FlatStoreWriter(temporary, form.extras)
-        counts, largest = _write_all(source, form, writer, num_proc)
-        check_counts(counts, _part_name(entry), form, option, allowed_losses(entry))
+        counts, largest = _write_all(source, form, writer, options.num_proc)
+        # Of a part only what makes it useless: what is odd is judged over all parts.
+        if keys[0] == keys[1] or not counts.documents:
+            check_counts(counts, _part_name(entry), form, option, allowed_losses(entry))
         writer.finish(
-            key=folder.name, name=source.name, request=request, created=time.time(), counts=counts, largest_id=largest
+            key=keys[0],
+            name=source.name,
+            request=_request(entry, form),
+            created=time.time(),
+            counts=counts,
+            largest_id=largest,
+            whole=keys[1],
+            num_files=options.num_files,
         )
         temporary.rename(folder)
         fsync(folder.parent)

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePath, PurePosixPath
-from typing import Literal, Protocol, get_args
+from typing import Protocol
 
 import xxhash
 
 from xorl.data.downloads import Download, fetch_all, with_retries
+from xorl.data.entry import DatasetEntry, check_entry
 from xorl.data.errors import DataError
-from xorl.data.formats import OVERFLOWS, Overflow
 from xorl.data.readers import COMPRESSIONS, FILE_TYPES, SUFFIXES, FileType, Piece, RowRange, file_type, read_pieces
 from xorl.data.remote import RemoteFile, Storage, is_url, storage_of
 from xorl.data.saved import is_saved_folder, saved_files
@@ -26,9 +26,6 @@ from xorl.data.shuffle import JSON
 DUMMY = "dummy"
 # The folder below that of prepared datasets that keeps what was downloaded.
 DOWNLOADS = "downloads"
-EntryType = Literal["tokenized", "chat", "prompt_completion", "text", "auto"]
-ENTRY_TYPES: tuple[EntryType, ...] = get_args(EntryType)
-TrainOn = Literal["assistant", "completion", "all", "last_turn"]
 _SPLIT_WORDS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
@@ -36,34 +33,6 @@ _SPLIT_WORDS = {
 }
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HASH_BLOCK_BYTES = 16 << 20
-
-
-@dataclass(frozen=True)
-class DatasetEntry:
-    """One entry of `data.datasets` or `data.test_datasets`, with the meaning of the option of the same name.
-
-    `columns` is `data.select_columns`: None reads input_ids, labels and attention_mask where they exist; naming others
-    makes them per-token extras. `column_names` is the entry's own `columns`.
-    """
-
-    path: str
-    type: EntryType = "tokenized"
-    name: str | None = None
-    split: str | None = None
-    revision: str | None = None
-    data_files: str | Sequence[str] | None = None
-    ds_type: FileType | None = None
-    max_seq_len: int | None = None
-    overflow: Overflow = "truncate"
-    shards: int | None = None
-    shards_idx: int | None = None
-    columns: tuple[str, ...] | None = None
-    weight: float | None = None
-    num_epochs: float | None = None
-    chat_template: str | None = None
-    train_on: TrainOn | None = None
-    column_names: Mapping[str, str] = field(default_factory=dict)
-    overflow_limit: float | None = None
 
 
 class Source(Protocol):
@@ -144,7 +113,7 @@ def locate_files(entry: DatasetEntry, *, option: str, token: str | bool | None) 
 
 def _place_of(entry: DatasetEntry, option: str) -> Path | None:
     """The local path of a checked entry, there or (of the Hub) not; None for URLs."""
-    _check_entry(entry, option)
+    check_entry(entry, option)
     if has_urls(entry):
         return None
     path = Path(entry.path).expanduser()
@@ -220,6 +189,8 @@ class ShardedSource:
     source: Source
     num: int
     index: int
+    # What counting them would give, where somebody has counted.
+    num_rows: int | None = None
 
     @property
     def name(self) -> str:
@@ -237,7 +208,7 @@ class ShardedSource:
         return {"source": self.source.identity(), "shards": self.num, "shards_idx": self.index}
 
     def pieces(self, selected: Sequence[str] | None) -> Iterator[Piece]:
-        total = sum(piece.num_rows() for piece in self.source.pieces(selected))
+        total = count_rows(self.source, selected) if self.num_rows is None else self.num_rows
         start, stop = shard_range(total, self.num, self.index)
         first = 0
         for piece in self.source.pieces(selected):
@@ -248,6 +219,11 @@ class ShardedSource:
             first += size
             if first >= stop:
                 return
+
+
+def count_rows(source: Source, selected: Sequence[str] | None) -> int:
+    """The rows of a source. Reads everything."""
+    return sum(piece.num_rows() for piece in source.pieces(selected))
 
 
 def shard_range(total: int, num: int, index: int) -> tuple[int, int]:
@@ -270,25 +246,6 @@ def hash_files(paths: Sequence[Path]) -> list[str]:
             raise DataError(f"{path}: cannot be read: {error.strerror}") from error
         hashes.append(hasher.hexdigest())
     return hashes
-
-
-def _check_entry(entry: DatasetEntry, option: str) -> None:
-    if entry.type not in ENTRY_TYPES:
-        raise DataError(f"{option}.type: {entry.type!r} is not one of {', '.join(ENTRY_TYPES)}")
-    if entry.ds_type is not None and entry.ds_type not in FILE_TYPES:
-        raise DataError(f"{option}.ds_type: {entry.ds_type!r} is not one of {', '.join(FILE_TYPES)}")
-    if entry.overflow not in OVERFLOWS:
-        raise DataError(f"{option}.overflow: {entry.overflow!r} is not one of {', '.join(OVERFLOWS)}")
-    if entry.columns is not None and "input_ids" not in entry.columns:
-        raise DataError(
-            f"data.select_columns: {list(entry.columns)} leaves out input_ids, without which nothing is left"
-        )
-    if (entry.shards is None) != (entry.shards_idx is None):
-        raise DataError(f"{option}: shards and shards_idx go together, got {entry.shards} and {entry.shards_idx}")
-    if entry.shards is not None and entry.shards_idx is not None and not 0 <= entry.shards_idx < entry.shards:
-        raise DataError(
-            f"{option}.shards_idx: {entry.shards_idx} is not in 0..{entry.shards - 1} (shards: {entry.shards})"
-        )
 
 
 def _looks_local(path: str) -> bool:

@@ -1,8 +1,8 @@
 """Where encoded documents rest: flat memory-mapped arrays in a folder, published whole or not at all.
 
-A folder holds `input_ids.i32` and, where they differ, `labels.i32` (all documents on one axis), `offsets.i64`,
-`num_trained.i32`, `extra_{index}.f32` and `manifest.json`. It is never written to after it is published. Also here: the
-synthetic documents of `dummy`, which are computed instead of stored.
+A folder holds `input_ids.i32` and, where they differ, `labels.i32` (all documents on one axis), `extra_{index}.f32`,
+each of these in one file or in several, `offsets.i64`, `num_trained.i32` and `manifest.json`. It is never written to
+after it is published. Also here: the synthetic documents of `dummy`, which are computed instead of stored.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -26,6 +28,7 @@ from xorl.data.shuffle import JSON, digest
 # Part of every key: raised whenever the files, or what preparation makes of a row, change.
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
+_COPY_BYTES = 16 << 20
 
 
 class DocumentStore(Protocol):
@@ -57,6 +60,9 @@ class Manifest:
     largest_id: int
     largest_id_row: int
     files: dict[str, int]
+    # The key of the dataset of which this is a part, prepared by itself; its own where it is no part.
+    whole: str = ""
+    num_files: int = 1
 
     def write(self, folder: Path) -> None:
         values = {**vars(self), "counts": vars(self.counts), "format_version": FORMAT_VERSION}
@@ -92,10 +98,10 @@ class FlatStore:
         self.key = self.manifest.key
         self.extra_names = self.manifest.extra_names
         self._offsets = _mapped(folder / "offsets.i64", np.int64)
-        self._input_ids = _mapped(folder / "input_ids.i32", np.int32)
-        self._labels = _mapped(folder / "labels.i32", np.int32) if self.manifest.has_labels_file else self._input_ids
+        self._input_ids = self._tokens("input_ids.i32", np.int32)
+        self._labels = self._tokens("labels.i32", np.int32) if self.manifest.has_labels_file else self._input_ids
         self._extras = {
-            name: _mapped(folder / _extra_file(index), np.float32) for index, name in enumerate(self.extra_names)
+            name: self._tokens(_extra_file(index), np.float32) for index, name in enumerate(self.extra_names)
         }
         self.lengths = np.diff(self._offsets)
         self.num_trained = _mapped(folder / "num_trained.i32", np.int32)
@@ -108,8 +114,53 @@ class FlatStore:
         span = slice(self._offsets[row], self._offsets[row + 1])
         return {name: values[span] for name, values in self._extras.items()}
 
+    def _tokens(self, name: str, dtype: type[np.generic]) -> np.ndarray | _InFiles:
+        num = self.manifest.num_files
+        arrays = [_mapped(self.folder / part, dtype) for part in _part_names(name, num)]
+        return arrays[0] if num == 1 else _InFiles(arrays)
+
     def __reduce__(self) -> tuple[type[FlatStore], tuple[Path]]:
         return FlatStore, (self.folder,)
+
+
+class _InFiles:
+    """One array in several files; what is asked for lies in one of them, since documents are never cut."""
+
+    def __init__(self, arrays: list[np.ndarray]) -> None:
+        self._arrays = arrays
+        self._starts = [0, *accumulate(map(len, arrays))]
+
+    def __getitem__(self, span: slice) -> np.ndarray:
+        part = bisect_right(self._starts, span.start) - 1
+        first = self._starts[part]
+        return self._arrays[part][span.start - first : span.stop - first]
+
+
+class PartedStore:
+    """One dataset in stores that were prepared one after the other, in the order of its rows."""
+
+    def __init__(self, parts: Sequence[FlatStore]) -> None:
+        self._parts = tuple(parts)
+        self.key = parts[0].manifest.whole
+        self.extra_names = parts[0].extra_names
+        self._starts = [0, *accumulate(len(part.lengths) for part in parts)]
+        self.lengths = np.concatenate([part.lengths for part in parts])
+        self.num_trained = np.concatenate([part.num_trained for part in parts])
+
+    def document(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        part, local = self._locate(row)
+        return part.document(local)
+
+    def extras(self, row: int) -> dict[str, np.ndarray]:
+        part, local = self._locate(row)
+        return part.extras(local)
+
+    def _locate(self, row: int) -> tuple[FlatStore, int]:
+        part = bisect_right(self._starts, row) - 1
+        return self._parts[part], row - self._starts[part]
+
+    def __reduce__(self) -> tuple[type[PartedStore], tuple[tuple[FlatStore, ...]]]:
+        return PartedStore, (self._parts,)
 
 
 class FlatStoreWriter:
@@ -145,12 +196,26 @@ class FlatStoreWriter:
         created: float,
         counts: Counts,
         largest_id: tuple[int, int],
+        whole: str,
+        num_files: int = 1,
     ) -> None:
+        """`num_files` files hold the tokens, whole documents each. DataError where there are fewer documents."""
         lengths = np.concatenate(self._lengths)
-        self._write("offsets.i64", np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]))
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        token_files = tuple(self._files)
+        self._write("offsets.i64", offsets)
         self._write("num_trained.i32", np.concatenate(self._num_trained))
         sizes = {name: file.tell() for name, file in self._files.items()}
         self.close()
+        if num_files > 1:
+            if len(lengths) < num_files:
+                raise DataError(
+                    f"data.num_dataset_shards_to_save: {num_files} files of {len(lengths)} documents; set it to "
+                    f"{len(lengths)} or less"
+                )
+            bounds = _even_cuts(offsets, num_files)
+            for name in token_files:
+                sizes |= self._cut(name, sizes.pop(name) // int(offsets[-1]), bounds)
         Manifest(
             key=key,
             name=name,
@@ -160,14 +225,28 @@ class FlatStoreWriter:
             num_documents=len(lengths),
             longest=int(lengths.max()),
             extra_names=self._extra_names,
-            has_labels_file="labels.i32" in sizes,
+            has_labels_file="labels.i32" in token_files,
             largest_id=largest_id[0],
             largest_id_row=largest_id[1],
             files=sizes,
+            whole=whole,
+            num_files=num_files,
         ).write(self._folder)
         for name in (*sizes, MANIFEST):
             fsync(self._folder / name)
         fsync(self._folder)
+
+    def _cut(self, name: str, item_bytes: int, bounds: Sequence[int]) -> dict[str, int]:
+        """Puts the tokens [bounds[i], bounds[i + 1]) of a file into files of their own; their sizes by name."""
+        sizes: dict[str, int] = {}
+        with (self._folder / name).open("rb") as whole:
+            for part, (start, stop) in zip(_part_names(name, len(bounds) - 1), pairwise(bounds), strict=True):
+                sizes[part] = left = (stop - start) * item_bytes
+                with (self._folder / part).open("wb") as file:
+                    while left:
+                        left -= file.write(whole.read(min(left, _COPY_BYTES)))
+        (self._folder / name).unlink()
+        return sizes
 
     def close(self) -> None:
         while self._files:
@@ -217,6 +296,20 @@ def fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _even_cuts(offsets: np.ndarray, num: int) -> list[int]:
+    """`num` + 1 token positions between documents, as evenly as whole documents, one at least in each, allow."""
+    wanted = np.searchsorted(offsets, offsets[-1] * np.arange(1, num) // num)
+    documents = [0]
+    for index, cut in enumerate(wanted.tolist(), 1):
+        documents.append(min(max(cut, documents[-1] + 1), len(offsets) - 1 - num + index))
+    return [int(offsets[document]) for document in (*documents, len(offsets) - 1)]
+
+
+def _part_names(name: str, num: int) -> list[str]:
+    stem, _, suffix = name.rpartition(".")
+    return [name] if num == 1 else [f"{stem}-{index:05}-of-{num:05}.{suffix}" for index in range(num)]
 
 
 def _extra_file(index: int) -> str:

@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pa_parquet
 
 from xorl.data.choose import allowed_losses, choose_format
+from xorl.data.entry import DatasetEntry
 from xorl.data.errors import DataError
 from xorl.data.formats import Format
 from xorl.data.invariants import Allowed, check_special_tokens
@@ -29,7 +30,7 @@ from xorl.data.mixture import Share, check_shares
 from xorl.data.readers import COMPRESSIONS, FileType, Piece
 from xorl.data.remote import is_url
 from xorl.data.shuffle import digest
-from xorl.data.sources import DUMMY, DatasetEntry, LocatedFile, locate_files
+from xorl.data.sources import DUMMY, LocatedFile, locate_files
 from xorl.data.stream.reading import block_pieces, open_file, starts_an_array
 
 # The unit of the shuffle and of reading: small enough to mix well and to hold many, large enough to read at speed.

@@ -1,0 +1,68 @@
+"""DatasetEntry: what the configuration says of one dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from xorl.data.errors import DataError
+from xorl.data.formats import OVERFLOWS, Overflow
+from xorl.data.readers import FILE_TYPES, FileType
+
+EntryType = Literal["tokenized", "chat", "prompt_completion", "text", "auto"]
+TrainOn = Literal["assistant", "completion", "all", "last_turn"]
+ENTRY_TYPES: tuple[EntryType, ...] = get_args(EntryType)
+
+
+@dataclass(frozen=True)
+class DatasetEntry:
+    """One entry of `data.datasets` or `data.test_datasets`, with the meaning of the option of the same name.
+
+    `columns` is `data.select_columns`: None reads input_ids, labels and attention_mask where they exist; naming others
+    makes them per-token extras. `column_names` is the entry's own `columns`.
+    """
+
+    path: str
+    type: EntryType = "tokenized"
+    name: str | None = None
+    split: str | None = None
+    revision: str | None = None
+    data_files: str | Sequence[str] | None = None
+    ds_type: FileType | None = None
+    max_seq_len: int | None = None
+    overflow: Overflow = "truncate"
+    shards: int | None = None
+    shards_idx: int | None = None
+    preprocess_shards: int | None = None
+    columns: tuple[str, ...] | None = None
+    weight: float | None = None
+    num_epochs: float | None = None
+    chat_template: str | None = None
+    train_on: TrainOn | None = None
+    column_names: Mapping[str, str] = field(default_factory=dict)
+    overflow_limit: float | None = None
+
+
+def check_entry(entry: DatasetEntry, option: str) -> None:
+    """Raises DataError for options of an entry that cannot be, each by itself or beside another."""
+    if entry.type not in ENTRY_TYPES:
+        raise DataError(f"{option}.type: {entry.type!r} is not one of {', '.join(ENTRY_TYPES)}")
+    if entry.ds_type is not None and entry.ds_type not in FILE_TYPES:
+        raise DataError(f"{option}.ds_type: {entry.ds_type!r} is not one of {', '.join(FILE_TYPES)}")
+    if entry.overflow not in OVERFLOWS:
+        raise DataError(f"{option}.overflow: {entry.overflow!r} is not one of {', '.join(OVERFLOWS)}")
+    if entry.columns is not None and "input_ids" not in entry.columns:
+        raise DataError(
+            f"data.select_columns: {list(entry.columns)} leaves out input_ids, without which nothing is left"
+        )
+    if (entry.shards is None) != (entry.shards_idx is None):
+        raise DataError(f"{option}: shards and shards_idx go together, got {entry.shards} and {entry.shards_idx}")
+    if entry.preprocess_shards is not None and entry.shards is not None:
+        raise DataError(f"{option}: set shards or preprocess_shards, not both")
+    if entry.preprocess_shards is not None and entry.preprocess_shards < 1:
+        raise DataError(f"{option}.preprocess_shards: {entry.preprocess_shards}, want at least 1")
+    if entry.shards is not None and entry.shards_idx is not None and not 0 <= entry.shards_idx < entry.shards:
+        raise DataError(
+            f"{option}.shards_idx: {entry.shards_idx} is not in 0..{entry.shards - 1} (shards: {entry.shards})"
+        )

@@ -1,0 +1,96 @@
+"""Uploading prepared documents to the Hub, as Parquet files that read as the tokenized format."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pa_parquet
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+
+from xorl.data.documents import PreparedDocuments
+from xorl.data.errors import DataError, DataFailure
+from xorl.data.lock import exclusive
+from xorl.data.shuffle import digest
+from xorl.data.sources import shard_range
+
+logger = logging.getLogger(__name__)
+
+_OPTION = "data.push_dataset_to_hub"
+# Documents written to Parquet at a time.
+_GROUP = 1000
+
+
+def push_documents(
+    documents: PreparedDocuments,
+    repo_id: str,
+    prepared_path: Path,
+    *,
+    token: str | bool | None,
+    num_files: int = 1,
+) -> None:
+    """Uploads `documents` in their order to the dataset repository `repo_id`, made private where it does not exist.
+
+    Once for each content and repository: one process does it, and a file below `prepared_path` remembers. DataError
+    where the Hub refuses, DataFailure where it or the disk fails.
+    """
+    key = digest("pushed", documents.fingerprint, repo_id, num_files)
+    done = prepared_path / "pushed" / f"{key}.json"
+    done.parent.mkdir(parents=True, exist_ok=True)
+    with exclusive(prepared_path / f".push-{key}.lock", f"push repo={repo_id}"):
+        if done.is_file():
+            return
+        folder = prepared_path / f".push-{key}.tmp-{secrets.token_hex(4)}"
+        try:
+            _write(documents, folder / "data", num_files)
+            logger.info("push repo=%s documents=%d files=%d", repo_id, len(documents), num_files)
+            api = HfApi(token=token)
+            api.create_repo(repo_id, repo_type="dataset", private=True, exist_ok=True)
+            api.upload_folder(
+                repo_id=repo_id,
+                folder_path=folder,
+                repo_type="dataset",
+                commit_message=f"Prepared by xorl, {documents.fingerprint[:12]}",
+            )
+            done.write_text(json.dumps({"repo": repo_id, "fingerprint": documents.fingerprint}) + "\n")
+        except (LocalTokenNotFoundError, HFValidationError) as error:
+            raise DataError(f"{_OPTION}: {repo_id}: {error}") from error
+        except HfHubHTTPError as error:
+            raise DataError(f"{_OPTION}: the Hub does not take {repo_id}: {error}") from error
+        except OSError as error:
+            raise DataFailure(f"{_OPTION}: {repo_id} cannot be written: {error}") from error
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write(documents: PreparedDocuments, folder: Path, num_files: int) -> None:
+    folder.mkdir(parents=True)
+    for index in range(num_files):
+        start, stop = shard_range(len(documents), num_files, index)
+        path = folder / f"train-{index:05}-of-{num_files:05}.parquet"
+        schema = pa.schema(
+            [(name, pa.list_(pa.int32())) for name in ("input_ids", "labels")]
+            + [(name, pa.list_(pa.float32())) for name in documents.extra_names]
+        )
+        with pa_parquet.ParquetWriter(path, schema) as writer:
+            for table in _tables(documents, range(start, stop), schema):
+                writer.write_table(table)
+
+
+def _tables(documents: PreparedDocuments, places: range, schema: pa.Schema) -> Iterator[pa.Table]:
+    for first in range(places.start, places.stop, _GROUP):
+        group = range(first, min(first + _GROUP, places.stop))
+        offsets = np.concatenate([[0], np.cumsum(documents.lengths[group.start : group.stop])]).astype(np.int32)
+        pairs = [documents.document(index) for index in group]
+        columns = [np.concatenate([pair[part] for pair in pairs]) for part in range(2)]
+        for name in documents.extra_names:
+            columns.append(np.concatenate([documents.extras(index)[name] for index in group]))
+        arrays = [pa.ListArray.from_arrays(pa.array(offsets), pa.array(column)) for column in columns]
+        yield pa.Table.from_arrays(arrays, schema=schema)
