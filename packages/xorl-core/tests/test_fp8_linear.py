@@ -10,7 +10,6 @@ from torch.nn import functional as F
 from xorl.core.models import spec_for
 from xorl.core.nn import Linear
 from xorl.core.nn.fp8 import Fp8Linear, convert_linears
-from xorl.kernels.attention import sdpa_attention
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import linear_cross_entropy
 from xorl.kernels.quant import E4M3, E5M2
@@ -175,7 +174,7 @@ def test_a_small_model_learns_as_in_bf16(recipe):
     layout = SequenceLayout.from_lengths([48, 48])
     losses = {}
     for chosen in ("none", recipe):
-        model = spec.build(spec.config_from_hf(values), attention=sdpa_attention)
+        model = spec.build(spec.config_from_hf(values))
         model.init_weights(0)
         model.compute_dtype = torch.bfloat16
         if chosen != "none":
