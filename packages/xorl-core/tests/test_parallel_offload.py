@@ -10,7 +10,9 @@ from torch import Tensor
 
 from xorl.core.loss import cross_entropy
 from xorl.core.models import Decoder, spec_for
+from xorl.core.nn.fp8 import convert_linears
 from xorl.core.parallel.activations import Recompute, recompute_layers
+from xorl.core.parallel.fp8 import Fp8Weights
 from xorl.core.parallel.offload import PAGE_BYTES, ActivationOffload
 from xorl.kernels.layout import SequenceLayout
 
@@ -106,3 +108,17 @@ def test_host_memory_is_bounded_over_varying_packs() -> None:
             model(torch.arange(num_tokens) % 64, layout)
         gc.collect()
     assert offload.host_bytes == taken
+
+
+def test_copies_of_weights_in_fp8_stay_on_the_device() -> None:
+    # Catches weights in fp8, which are no parameters, that travel with the activations of each micro-batch.
+    model, _ = model_with("none", None)
+    convert_linears(model.layers, "tensorwise")
+    Fp8Weights(model)
+    offload = ActivationOffload(torch.device("cpu"), limit_bytes=0.0, min_bytes=512)
+    offload.install(list(model.layers))
+    step(model, 32)
+    short = offload.traffic_bytes
+    step(model, 64)
+    # What does not grow with the tokens would be the weights: 7,680 bytes of each of three layers.
+    assert 2 * short - (offload.traffic_bytes - short) < 7680

@@ -20,6 +20,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from xorl.core.nn.fp8 import Fp8Linear
+
 # Smaller storages are not worth a copy of their own: a layer has a few, of norms and document borders.
 MIN_BYTES = 1 << 20
 # Host memory is handed out in pages, so packs of any length share it without gaps; a slab is pinned at a time, a power
@@ -33,8 +35,8 @@ class ActivationOffload:
     """Offloads what the layers of one model save, keeping the `limit_bytes` saved last on the device.
 
     On a CPU device it copies within host memory, without a stream: of use in tests alone.
-    Tensors are handled by storage, so views of one are copied once. Parameters (whatever shares their storage), tensors
-    that layers take besides their first, and storages below `min_bytes` stay where they are.
+    Tensors are handled by storage, so views of one are copied once. Parameters (whatever shares their storage), their
+    copies in fp8, tensors that layers take besides their first, and storages below `min_bytes` stay where they are.
     """
 
     def __init__(self, device: torch.device, *, limit_bytes: float, min_bytes: int = MIN_BYTES) -> None:
@@ -95,7 +97,7 @@ class ActivationOffload:
         group = _Group(self._last, self._traffic)
         saved: dict[int, _Block] = {}
         # Sharded parameters have their gathered values only while the module runs that they are gathered for.
-        stay = {_address(tensor) for tensor in (*_plain(layer.parameters()), *_tensors(inputs))}
+        stay = {_address(tensor) for tensor in (*_plain(_weights(layer)), *_tensors(inputs))}
         gathers_inside = any(isinstance(module, FSDPModule) for module in layer.modules() if module is not layer)
 
         def stays(tensor: Tensor) -> bool:
@@ -104,7 +106,7 @@ class ActivationOffload:
             if tensor.device != self._traffic.device or tensor.untyped_storage().nbytes() < self._min_bytes:
                 return True
             address = _address(tensor)
-            return address in stay or (gathers_inside and address in map(_address, _plain(layer.parameters())))
+            return address in stay or (gathers_inside and address in map(_address, _plain(_weights(layer))))
 
         def pack(tensor: Tensor) -> Tensor | _View:
             if stays(tensor):
@@ -136,6 +138,14 @@ def _tensors(inputs: Sequence[object]) -> Iterator[Tensor]:
     for value in inputs:
         parts = value if isinstance(value, tuple) else [value, *getattr(value, "__dict__", {}).values()]
         yield from (part for part in parts if isinstance(part, Tensor))
+
+
+def _weights(layer: nn.Module) -> Iterator[Tensor]:
+    """The parameters of `layer`, and the copies in fp8 that are computed with in their place."""
+    yield from layer.parameters()
+    for module in layer.modules():
+        if isinstance(module, Fp8Linear) and module.weight_fp8 is not None:
+            yield module.weight_fp8
 
 
 def _plain(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
