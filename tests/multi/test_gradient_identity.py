@@ -19,6 +19,7 @@ from xorl.core.models import Decoder, spec_for
 from xorl.core.nn import LayerKernels
 from xorl.core.optim import MuonOptions, OptimizerName, build_optimizer, scale_and_clip_
 from xorl.core.parallel import CompileBackend, ParallelPolicy, local_part, parallelize
+from xorl.core.parallel.offload import ActivationOffload
 from xorl.data import Document, PackedBatch, collate
 from xorl.kernels.attention import AttentionRequest, resolve_attention
 from xorl.train.engine import Engine
@@ -125,7 +126,10 @@ def step_gradient(
     backend: CompileBackend | None = None,
 ) -> tuple[dict[str, Tensor], float]:
     """Whole gradients by parameter, and the loss, of one step over all rows, as every rank ends up with them."""
-    engine = engine_for(layout, recompute, units, param_dtype, backend)
+    return gradient_of(engine_for(layout, recompute, units, param_dtype, backend), micro_batch_size)
+
+
+def gradient_of(engine: Engine, micro_batch_size: int) -> tuple[dict[str, Tensor], float]:
     mesh = engine.model.mesh
     own = rows()[mesh.dp_rank :: mesh.dp_size]
     batches: Sequence[PackedBatch] = [
@@ -219,6 +223,27 @@ def test_gradient_of_bf16_parameters_does_not_depend_on_the_split(run_ranks) -> 
                 assert_same(exact, gradients, limit=1e-1)
                 assert_same({"all": joined(exact)}, {"all": joined(gradients)}, limit=2e-2)
                 assert loss == pytest.approx(exact_loss, rel=1e-3)
+
+
+def offloaded_gradient(layout: str, recompute: str, units: Sequence[str]) -> dict[str, Tensor]:
+    engine = engine_for(layout, recompute, units)
+    offload = ActivationOffload(torch.device("cpu"), limit_bytes=0.0, min_bytes=1)
+    # `parallelize` would leave storages as small as these where they are.
+    offload.install(list(engine.model.module.layers))
+    gradients, _ = gradient_of(engine, 4)
+    assert offload.traffic_bytes > 0
+    return gradients
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("layout", ["ddp-2", "zero3-2", "zero2-2", "offload-2"])
+def test_offloading_activations_does_not_change_the_gradient(layout: str, run_ranks) -> None:
+    # Catches gathered parameters, of a layer or of a unit within it, that are taken for activations and then freed.
+    cases = [("none", ()), ("layer", ())] + ([] if layout == "ddp-2" else [("none", ("mlp", "norm"))])
+    [(reference, _)] = run_ranks(lambda: step_gradient("none", 4), 1)
+    for by_case in run_ranks(lambda: [offloaded_gradient(layout, *case) for case in cases], 2):
+        for gradients in by_case:
+            assert_same(reference, gradients)
 
 
 @pytest.mark.multi

@@ -26,8 +26,8 @@ from xorl.core.nn.fp8 import Fp8Linear
 MIN_BYTES = 1 << 20
 # Host memory is handed out in pages, so packs of any length share it without gaps; a slab is pinned at a time, a power
 # of two since torch's pinned memory is rounded up to one.
-PAGE_BYTES = 8 << 20
-PAGES_OF_SLAB = 32
+PAGE_BYTES = 16 << 20
+PAGES_OF_SLAB = 16
 PLAIN = (Tensor, nn.Parameter)
 
 
