@@ -304,6 +304,32 @@ def test_processes_give_what_one_gives(text_options, tmp_path, write_as, monkeyp
         assert all((a == b).all() for a, b in zip(*(p.document(index) for p in prepared), strict=True))
 
 
+def test_columns_that_are_not_named_are_read_too(text_options, tmp_path, write_as):
+    """Catches an optional column (input, tools) that a reader of columns leaves out once others are named."""
+    tokenizer = load_tokenizer(text_options.tokenizer_folder)
+    rows = [{"task": "Add", "input": "2 2", "output": "4", "other": 1}]
+    path = write_as("parquet", tmp_path / "data", rows)
+    entry = DatasetEntry(str(path), type="prompt_completion", column_names={"instruction": "task"})
+    ids, _ = prepare([entry], text_options).document(0)
+    assert tokenizer.core.decode(ids.tolist(), skip_special_tokens=False) == "Add\n\n2 2\n\n4<|end|>"
+    template = (
+        "{{ (tools | length) if tools else 'no' }} tools{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
+    )
+    (tmp_path / "own.jinja").write_text(template)
+    path = write_as("parquet", tmp_path / "chat", [{"talk": [USER, ASSISTANT], "tools": '[{"name": "f"}]', "other": 1}])
+    names = {"messages": "talk"}
+    entry = DatasetEntry(str(path), type="chat", column_names=names, chat_template=str(tmp_path / "own.jinja"))
+    ids, _ = prepare([entry], text_options).document(0)
+    assert tokenizer.core.decode(ids.tolist()).startswith("1 tools")
+
+
+def test_each_line_of_a_text_file_is_a_document(text_options, tmp_path):
+    """Catches text files that are still read as token ids."""
+    (tmp_path / "book.txt").write_text("One.\nTwo.\n")
+    documents = prepare([DatasetEntry(str(tmp_path / "book.txt"), type="auto")], text_options)
+    assert [len(documents.document(index)[0]) for index in range(2)] == [5, 5]
+
+
 def test_a_slice_of_a_table_travels_without_the_rest():
     """Catches preparation that sends the whole dataset to a process with every piece."""
     table = pa.table({"text": ["word " * 1000] * 1000})

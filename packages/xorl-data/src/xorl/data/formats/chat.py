@@ -46,7 +46,9 @@ class ChatFormat:
 
     @property
     def selected(self) -> tuple[str, ...]:
-        return tuple(self.columns.values()) or COLUMN_NAMES
+        # Where one of them is missing a reader gives all columns, so that an optional one is never left unread.
+        names = (self.columns["messages"],) if "messages" in self.columns else COLUMN_NAMES
+        return tuple(dict.fromkeys((*names, self.columns.get("tools", "tools"), *self.columns.values())))
 
     @property
     def masks_prompts(self) -> bool:

@@ -49,7 +49,9 @@ class PromptCompletionFormat:
 
     @property
     def selected(self) -> tuple[str, ...]:
-        return tuple(self.columns.values()) or ("prompt", "completion")
+        # Where one of them is missing a reader gives all columns, so that an optional one is never left unread.
+        parts, answer = next((shape for shape in SHAPES if set(self.columns) & {*shape[0], shape[1]}), SHAPES[0])
+        return tuple(self.columns.get(name, name) for name in (*parts, answer))
 
     @property
     def masks_prompts(self) -> bool:
