@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import boto3
 import pytest
+import s3fs
 from moto.server import ThreadedMotoServer
 
 from xorl.data import DataError, DataFailure, DatasetEntry, PrepareOptions, downloads, prepare
@@ -30,6 +31,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     for name, value in {**values, "DEFAULT_REGION": "us-east-1"}.items():
         monkeypatch.setenv(f"AWS_{name}", value)
     monkeypatch.setattr(downloads, "FIRST_WAIT_S", 0.01)
+    s3fs.S3FileSystem.clear_instance_cache()  # it would go on with the server of the test before
     client = boto3.client("s3")
     client.create_bucket(Bucket="corpus")
     yield client

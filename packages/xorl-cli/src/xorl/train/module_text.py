@@ -16,7 +16,7 @@ from xorl.data.stream import Stream, StreamOptions, open_stream, stream_bins
 
 
 def load_tokenizer(id_or_path: str | Path) -> TextTokenizer:
-    """The tokenizer of a local folder, or of a repository of the Hub, such as "gpt2"."""
+    """The tokenizer of a local folder, or of a repository of the Hub (org/name)."""
     return load_from_folder(resolve_folder(id_or_path, patterns=TOKENIZER_PATTERNS))
 
 
