@@ -1,6 +1,8 @@
 """What every test of the workspace shares: small thread pools, no network, and no GPU test without a GPU."""
 
+import logging
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -18,3 +20,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in needing_gpu:
             item.add_marker(pytest.mark.skip(reason="torch finds no CUDA GPU here"))
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """Takes back what a command sets up that a test runs in its own process: handlers that outlive the test's files."""
+    logger = logging.getLogger("xorl")
+    handlers, propagate, level = logger.handlers[:], logger.propagate, logger.level
+    yield
+    logger.handlers[:] = handlers
+    logger.propagate = propagate
+    logger.setLevel(level)

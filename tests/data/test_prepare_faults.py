@@ -55,17 +55,19 @@ def test_twenty_kills_leave_what_no_kill_leaves(
     moments = random.Random(num_proc)
     context = multiprocessing.get_context("fork")
     num_killed = 0
-    for _ in range(NUM_KILLS):
+    while num_killed < NUM_KILLS:
         process = context.Process(target=prepare, args=([entry], options))
+        started = time.monotonic()
         process.start()
-        time.sleep(moments.uniform(0, whole_s))
-        os.kill(process.pid or 0, signal.SIGKILL)
+        process.join(timeout=moments.uniform(0, whole_s))
+        process.kill()
         process.join()
+        if process.exitcode == 0:  # a busy machine makes the first measure too long
+            whole_s = min(whole_s, time.monotonic() - started)
         num_killed += process.exitcode == -signal.SIGKILL
         if len(list(options.prepared_path.glob("*/manifest.json"))) == (preprocess_shards or 1):
             for folder in options.prepared_path.glob("*/"):  # done before it was killed: once more
                 folder.rename(tmp_path / f"done-{time.monotonic_ns()}")
-    assert num_killed > NUM_KILLS // 2
     again = prepare([entry], options)
     assert content_of(options.prepared_path) == content_of(undisturbed.prepared_path)
     assert again.fingerprint == prepare([entry], undisturbed).fingerprint
