@@ -90,6 +90,12 @@ def test_resumed_streams_train_on_the_same_documents(folder: Path, run_ranks) ->
     place = read_manifest(parts / "checkpoints" / "global_step_10").info["data"]
     assert place["position"] == 10 * BINS_PER_STEP
     assert sum(first for first, _ in place["stream_positions"]) > 0
+    receipts = [json.loads((output / "data_receipt.json").read_text())["train"] for output in (whole, parts)]
+    assert receipts[0] == receipts[1]
+    assert receipts[0]["plan_hash"] == place["order"]
+    assert receipts[0]["num_bins"] == 10 * BINS_PER_STEP
+    assert receipts[0]["total"]["kept"] >= 250
+    assert receipts[0]["fill"] == pytest.approx(sum(row[1] for row in found) / (10 * BINS_PER_STEP * 64))
 
 
 @pytest.mark.multi

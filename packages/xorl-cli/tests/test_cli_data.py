@@ -64,9 +64,30 @@ def test_stats_writes_a_page_beside_what_it_prints(data, tmp_path: Path) -> None
     assert (tmp_path / "out" / "data_stats.html").read_text().startswith("<!doctype html>")
 
 
+STREAMED = ("--data.streaming", "true", "--data.val_set_size", "null", "--train.save_epochs", "1")
+
+
+def test_a_stream_is_looked_at_without_preparing(data, tmp_path: Path) -> None:
+    # Would catch a stream that is read whole, or shown in another order than it is trained on.
+    code, out, err = data("inspect", *STREAMED, "--bin", "1", "--num", "2")
+    assert code == 0, err
+    assert out.startswith("bin 1 of the stream: ")
+    assert "---- document 1: " in out
+    assert "[[" in out
+    code, out, err = data("stats", *STREAMED, "--documents", "20")
+    assert code == 0, err
+    assert "documents, of more (--documents)" in out
+    assert "dataset  configs/quickstart/heldout.jsonl" in out
+    assert "the first" in (tmp_path / "out" / "data_stats.html").read_text()
+    assert "documents, all of them" in data("stats", *STREAMED)[1]
+    assert not list((tmp_path / "prepared").glob("*/manifest.json"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["prepare", *STREAMED], "data.streaming: a stream is read while it is trained on"),
+        (["stats", "--documents", "5"], "--documents: prepared data is counted whole"),
         (["inspect", "--bin", "999"], "--bin: 999, want 0 to"),
         (["inspect", "--data.val_set_size", "null", "--held-out"], "--held-out: nothing is held out"),
         (["prepare", "--data.datasets.0.type", "text"], "type text has no chat template: leave it out"),

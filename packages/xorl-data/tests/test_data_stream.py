@@ -11,8 +11,18 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from xorl.data import DataError, DatasetEntry
-from xorl.data.stream import StreamLoader, StreamOptions, StreamPlan, files, lane, open_stream, order
+from xorl.data import DataError, DatasetEntry, prepare
+from xorl.data.stream import (
+    StreamLoader,
+    StreamOptions,
+    StreamPlan,
+    Tally,
+    files,
+    lane,
+    open_stream,
+    order,
+    read_sample,
+)
 from xorl.data.stream.lane import Lane
 
 NUM_ROWS = 400
@@ -203,7 +213,7 @@ def test_what_a_stream_cannot_be_is_refused(tmp_path, corpus, small):
     """Catches a stream over nothing that spins for ever, and one over files that changed while it ran."""
     empty = tmp_path / "empty.jsonl"
     empty.write_text('{"input_ids": []}\n' * 50)
-    with pytest.raises(DataError, match="a whole epoch of it has no document"):
+    with pytest.raises(DataError, match="nothing is left of"):
         read(loaders(stream_of(tmp_path, DatasetEntry(str(empty)))))
     empty.write_text("")
     for entry, words in (
@@ -228,3 +238,88 @@ def test_a_bad_row_names_its_line(tmp_path, make_rows, write_jsonl, small):
     path.write_text("\n".join([*lines[:60], '{"input_ids": ["a"]}', *lines[60:]]))
     with pytest.raises(DataError, match=r"rows.jsonl, line 61"):
         read(loaders(stream_of(tmp_path, DatasetEntry(str(path)))))
+
+
+def tally_of(ranks):
+    return sum(rank.tally.values for rank in ranks)
+
+
+def test_a_tally_counts_each_reading_once(tmp_path, corpus, small):
+    """Catches samples counted twice where ranks share a lane, where workers read ahead, or where a resume does."""
+    stream = stream_of(tmp_path, corpus)
+    whole = loaders(stream)
+    read(whole)
+    for world, num_workers in ((3, 0), (8, 0), (2, 3)):
+        ranks = loaders(stream, world=world, num_workers=num_workers)
+        read(ranks)
+        assert (tally_of(ranks) == tally_of(whole)).all()
+    total, positions = 0, None
+    for world, (start, stop) in zip((1, 6, 2), pairwise((0, 3, 8, 12)), strict=True):
+        ranks = loaders(stream, world=world, positions=positions)
+        _, positions = read(ranks, start, stop)
+        total = total + tally_of(ranks)
+    assert (total == tally_of(whole)).all()
+    receipt = Tally(stream, total.tolist()).receipt("abc")
+    assert (receipt.num_bins, receipt.plan_hash) == (24 * 12, "abc")
+    assert 0.85 < receipt.fill <= 1
+
+
+def test_the_receipt_of_a_stream_is_that_of_preparing(tmp_path, make_rows, write_jsonl, options):
+    """Catches counts that mean something else when the data is streamed, and a sample other than what is counted."""
+    path = write_jsonl(tmp_path / "rows.jsonl", make_rows(300))
+    entry = DatasetEntry(str(path), max_seq_len=30)
+    expected = prepare([entry], options).receipt.total
+    stream = stream_of(tmp_path, entry)
+    (loader,) = loaders(stream, bins_per_step=1, num_steps=1)
+    next(loader.steps())
+    assert loader.tally.receipt(None).total == expected
+    assert expected.truncated > 0
+    sample = read_sample(stream, 10_000)
+    assert sample.is_all
+    assert sample.receipt.total == expected
+    assert (len(sample), sample.lengths.sum(), sample.num_trained.sum()) == (
+        expected.documents,
+        expected.tokens,
+        expected.trained_tokens,
+    )
+    assert sum(len(sample.document(index)[0]) for index in range(len(sample))) == expected.tokens
+
+
+def test_a_sample_stops_where_it_was_told_to(tmp_path, corpus, small):
+    """Catches statistics of a terabyte that read all of it, or that read a repeated block as duplicates."""
+    sample = read_sample(stream_of(tmp_path, DatasetEntry(corpus.path, num_epochs=2.0)), 50)
+    assert 50 <= len(sample) < 80
+    assert not sample.is_all
+    assert len({tuple(sample.document(index)[0][:2].tolist()) for index in range(len(sample))}) == len(sample)
+
+
+SHORT, LONG = {"input_ids": [1, 2, 3]}, {"input_ids": list(range(20))}
+UNTRAINED = {"input_ids": [1, 2, 3], "labels": [-100] * 3}
+TRAINED = {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}
+STOPS = {
+    "untrained, in little data": ([TRAINED] * 48 + [UNTRAINED] * 2, "2 of the 50 samples of .* no trained token"),
+    "untrained, in much": ([TRAINED] * 1500 + [UNTRAINED] * 50, "samples of .* no trained token"),
+    "nothing trained": ([UNTRAINED] * 50, "is trained: none of its 50 samples"),
+    "too long": ([SHORT] * 48 + [LONG] * 2, "2 of the 50 samples of .* would be cut"),
+    "beyond the vocabulary": ([SHORT] * 3 + [{"input_ids": [1000]}], "line 4: .*the id 1000"),
+}
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_what_stops_prepared_data_stops_a_stream(tmp_path, write_jsonl, name):
+    """Catches a stream that trains on nothing, on less than was given, or on ids that the model has not."""
+    rows, message = STOPS[name]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(DataError, match=message):
+        read(loaders(stream_of(tmp_path, DatasetEntry(str(path)), bin_len=16), bins_per_step=8, num_steps=80))
+
+
+def test_a_tokenizer_that_is_not_the_models_stops_a_stream(tmp_path, text_options, write_jsonl):
+    """Catches text streamed into ids that the model has not, and ends that it does not know."""
+    path = str(write_jsonl(tmp_path / "rows.jsonl", [{"text": "abc"}] * 4))
+    entry, folder = DatasetEntry(path, type="text"), text_options.tokenizer_folder
+    with pytest.raises(DataError, match=r"line 1: .*the id 257, but the model's vocab_size is 257"):
+        read(loaders(stream_of(tmp_path, entry, tokenizer_folder=folder, vocab_size=257), num_steps=1))
+    for special in ({"eos": (256,)}, {"bos": (257,)}):
+        with pytest.raises(DataError, match=f"the {next(iter(special))}_token of the tokenizer"):
+            stream_of(tmp_path, entry, tokenizer_folder=folder, model_special_ids=special)

@@ -19,7 +19,10 @@ from xorl.cli.train import ConfigPath, TracebackFlag
 from xorl.config import Config, load_config
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from xorl.data import Stretch, TextTokenizer
+    from xorl.data.stream import Stream
     from xorl.train.data import PackedDocuments, RunData
 
 RESET, TRAINED, MASKED, SPECIAL, BORDER = "\033[0m", "\033[32m", "\033[90m", "\033[1m", "\033[36m"
@@ -33,6 +36,7 @@ class Color(StrEnum):
     never = "never"
 
 
+DOCUMENTS = 10_000
 HeldOutFlag = Annotated[bool, typer.Option("--held-out", help="Look at held-out data in place of training data.")]
 
 app = typer.Typer(
@@ -66,6 +70,7 @@ def inspect_command(
 ) -> None:
     """Show the documents of a packed bin as the model reads them, then the text of only what is trained.
 
+    Of a stream (data.streaming) bins are numbered as they are trained on, and documents as they stand in the bin.
     Trained text is green, masked text grey, special tokens bold; without colour trained text stands in [[ and ]].
     """
     colored = color is Color.always or (color is Color.auto and sys.stdout.isatty())
@@ -77,11 +82,17 @@ def stats_command(
     ctx: typer.Context,
     config: ConfigPath,
     html: Annotated[Path | None, typer.Option(help="Where to write the page. [data_stats.html in output_dir]")] = None,
+    documents: Annotated[
+        int | None, typer.Option(min=1, help=f"Documents of a stream to read, whole pieces of files. [{DOCUMENTS}]")
+    ] = None,
     held_out: HeldOutFlag = False,
     traceback: TracebackFlag = False,
 ) -> None:
-    """Print statistics of each dataset and of the bins, and write them as one HTML page with plots."""
-    _run(lambda: _stats(load_config(config, tuple(ctx.obj)).config, html, held_out), traceback)
+    """Print statistics of each dataset and of the bins, and write them as one HTML page with plots.
+
+    Of a stream (data.streaming) they are of the first documents, in the order of training.
+    """
+    _run(lambda: _stats(load_config(config, tuple(ctx.obj)).config, html, documents, held_out), traceback)
 
 
 def _run(command: Callable[[], None], with_traceback: bool) -> None:
@@ -93,6 +104,11 @@ def _run(command: Callable[[], None], with_traceback: bool) -> None:
 
 
 def _prepare(config: Config) -> None:
+    if config.data.streaming:
+        raise ValueError(
+            "data.streaming: a stream is read while it is trained on, so there is nothing to prepare. Look at it with "
+            "`xorl data inspect` and `xorl data stats`, or give --data.streaming false"
+        )
     data, _ = _prepared(config)
     parts = {"train": _packed(data)} | ({} if data.held_out is None else {"held_out": data.held_out})
     for name, part in parts.items():
@@ -106,21 +122,14 @@ def _inspect(config: Config, index: int, num: int, max_tokens: int, held_out: bo
     from xorl.data import stretches, trained_texts  # noqa: PLC0415  (imports torch)
 
     data, tokenizer = _prepared(config)
-    part = _part(data, held_out)
-    if not 0 <= index < len(part.bins):
-        raise ValueError(f"--bin: {index}, want 0 to {len(part.bins) - 1}: there are {len(part.bins)} bins")
-    numbers = part.bins.documents(index)
-    lengths = part.documents.lengths[numbers]
-    trained = int(part.documents.num_trained[numbers].sum())
+    title, documents = _bin(_part(data, held_out), index)
+    num_tokens = sum(len(ids) for _, ids, _ in documents)
+    trained = sum(_num_trained(labels) for _, _, labels in documents)
     bin_len = config.data.sample_packing_sequence_len
-    print(
-        f"bin {index} of {len(part.bins)}: {len(numbers)} documents, {int(lengths.sum())} of {bin_len} tokens, "
-        f"{trained} trained"
-    )
+    print(f"{title}: {len(documents)} documents, {num_tokens} of {bin_len} tokens, {trained} trained")
     shown: list[list[Stretch]] = []
-    for number in numbers[:num]:
-        ids, labels = part.documents.document(int(number))
-        count = int(part.documents.num_trained[number])
+    for number, ids, labels in documents[:num]:
+        count = _num_trained(labels)
         print(_paint(f"---- document {number}: {len(ids)} tokens, {count} trained", BORDER, colored))
         parts = stretches(ids[:max_tokens], labels[:max_tokens], tokenizer)
         print("".join(_shown(stretch, colored) for stretch in parts).replace("]][[", ""))
@@ -128,9 +137,31 @@ def _inspect(config: Config, index: int, num: int, max_tokens: int, held_out: bo
             print(_paint(f"... {len(ids) - max_tokens} tokens more (--tokens)", BORDER, colored))
         shown.append(parts)
     print(_paint("---- only what is trained", BORDER, colored))
-    for number, parts in zip(numbers, shown, strict=False):
+    for (number, _, _), parts in zip(documents, shown, strict=False):
         for text in trained_texts(parts):
             print(f"document {number}: {text!r}")
+
+
+def _bin(part: PackedDocuments | Stream, index: int) -> tuple[str, list[tuple[int, np.ndarray, np.ndarray]]]:
+    """What a bin is called, and (number, ids, labels) of its documents."""
+    from xorl.data.stream import Stream, stream_bins  # noqa: PLC0415
+
+    if isinstance(part, Stream):
+        if index < 0:
+            raise ValueError(f"--bin: {index}, want 0 or more")
+        members = next(stream_bins(part, first=index, stride=1)).documents
+        return f"bin {index} of the stream", [(n, m.input_ids, m.labels) for n, m in enumerate(members)]
+    if not 0 <= index < len(part.bins):
+        raise ValueError(f"--bin: {index}, want 0 to {len(part.bins) - 1}: there are {len(part.bins)} bins")
+    numbers = part.bins.documents(index).tolist()
+    return f"bin {index} of {len(part.bins)}", [(number, *part.documents.document(number)) for number in numbers]
+
+
+def _num_trained(labels: np.ndarray) -> int:
+    """Of a document; the first token has nothing before it that could predict it."""
+    from xorl.data import IGNORE  # noqa: PLC0415
+
+    return int((labels[1:] != IGNORE).sum())
 
 
 def _shown(stretch: Stretch, colored: bool) -> str:
@@ -145,29 +176,42 @@ def _paint(text: str, style: str, colored: bool) -> str:
     return f"{style}{text}{RESET}" if colored else text
 
 
-def _stats(config: Config, page: Path | None, held_out: bool) -> None:
+def _stats(config: Config, page: Path | None, num_documents: int | None, held_out: bool) -> None:
     from xorl.data import dataset_statistics, fill_histogram, html_report, text_report  # noqa: PLC0415
+    from xorl.data.stream import Stream, read_sample  # noqa: PLC0415
 
     data, tokenizer = _prepared(config)
     part = _part(data, held_out)
-    documents, bins = part.documents, part.bins
-    receipt = documents.receipt.with_bins(num_bins=len(bins), fill=bins.fill, plan_hash=None)
+    title = f"Data of {config.train.output_dir}"
+    if isinstance(part, Stream):
+        documents = read_sample(part, num_documents or DOCUMENTS)
+        receipt, fills = documents.receipt, documents.fills
+        extent = "all of them" if documents.is_all else "of more (--documents)"
+        read = f"the first {len(documents):,} documents, {extent}, and the first {len(fills):,} bins"
+        print(f"stream   {read}")
+        title += f": {read}"
+    elif num_documents is not None:
+        raise ValueError("--documents: prepared data is counted whole; leave it out, or set data.streaming")
+    else:
+        documents, bins = part.documents, part.bins
+        receipt = documents.receipt.with_bins(num_bins=len(bins), fill=bins.fill, plan_hash=None)
+        fills = bins.fills(documents.lengths)
     statistics = dataset_statistics(documents, tokenizer)
-    fill = fill_histogram(bins.fills(documents.lengths))
+    fill = fill_histogram(fills)
     for line in text_report(statistics, receipt, fill):
         print(line)
     page = page or Path(config.train.output_dir) / "data_stats.html"
     try:
         page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(html_report(f"Data of {config.train.output_dir}", statistics, receipt, fill), encoding="utf-8")
+        page.write_text(html_report(title, statistics, receipt, fill), encoding="utf-8")
     except OSError as error:
         raise ValueError(f"--html: {page} cannot be written: {error.strerror}") from error
     print(f"page     {page}")
 
 
-def _part(data: RunData, held_out: bool) -> PackedDocuments:
+def _part(data: RunData, held_out: bool) -> PackedDocuments | Stream:
     if not held_out:
-        return _packed(data)
+        return data.train
     if data.held_out is None:
         raise ValueError("--held-out: nothing is held out; set data.test_datasets or data.val_set_size")
     return data.held_out
@@ -176,7 +220,7 @@ def _part(data: RunData, held_out: bool) -> PackedDocuments:
 def _packed(data: RunData) -> PackedDocuments:
     from xorl.train.data import PackedDocuments  # noqa: PLC0415
 
-    assert isinstance(data.train, PackedDocuments), "streams are refused before"
+    assert isinstance(data.train, PackedDocuments), "a stream is refused before"
     return data.train
 
 
@@ -187,11 +231,6 @@ def _prepared(config: Config) -> tuple[RunData, TextTokenizer | None]:
     from xorl.train.model import read_architecture  # noqa: PLC0415
     from xorl.train.progress import set_up_logging  # noqa: PLC0415
 
-    if config.data.streaming:
-        raise ValueError(
-            "data.streaming: a stream is read while it is trained on, so there is nothing to prepare or to look at "
-            "before; give --data.streaming false, with a part of the data where it is large"
-        )
     set_up_logging(config.train.log_format, is_main=True)
     architecture = read_architecture(config.model)
     folder = architecture.tokenizer_folder

@@ -21,19 +21,26 @@ from xorl.core.parallel import ParallelModel
 from xorl.core.runtime import Runtime
 from xorl.data import DataPlan, StepLoader
 from xorl.data.stream import Stream, StreamPlan
-from xorl.train.checkpoints import Checkpoints, SavePoints, is_exported, saved_data, saved_stream_positions
+from xorl.train.checkpoints import (
+    Checkpoints,
+    SavePoints,
+    is_exported,
+    saved_data,
+    saved_stream_positions,
+    saved_stream_tally,
+)
 from xorl.train.data import (
     DataIdentity,
     Loader,
     PackedDocuments,
     Plan,
     RunData,
+    StreamState,
     build_loader,
     build_stream_loader,
     eval_plan,
     plan_steps,
     prepare_data,
-    stream_positions,
     write_receipt,
 )
 from xorl.train.engine import Engine
@@ -115,7 +122,7 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None) -> Run:
     plan = _plan(config, data, mesh, None if manifest is None else saved_data(manifest))
     held_out_content = None if data.held_out is None else data.held_out.documents.fingerprint
     _require_agreement("data", f"training {plan.hash} of {plan.num_steps} steps, held out {held_out_content}")
-    if place.is_main:
+    if place.is_main and not isinstance(data.train, Stream):
         write_receipt(output_dir / RECEIPT, data, plan)
     if resumed is not None and manifest is not None and manifest.step >= plan.num_steps:
         lacks_export = train.save_hf_weights and resumed.parent == checkpointer.root and not is_exported(resumed)
@@ -129,8 +136,8 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None) -> Run:
             config = config.model_copy(update={"train": chosen})
     with phases("model", f"architecture={architecture.spec.architecture} device={place.device}"):
         engine = (make_engine or build_engine)(config, architecture, mesh, place.device)
-    loader, positions = _loader(config, data, plan, mesh, place, manifest, architecture.config.hidden_size)
-    checkpoints = _checkpoints(config, checkpointer, engine, place, plan, architecture, positions)
+    loader, stream = _loader(config, data, plan, mesh, place, manifest, architecture.config.hidden_size)
+    checkpoints = _checkpoints(config, checkpointer, engine, place, plan, architecture, stream)
     start_step = 0
     if resumed is not None:
         with phases("resume", f"path={resumed}"):
@@ -176,15 +183,19 @@ def _loader(
     place: Runtime,
     manifest: Manifest | None,
     hidden_size: int,
-) -> tuple[Loader, Callable[[], list[list[int]]] | None]:
-    """The loader of what is trained on and, of a stream, what tells a checkpoint where it stands (collective)."""
+) -> tuple[Loader, StreamState | None]:
+    """The loader of what is trained on and, of a stream, what tells a checkpoint where it stands."""
     if not isinstance(data.train, Stream):
         assert isinstance(plan, DataPlan), "plan_steps gives the plan of what it is given"
         return build_loader(config, data.train, plan, mesh, hidden_size), None
     assert isinstance(plan, StreamPlan), "plan_steps gives the plan of what it is given"
     saved = None if manifest is None else saved_stream_positions(manifest)
     loader = build_stream_loader(config, data.train, plan, mesh, saved)
-    return loader, partial(stream_positions, loader, mesh, place.device)
+    before = None if manifest is None else saved_stream_tally(manifest)
+    if manifest is not None and before is None:
+        logger.warning("stream: the checkpoint has no counts, so the data receipt begins at step=%d", manifest.step)
+    write = partial(write_receipt, Path(config.train.output_dir) / RECEIPT, data, plan)
+    return loader, StreamState(data.train, loader, mesh, place.device, before=before, write=write)
 
 
 def _writable(folder: Path) -> Path:
@@ -342,7 +353,7 @@ def _checkpoints(
     place: Runtime,
     plan: Plan,
     architecture: Architecture,
-    positions: Callable[[], list[list[int]]] | None,
+    stream: StreamState | None,
 ) -> Checkpoints:
     train = config.train
     export = ModelExport(
@@ -359,7 +370,7 @@ def _checkpoints(
         due=SavePoints(plan.num_steps, plan.steps_per_epoch, train.save_steps, train.save_epochs),
         data=DataIdentity.of(plan),
         export=export if train.save_hf_weights else None,
-        stream_positions=positions,
+        stream=stream,
     )
 
 

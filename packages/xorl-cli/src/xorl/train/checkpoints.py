@@ -12,7 +12,7 @@ from typing import cast
 
 from xorl.ckpt import Checkpointer, CheckpointFailure, Manifest
 from xorl.core.runtime import Runtime, rng_state, set_rng_state
-from xorl.train.data import DataIdentity
+from xorl.train.data import DataIdentity, StreamState
 from xorl.train.engine import Engine
 from xorl.train.export import ModelExport
 
@@ -51,14 +51,14 @@ class Checkpoints:
         due: SavePoints,
         data: DataIdentity,
         export: ModelExport | None,
-        stream_positions: Callable[[], list[list[int]]] | None = None,
+        stream: StreamState | None = None,
     ) -> None:
         self._checkpointer = checkpointer
         self._engine = engine
         self._runtime = runtime
         self._export = export
         self._data = data
-        self._stream_positions = stream_positions
+        self._stream = stream
         self.due: Callable[[int], bool] = due
         self.last: Path | None = None
         self.exported: Path | None = None
@@ -66,13 +66,13 @@ class Checkpoints:
     def save(self, step: int) -> None:
         """Save the run after `step` steps. Collective."""
         start = time.perf_counter()
-        place: dict[str, str | int | list[list[int]]] = {
+        place: dict[str, str | int | list[list[int]] | list[int]] = {
             **asdict(self._data),
             "position": step * self._data.bins_per_step,
         }
         # Set on all ranks or on none: the configuration decides.
-        if self._stream_positions is not None:
-            place["stream_positions"] = self._stream_positions()
+        if self._stream is not None:
+            place |= self._stream.place()
         try:
             self.last = self._checkpointer.save(
                 step,
@@ -84,6 +84,8 @@ class Checkpoints:
         except CheckpointFailure as error:
             raise CheckpointFailure(f"step {step}: {error}\n{self._way_on()}") from error
         logger.info("checkpoint=%s step=%d save_s=%.2f", self.last, step, time.perf_counter() - start)
+        if self._stream is not None and self._runtime.is_main:
+            self._stream.write_receipt()
 
     def export(self) -> None:
         """Write the model for other tools beside the last checkpoint, where the run is to do so. Collective."""
@@ -123,3 +125,8 @@ def saved_data(manifest: Manifest) -> DataIdentity:
 def saved_stream_positions(manifest: Manifest) -> list[list[int]] | None:
     """Where the lanes of a stream stood in a checkpoint; None where it was trained on prepared data."""
     return cast(dict[str, list[list[int]]], manifest.info["data"]).get("stream_positions")
+
+
+def saved_stream_tally(manifest: Manifest) -> list[int] | None:
+    """What had been counted of a stream in a checkpoint; None where nothing was."""
+    return cast(dict[str, list[int]], manifest.info["data"]).get("stream_tally")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -21,6 +21,7 @@ from xorl.data import (
     DatasetEntry,
     PreparedDocuments,
     PrepareOptions,
+    Receipt,
     StepLoader,
     pack,
     prepare,
@@ -29,7 +30,7 @@ from xorl.data import (
     split_documents,
 )
 from xorl.data.push import push_documents
-from xorl.data.stream import Stream, StreamLoader, StreamOptions, StreamPlan, open_stream
+from xorl.data.stream import Stream, StreamLoader, StreamOptions, StreamPlan, Tally, open_stream
 
 logger = logging.getLogger(__name__)
 
@@ -156,10 +157,11 @@ def plan_steps(config: Config, data: PackedDocuments | Stream, dp_size: int, res
     )
 
 
-def write_receipt(path: Path, data: RunData, plan: Plan) -> None:
+def write_receipt(path: Path, data: RunData, plan: Plan, streamed: Receipt | None = None) -> None:
     """Say what became of every sample, and store it: where a model came from is asked long after the run.
 
-    Of a stream it holds the files alone: its samples are counted by nobody before they are trained.
+    `streamed` is the receipt of a stream, whose samples are counted while they are read: it is written with each
+    checkpoint and at the end, that of prepared data before the first step.
     """
     stored: dict[str, object] = {}
     parts = {"train": (data.train, plan.hash), "held_out": (data.held_out, None)}
@@ -168,12 +170,14 @@ def write_receipt(path: Path, data: RunData, plan: Plan) -> None:
             receipt = part.documents.receipt.with_bins(
                 num_bins=len(part.bins), fill=part.bins.fill, plan_hash=plan_hash
             )
-            stored[name] = receipt.as_dict()
-            for line in receipt.lines():
-                logger.info("receipt %s %s", name, line)
         elif part is not None:
-            datasets = [{"name": e.name, "files": len(e.files), "num_bytes": e.num_bytes} for e in part.entries]
-            stored[name] = {"streamed": datasets, "plan_hash": plan_hash}
+            assert streamed is not None, "a stream's receipt is written once something was read"
+            receipt = streamed
+        else:
+            continue
+        stored[name] = receipt.as_dict()
+        for line in receipt.lines():
+            logger.info("receipt %s %s", name, line)
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(stored, indent=1) + "\n")
     temporary.replace(path)
@@ -221,11 +225,46 @@ def build_stream_loader(
     )
 
 
-def stream_positions(loader: StreamLoader, mesh: Mesh, device: torch.device) -> list[list[int]]:
-    """Where the lanes of all ranks stand; collective. Each rank knows its own, and what it knows only grows."""
-    positions = torch.from_numpy(loader.positions()).to(device)
-    dist.all_reduce(positions, op=dist.ReduceOp.MAX, group=mesh.dp_group)
-    return positions.tolist()
+class StreamState:
+    """Where a run stands in its stream and what it has read of it, over all ranks.
+
+    `before` is what was counted until the checkpoint that the run goes on from; `write` takes the receipt.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        loader: StreamLoader,
+        mesh: Mesh,
+        device: torch.device,
+        *,
+        before: Sequence[int] | None,
+        write: Callable[[Receipt], None],
+    ) -> None:
+        self._loader = loader
+        self._group = mesh.dp_group
+        self._device = device
+        self._before = Tally(stream, before)
+        self._tally = Tally(stream, before)
+        self._plan_hash = loader.plan.hash
+        self._write = write
+
+    def place(self) -> dict[str, list[list[int]] | list[int]]:
+        """What a checkpoint keeps: where each lane stands, and what was counted since the first step; collective.
+
+        Each data-parallel rank knows its own lanes, and what it knows only grows. It has counted the bins that it was
+        handed, and each bin is handed to one of them, so that their sum counts nothing twice, shared lanes included.
+        """
+        positions = torch.from_numpy(self._loader.positions()).to(self._device)
+        dist.all_reduce(positions, op=dist.ReduceOp.MAX, group=self._group)
+        counted = torch.tensor(self._loader.tally.values, device=self._device)
+        dist.all_reduce(counted, group=self._group)
+        self._tally.values[:] = self._before.values + counted.cpu().numpy()
+        return {"stream_positions": positions.tolist(), "stream_tally": self._tally.values.tolist()}
+
+    def write_receipt(self) -> None:
+        """Write the receipt of all samples that were counted up to the last `place()`."""
+        self._write(self._tally.receipt(self._plan_hash))
 
 
 def _stream(config: Config, model: _Model) -> Stream:

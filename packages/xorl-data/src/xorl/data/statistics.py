@@ -1,4 +1,4 @@
-"""Statistics of prepared documents: lengths, trained tokens, beginnings and ends, duplicates; by dataset.
+"""Statistics of documents: lengths, trained tokens, beginnings and ends, duplicates; by dataset.
 
 Duplicates are looked for among the first documents only, so that the cost is bounded; figures say among how many.
 """
@@ -6,14 +6,14 @@ Duplicates are looked for among the first documents only, so that the cost is bo
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import xxhash
 
 from xorl.data.batch import IGNORE
-from xorl.data.documents import PreparedDocuments
 from xorl.data.formats import TextTokenizer
-from xorl.data.receipt import Counts
+from xorl.data.receipt import Counts, Receipt
 
 # Documents of each dataset that are read for beginnings, ends and duplicates, and tokens of each for near ones.
 _LOOKED_AT = 20_000
@@ -52,7 +52,21 @@ class DatasetStatistics:
     near_duplicates: int
 
 
-def dataset_statistics(documents: PreparedDocuments, tokenizer: TextTokenizer | None) -> list[DatasetStatistics]:
+class CountedDocuments(Protocol):
+    """What statistics are made of: PreparedDocuments, or a StreamSample."""
+
+    receipt: Receipt
+    lengths: np.ndarray
+    num_trained: np.ndarray
+
+    def distinct(self) -> tuple[np.ndarray, np.ndarray]: ...
+
+    def datasets(self) -> np.ndarray: ...
+
+    def document(self, index: int) -> tuple[np.ndarray, np.ndarray]: ...
+
+
+def dataset_statistics(documents: CountedDocuments, tokenizer: TextTokenizer | None) -> list[DatasetStatistics]:
     """The statistics of each dataset of the merged documents, without the repetitions of a mixture."""
     _, places = documents.distinct()
     datasets = documents.datasets()[places]
@@ -68,7 +82,7 @@ def fill_histogram(fills: np.ndarray) -> Histogram:
 
 
 def _of_dataset(
-    documents: PreparedDocuments, places: np.ndarray, name: str, counts: Counts, tokenizer: TextTokenizer | None
+    documents: CountedDocuments, places: np.ndarray, name: str, counts: Counts, tokenizer: TextTokenizer | None
 ) -> DatasetStatistics:
     lengths = documents.lengths[places]
     trained = documents.num_trained[places] / np.maximum(lengths - 1, 1)

@@ -2,5 +2,17 @@
 
 from xorl.data.stream.files import Stream, StreamOptions, open_stream
 from xorl.data.stream.loader import StreamLoader, StreamPlan, stream_bins
+from xorl.data.stream.sample import StreamSample, read_sample
+from xorl.data.stream.tally import Tally
 
-__all__ = ["Stream", "StreamLoader", "StreamOptions", "StreamPlan", "open_stream", "stream_bins"]
+__all__ = [
+    "Stream",
+    "StreamLoader",
+    "StreamOptions",
+    "StreamPlan",
+    "StreamSample",
+    "Tally",
+    "open_stream",
+    "read_sample",
+    "stream_bins",
+]

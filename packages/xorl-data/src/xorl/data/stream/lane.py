@@ -9,7 +9,7 @@ import numpy as np
 
 from xorl.data.collate import Document
 from xorl.data.errors import DataError
-from xorl.data.formats import EncodedDocuments
+from xorl.data.formats import EncodedDocuments, id_problem
 from xorl.data.invariants import check_counts
 from xorl.data.packing import OpenBins, best_fit_decreasing
 from xorl.data.readers import Piece
@@ -36,12 +36,17 @@ class RunStart:
 
 @dataclass(frozen=True)
 class StreamBin:
-    """A packed bin: its documents, its number in its lane, and the start of the run it came from."""
+    """A packed bin: its documents, its number in its lane, and the start of the run it came from.
+
+    `read` are the counts, with the entry they are of, of the pieces that were read since the lane's bin before it: a
+    function of the bin alone, so that they add up over bins to what was read, whoever took which bin.
+    """
 
     lane: int
     number: int
     run: RunStart
     documents: tuple[Document, ...]
+    read: tuple[tuple[int, Counts], ...] = ()
 
 
 class Lane:
@@ -54,6 +59,7 @@ class Lane:
         self._tables = [BlockTable(entry) for entry in stream.entries]
         self._judges = [_Judge() for _ in stream.entries]
         self._run = start or RunStart()
+        self._read: list[tuple[int, Counts]] = []
 
     def bins(self) -> Iterator[StreamBin]:
         """Bin after bin. DataError where data cannot be read, or where a whole epoch holds no document."""
@@ -61,7 +67,8 @@ class Lane:
         while True:
             run, number = self._run, self._run.first_bin
             for members in self._pack_run(pieces):
-                yield StreamBin(self._lane, number, run, members)
+                read, self._read = tuple(self._read), []
+                yield StreamBin(self._lane, number, run, members, read)
                 number += 1
             self._run = RunStart(number, self._run.block, self._run.piece)
 
@@ -98,6 +105,7 @@ class Lane:
     def _pieces(self) -> Iterator[tuple[RunStart, EncodedDocuments]]:
         """The encoded pieces from `_run` on, each with the place after it."""
         block, skip = self._run.block, self._run.piece
+        from_beginning = block == skip == 0
         num_empty = 0
         while True:
             _, index, number = self._order.block(self._lane, block)
@@ -116,6 +124,8 @@ class Lane:
             if num_empty > self._order.blocks_per_epoch:
                 raise DataError(f"{entry.option}: nothing is left of the stream: a whole epoch of it has no document")
             block, skip = block + 1, 0
+            if from_beginning and self._order.num_lanes == 1 and block == self._order.blocks_per_epoch:
+                self._judge_all()
 
     def _judge(self, index: int, encoded: EncodedDocuments, piece: Piece) -> None:
         judge, entry = self._judges[index], self._stream.entries[index]
@@ -127,9 +137,19 @@ class Lane:
                 f"those before them; give every row of {entry.name} labels (-100 where a token is not trained), or none"
             )
         judge.labelled = encoded.has_labels
+        vocab_size = entry.form.vocab_size
+        if vocab_size is not None and encoded.largest_id >= vocab_size:
+            place = piece.place(encoded.largest_id_row)
+            raise DataError(f"{place}: {id_problem(encoded.largest_id, 'a sample', vocab_size)}")
+        self._read.append((index, encoded.counts))
         judge.counts += encoded.counts
         if judge.counts.samples >= judge.next_at:
             judge.next_at *= 10
+            check_counts(judge.counts, entry.name, entry.form, entry.option, entry.allowed)
+
+    def _judge_all(self) -> None:
+        """Judges data that was read whole, however small: in one lane, after the first epoch."""
+        for judge, entry in zip(self._judges, self._stream.entries, strict=True):
             check_counts(judge.counts, entry.name, entry.form, entry.option, entry.allowed)
 
 

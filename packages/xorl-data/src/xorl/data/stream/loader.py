@@ -24,6 +24,7 @@ from xorl.data.shuffle import digest
 from xorl.data.stream.files import Stream
 from xorl.data.stream.lane import Lane, RunStart, StreamBin
 from xorl.data.stream.order import StreamOrder
+from xorl.data.stream.tally import Tally
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class StreamLoader:
 
     `positions` are those of a checkpoint (see `positions()`), of any number of ranks and workers; without them a later
     step is reached by reading all that comes before it. The work is divided by lanes, so the number of workers is
-    lowered to one that divides this rank's lanes, and what each does is its own.
+    lowered to one that divides this rank's lanes, and what each does is its own. `tally` counts what was handed out.
     """
 
     def __init__(
@@ -100,10 +101,15 @@ class StreamLoader:
         self._runs = np.zeros((plan.num_lanes, 2), dtype=np.int64)
         if positions is not None:
             self._runs[:] = np.asarray(positions, dtype=np.int64).reshape(-1, 2)
+        self.tally = Tally(stream)
 
     @property
     def num_steps(self) -> int:
         return self._plan.num_steps
+
+    @property
+    def plan(self) -> StreamPlan:
+        return self._plan
 
     def positions(self) -> np.ndarray:
         """[L, 2] int64: what a resume wants to know of each lane, as of the last step that was handed out.
@@ -142,6 +148,7 @@ class StreamLoader:
             members = [next(bins) for _ in range(per_step)]
             for member in members:
                 run = member.run
+                self.tally.add(member)
                 self._runs[member.lane] = run.first_bin, (run.block << _PIECE_BITS) + run.piece
             size = self._micro_batch_size
             yield step, [self._batch(members[at : at + size]) for at in range(0, per_step, size)]
