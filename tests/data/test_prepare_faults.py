@@ -102,6 +102,25 @@ def test_a_holder_that_stopped_beating_is_replaced(tmp_path: Path, monkeypatch: 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_lock_left_behind_what_was_published_goes_with_the_next_run(corpus: DatasetEntry, tmp_path: Path) -> None:
+    # Catches a file for every process that was killed between publishing and letting go.
+    options = PrepareOptions(bin_len=64, prepared_path=tmp_path / "prepared")
+    prepare([corpus], options)
+    [folder] = [path for path in options.prepared_path.iterdir() if path.is_dir()]
+    left = options.prepared_path / f".{folder.name}.lock"
+    process = multiprocessing.get_context("fork").Process(target=_die_holding, args=(left,))
+    process.start()
+    process.join()
+    assert left.exists()
+    prepare([corpus], options)
+    assert not left.exists()
+
+
+def _die_holding(path: Path) -> None:
+    with lock.exclusive(path, "test"):
+        os._exit(0)
+
+
 def _acquire_once(path: Path) -> None:
     with lock.exclusive(path, "test"):
         pass

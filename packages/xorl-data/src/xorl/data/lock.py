@@ -44,6 +44,13 @@ def exclusive(path: Path, what: str) -> Iterator[None]:
         held.release()
 
 
+def forget_dead(path: Path) -> None:
+    """Takes the lock file `path` away if its holder died on this machine; for what was published just before that."""
+    record = _read(path)
+    if record and _has_died(record):
+        _remove(path, record)
+
+
 class _Held:
     """A lock file of this process, beating."""
 

@@ -30,7 +30,7 @@ from xorl.data.entry import DatasetEntry
 from xorl.data.errors import DataError, DataFailure
 from xorl.data.formats import EncodedDocuments, Format, TokenizedFormat
 from xorl.data.invariants import Allowed, check_counts, check_largest_id, check_special_tokens
-from xorl.data.lock import exclusive
+from xorl.data.lock import exclusive, forget_dead
 from xorl.data.mixture import Share, check_shares
 from xorl.data.published import find_prepared, open_direct
 from xorl.data.readers import Piece
@@ -186,9 +186,12 @@ def _prepare_parts(
             own_key = digest(FORMAT_VERSION, shard, form.fingerprint())
         # The order of documents does not depend on how many files hold them: this is no part of the store's key.
         folder = options.prepared_path / (digest(own_key, options.num_files) if options.num_files > 1 else own_key)
-        if not (folder / MANIFEST).is_file():
+        lock = options.prepared_path / f".{folder.name}.lock"
+        if (folder / MANIFEST).is_file():
+            forget_dead(lock)
+        else:
             _make_root(options.prepared_path)
-            with exclusive(options.prepared_path / f".{folder.name}.lock", f"prepare dataset={own.name}"):
+            with exclusive(lock, f"prepare dataset={own.name}"):
                 if not (folder / MANIFEST).is_file():
                     all_cached = False
                     if isinstance(own, ShardedSource) and len(parts) > 1 and num_rows is None:
