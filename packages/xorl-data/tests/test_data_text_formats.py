@@ -100,6 +100,27 @@ def test_a_tokenizer_that_begins_texts_with_bos_gives_exactly_one(text_options, 
         texts_of([{"text": "<|begin|><|begin|>One."}], options, tmp_path, write_jsonl, type="text")
 
 
+UNSTABLE = (
+    "{% for message in messages %}{% if SKIP %}{{ '<|' + message.role + '|>' }}"
+    "{% if loop.last and message.role == 'assistant' %}{{ '(thought)' }}{% endif %}"
+    "{{ message.content + '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def test_an_empty_answer_trains_its_end_or_is_refused(text_options, tmp_path, write_jsonl):
+    """Catches an answer of no words that is taken for one left out, and one left out for the answer before it."""
+    turns = [USER, ASSISTANT, USER, {"role": "assistant", "content": ""}, USER, ASSISTANT]
+    template = tmp_path / "template.jinja"
+    template.write_text(UNSTABLE.replace("SKIP", "true"))
+    entry = {"type": "chat", "chat_template": str(template)}
+    [(_, trained)] = texts_of([{"messages": turns}], text_options, tmp_path, write_jsonl, **entry)
+    assert trained == ["Hello<|end|>", "<|end|>", "(thought)Hello<|end|>"]
+    template.write_text(UNSTABLE.replace("SKIP", "message.content"))
+    with pytest.raises(DataError, match=r"line 1: .* writes nothing of message 3"):
+        texts_of([{"messages": turns}], text_options, tmp_path, write_jsonl, **entry)
+
+
 def test_pad_that_equals_eos_leaves_the_end_trained(text_options, tmp_path, write_jsonl, write_tokenizer):
     """Catches masks made of `ids == pad`, after which a model never stops."""
     options = replace(text_options, tokenizer_folder=write_tokenizer(tmp_path / "pad", pad="<|end|>"))

@@ -153,11 +153,12 @@ def _aligned(
     """The third way. `before` is the rendering of the messages before the turn, with the generation prompt."""
     messages = conversation.messages
     first, last = _region(template, conversation, whole, turn)
-    if first >= last:
-        raise DataError(f"{template.name} writes nothing of message {turn}, so that it cannot be trained")
     start = (
         len(before) if whole.startswith(before) else _start(template, conversation, whole, turn, before, first, special)
     )
+    # An empty answer has its place right behind the generation prompt, or it has none.
+    if first > last or first == last != start:
+        raise DataError(f"{template.name} writes nothing of message {turn}, so that it cannot be trained")
     _check_alone(template, messages, turn, whole[start:last])
     # The other contents may have had another end token, of which the last characters are the same.
     inside = next((match for match in special.finditer(whole, start) if match.start() < last < match.end()), None)
