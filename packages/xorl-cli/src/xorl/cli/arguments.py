@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from typing import TYPE_CHECKING
 
+import typer
 from typer.core import TyperCommand
 
+from xorl.cli.exit_codes import code_of, text_of
 from xorl.config.options import all_options
 from xorl.config.overrides import is_override, split_overrides
 
@@ -46,3 +49,12 @@ def _suggestion(flag: str, flags: set[str]) -> str:
     if options:
         return f"; the option of this name is --{options[0]}"
     return f"; did you mean {near[0]}?" if near else ""
+
+
+def run_module(app: typer.Typer, module: str) -> None:
+    """Runs one command's own app, for `python -m module`; bad input is told in a few lines, with its exit code."""
+    try:
+        app(prog_name=f"python -m {module}")
+    except ValueError as error:
+        print(text_of(error), file=sys.stderr)
+        sys.exit(code_of(error))

@@ -13,9 +13,8 @@ from typing import Annotated, get_args
 
 import typer
 
-from xorl.cli.arguments import OverridesCommand
+from xorl.cli.arguments import OverridesCommand, run_module
 from xorl.cli.bench_config import Documents, Work, forced, shapes, write_config
-from xorl.cli.exit_codes import code_of, text_of
 from xorl.cli.launch import LaunchFlags, launch, plan_launch
 from xorl.cli.rank import RankEnvironment, run_alone, run_rank
 from xorl.cli.train import TracebackFlag, let_waiting_threads_sleep, num_gpus
@@ -216,11 +215,7 @@ def _process_start() -> float:
 
 def main() -> None:
     """Runs the command alone, for `python -m xorl.cli.bench`."""
-    try:
-        app(prog_name=f"python -m {MODULE}")
-    except ValueError as error:
-        print(text_of(error), file=sys.stderr)
-        sys.exit(code_of(error))
+    run_module(app, MODULE)
 
 
 if __name__ == "__main__":

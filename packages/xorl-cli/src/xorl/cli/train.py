@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
-from xorl.cli.arguments import OverridesCommand
-from xorl.cli.exit_codes import Diverged, code_of, text_of
+from xorl.cli.arguments import OverridesCommand, run_module
+from xorl.cli.exit_codes import Diverged
 from xorl.cli.launch import LaunchFlags, launch, plan_launch
 from xorl.cli.rank import RankEnvironment, run_alone, run_rank
 from xorl.config import LoadedConfig, check_world_size, load_config
@@ -114,11 +114,7 @@ def _train(loaded: LoadedConfig) -> int:
 
 def main() -> None:
     """Runs the command alone, for `python -m xorl.cli.train`."""
-    try:
-        app(prog_name=f"python -m {MODULE}")
-    except ValueError as error:
-        print(text_of(error), file=sys.stderr)
-        sys.exit(code_of(error))
+    run_module(app, MODULE)
 
 
 if __name__ == "__main__":
