@@ -56,7 +56,8 @@ def deterministic(monkeypatch):
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("window", [None, 1, 33])
+# A window of 1 has no gradients of queries and keys, so there is nothing that errors are relative to.
+@pytest.mark.parametrize("window", [None, 2, 33])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)

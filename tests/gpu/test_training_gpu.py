@@ -72,19 +72,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def first_gpus(count: int) -> str:
+    """So many of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    every = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    return ",".join(every[:count])
+
+
 def train(folder: Path, name: str, *arguments: str, gpus: int = 1) -> list[float]:
     """The losses of a run on `gpus` GPUs; 0 means the CPU."""
     output = folder / name
     ranks = ["--nproc-per-node", str(gpus)] if gpus > 1 else []
     command = [sys.executable, "-m", "xorl.cli.train", str(folder / "config.yaml"), *ranks, *arguments]
-    visible = ",".join(str(index) for index in range(gpus))
     result = subprocess.run(
         [*command, "--train.output_dir", str(output)],
         capture_output=True,
         text=True,
         timeout=250,
         check=False,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": visible},
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": first_gpus(gpus)},
     )
     assert result.returncode == 0, result.stderr[-4000:]
     return [json.loads(line)["loss"] for line in (output / "metrics.jsonl").read_text().splitlines()]

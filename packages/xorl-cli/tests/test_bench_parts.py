@@ -88,7 +88,7 @@ def test_xorls_attention_in_a_peer_is_the_peers_own_on_packed_rows() -> None:
     layout = SequenceLayout.from_lengths([5, 9, 2])
     ids = torch.arange(16)[None] * 7 % 512
     logits = []
-    for name in ("eager", register_attention("sdpa", attention)):
+    for name in ("eager", register_attention(attention)):
         torch.manual_seed(0)
         config = AutoConfig.for_model(values["model_type"], **{k: v for k, v in values.items() if k != "model_type"})
         model = AutoModelForCausalLM.from_config(config, attn_implementation=name)

@@ -159,7 +159,7 @@ def _engine(
     attention = "sdpa"
     if peer.backend is not None:
         function = resolve_attention(peer.backend, _request(config, architecture))
-        attention = register_attention(peer.backend, function)
+        attention = register_attention(function)
     with device:
         model: nn.Module = AutoModelForCausalLM.from_config(hf_config, dtype=param_dtype, attn_implementation=attention)
     layers = list(model.get_submodule("model.layers").children())
@@ -187,7 +187,7 @@ def _engine(
     )
 
 
-def register_attention(backend: str, attention: AttentionFn) -> str:
+def register_attention(attention: AttentionFn) -> str:
     """Make one of xorl's attention functions known to transformers; returns the name to ask for it by.
 
     The model must be called with `xorl_layout`, the layout of the packed row.
@@ -211,7 +211,8 @@ def register_attention(backend: str, attention: AttentionFn) -> str:
         q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # [T, H, D]
         return attention(q, k, v, xorl_layout, scale=scaling, window=sliding_window).unsqueeze(0), None
 
-    name = f"xorl_{backend}"
+    # Without "flash", by which transformers takes a name for one of its own.
+    name = "xorl_packed_attention"
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, flash_attention_mask)
     return name
