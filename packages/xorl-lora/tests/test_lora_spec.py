@@ -5,6 +5,11 @@ import torch
 from torch import nn
 
 from xorl.lora import AdapterSpec
+from xorl.lora.targets import resolve
+
+
+def found(spec: AdapterSpec, model: nn.Module) -> tuple[str, ...]:
+    return tuple(site.name for site in resolve(spec, model))
 
 
 def two_layers() -> nn.Module:
@@ -30,23 +35,23 @@ def test_values_out_of_range_are_refused(options, message):
 
 
 @pytest.mark.parametrize(
-    ("targets", "found"),
+    ("targets", "names"),
     [
         ("all-linear", ("0.q_proj", "0.seq_proj", "1.q_proj")),
         (("q_proj",), ("0.q_proj", "1.q_proj")),
         (("1.q_proj", "seq_proj"), ("0.seq_proj", "1.q_proj")),
     ],
 )
-def test_targets_are_the_ends_of_names_in_whole_parts(targets, found):
+def test_targets_are_the_ends_of_names_in_whole_parts(targets, names):
     """Catches `q_proj` matching `seq_proj`, and an order that follows the targets."""
-    assert AdapterSpec(targets=targets).resolve(two_layers()) == found
+    assert found(AdapterSpec(targets=targets), two_layers()) == names
 
 
 @pytest.mark.parametrize("unmatched", ["k_proj", "norm", "0", "proj"])
 def test_a_target_that_matches_nothing_is_an_error_that_lists_the_names(unmatched):
     """Catches a misspelt target that is ignored, so that fewer layers train than were asked for."""
-    with pytest.raises(ValueError, match=rf"\['{unmatched}'\] match no nn.Linear .* \['q_proj', 'seq_proj'\]"):
-        AdapterSpec(targets=("q_proj", unmatched)).resolve(two_layers())
+    with pytest.raises(ValueError, match=rf"\['{unmatched}'\] match no layer .* \['q_proj', 'seq_proj'\]"):
+        found(AdapterSpec(targets=("q_proj", unmatched)), two_layers())
 
 
 class Tied(nn.Module):
@@ -57,7 +62,7 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("model", "target", "found", "reason"),
+    ("model", "target", "names", "reason"),
     [
         (Tied(), "head", ("body",), "another module uses its weight"),
         (
@@ -72,26 +77,20 @@ class Tied(nn.Module):
             ("up",),
             "without calling it",
         ),
-        (
-            nn.ModuleDict({"up": nn.Linear(4, 4), "later": nn.Linear(4, 4, device="meta")}),
-            "later",
-            ("up",),
-            "meta device",
-        ),
     ],
 )
-def test_layers_that_an_adapter_would_break_or_miss_are_left_alone(model, target, found, reason):
+def test_layers_that_an_adapter_would_break_or_miss_are_left_alone(model, target, names, reason):
     """Catches a merge that changes a tied embedding, and adapters that the module around them never calls."""
-    assert AdapterSpec().resolve(model) == found
+    assert found(AdapterSpec(), model) == names
     with pytest.raises(ValueError, match=rf"cannot be adapted: .*{target} \(.*{reason}"):
-        AdapterSpec(targets=(target,)).resolve(model)
+        found(AdapterSpec(targets=(target,)), model)
 
 
-@pytest.mark.parametrize("model", [nn.LayerNorm(4), nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4, device="meta"))])
+@pytest.mark.parametrize("model", [nn.LayerNorm(4), nn.Linear(4, 4)])
 def test_a_model_with_nothing_to_adapt_is_an_error(model):
     """Catches a run that freezes the whole model and trains nothing."""
-    with pytest.raises(ValueError, match=r"finds no nn\.Linear to adapt"):
-        AdapterSpec().resolve(model)
+    with pytest.raises(ValueError, match=r"finds no linear layer to adapt"):
+        found(AdapterSpec(), model)
 
 
 def test_the_fused_inference_path_of_torch_would_miss_an_adapter():

@@ -9,9 +9,9 @@ from torch.nn import functional as F
 
 from xorl.lora import (
     AdapterSpec,
-    LoRALinear,
     adapter_parameters,
     adapter_state_dict,
+    adapters,
     inject,
     load_adapter_state_dict,
     merge_,
@@ -54,32 +54,34 @@ def test_gradients_reach_the_adapters_alone():
     """Catches a base, norm or bias that goes on training, and an adapter that cannot."""
     module = adapted()
     module(inputs()).square().sum().backward()
-    trained = {name for name, parameter in module.named_parameters() if parameter.grad is not None}
-    assert trained == set(adapter_parameters(module)) == {"0.lora_A", "0.lora_B", "3.lora_A", "3.lora_B"}
+    trained = {id(parameter) for parameter in module.parameters() if parameter.grad is not None}
+    assert trained == {id(parameter) for parameter in adapter_parameters(module).values()}
+    assert set(adapter_parameters(module)) == {"0.lora_A", "0.lora_B", "3.lora_A", "3.lora_B"}
     assert all(parameter.grad.abs().sum() > 0 for parameter in adapter_parameters(module).values())
 
 
 def test_output_and_gradients_are_those_of_the_summed_weight():
     """Catches a wrong scale and swapped factors: W + (alpha / rank) * B @ A, written out, is the plain twin."""
-    layer = adapted()[0]
-    a, b = (value.detach().clone().requires_grad_() for value in (layer.lora_A, layer.lora_B))
+    module = adapted()
+    layer, adapter = module[0], adapters(module)["0"]
+    a, b = (value.detach().clone().requires_grad_() for value in (adapter.A, adapter.B))
     expected = F.linear(inputs(), layer.weight + (6.0 / 3) * b @ a, layer.bias)
     output = layer(inputs())
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
     output.square().sum().backward()
     expected.square().sum().backward()
-    torch.testing.assert_close(layer.lora_A.grad, a.grad, rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(layer.lora_B.grad, b.grad, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(adapter.A.grad, a.grad, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(adapter.B.grad, b.grad, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("base_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_forward_pass_computes_in_the_dtype_of_its_input(base_dtype, dtype):
     """Catches fp32 adapters that widen every activation after them, and a base that only takes its own dtype."""
-    layer = adapted(base_dtype)[0]
-    output = layer(inputs(dtype))
+    module = adapted(base_dtype)
+    output, adapter = module[0](inputs(dtype)), adapters(module)["0"]
     output.float().sum().backward()
-    assert (output.dtype, layer.lora_A.grad.dtype, layer.lora_B.grad.dtype) == (dtype, torch.float32, torch.float32)
+    assert (output.dtype, adapter.A.grad.dtype, adapter.B.grad.dtype) == (dtype, torch.float32, torch.float32)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
@@ -98,8 +100,8 @@ def test_a_merged_model_computes_the_same_with_plain_layers(dtype, tolerance):
 def test_a_bf16_base_is_merged_in_fp32_and_rounded_once():
     """Catches a product computed in bf16, which loses what small updates have learnt."""
     module = adapted(torch.bfloat16)
-    layer = module[0]
-    exact = layer.weight.double() + layer.scale * layer.lora_B.double() @ layer.lora_A.double()
+    adapter = adapters(module)["0"]
+    exact = module[0].weight.double() + adapter.scale * adapter.B.double() @ adapter.A.double()
     merge_(module)
     half_unit = exact.abs() * 2**-8  # bf16 keeps 8 bits
     assert module[0].weight.dtype == torch.bfloat16
@@ -168,7 +170,7 @@ def test_a_state_dict_of_other_adapters_is_refused_whole():
 def test_a_refused_injection_or_merge_leaves_the_model_as_it_was():
     """Catches a model frozen by a call that failed, and adapters silently frozen by a second call."""
     module = model()
-    with pytest.raises(ValueError, match=r"match no nn\.Linear"):
+    with pytest.raises(ValueError, match="match no layer"):
         inject(module, AdapterSpec(targets=("0", "head")))
     with pytest.raises(ValueError, match="no adapters to merge"):
         merge_(module)
@@ -176,5 +178,5 @@ def test_a_refused_injection_or_merge_leaves_the_model_as_it_was():
     inject(module, AdapterSpec(targets=("0",)))
     with pytest.raises(ValueError, match="already has adapters"):
         inject(module, AdapterSpec(targets=("3",)))
-    assert isinstance(module[0], LoRALinear)
+    assert list(adapters(module)) == ["0"]
     assert all(parameter.requires_grad for parameter in adapter_parameters(module).values())

@@ -1,57 +1,194 @@
-"""Adapters into a module, and their parameters out of it and back, under plain names."""
+"""Adapters into a module, and their parameters out of it and back, under the names of checkpoints."""
 
-import hashlib
+from __future__ import annotations
+
 from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 
-from xorl.lora.linear import LoRALinear
+from xorl.core.models.initial import fill_normal_, fill_uniform_, key_of
+from xorl.core.nn import Embedding, Linear
+from xorl.core.parallel import copy_shard_, local_part
+from xorl.lora.linear import (
+    EmbeddingAdapter,
+    LinearAdapter,
+    LowRank,
+    TorchEmbedding,
+    TorchLinear,
+    adapter_of,
+    initial_bound,
+)
 from xorl.lora.spec import AdapterSpec
+from xorl.lora.targets import Site, modules_to_save, plain, resolve
 
-# What torch.compile, activation checkpointing and FSDP put into the names of the modules that they wrap.
-WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+
+@dataclass(frozen=True)
+class Adapter:
+    """One adapter where it stands.
+
+    Attributes:
+        name: the adapted layer's in a checkpoint; a layer that stacks several has an adapter for each.
+        pair: its parameters, which are DTensors where the model is sharded.
+        layer: the layer that it stands on, whose own output features [pair.start, pair.stop) it adapts.
+        path: the full name of that layer, without what wraps it.
+    """
+
+    name: str
+    pair: LowRank
+    layer: Linear | Embedding
+    path: str
+
+    @property
+    def A(self) -> nn.Parameter:
+        """[rank, input features]; of an embedding [rank, rows]."""
+        return self.pair.A
+
+    @property
+    def B(self) -> nn.Parameter:
+        """[output features, rank]."""
+        return self.pair.B
+
+    @property
+    def magnitude_offset(self) -> nn.Parameter | None:
+        """[output features], of DoRA: see LowRank and `xorl.lora.merge.magnitude`."""
+        return self.pair.magnitude_offset
+
+    @property
+    def rank(self) -> int:
+        """Inner width."""
+        return self.pair.rank
+
+    @property
+    def alpha(self) -> float:
+        """Numerator of the scale."""
+        return self.pair.alpha
+
+    @property
+    def scale(self) -> float:
+        """What B @ A is multiplied by."""
+        return self.pair.scale
+
+    @property
+    def is_embedding(self) -> bool:
+        """Whether it stands on an embedding."""
+        return isinstance(self.layer, Embedding)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Its parameters by the names that they have in state dicts, after the layer's."""
+        found = {"lora_A": self.A, "lora_B": self.B}
+        return found if self.magnitude_offset is None else found | {"lora_magnitude_offset": self.magnitude_offset}
 
 
 def inject(model: nn.Module, spec: AdapterSpec, *, seed: int = 0) -> tuple[str, ...]:
-    """Put an adapter on each layer that `spec` names, in place, and freeze every other parameter of `model`.
+    """Put an adapter on each layer that `spec` names, in place, and freeze every parameter that `spec` does not train.
 
-    The outputs do not change. An adapter's initial values depend only on the seed, its name and its shape: not on the
-    device, the other adapters or torch's global generator.
+    The outputs do not change. nn.Linear and nn.Embedding become layers of the same parameters that take adapters;
+    layers of xorl's decoder stay what they are. Adapters on the meta device get their values from `init_adapters`, once
+    they have memory; others have them at once.
 
     Returns:
-        The names of the adapted layers.
+        The names of the adapted layers, as checkpoints know them.
 
     Raises ValueError, before anything is changed, if a target does not fit or `model` already has adapters.
     """
-    if adapted_linears(model):
+    if adapters(model):
         raise ValueError(f"{type(model).__name__} already has adapters; fold them in with merge_(model) first")
-    names = spec.resolve(model)
+    sites = resolve(spec, model)
+    saved = modules_to_save(spec, model)
+    if both := sorted(saved.keys() & {site.name for site in sites}):
+        raise ValueError(f"modules_to_save: {', '.join(both)} would be trained whole and have an adapter too")
     model.requires_grad_(False)
-    for name in names:
-        base = model.get_submodule(name)
-        assert isinstance(base, nn.Linear)
-        generator = torch.Generator("cpu").manual_seed(_seed_of(seed, _plain(name), (spec.rank, base.in_features)))
-        adapted = LoRALinear(base, rank=spec.rank, alpha=spec.alpha, generator=generator)
-        model.set_submodule(name, adapted)
-    return names
+    for path, group in groupby(sites, key=lambda site: site.path):
+        _adapt_(model, path, list(group), spec)
+    for module in saved.values():
+        module.requires_grad_(True)
+    if not any(adapter.A.is_meta for adapter in adapters(model).values()):
+        init_adapters(model, seed=seed)
+    return tuple(site.name for site in sites)
 
 
-def adapted_linears(model: nn.Module) -> dict[str, LoRALinear]:
-    """The adapted layers of `model` by full name, in the order of the modules."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
+def _adapt_(model: nn.Module, path: str, sites: list[Site], spec: AdapterSpec) -> None:
+    layer = model.get_submodule(path)
+    if isinstance(layer, nn.Linear):
+        layer = TorchLinear(layer)
+        model.set_submodule(path, layer)
+    elif isinstance(layer, nn.Embedding):
+        layer = TorchEmbedding(layer)
+        model.set_submodule(path, layer)
+    assert isinstance(layer, (Linear, Embedding))
+    parameter = next(layer.parameters())
+    pairs = [
+        LowRank(
+            site.name,
+            rank=spec.rank_of(site.name),
+            alpha=spec.alpha_of(site.name),
+            scale=spec.scale_of(site.name),
+            part=(site.start, site.stop),
+            in_features=layer.in_features if isinstance(layer, Linear) else layer.num_rows,
+            use_dora=spec.use_dora,
+            device=parameter.device,
+        )
+        for site in sites
+    ]
+    if isinstance(layer, Linear):
+        layer.adapter = LinearAdapter(pairs, spec.dropout)
+    else:
+        layer.adapter = EmbeddingAdapter(pairs, spec.dropout)
+    layer.adapter.train(layer.training)
+
+
+@torch.no_grad()
+def init_adapters(model: nn.Module, *, seed: int, generation: int = 0) -> None:
+    """Give every adapter the values that it starts with, sharded or whole, so that it adds nothing.
+
+    A is uniform, in +-1/sqrt(I), and B zero; beside an embedding A is zero and B normal. A value depends on the seed,
+    the generation (how often this was done), the layer's name, the shape and its index alone: not on ranks, devices,
+    the other adapters or torch's global generator.
+    """
+    suffix = f"/{generation}" if generation else ""
+    for adapter in adapters(model).values():
+        drawn, zero = (adapter.B, adapter.A) if adapter.is_embedding else (adapter.A, adapter.B)
+        leaf = "lora_B" if adapter.is_embedding else "lora_A"
+        key = key_of(seed, f"{adapter.name}.{leaf}{suffix}", drawn.shape)
+        part, offset = local_part(drawn)
+        if adapter.is_embedding:
+            fill_normal_(part, std=1.0, key=key, shape=drawn.shape, offset=offset)
+        else:
+            fill_uniform_(part, bound=initial_bound(drawn.shape[1]), key=key, shape=drawn.shape, offset=offset)
+        zero.zero_()
+        if adapter.magnitude_offset is not None:
+            adapter.magnitude_offset.zero_()
+
+
+def adapters(model: nn.Module) -> dict[str, Adapter]:
+    """The adapters in `model` by the names of the adapted layers in checkpoints, in the order of the modules."""
+    return {
+        pair.name: Adapter(pair.name, pair, layer, plain(path))
+        for path, layer in model.named_modules()
+        if isinstance(layer, (Linear, Embedding)) and (adapter := adapter_of(layer)) is not None
+        for pair in adapter.pairs()
+    }
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """What trains: `{layer}.lora_A` and `{layer}.lora_B` of every adapted layer, the same names however it is wrapped.
+    """The parameters of all adapters: `{layer}.lora_A` and so on, the same names however the model is wrapped.
 
-    DistributedDataParallel prefixes a name that any model may have, `module`: pass its `.module`.
+    What `modules_to_save` trains is not among them: that are parameters of the model's own.
     """
     return {
-        f"{_plain(name)}.{leaf}": parameter
-        for name, module in adapted_linears(model).items()
-        for leaf, parameter in (("lora_A", module.lora_A), ("lora_B", module.lora_B))
+        f"{name}.{leaf}": parameter
+        for name, adapter in adapters(model).items()
+        for leaf, parameter in adapter.parameters().items()
     }
+
+
+def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that `model` has without its adapters, under its own names."""
+    of_adapters = {id(parameter) for parameter in adapter_parameters(model).values()}
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in of_adapters}
 
 
 def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -60,7 +197,7 @@ def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_adapter_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Copy `state` into the adapters of `model`.
+    """Copy `state`, whole tensors, into the adapters of `model`, which may be sharded.
 
     Raises ValueError, before anything is copied, unless names and shapes are exactly those of `adapter_parameters`.
     """
@@ -74,15 +211,5 @@ def load_adapter_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
     ]
     if problems:
         raise ValueError(f"the adapters do not fit ({len(problems)} problems): {'; '.join(sorted(problems)[:5])}")
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(state[name])
-
-
-def _plain(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
-
-
-def _seed_of(seed: int, name: str, shape: tuple[int, ...]) -> int:
-    digest = hashlib.blake2b(f"{seed}/{name}/{shape}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big", signed=True)
+    for name, parameter in parameters.items():
+        copy_shard_(parameter, state[name])

@@ -1,56 +1,210 @@
-"""One linear layer with a low-rank adapter beside its frozen weight. Which layers get one is decided elsewhere.
+"""What an adapter computes, beside a linear layer and beside an embedding. Which layers get one is decided elsewhere.
 
-Shapes: I input features, O output features, R rank.
+Shapes: I input features, O output features of a layer, P those of one adapter, R rank (of a layer: the sum of those of
+its adapters), T tokens, V rows of an embedding.
 """
 
+from __future__ import annotations
+
 import math
+from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from xorl.core.nn import Embedding, Linear
 
-class LoRALinear(nn.Module):
-    """x @ W.T + bias + (alpha / rank) * (x @ A.T) @ B.T, with W and bias frozen (Hu et al., 2021, arXiv:2106.09685).
 
-    A [R, I] starts Kaiming-uniform, in +-1/sqrt(I), and B [O, R] at zero, so the layer starts as its base. Both are
-    fp32 whatever the base is: the updates of a small learning rate would vanish in bf16. The forward pass casts all
-    weights to the dtype of x, and each product accumulates as torch's linear does there.
+class LowRank(nn.Module):
+    """The parameters of one adapter: scale * B @ A is what it adds to its part of a weight.
 
-    `weight` and `bias` are the base's own parameters under its own names, so a checkpoint of the base still fits.
+    A is [R, I] and B [P, R], fp32 whatever the base is: the updates of a small learning rate would vanish in bf16.
+    Beside an embedding of V rows, I is V.
 
-    Args:
-        base: its parameters are taken over and frozen.
-        rank: R.
-        alpha: numerator of the scale.
-        generator: where A is drawn from, on the CPU, whatever the device of the base.
+    Attributes:
+        name: the adapted layer's, as checkpoints know it.
+        rank, alpha, scale: R; the numerator of the scale; the scale.
+        start, stop: the part's output features among those of the layer.
+        magnitude_offset: [P] or None; of DoRA, the trained norm of each row of the weight less the norm that the row
+            has in the base. It starts at zero and stays small, so that it can be gathered and rounded in bf16.
     """
 
-    weight: Tensor
-    bias: nn.Parameter | None
+    magnitude_offset: nn.Parameter | None
 
-    def __init__(self, base: nn.Linear, *, rank: int, alpha: float, generator: torch.Generator | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        rank: int,
+        alpha: float,
+        scale: float,
+        part: tuple[int, int],
+        in_features: int,
+        use_dora: bool,
+        device: torch.device,
+    ) -> None:
         super().__init__()
-        self.in_features = base.in_features
-        self.out_features = base.out_features
+        self.name = name
         self.rank = rank
-        self.scale = alpha / rank
-        self.weight = base.weight
-        self.bias = base.bias
-        self.requires_grad_(False)
-        lora_a = torch.empty(rank, base.in_features, dtype=torch.float32, device="cpu")
-        nn.init.kaiming_uniform_(lora_a, a=math.sqrt(5), generator=generator)
-        device = base.weight.device
-        self.lora_A = nn.Parameter(lora_a.to(device))
-        self.lora_B = nn.Parameter(torch.zeros(base.out_features, rank, dtype=torch.float32, device=device))
-        self.train(base.training)
+        self.alpha = alpha
+        self.scale = scale
+        self.start, self.stop = part
+        num_outputs = self.stop - self.start
+        self.A = nn.Parameter(torch.empty(rank, in_features, dtype=torch.float32, device=device))
+        self.B = nn.Parameter(torch.empty(num_outputs, rank, dtype=torch.float32, device=device))
+        self.magnitude_offset = None
+        if use_dora:
+            self.magnitude_offset = nn.Parameter(torch.empty(num_outputs, dtype=torch.float32, device=device))
 
-    def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        y = F.linear(x, self.weight.to(x.dtype), bias)  # [..., O]
-        low = F.linear(x, self.lora_A.to(x.dtype)) * self.scale  # [..., R]: scaled here, where it is small
-        return y + F.linear(low, self.lora_B.to(x.dtype))
+    def scaled_a(self, dtype: torch.dtype) -> Tensor:
+        """scale * A [R, I] in `dtype`."""
+        # Cast first: fp32 parameters and such as were gathered in `dtype` then give the same numbers.
+        a = self.A.to(dtype)
+        return a if self.scale == 1.0 else a * self.scale
 
     def extra_repr(self) -> str:
-        bias = self.bias is not None
-        return f"{self.in_features}, {self.out_features}, bias={bias}, rank={self.rank}, scale={self.scale}"
+        return f"{self.name}, rank={self.rank}, scale={self.scale:g}, dora={self.magnitude_offset is not None}"
+
+
+class _Adapter(nn.Module):
+    """The adapters of one layer, each a child under the last part of its name."""
+
+    def __init__(self, pairs: Sequence[LowRank], dropout: float) -> None:
+        super().__init__()
+        self.leaves = tuple(pair.name.rpartition(".")[2] for pair in pairs)
+        for leaf, pair in zip(self.leaves, pairs, strict=True):
+            self.add_module(leaf, pair)
+        self.dropout = nn.Dropout(dropout) if dropout else None
+
+    def pairs(self) -> list[LowRank]:
+        """In the order of their output features."""
+        return [cast(LowRank, getattr(self, leaf)) for leaf in self.leaves]
+
+
+class LinearAdapter(_Adapter):
+    """y + scale * (x @ A.T) @ B.T on the output of a linear layer, for all that the layer stacks at once.
+
+    x is multiplied with the As on top of one another, and the result with a matrix [O, R] that holds each B at its
+    output features and zeros elsewhere: a product of few multiply-adds, which the output is added to as it is made.
+    All are computed in the dtype of x. Dropout is drawn once for the adapters of a layer.
+
+    With DoRA (arXiv:2402.09353, section 4) the adapted weight W + scale * B @ A is multiplied by m / its norm, row by
+    row, where no gradient flows through the norm. Norms are fp32.
+    """
+
+    def forward(self, x: Tensor, y: Tensor, layer: Linear) -> Tensor:
+        down, up = self._factors(x.dtype, layer.out_features)
+        low = F.linear(x if self.dropout is None else self.dropout(x), down)  # [..., R]
+        added = torch.addmm(y.reshape(-1, layer.out_features), low.reshape(-1, low.shape[-1]), up.t()).view(y.shape)
+        ratio = self._norm_ratio(layer, down, up)
+        if ratio is None:
+            return added
+        ratio = ratio.to(x.dtype)
+        return added * ratio if layer.bias is None else added * ratio + layer.bias.to(x.dtype) * (1 - ratio)
+
+    def operands(self, x: Tensor, layer: Linear) -> tuple[Tensor, Tensor]:
+        """x with x @ A.T beside it [T, I + R] and the weight with B beside it [O, I + R], whose product is the output.
+
+        The sum is then made in the accumulator of that product, and no sum of matrices is rounded.
+        """
+        down, up = self._factors(x.dtype, layer.out_features)
+        low = F.linear(x if self.dropout is None else self.dropout(x), down)
+        weight = torch.cat([layer.dense_weight(x.dtype), up], dim=1)
+        ratio = self._norm_ratio(layer, down, up)
+        return torch.cat([x, low], dim=1), weight if ratio is None else weight * ratio.to(x.dtype)[:, None]
+
+    def _factors(self, dtype: torch.dtype, out_features: int) -> tuple[Tensor, Tensor]:
+        """(scale * A [R, I], B [O, R]) of the layer."""
+        pairs = self.pairs()
+        if len(pairs) == 1 and pairs[0].stop - pairs[0].start == out_features:
+            return pairs[0].scaled_a(dtype), pairs[0].B.to(dtype)
+        down = torch.cat([pair.scaled_a(dtype) for pair in pairs])
+        total, before, row = down.shape[0], 0, 0
+        blocks: list[Tensor] = []
+        for pair in pairs:
+            # The rows that no adapter changes go with those below them.
+            sides = (before, total - before - pair.rank, pair.start - row, 0)
+            blocks.append(F.pad(pair.B.to(dtype), sides))
+            before, row = before + pair.rank, pair.stop
+        if row < out_features:
+            blocks.append(torch.zeros(out_features - row, total, dtype=dtype, device=down.device))
+        return down, torch.cat(blocks)
+
+    def _norm_ratio(self, layer: Linear, down: Tensor, up: Tensor) -> Tensor | None:
+        """Of DoRA, what each output is multiplied by, [O] fp32: one where there is no adapter."""
+        pairs = self.pairs()
+        if pairs[0].magnitude_offset is None:
+            return None
+        base, adapted = row_norms(layer.dense_weight(down.dtype), down, up)
+        pieces: list[Tensor] = []
+        row = 0
+        for pair in pairs:
+            assert pair.magnitude_offset is not None, "all adapters of a layer are of one kind"
+            pieces += [base[row : pair.start], base[pair.start : pair.stop] + pair.magnitude_offset]
+            row = pair.stop
+        return torch.cat([*pieces, base[row:]]) / adapted
+
+
+@torch.no_grad()
+def row_norms(weight: Tensor, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """The norms of the rows of W [O, I] and of W + up @ down, given up [O, R] and down [R, I]: fp32, [O] each.
+
+    No matrix as large as W is made: |w + u D|^2 = |w|^2 + 2 (w D^T) . u + u (D D^T) u^T for a row w.
+    """
+    base = torch.linalg.vector_norm(weight, dim=1, dtype=torch.promote_types(weight.dtype, torch.float32))
+    wide_down, wide_up = down.to(base.dtype), up.to(base.dtype)
+    cross = (F.linear(weight, down).to(base.dtype) * wide_up).sum(dim=1)
+    squares = ((wide_up @ (wide_down @ wide_down.t())) * wide_up).sum(dim=1)
+    # A row of zeros stays one: its magnitude is zero too.
+    smallest = torch.finfo(torch.float32).tiny
+    return base, (base.square() + 2 * cross + squares).clamp(min=smallest).sqrt()
+
+
+class EmbeddingAdapter(_Adapter):
+    """rows + scale * A.T[ids] @ B.T on the rows that an embedding gives, in the dtype of the rows."""
+
+    def forward(self, ids: Tensor, rows: Tensor) -> Tensor:
+        (pair,) = self.pairs()
+        low = F.embedding(ids, pair.scaled_a(rows.dtype).t())  # [..., R]
+        if self.dropout is not None:
+            low = self.dropout(low)
+        return rows + F.linear(low, pair.B.to(rows.dtype))
+
+
+def adapter_of(layer: nn.Module) -> _Adapter | None:
+    """The adapters on `layer` itself, or None."""
+    adapter = layer.adapter if isinstance(layer, (Linear, Embedding)) else None
+    assert adapter is None or isinstance(adapter, _Adapter)
+    return adapter
+
+
+class TorchLinear(Linear):
+    """An nn.Linear that takes an adapter: its parameters under its names, cast to the dtype of x."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.weight = linear.weight
+        self.bias = linear.bias
+        self.adapter = None
+        self.train(linear.training)
+
+
+class TorchEmbedding(Embedding):
+    """An nn.Embedding that takes an adapter: its parameter under its name."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        nn.Module.__init__(self)
+        self.num_rows = embedding.num_embeddings
+        self.padding_idx = embedding.padding_idx
+        self.weight = embedding.weight
+        self.adapter = None
+        self.train(embedding.training)
+
+
+def initial_bound(in_features: int) -> float:
+    """A starts uniform between plus and minus this: nn.Linear's own, Kaiming-uniform with a = sqrt(5)."""
+    return 1.0 / math.sqrt(in_features)

@@ -1,35 +1,119 @@
-"""Adapters folded into the weights they stand beside, after which the module is as plain as it was."""
+"""Adapters folded into the weights they stand beside: once, for good, or again and again while training.
+
+Everything here works on whole and on sharded models, and is collective on the latter: adapters are gathered, weights
+are not.
+
+Shapes: N rows of a weight that this rank holds, I its columns, P output features of an adapter.
+"""
+
+from __future__ import annotations
+
+from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from xorl.lora.inject import adapted_linears
-from xorl.lora.linear import LoRALinear
+from xorl.core.nn import Embedding, Linear
+from xorl.core.parallel import copy_shard_, local_part
+from xorl.lora.inject import Adapter, adapters
+from xorl.lora.linear import LowRank, TorchEmbedding, TorchLinear, adapter_of
 
 
 def merge_(model: nn.Module) -> None:
-    """Fold every adapter of `model` into its base weight and put plain nn.Linear modules back, in place.
+    """Fold every adapter of `model` into its base weight and take it off, in place; nn modules come back as such.
 
-    W + (alpha / rank) * B @ A (Hu et al., 2021, arXiv:2106.09685) is computed in fp32 (fp64 for an fp64 base) and
-    rounded once, to the dtype of the base, whose parameters stay the same objects. They also stay frozen.
+    The base's parameters stay the same objects. They also stay frozen.
 
     Raises ValueError if `model` has no adapters.
     """
-    adapted = adapted_linears(model)
-    if not adapted:
-        raise ValueError(f"{type(model).__name__} has no adapters to merge")
-    for name, module in adapted.items():
-        model.set_submodule(name, _folded_(module))
+    fold_(model)
+    for path, layer in list(model.named_modules()):
+        if isinstance(layer, (Linear, Embedding)) and layer.adapter is not None:
+            layer.adapter = None
+            if isinstance(layer, (TorchLinear, TorchEmbedding)):
+                model.set_submodule(path, _plain_module(layer))
 
 
 @torch.no_grad()
-def _folded_(module: LoRALinear) -> nn.Linear:
-    weight = module.weight
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    weight.copy_(torch.addmm(weight.to(wide), module.lora_B.to(wide), module.lora_A.to(wide), alpha=module.scale))
+def fold_(model: nn.Module) -> None:
+    """Write what every adapter of `model` adds into its base weight, in place, and leave the adapters as they are.
+
+    Call `init_adapters` next, or the model computes with each twice. Raises ValueError if `model` has no adapters.
+    """
+    found = adapters(model)
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no adapters to merge")
+    for layer in {id(adapter.layer): adapter.layer for adapter in found.values()}.values():
+        part, _ = local_part(layer.weight)
+        part.copy_(merged_rows(layer))
+
+
+@torch.no_grad()
+def merged_rows(layer: Linear | Embedding) -> Tensor:
+    """This rank's rows [N, I] of the weight of `layer` with its adapters folded in, in fp32 (fp64 for fp64).
+
+    W + scale * B @ A (arXiv:2106.09685); with DoRA its rows, brought to the trained norms (arXiv:2402.09353).
+    """
+    part, offset = local_part(layer.weight)
+    rows = part.to(torch.promote_types(part.dtype, torch.float32), copy=True)
+    first = offset[0] if offset else 0
+    adapter = adapter_of(layer)
+    for pair in [] if adapter is None else adapter.pairs():
+        if isinstance(layer, Embedding):
+            a, b = _whole(pair.A).to(rows.dtype), _whole(pair.B).to(rows.dtype)
+            rows.addmm_(a[:, first : first + len(rows)].t(), b.t(), alpha=pair.scale)
+        else:
+            _fold_pair_(rows, pair, first)
+    return rows
+
+
+def _fold_pair_(rows: Tensor, pair: LowRank, first: int) -> None:
+    """Fold one adapter into `rows`, which begin at row `first` of the layer's weight."""
+    a, b = _whole(pair.A).to(rows.dtype), _whole(pair.B).to(rows.dtype)
+    offset = None if pair.magnitude_offset is None else _whole(pair.magnitude_offset).to(rows.dtype)
+    start, stop = max(pair.start, first), min(pair.stop, first + len(rows))
+    if start >= stop:
+        return
+    own, of_pair = rows[start - first : stop - first], slice(start - pair.start, stop - pair.start)
+    base_norm = own.norm(dim=1)
+    own.addmm_(b[of_pair], a, alpha=pair.scale)
+    if offset is not None:
+        smallest = torch.finfo(torch.float32).tiny
+        own.mul_(((base_norm + offset[of_pair]) / own.norm(dim=1).clamp(min=smallest))[:, None])
+
+
+@torch.no_grad()
+def magnitude(adapter: Adapter) -> Tensor:
+    """Of DoRA, the trained norms of the rows of the adapted weight [P], fp32, whole on every rank; collective."""
+    assert adapter.magnitude_offset is not None, "an adapter with DoRA"
+    return _base_norms(adapter) + _whole(adapter.magnitude_offset)
+
+
+@torch.no_grad()
+def set_magnitude_(adapter: Adapter, values: Tensor) -> None:
+    """Let `values` [P], which every rank holds, be the norms of the rows of the adapted weight; collective."""
+    assert adapter.magnitude_offset is not None, "an adapter with DoRA"
+    copy_shard_(adapter.magnitude_offset, values.to(adapter.magnitude_offset.device) - _base_norms(adapter))
+
+
+def _base_norms(adapter: Adapter) -> Tensor:
+    weight = adapter.layer.weight
+    norms = torch.linalg.vector_norm(weight.float(), dim=1)
+    return _whole(norms)[adapter.pair.start : adapter.pair.stop]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return cast(DTensor, tensor).full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _plain_module(layer: TorchLinear | TorchEmbedding) -> nn.Module:
     # On the meta device, since its own parameters are replaced at once.
-    linear = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None, device="meta")
-    linear.weight = weight
-    if module.bias is not None:
-        linear.bias = module.bias
-    return linear.train(module.training)
+    if isinstance(layer, TorchLinear):
+        linear = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+        linear.weight, linear.bias = layer.weight, cast(nn.Parameter, layer.bias)
+        return linear.train(layer.training)
+    sizes = (layer.num_rows, layer.weight.shape[1])
+    embedding = nn.Embedding(*sizes, padding_idx=layer.padding_idx, device="meta")
+    embedding.weight = layer.weight
+    return embedding.train(layer.training)

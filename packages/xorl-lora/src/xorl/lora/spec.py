@@ -1,22 +1,36 @@
-"""What to adapt: the size of the adapters and the linear layers that they go on. Nothing here changes a module."""
+"""What adapters are like: their size, their scale and the names of the layers that they go on. Nothing is changed here.
+
+Which layers a model has, and which of them a name means, stands in targets.py.
+"""
+
+from __future__ import annotations
 
 import math
-from collections import Counter
-from dataclasses import dataclass
-from typing import Literal
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
 
-from torch import nn
+ValueT = TypeVar("ValueT", int, float)
 
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """Low-rank adapters of one rank and scale on some linear layers (Hu et al., 2021, arXiv:2106.09685).
+    """Low-rank adapters on some layers (Hu et al., 2021, arXiv:2106.09685).
 
     Attributes:
         rank: inner width of the adapters, at least 1.
         alpha: the adapters' output is multiplied by alpha / rank, so alpha need not change with the rank.
-        targets: names of nn.Linear modules, or "all-linear". A name stands for every layer whose dotted name is that
-            name or ends in it, in whole parts: `q_proj` for `layers.0.q_proj`, but not for `layers.0.seq_proj`.
+        targets: names of layers, or "all-linear". A name stands for every layer whose dotted name is that name or ends
+            in it, in whole parts: `q_proj` for `layers.0.q_proj`, but not for `layers.0.seq_proj`.
+        dropout: share of an adapter's inputs that are zeroed in training, the others being scaled up.
+        use_rslora: multiply by alpha / sqrt(rank), so that the updates do not shrink with the rank (Kalajdzievski,
+            2023, arXiv:2312.03732).
+        use_dora: train the norms of the rows of the adapted weight apart from their directions (Liu et al., 2024,
+            arXiv:2402.09353). Not for embeddings.
+        rank_pattern, alpha_pattern: rank and alpha of the layers whose names end, in whole parts, in what a regular
+            expression matches; the first that matches counts.
+        modules_to_save: names of modules, as in targets, that are trained whole beside the adapters.
 
     Raises ValueError for values out of range.
     """
@@ -24,75 +38,67 @@ class AdapterSpec:
     rank: int = 16
     alpha: float = 16.0
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+    dropout: float = 0.0
+    use_rslora: bool = False
+    use_dora: bool = False
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    modules_to_save: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"rank must be at least 1, got {self.rank}")
-        if not (math.isfinite(self.alpha) and self.alpha > 0):
-            raise ValueError(f"alpha must be a finite number above 0, got {self.alpha}")
+        for name, rank in {"rank": self.rank, **_named("rank_pattern", self.rank_pattern)}.items():
+            if rank < 1:
+                raise ValueError(f"{name} must be at least 1, got {rank}")
+        for name, alpha in {"alpha": self.alpha, **_named("alpha_pattern", self.alpha_pattern)}.items():
+            if not (math.isfinite(alpha) and alpha > 0):
+                raise ValueError(f"{name} must be a finite number above 0, got {alpha}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout}")
         if isinstance(self.targets, str):
             if self.targets != "all-linear":
                 raise ValueError(f"targets must be 'all-linear' or a tuple of names, got the string {self.targets!r}")
         elif not self.targets or "" in self.targets:
             raise ValueError(f"targets must hold at least one name and no empty one, got {self.targets!r}")
+        for option, patterns in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
+            for pattern in patterns:
+                try:
+                    re.compile(pattern)
+                except re.error as error:
+                    raise ValueError(f"{option}: {pattern!r} is no regular expression: {error}") from error
 
-    def resolve(self, model: nn.Module) -> tuple[str, ...]:
-        """Full names of the linear layers of `model` that get an adapter, in the order of the modules.
+    def rank_of(self, name: str) -> int:
+        """The rank of the adapter on the layer `name`."""
+        return _by_pattern(self.rank_pattern, name, self.rank)
 
-        "all-linear" takes every nn.Linear that an adapter works on, the output head too, and passes over three kinds:
-        one whose weight another module uses (a tied head), a subclass of nn.Linear (it may compute something else),
-        and those inside torch's own attention and encoder layers, which read the weight without calling the layer.
+    def alpha_of(self, name: str) -> float:
+        """Its alpha."""
+        return _by_pattern(self.alpha_pattern, name, self.alpha)
 
-        Raises ValueError for a name that matches no nn.Linear, with the names that exist; for a named layer of a kind
-        that "all-linear" passes over; and if nothing is left to adapt.
-        """
-        linears = _linears(model)
-        refused = [f"{name} ({reason})" for name, reason in linears.items() if reason is not None]
-        if self.targets == "all-linear":
-            found = tuple(name for name, reason in linears.items() if reason is None)
-            if not found:
-                raise ValueError(
-                    f"targets 'all-linear' finds no nn.Linear to adapt in {type(model).__name__}: "
-                    f"{'; '.join(refused[:5]) or 'it contains none'}"
-                )
-            return found
-        unmatched = [target for target in self.targets if not any(_matches(name, target) for name in linears)]
-        if unmatched:
-            known = sorted({name.rpartition(".")[2] for name in linears})
-            raise ValueError(
-                f"targets {unmatched} match no nn.Linear in {type(model).__name__}; its linear layers are named {known}"
-            )
-        found = tuple(name for name in linears if any(_matches(name, target) for target in self.targets))
-        blocked = [f"{name} ({linears[name]})" for name in found if linears[name] is not None]
-        if blocked:
-            raise ValueError(
-                f"targets {list(self.targets)} name layers that cannot be adapted: {'; '.join(blocked[:5])}"
-            )
-        return found
+    def scale_of(self, name: str) -> float:
+        """What its output is multiplied by."""
+        rank = self.rank_of(name)
+        return self.alpha_of(name) / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def check_patterns(self, names: Sequence[str]) -> None:
+        """Raise ValueError for a pattern that means none of the adapted layers."""
+        for option, patterns in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
+            for pattern in patterns:
+                if not any(_fits(pattern, name) for name in names):
+                    raise ValueError(f"{option}: {pattern!r} matches none of the adapted layers, such as {names[0]}")
 
 
-def _linears(model: nn.Module) -> dict[str, str | None]:
-    """The full name of every nn.Linear inside `model`, and why an adapter cannot go on it, or None."""
-    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    return {
-        f"{parent_name}.{name}".removeprefix("."): _refusal(parent, linear, uses[id(linear.weight)])
-        for parent_name, parent in model.named_modules()
-        for name, linear in parent.named_children()
-        if isinstance(linear, nn.Linear)
-    }
-
-
-def _refusal(parent: nn.Module, linear: nn.Linear, num_uses: int) -> str | None:
-    if type(linear) is not nn.Linear:
-        return f"it is a {type(linear).__name__}, not a plain nn.Linear"
-    if isinstance(parent, nn.TransformerEncoderLayer):
-        return "in inference nn.TransformerEncoderLayer reads its weight without calling it"
-    if num_uses > 1:
-        return "another module uses its weight, which merging would change there too"
-    if linear.weight.is_meta:
-        return "it is on the meta device and has no values yet"
-    return None
-
-
-def _matches(name: str, target: str) -> bool:
+def is_named(name: str, target: str) -> bool:
+    """Whether `name` is `target` or ends in it, in whole parts."""
     return name == target or name.endswith(f".{target}")
+
+
+def _by_pattern(patterns: Mapping[str, ValueT], name: str, default: ValueT) -> ValueT:
+    return next((value for pattern, value in patterns.items() if _fits(pattern, name)), default)
+
+
+def _fits(pattern: str, name: str) -> bool:
+    return re.fullmatch(rf"(.*\.)?({pattern})", name) is not None
+
+
+def _named(option: str, values: Mapping[str, ValueT]) -> dict[str, ValueT]:
+    return {f"{option}[{key!r}]": value for key, value in values.items()}

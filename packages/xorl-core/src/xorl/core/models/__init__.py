@@ -7,13 +7,14 @@ from xorl.core.models import gpt2, llama, qwen2, qwen3
 from xorl.core.models.decoder import Decoder
 from xorl.core.models.decoder_config import DecoderConfig
 from xorl.core.models.flops import training_flops
-from xorl.core.models.recipes import WeightRecipe, WeightSource
+from xorl.core.models.recipes import LogicalModule, WeightRecipe, WeightSource
 from xorl.core.models.spec import ModelSpec
 
 __all__ = [
     "SPECS",
     "Decoder",
     "DecoderConfig",
+    "LogicalModule",
     "ModelSpec",
     "WeightRecipe",
     "WeightSource",

@@ -4,7 +4,7 @@ Shapes: T tokens, D model width, V vocabulary.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar, overload
 
 import torch
@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from xorl.core.models.decoder_config import DecoderConfig
 from xorl.core.models.initial import fill_normal_, key_of
+from xorl.core.models.recipes import LogicalModule
 from xorl.core.nn import (
     Attention,
     Embedding,
@@ -43,14 +44,23 @@ class Decoder(nn.Module):
 
     Attributes:
         config: what was built.
+        logical: for each module with a weight, the modules of a checkpoint that it is made of, in order of their rows.
         compute_dtype: dtype of activations; set it before the first forward pass.
     """
 
     compute_dtype: torch.dtype
 
-    def __init__(self, config: DecoderConfig, *, merge_qkv: bool, kernels: LayerKernels) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        merge_qkv: bool,
+        kernels: LayerKernels,
+        logical: Mapping[str, Sequence[LogicalModule]],
+    ) -> None:
         super().__init__()
         self.config = config
+        self.logical = logical
         self.compute_dtype = torch.float32
         self.model = DecoderTrunk(config, merge_qkv=merge_qkv, kernels=kernels)
         self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -62,7 +72,7 @@ class Decoder(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """[V, D]; the embedding's own weight when tied."""
+        """[V, D]; the embedding's own weight when tied. An adapter of the head is not in it."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def layer_matrices(self) -> dict[str, tuple[int, ...]]:
@@ -95,12 +105,16 @@ class Decoder(nn.Module):
     ) -> ResultT | Tensor:
         """Logits [T, V] of input_ids [T], or what `loss(hidden [T, D], head_weight [V, D])` returns.
 
-        The loss is called in here so that whoever gathers parameters around `forward` has the head's gathered too.
+        The loss is called in here so that whoever gathers parameters around `forward` has the head's gathered too. An
+        adapter of the head makes both of its operands wider than D.
         """
         hidden = self.model(input_ids, layout, self.compute_dtype)
+        weight = self.head_weight
+        if self.lm_head is not None and self.lm_head.adapter is not None:
+            hidden, weight = self.lm_head.operands(hidden)
         if loss is not None:
-            return loss(hidden, self.head_weight)
-        return F.linear(hidden, self.head_weight.to(hidden.dtype))
+            return loss(hidden, weight)
+        return F.linear(hidden, weight.to(hidden.dtype))
 
     @torch.no_grad()
     def init_weights(
@@ -110,7 +124,7 @@ class Decoder(nn.Module):
         local_part: Callable[[Tensor], tuple[Tensor, Sequence[int]]] = _whole,
         device: torch.device | None = None,
     ) -> None:
-        """Give every parameter its initial value, in place, on whatever device it is.
+        """Give every parameter but those of adapters its initial value, in place, on whatever device it is.
 
         Weights are normal with standard deviation `initializer_range` (smaller by sqrt(2 * num_layers) for the
         projections into the residual stream where the config says so), norms one, biases zero. A value depends only on
@@ -124,6 +138,8 @@ class Decoder(nn.Module):
             device: where values are computed. None means where each parameter is.
         """
         for module_name, module in self.named_modules():
+            if not isinstance(module, (Linear, Embedding, RMSNorm, HeadNorm, LayerNorm)):
+                continue
             for leaf_name, parameter in module.named_parameters(recurse=False):
                 part, offset = local_part(parameter)
                 if leaf_name == "bias" or isinstance(module, (RMSNorm, HeadNorm, LayerNorm)):

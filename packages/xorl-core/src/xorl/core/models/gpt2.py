@@ -129,5 +129,5 @@ SPEC = ModelSpec(
     checkpoint_names=CheckpointNames(
         prefix="transformer.", head="lm_head.weight", ignored=r"\.attn\.(bias|masked_bias)$"
     ),
-    adapter_targets=("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"),
+    adapter_targets=("c_attn", "c_proj", "c_fc"),
 )

@@ -1,11 +1,11 @@
-"""Initial weights: normal numbers that are a function of a key and an index alone, so that any part can be made alone.
+"""Initial weights: numbers that are a function of a key and an index alone, so that any part can be made alone.
 
 Which parameter gets which distribution stands in decoder.py.
 """
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -41,6 +41,40 @@ def fill_normal_(
     index depends on `key` and on its flat index in `shape` alone; CPU and GPU agree up to the rounding of log, cos and
     sin in fp32, in which the values are computed. device: where they are computed; None means where `part` is.
     """
+
+    def draw(start: int, stop: int, device: torch.device) -> Tensor:
+        return normal(key, start, stop, device).mul_(std)
+
+    _fill_(part, draw, shape=shape, offset=offset, device=device)
+
+
+@torch.no_grad()
+def fill_uniform_(
+    part: Tensor,
+    *,
+    bound: float,
+    key: int,
+    shape: Sequence[int],
+    offset: Sequence[int],
+    device: torch.device | None = None,
+) -> None:
+    """As `fill_normal_`, with independent uniform entries between -bound and bound, the same on every device."""
+
+    def draw(start: int, stop: int, device: torch.device) -> Tensor:
+        return uniform(key, start, stop, device).mul_(bound)
+
+    _fill_(part, draw, shape=shape, offset=offset, device=device)
+
+
+def _fill_(
+    part: Tensor,
+    draw: Callable[[int, int, torch.device], Tensor],
+    *,
+    shape: Sequence[int],
+    offset: Sequence[int],
+    device: torch.device | None,
+) -> None:
+    """Write the values of a stream, drawn by the indices in it where they begin and end, row by row."""
     if not part.numel():
         return
     device = part.device if device is None else device
@@ -49,8 +83,8 @@ def fill_normal_(
     num_rows = max(1, _CHUNK.get(device.type, _GPU_CHUNK) // row_size)
     for rows in part.split(num_rows):
         start = offset[0] * row_size
-        values = normal(key, start, start + len(rows) * row_size, device).view(len(rows), *shape[1:])
-        rows.copy_(values[(slice(None), *columns)].mul_(std))
+        values = draw(start, start + len(rows) * row_size, device).view(len(rows), *shape[1:])
+        rows.copy_(values[(slice(None), *columns)])
         offset = (offset[0] + len(rows), *offset[1:])
 
 
@@ -69,6 +103,12 @@ def normal(key: int, start: int, stop: int, device: torch.device) -> Tensor:
     torch.mul(radius, angle.cos(), out=pairs[:, 0])
     torch.mul(radius, angle.sin_(), out=pairs[:, 1])
     return pairs.view(-1)[start - 2 * first : stop - 2 * first]
+
+
+def uniform(key: int, start: int, stop: int, device: torch.device) -> Tensor:
+    """Values `start` to `stop` of the stream of `key`: independent and uniform in [-1, 1), [stop - start] fp32."""
+    bits = _mixed(torch.arange(start, stop, device=device).mul_(_INCREMENT).add_(key))
+    return (bits >> 40).float().mul_(2.0**-23)
 
 
 def _mixed(state: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ package imports no reader.
 """
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -123,6 +123,35 @@ class Part:
 
     def split(self, tensor: Tensor) -> dict[str, Tensor]:
         return {self.source: (tensor.t() if self.transposed else tensor).contiguous()}
+
+
+@dataclass(frozen=True)
+class LogicalModule:
+    """A module of the checkpoint, of which a native module holds the weight, or stacks several.
+
+    Attributes:
+        name: dotted, as in the checkpoint.
+        num_rows: rows of its weight in the native one (of a vector, entries).
+        is_whole: False where other native modules hold other rows of it.
+    """
+
+    name: str
+    num_rows: int
+    is_whole: bool
+
+
+def logical_modules(recipes: Mapping[str, WeightRecipe]) -> dict[str, tuple[LogicalModule, ...]]:
+    """For each native module that has a weight, the checkpoint's modules in it, in the order of their rows."""
+    return {
+        native.removesuffix(".weight"): tuple(
+            LogicalModule(source.removesuffix(".weight"), num_rows, recipe.join_dim is None)
+            for source, num_rows in zip(
+                recipe.sources, recipe.row_counts if isinstance(recipe, Rows) else recipe.shape[:1], strict=True
+            )
+        )
+        for native, recipe in recipes.items()
+        if native.endswith(".weight")
+    }
 
 
 def matrix(source: str, shape: tuple[int, int]) -> Rows:

@@ -6,10 +6,9 @@ from xorl.core.models.decoder_config import DecoderConfig
 from xorl.core.models.hf_config import HFConfig
 from xorl.core.models.recipes import CheckpointNames, Rows, WeightRecipe, matrix, vector
 from xorl.core.models.rope_config import ROPE_TYPES, read_rope, rope_keys
-from xorl.core.models.spec import AdapterTarget
 from xorl.core.nn import RopeKind
 
-ADAPTER_TARGETS: tuple[AdapterTarget, ...] = (
+ADAPTER_TARGETS = (
     "q_proj",
     "k_proj",
     "v_proj",

@@ -2,16 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from xorl.core.models.decoder import Decoder
 from xorl.core.models.decoder_config import DecoderConfig
-from xorl.core.models.recipes import CheckpointNames, CheckpointView, WeightRecipe, WeightSource
+from xorl.core.models.recipes import CheckpointNames, CheckpointView, WeightRecipe, WeightSource, logical_modules
 from xorl.core.nn import LayerKernels
 
 PLAIN_KERNELS = LayerKernels()
-
-AdapterTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +22,7 @@ class ModelSpec:
         hf_keys: the config.json keys and values that describe a config.
         make_recipes: (config, merge_qkv) -> how each native parameter is made of checkpoint tensors.
         checkpoint_names: how names in a checkpoint may differ from those in the recipes.
-        adapter_targets: projections that adapters go on by default.
+        adapter_targets: modules of the checkpoint, by the last parts of their names, that adapters go on by default.
     """
 
     architecture: str
@@ -34,7 +31,7 @@ class ModelSpec:
     hf_keys: Callable[[DecoderConfig], dict[str, object]]
     make_recipes: Callable[[DecoderConfig, bool], dict[str, WeightRecipe]]
     checkpoint_names: CheckpointNames
-    adapter_targets: tuple[AdapterTarget, ...]
+    adapter_targets: tuple[str, ...]
 
     def config_to_hf(self, config: DecoderConfig, hf: Mapping[str, object] | None = None) -> dict[str, object]:
         """The mapping for a config.json of this model.
@@ -49,7 +46,8 @@ class ModelSpec:
 
     def build(self, config: DecoderConfig, *, merge_qkv: bool = True, kernels: LayerKernels = PLAIN_KERNELS) -> Decoder:
         """The module, its parameters not yet initialised, on the device of the surrounding `torch.device` context."""
-        return Decoder(config, merge_qkv=merge_qkv, kernels=kernels)
+        logical = logical_modules(self.recipes(config, merge_qkv=merge_qkv))
+        return Decoder(config, merge_qkv=merge_qkv, kernels=kernels, logical=logical)
 
     def recipes(self, config: DecoderConfig, *, merge_qkv: bool) -> dict[str, WeightRecipe]:
         """For each native parameter, how it is made of checkpoint tensors and taken apart into them again."""

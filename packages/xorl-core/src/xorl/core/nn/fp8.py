@@ -86,12 +86,14 @@ class Fp8Linear(Linear):
         self.out_features = linear.out_features
         self.weight = linear.weight
         self.bias = linear.bias
+        self.adapter = linear.adapter
         self.recipe = recipe
         self.weight_fp8 = None
         self.weight_descale = None
         self.train(linear.training)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def base(self, x: Tensor) -> Tensor:
+        """The output of the layer without its adapter, multiplied in fp8."""
         rows = x.reshape(-1, self.in_features)  # [T, I]
         y = self._tensorwise(rows) if self.recipe == "tensorwise" else self._rowwise(rows)
         y = y.unflatten(0, x.shape[:-1]) if x.dim() != 2 else y

@@ -6,9 +6,11 @@ the same numbers, without autocast. None initialises itself: `Decoder.init_weigh
 Shapes: T tokens, D model width, F feed-forward width, V vocabulary.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import overload
+from typing import Protocol, overload
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +38,37 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 SWIGLU_ACTIVATIONS = ("silu", "swish")
 
 
+class LinearAddition(Protocol):
+    """What trains beside a linear layer: a module that changes the layer's output."""
+
+    def __call__(self, x: Tensor, y: Tensor, layer: Linear) -> Tensor:
+        """The output of `layer` for x, given what it computes alone, y."""
+        ...
+
+    def operands(self, x: Tensor, layer: Linear) -> tuple[Tensor, Tensor]:
+        """Two matrices whose product is the output: see `Linear.operands`."""
+        ...
+
+
+class EmbeddingAddition(Protocol):
+    """What trains beside an embedding."""
+
+    def __call__(self, ids: Tensor, rows: Tensor) -> Tensor:
+        """The output for `ids`, given the rows of the embedding alone."""
+        ...
+
+
 class Linear(nn.Module):
-    """x @ weight.T + bias in the dtype of x. weight is [out, in]."""
+    """x @ weight.T + bias in the dtype of x. weight is [out, in].
+
+    Subclasses keep or compute the product in another way: they replace `base` and `dense_weight`, and nothing else.
+
+    Attributes:
+        adapter: None, or a module that stands beside the weight; parameters of the layer keep their names.
+    """
+
+    bias: nn.Parameter | None
+    adapter: LinearAddition | None
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
         super().__init__()
@@ -45,29 +76,52 @@ class Linear(nn.Module):
         self.out_features = out_features
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.adapter = None
 
     def forward(self, x: Tensor) -> Tensor:
+        y = self.base(x)
+        return y if self.adapter is None else self.adapter(x, y, self)
+
+    def base(self, x: Tensor) -> Tensor:
+        """The output of the layer without its adapter."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return F.linear(x, self.weight.to(x.dtype), bias)
+
+    def dense_weight(self, dtype: torch.dtype) -> Tensor:
+        """The weight that `base` multiplies with, [out, in], in `dtype`."""
+        return self.weight.to(dtype)
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(a [T, K], b [out, K]) with a @ b.T the output, for what makes that product itself; there is no bias."""
+        assert self.bias is None, "the product alone is not the output"
+        return (x, self.dense_weight(x.dtype)) if self.adapter is None else self.adapter.operands(x, self)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
 
 
 class Embedding(nn.Module):
-    """Rows of weight [V, D] by id, in a dtype that holds the weight exactly: ids carry none, so the caller casts."""
+    """Rows of weight [V, D] by id, in a dtype that holds the weight exactly: ids carry none, so the caller casts.
+
+    Attributes:
+        adapter: None, or a module that stands beside the weight.
+    """
+
+    adapter: EmbeddingAddition | None
 
     def __init__(self, num_rows: int, width: int) -> None:
         super().__init__()
         self.num_rows = num_rows
         self.weight = nn.Parameter(torch.empty(num_rows, width))
+        self.adapter = None
 
     def forward(self, ids: Tensor) -> Tensor:
         weight = self.weight
         if weight.device.type == "cpu":
             # The CPU kernel would add up the gradients of a repeated id in half precision, where small ones vanish.
             weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
-        return F.embedding(ids, weight)
+        rows = F.embedding(ids, weight)
+        return rows if self.adapter is None else self.adapter(ids, rows)
 
     def extra_repr(self) -> str:
         return f"{self.num_rows}, {self.weight.shape[1]}"

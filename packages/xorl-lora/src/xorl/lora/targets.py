@@ -1,0 +1,171 @@
+"""The layers of a model that adapters can go on, under the names that checkpoints know them by.
+
+xorl's decoder keeps several layers of a checkpoint in one (`qkv_proj` is q_proj, k_proj and v_proj); each is a site of
+its own here. The layers of any other module are themselves.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from xorl.core.models import Decoder, LogicalModule
+from xorl.core.nn import Embedding, Linear
+from xorl.lora.spec import AdapterSpec, is_named
+
+# What torch.compile, activation checkpointing and FSDP put into the names of the modules that they wrap.
+WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+
+
+@dataclass(frozen=True)
+class Site:
+    """One layer, or one of those that a layer stacks.
+
+    Attributes:
+        name: the layer's name in a checkpoint, by which it is a target.
+        path: the full name of the module that computes it.
+        start, stop: its output features among those of that module.
+        is_linear: whether it is a linear layer; an embedding otherwise.
+        is_head: whether it makes the logits of xorl's decoder.
+        refusal: why no adapter can go on it, or None.
+    """
+
+    name: str
+    path: str
+    start: int
+    stop: int
+    is_linear: bool
+    is_head: bool
+    refusal: str | None
+
+
+def sites_of(model: nn.Module) -> dict[str, Site]:
+    """Every linear layer and embedding of `model` by its name in checkpoints, in the order of the modules."""
+    sites: dict[str, Site] = {}
+    for parent_path, parent in model.named_modules():
+        for own_name, module in parent.named_children():
+            if not isinstance(module, (nn.Linear, Linear, nn.Embedding, Embedding)):
+                continue
+            path = f"{parent_path}.{own_name}".removeprefix(".")
+            refusal = _refusal(model, parent, module)
+            is_linear = isinstance(module, (nn.Linear, Linear))
+            start = 0
+            for part in _parts(model, path, module):
+                sites[part.name] = Site(
+                    part.name,
+                    path,
+                    start,
+                    start + (part.num_rows if is_linear else module.weight.shape[1]),
+                    is_linear=is_linear,
+                    is_head=isinstance(model, Decoder) and module is model.lm_head,
+                    refusal=refusal if part.is_whole else f"{path} holds a part of it: set model.merge_qkv to true",
+                )
+                start += part.num_rows
+    return sites
+
+
+def resolve(spec: AdapterSpec, model: nn.Module) -> tuple[Site, ...]:
+    """The sites of `model` that get an adapter, in the order of the modules.
+
+    "all-linear" takes every linear layer that an adapter works on, the output head of other modules than xorl's decoder
+    too, and passes over three kinds: one whose weight another module uses (a tied head), a subclass of nn.Linear (it
+    may compute something else), and those inside torch's own attention and encoder layers, which read the weight
+    without calling the layer. A name may also be that of a layer which stacks several, and then means all of them.
+
+    Raises ValueError for a name that matches nothing, with the names that exist; for a named layer of a kind that
+    "all-linear" passes over; and if nothing is left to adapt.
+    """
+    sites = sites_of(model)
+    if spec.targets == "all-linear":
+        found = [site for site in sites.values() if site.is_linear and not site.is_head and site.refusal is None]
+        if not found:
+            refused = [f"{site.name} ({site.refusal})" for site in sites.values() if site.refusal is not None]
+            raise ValueError(
+                f"targets 'all-linear' finds no linear layer to adapt in {type(model).__name__}: "
+                f"{'; '.join(refused[:5]) or 'it contains none'}"
+            )
+    else:
+        found = _named(sites, spec.targets, model)
+    spec.check_patterns([site.name for site in found])
+    embedded = [site.name for site in found if not site.is_linear]
+    if spec.use_dora and embedded:
+        raise ValueError(f"use_dora is for linear layers, and targets name embeddings: {', '.join(embedded)}")
+    return tuple(found)
+
+
+def _named(sites: dict[str, Site], targets: Sequence[str], model: nn.Module) -> list[Site]:
+    def matches(site: Site, target: str) -> bool:
+        return is_named(site.name, target) or is_named(plain(site.path), target)
+
+    unmatched = [target for target in targets if not any(matches(site, target) for site in sites.values())]
+    if unmatched:
+        known = sorted({site.name.rpartition(".")[2] for site in sites.values()})
+        raise ValueError(f"targets {unmatched} match no layer of {type(model).__name__}; its layers are named {known}")
+    found = [site for site in sites.values() if any(matches(site, target) for target in targets)]
+    blocked = [f"{site.name} ({site.refusal})" for site in found if site.refusal is not None]
+    if blocked:
+        raise ValueError(f"targets {list(targets)} name layers that cannot be adapted: {'; '.join(blocked[:5])}")
+    return found
+
+
+def modules_to_save(spec: AdapterSpec, model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of `model` that are trained whole, by their names in checkpoints.
+
+    Raises ValueError for a name that matches no module with parameters of its own, or one that cannot be kept apart.
+    """
+    if not spec.modules_to_save:
+        return {}
+    owners = {name: module for name, module in model.named_modules() if any(True for _ in module.parameters())}
+    parts = {part.name: (name, part) for name, module in owners.items() for part in _parts(model, name, module)}
+    saved: dict[str, nn.Module] = {}
+    for target in spec.modules_to_save:
+        found = {name: path for name, (path, _) in parts.items() if is_named(name, target)}
+        if not found:
+            known = sorted({name.rpartition(".")[2] for name in parts if name})
+            raise ValueError(f"modules_to_save: {target!r} is no module of {type(model).__name__}; it has {known}")
+        for name, path in found.items():
+            if sum(other == path for other, _ in parts.values()) > 1 or not parts[name][1].is_whole:
+                raise ValueError(f"modules_to_save: {name} is not kept apart from others in {path}; give it an adapter")
+            if _is_tied(model, owners[path]):
+                raise ValueError(f"modules_to_save: the weight of {name} is the head's as well, or another module's")
+            saved[name] = owners[path]
+    return saved
+
+
+def _is_tied(model: nn.Module, module: nn.Module) -> bool:
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    if isinstance(model, Decoder) and model.lm_head is None and module is model.model.embed_tokens:
+        return True
+    return any(uses[id(parameter)] > 1 for parameter in module.parameters())
+
+
+def plain(path: str) -> str:
+    """A module's full name without what wraps it."""
+    return ".".join(part for part in path.split(".") if part not in WRAPPERS)
+
+
+def _parts(model: nn.Module, path: str, module: nn.Module) -> Sequence[LogicalModule]:
+    if isinstance(model, Decoder):
+        return model.logical.get(path, ())
+    return (LogicalModule(plain(path), _num_outputs(module), is_whole=True),)
+
+
+def _num_outputs(module: nn.Module) -> int:
+    if isinstance(module, (nn.Linear, Linear)):
+        return module.out_features
+    return module.weight.shape[1] if isinstance(module, (nn.Embedding, Embedding)) else 0
+
+
+def _refusal(model: nn.Module, parent: nn.Module, module: nn.Module) -> str | None:
+    if isinstance(module, (nn.Linear, nn.Embedding)) and type(module) not in (nn.Linear, nn.Embedding):
+        return f"it is a {type(module).__name__}, not a plain nn.Linear or nn.Embedding"
+    if isinstance(parent, nn.TransformerEncoderLayer):
+        return "in inference nn.TransformerEncoderLayer reads its weight without calling it"
+    if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
+        return "an embedding with max_norm or sparse gradients changes or reads its weight in other ways"
+    if _is_tied(model, module):
+        return "another module uses its weight, or the head does, and merging would change that too"
+    return None
