@@ -73,8 +73,8 @@ def _grid(count: int) -> tuple[int]:
 
 
 @triton.jit
-def _draw(index: tl.tensor, step: tl.tensor, key: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """The two words of `noise.draw` for int64 indices."""
+def draw(index: tl.tensor, step: tl.tensor, key: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """The two words of `noise.draw` for int64 indices; dequantised weights draw their noise by it too."""
     low = index.to(tl.uint32)
     high = tl.full(low.shape, 0, tl.uint32) + step.to(tl.uint32)
     multiplier = tl.full(low.shape, _MULTIPLIER, tl.uint32)
@@ -132,7 +132,7 @@ def _adamw(
     denominator = tl.sqrt(square / tl.load(corrections + 1)) + eps
     value = tl.load(param + offsets, mask=mask, other=0.0).to(tl.float32) * keep
     value = value - mean / tl.load(corrections) / denominator * lr
-    word, other = _draw(offsets + first, tl.load(step), key)  # pyright: ignore[reportGeneralTypeIssues]
+    word, other = draw(offsets + first, tl.load(step), key)  # pyright: ignore[reportGeneralTypeIssues]
     _store(param, offsets, value, word, mask)
     _store(exp_avg, offsets, mean, word >> 16, mask)
     _store(exp_avg_sq, offsets, square, other, mask)
@@ -163,7 +163,7 @@ def _momentum(
     if WANTED:
         direction = mean * momentum + gradient if NESTEROV else mean
         tl.store(update + offsets, direction, mask=mask)
-    word, _ = _draw(offsets + first, tl.load(step), key)  # pyright: ignore[reportGeneralTypeIssues]
+    word, _ = draw(offsets + first, tl.load(step), key)  # pyright: ignore[reportGeneralTypeIssues]
     _store(buffer, offsets, mean, word >> 16, mask)
 
 
@@ -186,7 +186,7 @@ def _descend(
     mask = offsets < count
     value = tl.load(param + offsets, mask=mask, other=0.0).to(tl.float32) * keep
     value = value - tl.load(update + offsets, mask=mask, other=0.0).to(tl.float32) * rate
-    word, _ = _draw(offsets + first, tl.load(step), key)  # pyright: ignore[reportGeneralTypeIssues]
+    word, _ = draw(offsets + first, tl.load(step), key)  # pyright: ignore[reportGeneralTypeIssues]
     _store(param, offsets, value, word, mask)
 
 

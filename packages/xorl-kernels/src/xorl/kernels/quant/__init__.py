@@ -1,5 +1,7 @@
 """Numbers of few bits: matrices cast with their scales, and products of them."""
 
+from xorl.kernels.quant.block_fp8 import dequantize_block_fp8, quantize_block_fp8
+from xorl.kernels.quant.device import QuantFormat, quant_refusal
 from xorl.kernels.quant.fp8 import (
     E4M3,
     E5M2,
@@ -14,10 +16,15 @@ from xorl.kernels.quant.fp8 import (
     scaled_mm,
     transpose,
 )
+from xorl.kernels.quant.nf4 import dequantize_nf4, quantize_nf4
+from xorl.kernels.quant.noise import WeightNoise, normal_pairs
+from xorl.kernels.quant.nvfp4 import dequantize_nvfp4, nvfp4_global_scale, quantize_nvfp4
 
 __all__ = [
     "E4M3",
     "E5M2",
+    "QuantFormat",
+    "WeightNoise",
     "amax",
     "cast_axiswise",
     "cast_columnwise",
@@ -25,7 +32,16 @@ __all__ = [
     "cast_rowwise",
     "cast_tensorwise",
     "cast_tensorwise_both",
+    "dequantize_block_fp8",
+    "dequantize_nf4",
+    "dequantize_nvfp4",
     "fp8_refusal",
+    "normal_pairs",
+    "nvfp4_global_scale",
+    "quant_refusal",
+    "quantize_block_fp8",
+    "quantize_nf4",
+    "quantize_nvfp4",
     "scaled_mm",
     "transpose",
 ]

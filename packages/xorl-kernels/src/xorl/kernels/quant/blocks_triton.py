@@ -1,0 +1,373 @@
+"""Triton kernels of nf4, nvfp4 and block_fp8; what they compute is described, and computed plainly, in those modules.
+
+Quantising divides and rounds as IEEE 754 says, so that codes and scales are those of the plain twins to the bit; what
+becomes E4M3 is rounded before it is converted, which is exact then in the interpreter too. Dequantising reads codes
+and scales once and writes the result once.
+
+Shapes: R rows, C columns, G group size; a tile holds N groups.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from xorl.kernels.fused.device import launch
+from xorl.kernels.optim.triton_updates import draw
+from xorl.kernels.quant import block_fp8, nf4, noise, nvfp4
+from xorl.kernels.quant.noise import WeightNoise
+
+# Weights of a tile: enough loads in flight to fill the memory's pipeline, few enough for the registers.
+TILE = 4096
+NUM_WARPS = 8
+# Rows of a tile of block_fp8, whose columns are those of one block; every block's side is a multiple.
+TILE_ROWS = 16
+
+_TINY = tl.constexpr(nf4.TINY)
+_NF4_STEP = tl.constexpr(nf4.NOISE_STEP)
+_FP4_LARGEST = tl.constexpr(nvfp4.LARGEST)
+_FP4_STEP = tl.constexpr(nvfp4.NOISE_STEP)
+_E4M3_LARGEST = tl.constexpr(block_fp8.LARGEST)
+_FP8_STEP = tl.constexpr(block_fp8.NOISE_STEP)
+_E4M3_SMALLEST_NORMAL = tl.constexpr(2.0**-6)
+# Added and taken away, it rounds to multiples of 2**-9, the distance of E4M3's subnormal numbers.
+_ROUND_SUBNORMAL = tl.constexpr(1.5 * 2.0**23 * 2.0**-9)
+_UNIFORM = tl.constexpr(noise.UNIFORM)
+_TURN = tl.constexpr(noise.TURN)
+_SINE_3, _SINE_5, _SINE_7 = (tl.constexpr(factor) for factor in noise.SINE)
+_COSINE_4, _COSINE_6, _COSINE_8 = (tl.constexpr(factor) for factor in noise.COSINE)
+
+
+def quantize_nf4(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """See `nf4.quantize_nf4`."""
+    num_rows, num_columns = weight.shape
+    codes = torch.empty((num_rows, num_columns // 2), dtype=torch.uint8, device=weight.device)
+    absmax = torch.empty((num_rows, num_columns // group_size), dtype=torch.float32, device=weight.device)
+    bounds = nf4.table(nf4.bounds(), weight.device)
+    grid, sizes = _tiles(absmax.numel(), group_size)
+    launch(
+        _quantize_nf4, grid, weight.contiguous(), codes, absmax, bounds, absmax.numel(), num_warps=NUM_WARPS, **sizes
+    )
+    return codes, absmax
+
+
+def dequantize_nf4(codes: Tensor, absmax: Tensor, dtype: torch.dtype, noise: WeightNoise | None) -> Tensor:
+    """See `nf4.dequantize_nf4`."""
+    out = torch.empty((codes.shape[0], 2 * codes.shape[1]), dtype=dtype, device=codes.device)
+    grid, sizes = _tiles(absmax.numel(), out.numel() // absmax.numel())
+    values = nf4.table(nf4.VALUES, codes.device)
+    tensors = (codes.contiguous(), absmax.contiguous(), values, out)
+    launch(_dequantize_nf4, grid, *tensors, absmax.numel(), *_draws(noise, absmax), num_warps=NUM_WARPS, **sizes)
+    return out
+
+
+def quantize_nvfp4(weight: Tensor, global_scale: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """See `nvfp4.quantize_nvfp4`."""
+    num_rows, num_columns = weight.shape
+    codes = torch.empty((num_rows, num_columns // 2), dtype=torch.uint8, device=weight.device)
+    groups_per_row = num_columns // group_size
+    scales = torch.empty((num_rows, groups_per_row), dtype=torch.float8_e4m3fn, device=weight.device)
+    grid, sizes = _tiles(scales.numel(), group_size)
+    tensors = (weight.contiguous(), global_scale.contiguous(), codes, scales)
+    launch(_quantize_nvfp4, grid, *tensors, scales.numel(), groups_per_row, num_warps=NUM_WARPS, **sizes)
+    return codes, scales
+
+
+def dequantize_nvfp4(
+    codes: Tensor, scales: Tensor, global_scale: Tensor, dtype: torch.dtype, noise: WeightNoise | None
+) -> Tensor:
+    """See `nvfp4.dequantize_nvfp4`."""
+    out = torch.empty((codes.shape[0], 2 * codes.shape[1]), dtype=dtype, device=codes.device)
+    groups_per_row = scales.shape[1]
+    grid, sizes = _tiles(scales.numel(), out.numel() // scales.numel())
+    tensors = (codes.contiguous(), scales.contiguous(), global_scale.contiguous(), out)
+    counts = (scales.numel(), groups_per_row)
+    launch(_dequantize_nvfp4, grid, *tensors, *counts, *_draws(noise, global_scale), num_warps=NUM_WARPS, **sizes)
+    return out
+
+
+def quantize_block_fp8(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """See `block_fp8.quantize_block_fp8`."""
+    num_rows, num_columns = weight.shape
+    codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+    grid = (-(-num_columns // group_size), -(-num_rows // group_size))
+    scales = torch.empty(grid[::-1], dtype=torch.float32, device=weight.device)
+    tensors = (weight.contiguous(), codes, scales)
+    launch(_quantize_block_fp8, grid, *tensors, num_rows, num_columns, num_warps=NUM_WARPS, G=group_size)
+    return codes, scales
+
+
+def dequantize_block_fp8(
+    codes: Tensor, scales: Tensor, group_size: int, dtype: torch.dtype, noise: WeightNoise | None
+) -> Tensor:
+    """See `block_fp8.dequantize_block_fp8`."""
+    num_rows, num_columns = codes.shape
+    out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    grid = (-(-num_columns // group_size), -(-num_rows // TILE_ROWS))
+    tensors = (codes.contiguous(), scales.contiguous(), out)
+    draws = _draws(noise, scales)
+    sizes = {"G": group_size, "TILE_ROWS": TILE_ROWS}
+    launch(_dequantize_block_fp8, grid, *tensors, num_rows, num_columns, *draws, num_warps=4, **sizes)
+    return out
+
+
+def _tiles(num_groups: int, group_size: int) -> tuple[tuple[int], dict[str, int]]:
+    """The grid over tiles of whole groups, and the constants of a tile."""
+    num = max(TILE // group_size, 1)
+    return (-(-num_groups // num),), {"N": num, "HALF": group_size // 2}
+
+
+def _draws(noise: WeightNoise | None, instead: Tensor) -> tuple[Tensor, int, float, bool]:
+    """What a kernel draws its noise by; `instead` stands for the step where there is none."""
+    if noise is None:
+        return instead, 0, 0.0, False
+    return noise.step, noise.key, noise.alpha, True
+
+
+@triton.jit
+def _divide(x: tl.tensor, y: tl.tensor) -> tl.tensor:
+    """x / y in fp32, rounded to nearest: Triton's own operator approximates."""
+    return tl.div_rn(x, tl.full(x.shape, 0.0, tl.float32) + y)
+
+
+@triton.jit
+def _round_e4m3(x: tl.tensor) -> tl.tensor:
+    """fp32 of at most E4M3's largest number, in magnitude, to the nearest number of E4M3, ties to even."""
+    size = tl.abs(x)
+    bits = size.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    subnormal = (size + _ROUND_SUBNORMAL) - _ROUND_SUBNORMAL
+    rounded = tl.where(size < _E4M3_SMALLEST_NORMAL, subnormal, normal)
+    rounded = tl.where(size == size, rounded, size)
+    # By its bit, since zeros have a sign too.
+    sign = x.to(tl.int32, bitcast=True) & -0x80000000
+    return (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _magnitude(x: tl.tensor) -> tl.tensor:
+    """Absolute values, infinite for NaN, which a maximum would pass over."""
+    return tl.where(x == x, tl.abs(x), float("inf"))
+
+
+@triton.jit
+def _normals(pair: tl.tensor, step_ptr: tl.tensor, key: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """The two numbers of `noise.normal_pairs` for each pair's int64 index."""
+    low, high = draw(pair, tl.load(step_ptr), key)  # pyright: ignore[reportGeneralTypeIssues]
+    radius = tl.sqrt(-2.0 * tl.log((low.to(tl.float32) + 0.5) * _UNIFORM))
+    quarter = (high + 0x20000000) >> 30
+    x = (high - (quarter << 30)).to(tl.int32, bitcast=True).to(tl.float32) * _TURN
+    square = x * x
+    sine = x * (1.0 + square * (_SINE_3 + square * (_SINE_5 + square * _SINE_7)))
+    cosine = 1.0 + square * (-0.5 + square * (_COSINE_4 + square * (_COSINE_6 + square * _COSINE_8)))
+    crossed = (quarter & 1) != 0
+    one, other = tl.where(crossed, sine, cosine), tl.where(crossed, cosine, sine)
+    one = tl.where(((quarter + 1) & 2) != 0, -one, one)
+    other = tl.where((quarter & 2) != 0, -other, other)
+    return radius * one, radius * other
+
+
+@triton.jit
+def _nf4_code(scaled: tl.tensor, bounds_ptr: tl.tensor) -> tl.tensor:
+    code = tl.zeros(scaled.shape, tl.int32)
+    for index in tl.static_range(15):  # pyright: ignore[reportGeneralTypeIssues]
+        code += (scaled > tl.load(bounds_ptr + index)).to(tl.int32)
+    return code
+
+
+@triton.jit
+def _quantize_nf4(
+    weight_ptr: tl.tensor,
+    codes_ptr: tl.tensor,
+    absmax_ptr: tl.tensor,
+    bounds_ptr: tl.tensor,
+    num_groups: int,
+    N: tl.constexpr,
+    HALF: tl.constexpr,
+) -> None:
+    group = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
+    byte = group[:, None] * HALF + tl.arange(0, HALF)[None, :]
+    inside = (group < num_groups)[:, None]
+    even = tl.load(weight_ptr + 2 * byte, mask=inside, other=0.0).to(tl.float32)
+    odd = tl.load(weight_ptr + 2 * byte + 1, mask=inside, other=0.0).to(tl.float32)
+    absmax = tl.max(tl.maximum(_magnitude(even), _magnitude(odd)), axis=1)
+    # In so many words: Triton takes a number as small as this one for fp64.
+    divisor = tl.maximum(absmax, tl.full(absmax.shape, _TINY, tl.float32))
+    reciprocal = _divide(tl.full(absmax.shape, 1.0, tl.float32), divisor)[:, None]
+    upper = _nf4_code(tl.clamp(even * reciprocal, -1.0, 1.0), bounds_ptr)
+    lower = _nf4_code(tl.clamp(odd * reciprocal, -1.0, 1.0), bounds_ptr)
+    tl.store(codes_ptr + byte, (upper << 4 | lower).to(tl.uint8), mask=inside)
+    tl.store(absmax_ptr + group, absmax, mask=group < num_groups)
+
+
+@triton.jit(do_not_specialize=["key"])
+def _dequantize_nf4(
+    codes_ptr: tl.tensor,
+    absmax_ptr: tl.tensor,
+    values_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    num_groups: int,
+    step_ptr: tl.tensor,
+    key: int,
+    alpha: float,
+    NOISE: tl.constexpr,
+    N: tl.constexpr,
+    HALF: tl.constexpr,
+) -> None:
+    group = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
+    byte = group[:, None] * HALF + tl.arange(0, HALF)[None, :]
+    inside = (group < num_groups)[:, None]
+    code = tl.load(codes_ptr + byte, mask=inside, other=0).to(tl.int32)
+    absmax = tl.load(absmax_ptr + group, mask=group < num_groups, other=0.0)[:, None]
+    first = tl.load(values_ptr + (code >> 4)) * absmax
+    second = tl.load(values_ptr + (code & 0xF)) * absmax
+    if NOISE:
+        one, other = _normals(byte, step_ptr, key)  # pyright: ignore[reportGeneralTypeIssues]
+        size = alpha * _NF4_STEP * absmax
+        first, second = first + size * one, second + size * other
+    _store_pairs(out_ptr, group, first, second, num_groups, N, HALF)
+
+
+@triton.jit
+def _store_pairs(
+    out_ptr: tl.tensor,
+    group: tl.tensor,
+    first: tl.tensor,
+    second: tl.tensor,
+    num_groups: int,
+    N: tl.constexpr,
+    HALF: tl.constexpr,
+) -> None:
+    """Write [N, HALF] of first and second elements as [N, G], whole rows of a tile at a time."""
+    dtype = out_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue] it is a pointer's
+    both = tl.interleave(first.to(dtype), second.to(dtype))
+    element = group[:, None] * (2 * HALF) + tl.arange(0, 2 * HALF)[None, :]
+    tl.store(out_ptr + element, both, mask=(group < num_groups)[:, None])
+
+
+@triton.jit
+def _fp4_code(scaled: tl.tensor) -> tl.tensor:
+    size = tl.abs(scaled)
+    code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
+    code += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32)
+    code += (size > 5.0).to(tl.int32)
+    return code | (scaled < 0).to(tl.int32) << 3
+
+
+@triton.jit
+def _quantize_nvfp4(
+    weight_ptr: tl.tensor,
+    global_ptr: tl.tensor,
+    codes_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    num_groups: int,
+    groups_per_row: int,
+    N: tl.constexpr,
+    HALF: tl.constexpr,
+) -> None:
+    group = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
+    in_groups = group < num_groups
+    byte = group[:, None] * HALF + tl.arange(0, HALF)[None, :]
+    inside = in_groups[:, None]
+    even = tl.load(weight_ptr + 2 * byte, mask=inside, other=0.0).to(tl.float32)
+    odd = tl.load(weight_ptr + 2 * byte + 1, mask=inside, other=0.0).to(tl.float32)
+    absmax = tl.max(tl.maximum(_magnitude(even), _magnitude(odd)), axis=1)
+    wide = tl.load(global_ptr + group // groups_per_row, mask=in_groups, other=1.0)
+    scale = _divide(_divide(absmax, _FP4_LARGEST), wide)
+    scale = tl.where(absmax < float("inf"), _round_e4m3(tl.minimum(scale, _E4M3_LARGEST)), float("nan"))
+    step = scale * wide
+    divisor = tl.where(step == 0, 1.0, step)[:, None]
+    zero = (step == 0)[:, None]
+    lower = _fp4_code(tl.where(zero, 0.0, _divide(even, divisor)))
+    upper = _fp4_code(tl.where(zero, 0.0, _divide(odd, divisor)))
+    tl.store(codes_ptr + byte, (upper << 4 | lower).to(tl.uint8), mask=inside)
+    tl.store(scales_ptr + group, scale.to(scales_ptr.dtype.element_ty), mask=in_groups)
+
+
+@triton.jit
+def _fp4_value(code: tl.tensor) -> tl.tensor:
+    """E2M1 over 2**14: its exponent and mantissa are where fp16's are, which has subnormal numbers as well."""
+    bits = ((code & 0x7) << 9 | (code & 0x8) << 12).to(tl.int16)
+    return bits.to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["key"])
+def _dequantize_nvfp4(
+    codes_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    global_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    num_groups: int,
+    groups_per_row: int,
+    step_ptr: tl.tensor,
+    key: int,
+    alpha: float,
+    NOISE: tl.constexpr,
+    N: tl.constexpr,
+    HALF: tl.constexpr,
+) -> None:
+    group = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
+    in_groups = group < num_groups
+    byte = group[:, None] * HALF + tl.arange(0, HALF)[None, :]
+    code = tl.load(codes_ptr + byte, mask=in_groups[:, None], other=0).to(tl.int32)
+    scale = tl.load(scales_ptr + group, mask=in_groups, other=0.0).to(tl.float32)
+    wide = tl.load(global_ptr + group // groups_per_row, mask=in_groups, other=0.0)
+    step = (scale * wide)[:, None]
+    first = _fp4_value(code) * (step * 16384.0)
+    second = _fp4_value(code >> 4) * (step * 16384.0)
+    if NOISE:
+        one, other = _normals(byte, step_ptr, key)  # pyright: ignore[reportGeneralTypeIssues]
+        size = alpha * _FP4_STEP * step
+        first, second = first + size * one, second + size * other
+    _store_pairs(out_ptr, group, first, second, num_groups, N, HALF)
+
+
+@triton.jit
+def _quantize_block_fp8(
+    weight_ptr: tl.tensor,
+    codes_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    num_rows: int,
+    num_columns: int,
+    G: tl.constexpr,
+) -> None:
+    row = tl.program_id(1).to(tl.int64) * G + tl.arange(0, G)
+    column = tl.program_id(0) * G + tl.arange(0, G)
+    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    place = row[:, None] * num_columns + column[None, :]
+    x = tl.load(weight_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    scale = _divide(tl.max(tl.max(_magnitude(x), axis=1), axis=0), _E4M3_LARGEST)
+    scale = tl.where(scale == 0, 1.0, scale)
+    scaled = _divide(x, scale)
+    code = _round_e4m3(tl.clamp(scaled, -_E4M3_LARGEST, _E4M3_LARGEST))
+    tl.store(codes_ptr + place, code.to(codes_ptr.dtype.element_ty), mask=inside)
+    tl.store(scales_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), scale)
+
+
+@triton.jit(do_not_specialize=["key"])
+def _dequantize_block_fp8(
+    codes_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    num_rows: int,
+    num_columns: int,
+    step_ptr: tl.tensor,
+    key: int,
+    alpha: float,
+    NOISE: tl.constexpr,
+    G: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+) -> None:
+    row = tl.program_id(1).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    column = tl.program_id(0) * G + tl.arange(0, G)
+    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    place = row[:, None] * num_columns + column[None, :]
+    code = tl.load(codes_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    block = (tl.program_id(1) * TILE_ROWS // G) * tl.num_programs(0) + tl.program_id(0)
+    scale = tl.load(scales_ptr + block)
+    values = code * scale
+    if NOISE:
+        one, other = _normals(place >> 1, step_ptr, key)  # pyright: ignore[reportGeneralTypeIssues]
+        values += alpha * _FP8_STEP * scale * tl.where(place & 1 == 0, one, other)
+    dtype = out_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue] it is a pointer's
+    tl.store(out_ptr + place, values.to(dtype), mask=inside)
