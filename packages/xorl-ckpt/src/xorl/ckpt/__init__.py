@@ -2,28 +2,42 @@
 
 from xorl.ckpt.checkpointer import Checkpointer, LoadedCheckpoint, Stateful
 from xorl.ckpt.errors import CheckpointError, CheckpointFailure
-from xorl.ckpt.export import export_hf
+from xorl.ckpt.export import export_hf, parameter_groups, source_groups, write_model
+from xorl.ckpt.files import FileRecord, write_file
 from xorl.ckpt.hub import resolve_folder
-from xorl.ckpt.layout import JSON, Manifest, read_manifest, verify
+from xorl.ckpt.layout import JSON, Manifest, TensorRecord, read_manifest, verify
 from xorl.ckpt.load import LoadMode, LoadReport, load_weights
+from xorl.ckpt.publish import published
 from xorl.ckpt.reader import SafetensorsSource, WeightRecipe, WeightSource
+from xorl.ckpt.saved_tensors import SavedParameters
+from xorl.ckpt.tensor_file import TensorGroup, write_tensor_file
 
 __all__ = [
     "JSON",
     "CheckpointError",
     "CheckpointFailure",
     "Checkpointer",
+    "FileRecord",
     "LoadMode",
     "LoadReport",
     "LoadedCheckpoint",
     "Manifest",
     "SafetensorsSource",
+    "SavedParameters",
     "Stateful",
+    "TensorGroup",
+    "TensorRecord",
     "WeightRecipe",
     "WeightSource",
     "export_hf",
     "load_weights",
+    "parameter_groups",
+    "published",
     "read_manifest",
     "resolve_folder",
+    "source_groups",
     "verify",
+    "write_file",
+    "write_model",
+    "write_tensor_file",
 ]

@@ -6,10 +6,10 @@ What is where in a checkpoint is layout.py; how tensors become files is sharded.
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast, get_args
+from typing import Protocol, TypeAlias, cast, get_args
 
 import torch
 from safetensors import SafetensorError
@@ -28,6 +28,7 @@ from xorl.ckpt.regions import describe_meshes, dtype_name
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
+FurtherFiles: TypeAlias = Callable[[Path], Mapping[str, FileRecord]]
 
 
 class Stateful(Protocol):
@@ -93,12 +94,17 @@ class Checkpointer:
         info: Mapping[str, JSON] | None = None,
         scalars: Mapping[str, JSON] | None = None,
         rng: Mapping[str, torch.Tensor] | None = None,
+        write_further: FurtherFiles | None = None,
     ) -> Path:
         """Publish `{root}/global_step_{step}` and move `latest` to it.
 
-        `info` (goes into the manifest) and `scalars` are those of rank 0; `rng` is each rank's own. If any rank fails,
-        all raise, nothing is published, and what was there before is untouched: CheckpointError for what the caller can
-        mend (a folder that cannot be written, a value that is not a tensor), CheckpointFailure otherwise (a full disk).
+        `info` (goes into the manifest) and `scalars` are those of rank 0; `rng` is each rank's own. `write_further` is
+        called on every rank with the folder, writes files of the caller's own into it and returns what this rank wrote;
+        it must raise on every rank or on none.
+
+        If any rank fails, all raise, nothing is published, and what was there before is untouched: CheckpointError for
+        what the caller can mend (a folder that cannot be written, a value that is not a tensor), CheckpointFailure
+        otherwise (a full disk).
         Saving the step that this object saved or loaded last does nothing; any other step that exists is a
         CheckpointError, since one that is there is never written to.
         """
@@ -114,7 +120,7 @@ class Checkpointer:
         if folder == final:
             return final
         try:
-            manifest = self._write(folder, step, state, info or {}, scalars or {}, rng or {})
+            manifest = self._write(folder, step, state, info or {}, scalars or {}, rng or {}, write_further)
             with agreed("publish a checkpoint"):
                 if this_rank() == 0:
                     layout.publish(folder, self.root, manifest)
@@ -198,6 +204,7 @@ class Checkpointer:
         info: Mapping[str, JSON],
         scalars: Mapping[str, JSON],
         rng: Mapping[str, torch.Tensor],
+        write_further: FurtherFiles | None,
     ) -> Manifest:
         """Collective: all files but the manifest, which is complete on rank 0 alone."""
         with agreed("save a checkpoint"):
@@ -211,7 +218,10 @@ class Checkpointer:
                 files[layout.rng_name(this_rank())] = write_file(folder / layout.rng_name(this_rank()), content)
         write = sharded.write_shards if self._manager == "dcp" else gathered.write_gathered
         written, records = write(tensors, folder)
-        texts = all_gather_text(json.dumps({name: vars(record) for name, record in (files | written).items()}))
+        files |= written
+        if write_further is not None:
+            files |= write_further(folder)
+        texts = all_gather_text(json.dumps({name: vars(record) for name, record in files.items()}))
         return Manifest(
             step=step,
             storage=self._manager,

@@ -1,23 +1,26 @@
 """A model, whole or sharded, as the folder that transformers' `from_pretrained` reads.
 
-One shard of the output is in memory at a time, on rank 0. The folder appears at once or not at all.
+One parameter is in memory at a time, on rank 0. The folder appears at once or not at all.
 """
 
+import functools
 import json
 import logging
-import shutil
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from xorl.ckpt.errors import CheckpointError
 from xorl.ckpt.files import sync_file
+from xorl.ckpt.layout import TensorRecord
+from xorl.ckpt.publish import published
 from xorl.ckpt.ranks import agreed, this_rank
-from xorl.ckpt.reader import INDEX_FILE, SINGLE_FILE, SafetensorsSource, WeightRecipe, source_shapes
+from xorl.ckpt.reader import INDEX_FILE, SINGLE_FILE, SafetensorsSource, WeightRecipe, WeightSource, source_shapes
 from xorl.ckpt.regions import dtype_name, gather_whole
+from xorl.ckpt.tensor_file import TensorGroup, write_tensor_file
 
 logger = logging.getLogger(__name__)
 
@@ -36,16 +39,20 @@ TOKENIZER_FILES = (
     "vocab.txt",
 )
 _COPIED_FILES = (*TOKENIZER_FILES, "generation_config.json")
-_CONFIG_FILE, _CARD_FILE = "config.json", "README.md"
+_CONFIG_FILE, CARD_FILE = "config.json", "README.md"
+MAX_SHARD_BYTES = 5e9
 
 
 @dataclass(frozen=True)
 class _Shard:
-    """The parameters whose tensors go into one file."""
+    """What goes into one file."""
 
     file: str
-    params: tuple[str, ...]
-    shapes: Mapping[str, tuple[int, ...]]
+    groups: tuple[TensorGroup, ...]
+
+    @property
+    def records(self) -> dict[str, TensorRecord]:
+        return {name: record for group in self.groups for name, record in group.records.items()}
 
 
 @torch.no_grad()
@@ -57,74 +64,115 @@ def export_hf(
     hf_config: Mapping[str, object],
     dtype: torch.dtype | None = None,
     tokenizer_folder: Path | None = None,
-    max_shard_bytes: float = 5e9,
+    max_shard_bytes: float = MAX_SHARD_BYTES,
     model_card: str | None = None,
+    whole: Callable[[str], torch.Tensor] | None = None,
 ) -> Path:
     """Collective: write safetensors, their index, config.json and the tokenizer's files; returns the folder.
 
     `dtype` None keeps each parameter's own. `hf_config` is written as it is, except for its dtype, which becomes that
-    of the weights. Tied weights are absent, as they are in `params`. `model_card` becomes README.md. Raises
-    CheckpointError if the folder exists and is not empty: nothing is written into it.
+    of the weights. Tied weights are absent, as they are in `params`. `model_card` becomes README.md. `whole` is as in
+    `parameter_groups`. Raises CheckpointError if the folder exists and is not empty: nothing is written into it.
     """
-    folder = Path(folder).absolute()
-    temporary = folder.with_name(f".saving_{folder.name}")
     with agreed(f"export to {folder}"):
-        shards = _plan(params, recipes, dtype, max_shard_bytes)
-        if this_rank() == 0:
-            if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-                raise CheckpointError(
-                    f"{folder} exists already; an export is never written into it. Choose another folder."
-                )
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-    try:
-        for shard in shards:
-            tensors = _gather(shard, params, recipes, dtype)
-            with agreed(f"export to {folder}"):
-                if this_rank() == 0:
-                    _write_shard(temporary / shard.file, shard, tensors)
-            del tensors
-        with agreed(f"export to {folder}"):
-            if this_rank() == 0:
-                _write_rest(temporary, shards, params, hf_config, dtype, tokenizer_folder, model_card)
-                _check(temporary, shards)
-                sync_file(temporary)
-                temporary.rename(folder)
-                sync_file(folder.parent)
-    except Exception:
-        if this_rank() == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    logger.info("event=exported folder=%s tensors=%d", folder, sum(len(shard.shapes) for shard in shards))
+        groups = parameter_groups(params, recipes, dtype=dtype, whole=whole)
+    folder = Path(folder).absolute()
+    with published(folder) as temporary:
+        write_model(
+            temporary,
+            groups,
+            hf_config=hf_config,
+            tokenizer_folder=tokenizer_folder,
+            max_shard_bytes=max_shard_bytes,
+            model_card=model_card,
+        )
+    logger.info("event=exported folder=%s tensors=%d", folder, sum(len(group.records) for group in groups))
     return folder
 
 
-def _plan(
+@torch.no_grad()
+def write_model(
+    folder: Path,
+    groups: Sequence[TensorGroup],
+    *,
+    hf_config: Mapping[str, object],
+    tokenizer_folder: Path | None = None,
+    max_shard_bytes: float = MAX_SHARD_BYTES,
+    model_card: str | None = None,
+) -> None:
+    """Collective: the files of `export_hf`, of tensors under the names of the files, into a folder that is there."""
+    shards = _plan(groups, max_shard_bytes)
+    for shard in shards:
+        write_tensor_file(folder / shard.file, shard.groups)
+    with agreed(f"export to {folder}"):
+        if this_rank() == 0:
+            _write_rest(folder, shards, hf_config, tokenizer_folder, model_card)
+            _check(folder, shards)
+
+
+def parameter_groups(
     params: Mapping[str, torch.Tensor],
     recipes: Mapping[str, WeightRecipe],
-    dtype: torch.dtype | None,
-    max_shard_bytes: float,
-) -> list[_Shard]:
-    """Which parameters go into which file: all are known before the first is gathered, and so are the names."""
+    *,
+    dtype: torch.dtype | None = None,
+    whole: Callable[[str], torch.Tensor] | None = None,
+) -> list[TensorGroup]:
+    """Parameters under the names of the files, in the order of the recipes; nothing is gathered before it is written.
+
+    `whole` gives the values of a parameter by its name, as one that folds adapters in does; it may be collective. None
+    gathers the parameter. Raises CheckpointError for a parameter without a recipe.
+    """
     unknown = [name for name in params if name not in recipes]
     if unknown or not params:
         raise CheckpointError(
             f"there is no recipe for {', '.join(unknown[:5]) or 'anything: no parameters were given'}"
         )
-    groups: list[list[str]] = [[]]
-    size = 0
+
+    def gathered(name: str) -> torch.Tensor:
+        return gather_whole(params[name])
+
+    groups: list[TensorGroup] = []
     for unit in _units(params, recipes):
-        num_bytes = sum(params[name].numel() * (dtype or params[name].dtype).itemsize for name in unit)
-        if groups[-1] and size + num_bytes > max_shard_bytes:
-            groups.append([])
+        shapes = source_shapes({name: recipes[name] for name in unit})
+        written = dtype_name(dtype or params[unit[0]].dtype)
+        make = functools.partial(_take_apart, unit, recipes, whole or gathered, getattr(torch, written))
+        groups.append(TensorGroup({name: TensorRecord(shape, written) for name, shape in shapes.items()}, make))
+    return groups
+
+
+def source_groups(
+    source: WeightSource, *, dtype: torch.dtype | None = None, names: Sequence[str] | None = None
+) -> list[TensorGroup]:
+    """The tensors of a source as they are called there (all of them, or `names`), each read when it is written."""
+
+    def read(name: str, record: TensorRecord) -> dict[str, torch.Tensor]:
+        if this_rank() != 0:
+            return {}
+        return {name: source.read(name).to(getattr(torch, record.dtype))}
+
+    groups: list[TensorGroup] = []
+    for name in source.names() if names is None else names:
+        record = TensorRecord(tuple(source.shape(name)), dtype_name(dtype or source.dtype(name)))
+        groups.append(TensorGroup({name: record}, functools.partial(read, name, record)))
+    return groups
+
+
+def _plan(groups: Sequence[TensorGroup], max_shard_bytes: float) -> list[_Shard]:
+    """Which tensors go into which file."""
+    files: list[list[TensorGroup]] = [[]]
+    size = 0
+    for group in groups:
+        if files[-1] and size + group.num_bytes > max_shard_bytes:
+            files.append([])
             size = 0
-        groups[-1] += unit
-        size += num_bytes
-    shards: list[_Shard] = []
-    for index, group in enumerate(groups, start=1):
-        file = SINGLE_FILE if len(groups) == 1 else f"model-{index:05d}-of-{len(groups):05d}.safetensors"
-        shards.append(_Shard(file, tuple(group), source_shapes({name: recipes[name] for name in group})))
-    return shards
+        files[-1].append(group)
+        size += group.num_bytes
+    if len(files) == 1:
+        return [_Shard(SINGLE_FILE, tuple(files[0]))]
+    return [
+        _Shard(f"model-{index:05d}-of-{len(files):05d}.safetensors", tuple(held))
+        for index, held in enumerate(files, start=1)
+    ]
 
 
 def _units(params: Mapping[str, torch.Tensor], recipes: Mapping[str, WeightRecipe]) -> list[list[str]]:
@@ -144,58 +192,48 @@ def _units(params: Mapping[str, torch.Tensor], recipes: Mapping[str, WeightRecip
     return units
 
 
-def _gather(
-    shard: _Shard, params: Mapping[str, torch.Tensor], recipes: Mapping[str, WeightRecipe], dtype: torch.dtype | None
+def _take_apart(
+    unit: Sequence[str],
+    recipes: Mapping[str, WeightRecipe],
+    whole: Callable[[str], torch.Tensor],
+    dtype: torch.dtype,
 ) -> dict[str, torch.Tensor]:
     """Collective: every rank takes part in each gather; rank 0 alone keeps what it gives."""
-    tensors: dict[str, torch.Tensor] = {}
-    for name in shard.params:
-        whole = gather_whole(params[name])
-        if this_rank() != 0:
-            continue
-        for source, part in recipes[name].split(whole.to(dtype or whole.dtype)).items():
-            if source in tensors:
-                join_dim = recipes[name].join_dim
-                assert join_dim is not None, f"{source} is made of more than one parameter"
-                tensors[source] = torch.cat([tensors[source], part.cpu()], join_dim)
-            else:
-                # Cloned: safetensors refuses tensors that share storage, as the parts of a merged parameter do.
-                tensors[source] = part.cpu().clone(memory_format=torch.contiguous_format)
-    return tensors
-
-
-def _write_shard(path: Path, shard: _Shard, tensors: Mapping[str, torch.Tensor]) -> None:
-    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == dict(shard.shapes)
-    save_file(dict(tensors), path, metadata={"format": "pt"})
-    sync_file(path)
+    parts: dict[str, list[torch.Tensor]] = {}
+    for name in unit:
+        values = whole(name)
+        if this_rank() == 0:
+            for source, part in recipes[name].split(values.to(dtype)).items():
+                parts.setdefault(source, []).append(part.cpu())
+    join_dim = recipes[unit[0]].join_dim
+    assert join_dim is not None or all(len(held) == 1 for held in parts.values()), f"{unit} share a source"
+    return {name: held[0] if len(held) == 1 else torch.cat(held, join_dim or 0) for name, held in parts.items()}
 
 
 def _write_rest(
     folder: Path,
     shards: Sequence[_Shard],
-    params: Mapping[str, torch.Tensor],
     hf_config: Mapping[str, object],
-    dtype: torch.dtype | None,
     tokenizer_folder: Path | None,
     model_card: str | None,
 ) -> None:
-    dtypes = {dtype or param.dtype for param in params.values()}
+    groups = [group for shard in shards for group in shard.groups]
+    records = [record for group in groups for record in group.records.values()]
+    dtypes = {record.dtype for record in records}
     config = {name: value for name, value in hf_config.items() if name != "torch_dtype"}
     if len(dtypes) == 1:
         # from_pretrained casts to what the config says.
-        config["dtype"] = dtype_name(dtypes.pop())
-    files: dict[str, bytes] = {_CONFIG_FILE: _json(config)}
+        config["dtype"] = dtypes.pop()
+    files: dict[str, bytes] = {_CONFIG_FILE: json_bytes(config)}
     if len(shards) > 1:
-        num_bytes = sum(param.numel() * (dtype or param.dtype).itemsize for param in params.values())
-        num_parameters = sum(param.numel() for param in params.values())
-        files[INDEX_FILE] = _json(
-            {
-                "metadata": {"total_parameters": num_parameters, "total_size": num_bytes},
-                "weight_map": {name: shard.file for shard in shards for name in sorted(shard.shapes)},
-            }
-        )
+        totals = {
+            "total_parameters": sum(math.prod(record.shape) for record in records),
+            "total_size": sum(group.num_bytes for group in groups),
+        }
+        weight_map = {name: shard.file for shard in shards for name in sorted(shard.records)}
+        files[INDEX_FILE] = json_bytes({"metadata": totals, "weight_map": weight_map})
     if model_card is not None:
-        files[_CARD_FILE] = model_card.encode()
+        files[CARD_FILE] = model_card.encode()
     if tokenizer_folder is not None:
         present = (name for name in _COPIED_FILES if (tokenizer_folder / name).is_file())
         files |= {name: (tokenizer_folder / name).read_bytes() for name in present}
@@ -207,11 +245,12 @@ def _write_rest(
 def _check(folder: Path, shards: Sequence[_Shard]) -> None:
     """What was written is read again as a reader would find it."""
     with SafetensorsSource(folder) as source:
-        wanted = {name: shape for shard in shards for name, shape in shard.shapes.items()}
+        wanted = {name: record.shape for shard in shards for name, record in shard.records.items()}
         assert {name: source.shape(name) for name in source.names()} == wanted, (
             f"{folder} does not hold what was exported"
         )
 
 
-def _json(content: Mapping[str, object]) -> bytes:
+def json_bytes(content: Mapping[str, object]) -> bytes:
+    """JSON as it stands in the folders of models: sorted and indented."""
     return (json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()

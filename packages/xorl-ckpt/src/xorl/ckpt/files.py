@@ -78,6 +78,10 @@ class HashedFile:
         self._file.close()
         self.record = FileRecord(self._size, self._hash.hexdigest())
 
+    def abandon(self) -> None:
+        """Let go of a file that will not be finished; nothing where it was closed."""
+        self._file.close()
+
 
 def write_file(path: Path, content: bytes) -> FileRecord:
     """Write a new file durably."""

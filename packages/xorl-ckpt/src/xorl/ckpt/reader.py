@@ -17,7 +17,7 @@ from xorl.ckpt.errors import CheckpointError
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-_DTYPES = {
+STORED_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -88,11 +88,15 @@ def source_shapes(recipes: Mapping[str, WeightRecipe]) -> dict[str, tuple[int, .
 
 
 class SafetensorsSource:
-    """The safetensors of one folder. Files are mapped when first asked for; `close` (or `with`) lets go of them."""
+    """The safetensors of one folder. Files are mapped when first asked for; `close` (or `with`) lets go of them.
 
-    def __init__(self, folder: Path) -> None:
+    `single_file` is how the one file is called that needs no index.
+    """
+
+    def __init__(self, folder: Path, *, single_file: str = SINGLE_FILE) -> None:
         """Raises CheckpointError when the folder holds no safetensors, or an index that is wrong."""
         self._folder = Path(folder)
+        self._single_file = single_file
         self._stack = ExitStack()
         self._opened: dict[str, Any] = {}
         self._files = self._list_tensors()
@@ -115,9 +119,9 @@ class SafetensorsSource:
 
     def dtype(self, name: str) -> torch.dtype:
         stored = self._slice(name).get_dtype()
-        if stored not in _DTYPES:
+        if stored not in STORED_DTYPES:
             raise CheckpointError(f"{self._where(name)} has the dtype {stored}, which is not supported")
-        return _DTYPES[stored]
+        return STORED_DTYPES[stored]
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> torch.Tensor:
         piece = self._slice(name)
@@ -131,15 +135,16 @@ class SafetensorsSource:
     def _list_tensors(self) -> Mapping[str, str]:
         """The file of each tensor."""
         folder = self._folder
-        if (folder / SINGLE_FILE).is_file():
-            return dict.fromkeys(self._file(SINGLE_FILE).keys(), SINGLE_FILE)
-        if (folder / INDEX_FILE).is_file():
+        if (folder / self._single_file).is_file():
+            return dict.fromkeys(self._file(self._single_file).keys(), self._single_file)
+        if self._single_file == SINGLE_FILE and (folder / INDEX_FILE).is_file():
             return _read_index(folder)
         found = sorted(path.name for path in folder.iterdir())[:8] if folder.is_dir() else []
         hint = "no such folder" if not folder.is_dir() else f"found {', '.join(found) or 'nothing'}"
         if any(name.endswith((".bin", ".pt", ".pth")) for name in found):
             hint += "; pickled weights are not read, convert them to safetensors"
-        raise CheckpointError(f"{folder} holds no {SINGLE_FILE} and no {INDEX_FILE} ({hint})")
+        wanted = f"{SINGLE_FILE} and no {INDEX_FILE}" if self._single_file == SINGLE_FILE else self._single_file
+        raise CheckpointError(f"{folder} holds no {wanted} ({hint})")
 
     def _where(self, name: str) -> str:
         return f"{self._folder / self._files[name]}: tensor {name!r}"

@@ -1,0 +1,40 @@
+"""A folder that appears under its name when it is complete, or not at all."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from xorl.ckpt.errors import CheckpointError
+from xorl.ckpt.files import sync_file
+from xorl.ckpt.ranks import agreed, this_rank
+
+
+@contextmanager
+def published(folder: Path) -> Iterator[Path]:
+    """Collective: a temporary sibling to write into, on every rank, which becomes `folder` when the block ends.
+
+    Rank 0 alone makes and renames it. The block may hold collectives; it must raise on every rank or on none. Raises
+    CheckpointError if the folder exists and is not empty: nothing is written into it.
+    """
+    folder = Path(folder).absolute()
+    temporary = folder.with_name(f".saving_{folder.name}")
+    with agreed(f"export to {folder}"):
+        if this_rank() == 0:
+            if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+                raise CheckpointError(
+                    f"{folder} exists already; an export is never written into it. Choose another folder."
+                )
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        with agreed(f"export to {folder}"):
+            if this_rank() == 0:
+                sync_file(temporary)
+                temporary.rename(folder)
+                sync_file(folder.parent)
+    except Exception:
+        if this_rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise

@@ -1,0 +1,69 @@
+"""The tensors of a checkpoint, one at a time and whole, for those who want no training state: exports."""
+
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+import torch
+
+from xorl.ckpt import gathered, sharded
+from xorl.ckpt.errors import CheckpointError
+from xorl.ckpt.layout import read_manifest
+from xorl.ckpt.metadata import read_metadata
+from xorl.ckpt.reader import WeightRecipe, source_shapes
+
+
+class SavedParameters:
+    """The parameters of a checkpoint's model under the names that they have outside, as a `WeightSource`.
+
+    Parameters are read whole, one at a time; the last is kept, since several tensors may be parts of it.
+    """
+
+    def __init__(self, folder: Path, part: str, recipes: Mapping[str, WeightRecipe]) -> None:
+        """`part` is the model's name in the checkpoint's state. Raises CheckpointError where one is not saved."""
+        self._folder = folder
+        self._part = part
+        self._manifest = read_manifest(folder)
+        self._recipes = recipes
+        missing = [name for name in recipes if f"{part}.{name}" not in self._manifest.tensors]
+        if missing:
+            raise CheckpointError(f"{folder} does not hold {', '.join(missing[:5])}")
+        self._makers: dict[str, list[str]] = {}
+        for name, recipe in recipes.items():
+            for source in recipe.sources:
+                self._makers.setdefault(source, []).append(name)
+        self._shapes = source_shapes(recipes)
+        self._metadata = read_metadata(folder, self._manifest.files) if self._manifest.storage == "dcp" else None
+        self._last: tuple[str, torch.Tensor] | None = None
+
+    @classmethod
+    def holds(cls, folder: Path, part: str, names: Iterable[str]) -> bool:
+        """Whether all these parameters are in the checkpoint."""
+        saved = read_manifest(folder).tensors
+        return all(f"{part}.{name}" in saved for name in names)
+
+    def names(self) -> Collection[str]:
+        return self._makers.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        return getattr(torch, self._manifest.tensors[f"{self._part}.{self._makers[name][0]}"].dtype)
+
+    def read(self, name: str, start: int | None = None, stop: int | None = None) -> torch.Tensor:
+        makers = self._makers[name]
+        parts = [self._recipes[maker].split(self._parameter(maker))[name] for maker in makers]
+        join_dim = self._recipes[makers[0]].join_dim
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, join_dim or 0))[start:stop]
+
+    def _parameter(self, name: str) -> torch.Tensor:
+        if self._last is None or self._last[0] != name:
+            record = self._manifest.tensors[f"{self._part}.{name}"]
+            values = torch.empty(record.shape, dtype=getattr(torch, record.dtype))
+            wanted = {f"{self._part}.{name}": values}
+            if self._metadata is None:
+                gathered.read_gathered(wanted, self._folder)
+            else:
+                sharded.read_shards(wanted, self._folder, self._metadata)
+            self._last = name, values
+        return self._last[1]

@@ -1,0 +1,98 @@
+"""A safetensors file, written as its tensors come: the header first, then the values of one group after another.
+
+No process ever holds the file. What tensors there are, and how they are made, is the caller's.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from xorl.ckpt.files import FileRecord, HashedFile
+from xorl.ckpt.layout import TensorRecord
+from xorl.ckpt.ranks import agreed, this_rank
+from xorl.ckpt.reader import STORED_DTYPES
+
+_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
+# What readers of safetensors expect of whoever wrote tensors of torch.
+_METADATA = {"format": "pt"}
+_HEADER_ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """Tensors that come into being together, such as those into which one parameter is taken apart.
+
+    `records` says what they are before any of them has values. `make` gives the values on rank 0; it may be collective,
+    so every rank calls it, and what the others get does not matter.
+    """
+
+    records: Mapping[str, TensorRecord]
+    make: Callable[[], Mapping[str, torch.Tensor]]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(math.prod(record.shape) * _dtype(record).itemsize for record in self.records.values())
+
+
+def write_tensor_file(path: Path, groups: Sequence[TensorGroup]) -> FileRecord | None:
+    """Collective: rank 0 writes a new, durable file, and gets what it is; None elsewhere.
+
+    The bytes depend on the names, the values and the order of the groups alone, not on the number of ranks.
+    """
+    # Wide elements first, as every writer does: readers view the values in place, which needs them aligned.
+    ordered = sorted(groups, key=lambda group: -max(_dtype(record).itemsize for record in group.records.values()))
+    stream: HashedFile | None = None
+    with agreed(f"write {path}"):
+        if this_rank() == 0:
+            stream = HashedFile(path)
+            stream.write(_header(ordered))
+    try:
+        for group in ordered:
+            tensors = group.make()
+            with agreed(f"write {path}"):
+                if stream is not None:
+                    for name, record in group.records.items():
+                        stream.write(_bytes(name, tensors[name], record))
+            del tensors
+        with agreed(f"write {path}"):
+            if stream is not None:
+                stream.close()
+    finally:
+        if stream is not None:
+            stream.abandon()
+    return None if stream is None else stream.record
+
+
+def _header(groups: Sequence[TensorGroup]) -> bytes:
+    content: dict[str, object] = {"__metadata__": _METADATA}
+    end = 0
+    for group in groups:
+        for name, record in group.records.items():
+            assert name not in content, f"{name} is written twice"
+            start, end = end, end + math.prod(record.shape) * _dtype(record).itemsize
+            content[name] = {
+                "dtype": _NAMES[_dtype(record)],
+                "shape": list(record.shape),
+                "data_offsets": [start, end],
+            }
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _bytes(name: str, tensor: torch.Tensor, record: TensorRecord) -> memoryview | bytes:
+    tensor = tensor.detach().cpu().contiguous()
+    found = TensorRecord(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+    assert found == record, f"{name} was announced as {record} and came as {found}"
+    # A view of no bytes cannot be cast.
+    return tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b""
+
+
+def _dtype(record: TensorRecord) -> torch.dtype:
+    dtype = getattr(torch, record.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
