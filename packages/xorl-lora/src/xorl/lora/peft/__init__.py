@@ -1,0 +1,30 @@
+"""PEFT's adapter format: what its files say, and a base model with one folded in."""
+
+from xorl.lora.peft.config import CONFIG_FILE, AdapterConfig, shared_value, shortest_names
+from xorl.lora.peft.layout import (
+    PREFIX,
+    WEIGHTS_FILE,
+    AdaptedModule,
+    AdapterLayout,
+    differences,
+    keys_of,
+    read_layout,
+)
+from xorl.lora.peft.merged import AdapterValues, MergedWeights, fold
+
+__all__ = [
+    "CONFIG_FILE",
+    "PREFIX",
+    "WEIGHTS_FILE",
+    "AdaptedModule",
+    "AdapterConfig",
+    "AdapterLayout",
+    "AdapterValues",
+    "MergedWeights",
+    "differences",
+    "fold",
+    "keys_of",
+    "read_layout",
+    "shared_value",
+    "shortest_names",
+]

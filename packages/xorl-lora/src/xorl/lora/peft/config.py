@@ -1,0 +1,219 @@
+"""adapter_config.json: what it says that matters here, what it must not say, and how its patterns name modules."""
+
+import logging
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+logger = logging.getLogger(__name__)
+
+CONFIG_FILE = "adapter_config.json"
+
+ValueT = TypeVar("ValueT", int, float)
+
+# Settings that change what an adapter computes, or the base under it, in ways that xorl has not: key, reason.
+_FOREIGN: Mapping[str, str] = {
+    "alora_invocation_tokens": "activated LoRA is not built",
+    "arrow_config": "routed adapters are not built",
+    "kasa_config": "KaSA is not built",
+    "layer_replication": "the base model has other layers then",
+    "lora_bias": "biases on adapters are not built",
+    "megatron_config": "layers of Megatron are not built",
+    "monteclora_config": "sampled adapters are not built",
+    "target_parameters": "adapters on parameters that are no layer's weight are not built",
+    "trainable_token_indices": "single trained tokens are not built",
+    "use_bdlora": "block-diagonal adapters are not built",
+    "use_qalora": "QA-LoRA is not built",
+    "velora_config": "VeLoRA is not built",
+}
+# Settings that say how an adapter came to be, or what the names of its tensors say already.
+_SILENT = frozenset(
+    [
+        "auto_mapping",
+        "corda_config",
+        "ensure_weight_tying",
+        "eva_config",
+        "exclude_modules",
+        "inference_mode",
+        "layers_pattern",
+        "layers_to_transform",
+        "loftq_config",
+        "lora_ga_config",
+        "megatron_core",
+        "peft_version",
+        "qalora_group_size",
+        "revision",
+        "runtime_config",
+        "target_modules",
+        "task_type",
+    ]
+)
+# Initialisations that take something out of the base's weights, so that the adapter fits only what is left of them.
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+# What PEFT takes where nothing is said.
+DEFAULT_RANK, DEFAULT_ALPHA = 8, 8.0
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """What an adapter_config.json says, as far as it matters here.
+
+    Attributes:
+        rank, alpha: of every module that the patterns do not name.
+        targets: names, or ends of names, of the adapted modules, or one regular expression.
+        base: the base model's Hub id or folder; None where it is not known.
+        use_rslora: the scale is alpha / sqrt(rank) (arXiv:2312.03732) in place of alpha / rank.
+        use_dora: there is a trained magnitude for each output feature (arXiv:2402.09353).
+        dropout: probability on the input of the adapter while training.
+        rank_pattern, alpha_pattern: regular expressions for the end of a module's name.
+        modules_to_save: ends of the names of modules that were trained whole.
+        fan_in_fan_out: weights of adapted linear layers are kept as [in, out].
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] | str = ()
+    base: str | None = None
+    use_rslora: bool = False
+    use_dora: bool = False
+    dropout: float = 0.0
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    modules_to_save: tuple[str, ...] = ()
+    fan_in_fan_out: bool = False
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, object]) -> "AdapterConfig":
+        """Raises ValueError that names the key for what cannot be computed here, or is no adapter configuration."""
+        if content.get("peft_type") != "LORA":
+            raise ValueError(f"peft_type is {content.get('peft_type')!r}; adapters of type LORA are read")
+        for key, reason in _FOREIGN.items():
+            if content.get(key):
+                raise ValueError(f"{key} is set, and {reason}")
+        if content.get("bias", "none") != "none":
+            raise ValueError(f"bias is {content['bias']!r}: trained biases are not built; train with bias none")
+        start = str(content.get("init_lora_weights", True)).lower()
+        if start.startswith(_CHANGES_BASE):
+            raise ValueError(
+                f"init_lora_weights is {start}, which changes the base model's weights: let PEFT write a plain adapter "
+                "(save_pretrained with path_initial_model_for_weight_conversion)"
+            )
+        known = {*_FOREIGN, *_SILENT, *cls(DEFAULT_RANK, DEFAULT_ALPHA).to_json()}
+        unknown = sorted(key for key, value in content.items() if key not in known and value)
+        if unknown:
+            logger.warning("event=adapter_settings_unknown keys=%s (they are newer than this reader)", unknown)
+        targets = content.get("target_modules") or ()
+        return cls(
+            rank=_rank("r", content.get("r", DEFAULT_RANK)),
+            alpha=_alpha("lora_alpha", content.get("lora_alpha", DEFAULT_ALPHA)),
+            targets=targets if isinstance(targets, str) else _names(content, "target_modules"),
+            base=str(content.get("base_model_name_or_path") or "") or None,
+            use_rslora=bool(content.get("use_rslora", False)),
+            use_dora=bool(content.get("use_dora", False)),
+            dropout=_dropout("lora_dropout", content.get("lora_dropout", 0.0)),
+            rank_pattern={key: _rank(f"rank_pattern.{key}", value) for key, value in _pairs(content, "rank_pattern")},
+            alpha_pattern={
+                key: _alpha(f"alpha_pattern.{key}", value) for key, value in _pairs(content, "alpha_pattern")
+            },
+            modules_to_save=_names(content, "modules_to_save"),
+            fan_in_fan_out=bool(content.get("fan_in_fan_out", False)),
+        )
+
+    def to_json(self) -> dict[str, object]:
+        """The content of adapter_config.json."""
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self.base,
+            "r": self.rank,
+            "lora_alpha": _plain(self.alpha),
+            "target_modules": self.targets if isinstance(self.targets, str) else sorted(self.targets),
+            "use_rslora": self.use_rslora,
+            "use_dora": self.use_dora,
+            "lora_dropout": self.dropout,
+            "rank_pattern": dict(self.rank_pattern),
+            "alpha_pattern": {name: _plain(alpha) for name, alpha in self.alpha_pattern.items()},
+            "modules_to_save": sorted(self.modules_to_save) or None,
+            "fan_in_fan_out": self.fan_in_fan_out,
+            "bias": "none",
+            "inference_mode": True,
+            "init_lora_weights": True,
+        }
+
+    def rank_of(self, module: str) -> int:
+        return _by_pattern(self.rank_pattern, module, self.rank)
+
+    def alpha_of(self, module: str) -> float:
+        return _by_pattern(self.alpha_pattern, module, self.alpha)
+
+    def scale_of(self, module: str) -> float:
+        """What the low-rank product of a module is multiplied by."""
+        rank = self.rank_of(module)
+        return self.alpha_of(module) / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+def shortest_names(chosen: Collection[str], all_names: Iterable[str]) -> tuple[str, ...]:
+    """Ends of the chosen names that no other name has: last parts where they suffice, whole names elsewhere."""
+    others = {name.rpartition(".")[2] for name in all_names if name not in set(chosen)}
+    ends = {name: name.rpartition(".")[2] for name in chosen}
+    return tuple(sorted({name if end in others else end for name, end in ends.items()}))
+
+
+def shared_value(values: Mapping[str, ValueT]) -> tuple[ValueT, dict[str, ValueT]]:
+    """The commonest value of the modules, and a pattern for those that have another one."""
+    counts = Counter(values.values())
+    common = max(counts, key=lambda value: (counts[value], -value))
+    pattern: dict[str, ValueT] = {}
+    for value in sorted(counts.keys() - {common}):
+        named = [name for name, held in values.items() if held == value]
+        pattern |= dict.fromkeys(shortest_names(named, values), value)
+    return common, pattern
+
+
+def _by_pattern(pattern: Mapping[str, ValueT], module: str, default: ValueT) -> ValueT:
+    for key, value in pattern.items():
+        if re.fullmatch(rf"(.*\.)?({key})", module):
+            return value
+    return default
+
+
+def _plain(number: float) -> float:
+    """An int where it is whole, as everyone writes it."""
+    return int(number) if number == int(number) else number
+
+
+def _rank(key: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{key} is {value!r}; a whole number of at least 1 is wanted")
+    return value
+
+
+def _alpha(key: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ValueError(f"{key} is {value!r}; a number above 0 is wanted")
+    return float(value)
+
+
+def _dropout(key: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+        raise ValueError(f"{key} is {value!r}; a number from 0 to below 1 is wanted")
+    return float(value)
+
+
+def _names(content: Mapping[str, object], key: str) -> tuple[str, ...]:
+    value = content.get(key) or ()
+    if not isinstance(value, (list, tuple)) or not all(isinstance(name, str) for name in value):
+        raise ValueError(f"{key} is {value!r}; a list of names is wanted")
+    return tuple(str(name) for name in value)
+
+
+def _pairs(content: Mapping[str, object], key: str) -> Iterable[tuple[str, object]]:
+    value = content.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{key} is {value!r}; a mapping of names to numbers is wanted")
+    return [(str(name), number) for name, number in value.items()]

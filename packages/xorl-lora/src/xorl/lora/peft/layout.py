@@ -1,0 +1,163 @@
+"""The tensors of an adapter file: their names, what they say together with the configuration, and whether a base fits.
+
+A module is named as it is in the base model of transformers; fused layers do not exist here. Nothing touches a file.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, cast
+
+from xorl.core.models.recipes import WeightSource
+from xorl.lora.peft.config import CONFIG_FILE, AdapterConfig
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+
+ModuleKind: TypeAlias = Literal["linear", "embedding"]
+_LEAVES: Mapping[ModuleKind, tuple[str, str]] = {
+    "linear": ("lora_A.weight", "lora_B.weight"),
+    "embedding": ("lora_embedding_A", "lora_embedding_B"),
+}
+_MAGNITUDE = "lora_magnitude_vector"
+# Of an adapted embedding or head, a copy of the base's own weight stands beside the adapter.
+_BASE_COPY = ".base_layer."
+_LEAF = re.compile(
+    r"(?P<module>.+)\.(?:(?P<a>lora_A\.weight|lora_embedding_A)|(?P<b>lora_B\.weight|lora_embedding_B)"
+    rf"|(?P<magnitude>{_MAGNITUDE}(?:\.weight)?))"
+)
+
+
+@dataclass(frozen=True)
+class AdaptedModule:
+    """One adapted module of a file: the names of its tensors there, and their sizes.
+
+    A is [rank, in_features] and B [out_features, rank]; of an embedding, in_features are its rows.
+    """
+
+    kind: ModuleKind
+    a: str
+    b: str
+    magnitude: str | None
+    rank: int
+    in_features: int
+    out_features: int
+
+
+@dataclass(frozen=True)
+class AdapterLayout:
+    """What a file of adapters holds.
+
+    Attributes:
+        config: the file beside it.
+        modules: by name in the base model.
+        replaced: tensors of the base that the file brings whole (trained, or copied), and their names in the file.
+        shapes: of every tensor of the file.
+    """
+
+    config: AdapterConfig
+    modules: Mapping[str, AdaptedModule]
+    replaced: Mapping[str, str]
+    shapes: Mapping[str, tuple[int, ...]]
+
+
+def keys_of(module: str, kind: ModuleKind = "linear") -> tuple[str, str, str]:
+    """The names of A, B and the magnitudes of a module in a file."""
+    a, b = _LEAVES[kind]
+    return f"{PREFIX}{module}.{a}", f"{PREFIX}{module}.{b}", f"{PREFIX}{module}.{_MAGNITUDE}"
+
+
+def read_layout(config: AdapterConfig, source: WeightSource) -> AdapterLayout:
+    """What the tensors of `source`, a file of adapters, are. Raises ValueError that lists what does not fit."""
+    found: dict[str, dict[str, str]] = {}
+    replaced: dict[str, str] = {}
+    problems: list[str] = []
+    for key in sorted(source.names()):
+        leaf = _LEAF.fullmatch(key.removeprefix(PREFIX))
+        if not key.startswith(PREFIX):
+            problems.append(f"{key}: the names of PEFT's tensors begin with {PREFIX}")
+        elif leaf is not None:
+            part = cast(str, leaf.lastgroup)
+            found.setdefault(leaf["module"], {})[part] = key
+        elif ".lora_" in key:
+            problems.append(f"{key}: no tensor of an adapter ends so; it may be of a state dict that no one renamed")
+        else:
+            replaced[key.removeprefix(PREFIX).replace(_BASE_COPY, ".")] = key
+    shapes = {key: tuple(source.shape(key)) for key in source.names()}
+    modules: dict[str, AdaptedModule] = {}
+    for module, parts in found.items():
+        adapted = _module(config, module, parts, shapes, problems)
+        if adapted is not None:
+            modules[module] = adapted
+    if not found and not replaced:
+        problems.append("it holds no tensor")
+    saved = [name for name, key in replaced.items() if _BASE_COPY not in key]
+    problems += [
+        f"{PREFIX}{name}: modules_to_save {list(config.modules_to_save)} does not name its module"
+        for name in saved
+        if not any(_ends_with(name.rpartition(".")[0], wanted) for wanted in config.modules_to_save)
+    ]
+    if problems:
+        raise ValueError(_listed("the adapter is not whole", problems))
+    return AdapterLayout(config, modules, replaced, shapes)
+
+
+def differences(layout: AdapterLayout, base_shapes: Mapping[str, Sequence[int]]) -> list[str]:
+    """What of an adapter does not fit a base model whose tensors have these names and shapes; empty where all does."""
+    problems: list[str] = []
+    for module, adapted in layout.modules.items():
+        shape = base_shapes.get(f"{module}.weight")
+        wanted = (adapted.out_features, adapted.in_features)
+        if adapted.kind == "embedding" or layout.config.fan_in_fan_out:
+            wanted = wanted[::-1]
+        if shape is None:
+            problems.append(f"{module}: the base has no such layer")
+        elif tuple(shape) != wanted:
+            problems.append(f"{module}: the adapter is for a weight of {list(wanted)}, the base has {list(shape)}")
+    for name, key in layout.replaced.items():
+        shape = base_shapes.get(name)
+        if shape is None:
+            problems.append(f"{name}: the base has no such tensor")
+        elif tuple(shape) != layout.shapes[key]:
+            problems.append(f"{name}: {list(layout.shapes[key])} in the adapter, {list(shape)} in the base")
+    return problems
+
+
+def _module(
+    config: AdapterConfig,
+    module: str,
+    parts: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    problems: list[str],
+) -> AdaptedModule | None:
+    """One module of a file; None where it is not whole, which is added to `problems`."""
+    missing = [name for name in ("a", "b", *(["magnitude"] if config.use_dora else [])) if name not in parts]
+    if missing:
+        leaf = {"a": "lora_A", "b": "lora_B", "magnitude": f"{_MAGNITUDE}, and use_dora is true"}
+        problems.append(f"{module}: it has no {' and no '.join(leaf[name] for name in missing)}")
+        return None
+    a, b, magnitude = shapes[parts["a"]], shapes[parts["b"]], parts.get("magnitude")
+    kind: ModuleKind = "embedding" if "lora_embedding" in parts["a"] else "linear"
+    rank = config.rank_of(module)
+    before = len(problems)
+    if len(a) != 2 or len(b) != 2 or 0 in (*a, *b):
+        problems.append(f"{module}: A is {list(a)} and B {list(b)}; both must be matrices")
+    elif a[0] != b[1] or a[0] != rank:
+        problems.append(f"{module}: A is {list(a)} and B {list(b)}, and {CONFIG_FILE} says that the rank is {rank}")
+    elif magnitude is not None and not config.use_dora:
+        problems.append(f"{module}: it has magnitudes, and {CONFIG_FILE} says that use_dora is false")
+    elif magnitude is not None and math.prod(shapes[magnitude]) != b[0]:
+        problems.append(f"{module}: it has {math.prod(shapes[magnitude])} magnitudes for {b[0]} output features")
+    if len(problems) > before:
+        return None
+    return AdaptedModule(kind, parts["a"], parts["b"], magnitude, rank, a[1], b[0])
+
+
+def _listed(title: str, problems: Sequence[str]) -> str:
+    more = [f"... and {len(problems) - 5} more"] if len(problems) > 5 else []
+    return "\n  ".join([f"{title} ({len(problems)} problems)", *problems[:5], *more])
+
+
+def _ends_with(name: str, end: str) -> bool:
+    return name.endswith(end) or f".{end}." in f".{name}."

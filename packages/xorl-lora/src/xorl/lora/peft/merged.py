@@ -1,0 +1,125 @@
+"""A base model's weights with an adapter folded in, read by ranges of rows as the base's own are.
+
+Shapes: O output features, I input features, R rank, N rows that are read at once.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from xorl.core.models.recipes import WeightSource
+from xorl.lora.peft.layout import AdapterLayout
+
+
+@dataclass(frozen=True)
+class AdapterValues:
+    """An adapter's values: A [R, I], B [O, R] and, of DoRA, magnitudes [O]; `scale` multiplies B @ A."""
+
+    a: Tensor
+    b: Tensor
+    magnitude: Tensor | None
+    scale: float
+
+    @classmethod
+    def of_file(cls, module: str, layout: AdapterLayout, source: WeightSource) -> "AdapterValues":
+        """Those of one module of a file of adapters."""
+        adapted = layout.modules[module]
+        return cls(
+            source.read(adapted.a),
+            source.read(adapted.b),
+            None if adapted.magnitude is None else source.read(adapted.magnitude),
+            layout.config.scale_of(module),
+        )
+
+
+def fold(rows: Tensor, adapter: AdapterValues, *, start: int = 0, transposed: bool = False) -> Tensor:
+    """Rows [start, start + N) of a weight with its adapter folded in, in fp32 (fp64 for an fp64 weight).
+
+    W + scale * B @ A (Hu et al., 2021, arXiv:2106.09685); with magnitudes m, each output feature of that is scaled to
+    the norm m (Liu et al., 2024, arXiv:2402.09353).
+
+    Args:
+        rows: [N, I], or [N, O] of a weight that is kept `transposed`, as those of embeddings are.
+        start: where they begin. With magnitudes, a transposed weight must be whole: norms run along its rows.
+    """
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    a, b = (tensor.to(rows.device, wide) for tensor in (adapter.a, adapter.b))
+    stop = start + rows.shape[0]
+    if transposed:
+        merged = torch.addmm(rows.to(wide), a[:, start:stop].t(), b.t(), alpha=adapter.scale)  # [N, O]
+    else:
+        merged = torch.addmm(rows.to(wide), b[start:stop], a, alpha=adapter.scale)  # [N, I]
+    if adapter.magnitude is None:
+        return merged
+    magnitude = adapter.magnitude.to(rows.device, wide).flatten()  # [O]
+    if transposed:
+        assert rows.shape[0] == a.shape[1], "the norms of a transposed weight need all of its rows"
+        return merged * (magnitude / torch.linalg.vector_norm(merged, dim=0))
+    factor = magnitude[start:stop] / torch.linalg.vector_norm(merged, dim=1)
+    return merged * factor[:, None]
+
+
+class MergedWeights:
+    """A `WeightSource`: the base's tensors, adapted ones in fp32 with `adapters` folded in, by names of modules.
+
+    Args:
+        base: under the names of transformers.
+        replaced: tensors that stand in the place of the base's, by name.
+        transposed: the modules whose weight is kept as [I, O].
+    """
+
+    def __init__(
+        self,
+        base: WeightSource,
+        adapters: Mapping[str, AdapterValues],
+        *,
+        replaced: Mapping[str, Tensor],
+        transposed: Collection[str] = (),
+    ) -> None:
+        self._base = base
+        self._adapters = {f"{module}.weight": adapter for module, adapter in adapters.items()}
+        self._replaced = replaced
+        self._transposed = {f"{module}.weight" for module in transposed}
+
+    @classmethod
+    def of_file(cls, base: WeightSource, layout: AdapterLayout, source: WeightSource) -> "MergedWeights":
+        """A base with a file of adapters, which fits it (see `differences`)."""
+        transposed = [
+            name
+            for name, module in layout.modules.items()
+            if module.kind == "embedding" or layout.config.fan_in_fan_out
+        ]
+        return cls(
+            base,
+            {module: AdapterValues.of_file(module, layout, source) for module in layout.modules},
+            replaced={name: source.read(key) for name, key in layout.replaced.items()},
+            transposed=transposed,
+        )
+
+    def names(self) -> Collection[str]:
+        return self._base.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._base.shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        if name in self._replaced:
+            return self._replaced[name].dtype
+        stored = self._base.dtype(name)
+        return torch.promote_types(stored, torch.float32) if name in self._adapters else stored
+
+    def read(self, name: str, start: int | None = None, stop: int | None = None) -> Tensor:
+        adapter, transposed = self._adapters.get(name), name in self._transposed
+        if name in self._replaced:
+            whole = self._replaced[name]
+            return whole[start:stop] if adapter is None else self._folded(whole, adapter, transposed)[start:stop]
+        if adapter is None:
+            return self._base.read(name, start, stop)
+        if transposed and adapter.magnitude is not None:
+            return self._folded(self._base.read(name), adapter, transposed)[start:stop]
+        return fold(self._base.read(name, start, stop), adapter, start=start or 0, transposed=transposed)
+
+    def _folded(self, whole: Tensor, adapter: AdapterValues, transposed: bool) -> Tensor:
+        return fold(whole, adapter, transposed=transposed)
