@@ -83,7 +83,7 @@ class AdapterSpec:
         """Raise ValueError for a pattern that means none of the adapted layers."""
         for option, patterns in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
             for pattern in patterns:
-                if not any(_fits(pattern, name) for name in names):
+                if not any(fits(pattern, name) for name in names):
                     raise ValueError(f"{option}: {pattern!r} matches none of the adapted layers, such as {names[0]}")
 
 
@@ -93,10 +93,11 @@ def is_named(name: str, target: str) -> bool:
 
 
 def _by_pattern(patterns: Mapping[str, ValueT], name: str, default: ValueT) -> ValueT:
-    return next((value for pattern, value in patterns.items() if _fits(pattern, name)), default)
+    return next((value for pattern, value in patterns.items() if fits(pattern, name)), default)
 
 
-def _fits(pattern: str, name: str) -> bool:
+def fits(pattern: str, name: str) -> bool:
+    """Whether `name` ends, in whole parts, in what a regular expression matches."""
     return re.fullmatch(rf"(.*\.)?({pattern})", name) is not None
 
 

@@ -6,11 +6,13 @@ from xorl.lora.peft.layout import (
     WEIGHTS_FILE,
     AdaptedModule,
     AdapterLayout,
+    ReplacedTensors,
     differences,
     keys_of,
     read_layout,
 )
 from xorl.lora.peft.merged import AdapterValues, MergedWeights, fold
+from xorl.lora.peft.model import FileTensor, adapter_tensors, config_of, load_adapters
 
 __all__ = [
     "CONFIG_FILE",
@@ -20,10 +22,15 @@ __all__ = [
     "AdapterConfig",
     "AdapterLayout",
     "AdapterValues",
+    "FileTensor",
     "MergedWeights",
+    "ReplacedTensors",
+    "adapter_tensors",
+    "config_of",
     "differences",
     "fold",
     "keys_of",
+    "load_adapters",
     "read_layout",
     "shared_value",
     "shortest_names",

@@ -1,12 +1,12 @@
-"""adapter_config.json: what it says that matters here, what it must not say, and how its patterns name modules."""
+"""adapter_config.json: what it says that matters here, what it must not say, and how it names modules."""
 
 import logging
-import math
-import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
+
+from xorl.lora.spec import AdapterSpec
 
 logger = logging.getLogger(__name__)
 
@@ -64,27 +64,14 @@ class AdapterConfig:
     """What an adapter_config.json says, as far as it matters here.
 
     Attributes:
-        rank, alpha: of every module that the patterns do not name.
-        targets: names, or ends of names, of the adapted modules, or one regular expression.
+        spec: the adapters. Its targets are "all-linear" where the file gives a pattern; which modules are adapted in
+            the end, the names of tensors say (`AdapterLayout.spec`).
         base: the base model's Hub id or folder; None where it is not known.
-        use_rslora: the scale is alpha / sqrt(rank) (arXiv:2312.03732) in place of alpha / rank.
-        use_dora: there is a trained magnitude for each output feature (arXiv:2402.09353).
-        dropout: probability on the input of the adapter while training.
-        rank_pattern, alpha_pattern: regular expressions for the end of a module's name.
-        modules_to_save: ends of the names of modules that were trained whole.
-        fan_in_fan_out: weights of adapted linear layers are kept as [in, out].
+        fan_in_fan_out: weights of adapted linear layers are kept as [in, out] in the base's files.
     """
 
-    rank: int
-    alpha: float
-    targets: tuple[str, ...] | str = ()
+    spec: AdapterSpec
     base: str | None = None
-    use_rslora: bool = False
-    use_dora: bool = False
-    dropout: float = 0.0
-    rank_pattern: Mapping[str, int] = field(default_factory=dict)
-    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
-    modules_to_save: tuple[str, ...] = ()
     fan_in_fan_out: bool = False
 
     @classmethod
@@ -103,58 +90,49 @@ class AdapterConfig:
                 f"init_lora_weights is {start}, which changes the base model's weights: let PEFT write a plain adapter "
                 "(save_pretrained with path_initial_model_for_weight_conversion)"
             )
-        known = {*_FOREIGN, *_SILENT, *cls(DEFAULT_RANK, DEFAULT_ALPHA).to_json()}
+        known = {*_FOREIGN, *_SILENT, *cls(AdapterSpec()).to_json()}
         unknown = sorted(key for key, value in content.items() if key not in known and value)
         if unknown:
             logger.warning("event=adapter_settings_unknown keys=%s (they are newer than this reader)", unknown)
-        targets = content.get("target_modules") or ()
-        return cls(
-            rank=_rank("r", content.get("r", DEFAULT_RANK)),
-            alpha=_alpha("lora_alpha", content.get("lora_alpha", DEFAULT_ALPHA)),
-            targets=targets if isinstance(targets, str) else _names(content, "target_modules"),
-            base=str(content.get("base_model_name_or_path") or "") or None,
+        targets = content.get("target_modules")
+        spec = AdapterSpec(
+            rank=_whole("r", content.get("r", DEFAULT_RANK)),
+            alpha=_real("lora_alpha", content.get("lora_alpha", DEFAULT_ALPHA)),
+            targets="all-linear" if isinstance(targets, str) else _names(content, "target_modules") or "all-linear",
+            dropout=_real("lora_dropout", content.get("lora_dropout", 0.0)),
             use_rslora=bool(content.get("use_rslora", False)),
             use_dora=bool(content.get("use_dora", False)),
-            dropout=_dropout("lora_dropout", content.get("lora_dropout", 0.0)),
-            rank_pattern={key: _rank(f"rank_pattern.{key}", value) for key, value in _pairs(content, "rank_pattern")},
-            alpha_pattern={
-                key: _alpha(f"alpha_pattern.{key}", value) for key, value in _pairs(content, "alpha_pattern")
-            },
+            rank_pattern={key: _whole("rank_pattern", value) for key, value in _pairs(content, "rank_pattern")},
+            alpha_pattern={key: _real("alpha_pattern", value) for key, value in _pairs(content, "alpha_pattern")},
             modules_to_save=_names(content, "modules_to_save"),
+        )
+        return cls(
+            spec,
+            base=str(content.get("base_model_name_or_path") or "") or None,
             fan_in_fan_out=bool(content.get("fan_in_fan_out", False)),
         )
 
     def to_json(self) -> dict[str, object]:
         """The content of adapter_config.json."""
+        spec = self.spec
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": self.base,
-            "r": self.rank,
-            "lora_alpha": _plain(self.alpha),
-            "target_modules": self.targets if isinstance(self.targets, str) else sorted(self.targets),
-            "use_rslora": self.use_rslora,
-            "use_dora": self.use_dora,
-            "lora_dropout": self.dropout,
-            "rank_pattern": dict(self.rank_pattern),
-            "alpha_pattern": {name: _plain(alpha) for name, alpha in self.alpha_pattern.items()},
-            "modules_to_save": sorted(self.modules_to_save) or None,
+            "r": spec.rank,
+            "lora_alpha": _short(spec.alpha),
+            "target_modules": spec.targets if isinstance(spec.targets, str) else sorted(spec.targets),
+            "use_rslora": spec.use_rslora,
+            "use_dora": spec.use_dora,
+            "lora_dropout": spec.dropout,
+            "rank_pattern": dict(spec.rank_pattern),
+            "alpha_pattern": {name: _short(alpha) for name, alpha in spec.alpha_pattern.items()},
+            "modules_to_save": sorted(spec.modules_to_save) or None,
             "fan_in_fan_out": self.fan_in_fan_out,
             "bias": "none",
             "inference_mode": True,
             "init_lora_weights": True,
         }
-
-    def rank_of(self, module: str) -> int:
-        return _by_pattern(self.rank_pattern, module, self.rank)
-
-    def alpha_of(self, module: str) -> float:
-        return _by_pattern(self.alpha_pattern, module, self.alpha)
-
-    def scale_of(self, module: str) -> float:
-        """What the low-rank product of a module is multiplied by."""
-        rank = self.rank_of(module)
-        return self.alpha_of(module) / (math.sqrt(rank) if self.use_rslora else rank)
 
 
 def shortest_names(chosen: Collection[str], all_names: Iterable[str]) -> tuple[str, ...]:
@@ -175,33 +153,20 @@ def shared_value(values: Mapping[str, ValueT]) -> tuple[ValueT, dict[str, ValueT
     return common, pattern
 
 
-def _by_pattern(pattern: Mapping[str, ValueT], module: str, default: ValueT) -> ValueT:
-    for key, value in pattern.items():
-        if re.fullmatch(rf"(.*\.)?({key})", module):
-            return value
-    return default
-
-
-def _plain(number: float) -> float:
+def _short(number: float) -> float:
     """An int where it is whole, as everyone writes it."""
     return int(number) if number == int(number) else number
 
 
-def _rank(key: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{key} is {value!r}; a whole number of at least 1 is wanted")
+def _whole(key: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{key} is {value!r}; a whole number is wanted")
     return value
 
 
-def _alpha(key: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ValueError(f"{key} is {value!r}; a number above 0 is wanted")
-    return float(value)
-
-
-def _dropout(key: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
-        raise ValueError(f"{key} is {value!r}; a number from 0 to below 1 is wanted")
+def _real(key: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{key} is {value!r}; a number is wanted")
     return float(value)
 
 

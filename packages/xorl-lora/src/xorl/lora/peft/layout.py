@@ -5,12 +5,16 @@ A module is named as it is in the base model of transformers; fused layers do no
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, cast
+
+import torch
+from torch import Tensor
 
 from xorl.core.models.recipes import WeightSource
 from xorl.lora.peft.config import CONFIG_FILE, AdapterConfig
+from xorl.lora.spec import AdapterSpec, ValueT, fits
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -61,6 +65,43 @@ class AdapterLayout:
     replaced: Mapping[str, str]
     shapes: Mapping[str, tuple[int, ...]]
 
+    @property
+    def spec(self) -> AdapterSpec:
+        """The adapters, with whole names for what is adapted and what was trained whole."""
+        saved = {name.rpartition(".")[0] for name, key in self.replaced.items() if _BASE_COPY not in key}
+        spec = self.config.spec
+        return replace(
+            spec,
+            targets=tuple(self.modules),
+            # PEFT takes patterns that mean nothing; who injects adapters does not.
+            rank_pattern=self._meaning_something(spec.rank_pattern),
+            alpha_pattern=self._meaning_something(spec.alpha_pattern),
+            modules_to_save=tuple(sorted(saved)),
+        )
+
+    def _meaning_something(self, patterns: Mapping[str, ValueT]) -> dict[str, ValueT]:
+        return {key: value for key, value in patterns.items() if any(fits(key, name) for name in self.modules)}
+
+
+class ReplacedTensors:
+    """A `WeightSource`: the tensors of the base that a file of adapters brings whole, under the base's names."""
+
+    def __init__(self, layout: AdapterLayout, source: WeightSource) -> None:
+        self._keys = layout.replaced
+        self._source = source
+
+    def names(self) -> Collection[str]:
+        return self._keys.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(self._keys[name])
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._source.dtype(self._keys[name])
+
+    def read(self, name: str, start: int | None = None, stop: int | None = None) -> Tensor:
+        return self._source.read(self._keys[name], start, stop)
+
 
 def keys_of(module: str, kind: ModuleKind = "linear") -> tuple[str, str, str]:
     """The names of A, B and the magnitudes of a module in a file."""
@@ -94,9 +135,9 @@ def read_layout(config: AdapterConfig, source: WeightSource) -> AdapterLayout:
         problems.append("it holds no tensor")
     saved = [name for name, key in replaced.items() if _BASE_COPY not in key]
     problems += [
-        f"{PREFIX}{name}: modules_to_save {list(config.modules_to_save)} does not name its module"
+        f"{PREFIX}{name}: modules_to_save {list(config.spec.modules_to_save)} does not name its module"
         for name in saved
-        if not any(_ends_with(name.rpartition(".")[0], wanted) for wanted in config.modules_to_save)
+        if not any(_ends_with(name.rpartition(".")[0], wanted) for wanted in config.spec.modules_to_save)
     ]
     if problems:
         raise ValueError(_listed("the adapter is not whole", problems))
@@ -132,20 +173,20 @@ def _module(
     problems: list[str],
 ) -> AdaptedModule | None:
     """One module of a file; None where it is not whole, which is added to `problems`."""
-    missing = [name for name in ("a", "b", *(["magnitude"] if config.use_dora else [])) if name not in parts]
+    missing = [name for name in ("a", "b", *(["magnitude"] if config.spec.use_dora else [])) if name not in parts]
     if missing:
         leaf = {"a": "lora_A", "b": "lora_B", "magnitude": f"{_MAGNITUDE}, and use_dora is true"}
         problems.append(f"{module}: it has no {' and no '.join(leaf[name] for name in missing)}")
         return None
     a, b, magnitude = shapes[parts["a"]], shapes[parts["b"]], parts.get("magnitude")
     kind: ModuleKind = "embedding" if "lora_embedding" in parts["a"] else "linear"
-    rank = config.rank_of(module)
+    rank = config.spec.rank_of(module)
     before = len(problems)
     if len(a) != 2 or len(b) != 2 or 0 in (*a, *b):
         problems.append(f"{module}: A is {list(a)} and B {list(b)}; both must be matrices")
     elif a[0] != b[1] or a[0] != rank:
         problems.append(f"{module}: A is {list(a)} and B {list(b)}, and {CONFIG_FILE} says that the rank is {rank}")
-    elif magnitude is not None and not config.use_dora:
+    elif magnitude is not None and not config.spec.use_dora:
         problems.append(f"{module}: it has magnitudes, and {CONFIG_FILE} says that use_dora is false")
     elif magnitude is not None and math.prod(shapes[magnitude]) != b[0]:
         problems.append(f"{module}: it has {math.prod(shapes[magnitude])} magnitudes for {b[0]} output features")

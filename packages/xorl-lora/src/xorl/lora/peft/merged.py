@@ -30,7 +30,7 @@ class AdapterValues:
             source.read(adapted.a),
             source.read(adapted.b),
             None if adapted.magnitude is None else source.read(adapted.magnitude),
-            layout.config.scale_of(module),
+            layout.config.spec.scale_of(module),
         )
 
 

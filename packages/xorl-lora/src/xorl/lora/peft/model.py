@@ -1,0 +1,101 @@
+"""The adapters in a model, as PEFT's files hold them, and those of a file in a model; both whole or sharded."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from xorl.core.models.recipes import WeightSource
+from xorl.core.parallel import copy_shard_
+from xorl.lora.inject import Adapter, adapters
+from xorl.lora.merge import magnitude, set_magnitude_
+from xorl.lora.peft.config import AdapterConfig, shared_value, shortest_names
+from xorl.lora.peft.layout import AdapterLayout, ModuleKind, keys_of
+from xorl.lora.spec import AdapterSpec
+from xorl.lora.targets import modules_to_save, sites_of
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor of a file, fp32. `make` gives its values on every rank; it is collective where the model is sharded."""
+
+    shape: tuple[int, ...]
+    make: Callable[[], Tensor]
+
+
+def config_of(
+    model: nn.Module, spec: AdapterSpec, *, base: str | None, transposed: Collection[str] = ()
+) -> AdapterConfig:
+    """What adapter_config.json says of the adapters in `model`, which `spec` put there.
+
+    Targets, ranks and alphas are those that are there, under names as short as others can tell apart. `transposed` are
+    the adapted linear layers whose weight is kept as [in, out] in the base's files: all, or none.
+    """
+    found = adapters(model)
+    linear = {name for name, adapter in found.items() if not adapter.is_embedding}
+    turned = linear & set(transposed)
+    if turned and turned != linear:
+        raise ValueError(f"PEFT has no adapters on weights that lie both ways: {sorted(linear - turned)[0]} is another")
+    rank, rank_pattern = shared_value({name: adapter.rank for name, adapter in found.items()})
+    alpha, alpha_pattern = shared_value({name: adapter.alpha for name, adapter in found.items()})
+    written = replace(
+        spec,
+        rank=rank,
+        alpha=alpha,
+        targets=shortest_names(found, sites_of(model)),
+        rank_pattern=rank_pattern,
+        alpha_pattern=alpha_pattern,
+        # Whole names: PEFT would take `norm` for every module whose name ends so, `q_norm` too.
+        modules_to_save=tuple(modules_to_save(spec, model)),
+    )
+    for name, adapter in found.items():
+        assert written.scale_of(name) == adapter.scale, f"{name} has another scale than its file would say"
+    return AdapterConfig(written, base, fan_in_fan_out=bool(turned))
+
+
+def adapter_tensors(model: nn.Module) -> dict[str, FileTensor]:
+    """The tensors of the adapters in `model` by their names in a file. Modules trained whole are not among them."""
+    tensors: dict[str, FileTensor] = {}
+    for name, adapter in adapters(model).items():
+        a, b, magnitudes = keys_of(name, _kind(adapter))
+        tensors[a] = FileTensor(tuple(adapter.A.shape), partial(_whole, adapter.A))
+        tensors[b] = FileTensor(tuple(adapter.B.shape), partial(_whole, adapter.B))
+        if adapter.magnitude_offset is not None:
+            tensors[magnitudes] = FileTensor(tuple(adapter.magnitude_offset.shape), partial(magnitude, adapter))
+    return tensors
+
+
+@torch.no_grad()
+def load_adapters(model: nn.Module, layout: AdapterLayout, source: WeightSource) -> None:
+    """Give the adapters in `model` the values of a file, which every rank reads; collective with DoRA.
+
+    The base must have its weights. What the file brings of the base's own tensors is not loaded here. Raises ValueError
+    unless the adapters are those of the file.
+    """
+    found = adapters(model)
+    if found.keys() != layout.modules.keys():
+        differing = sorted(found.keys() ^ layout.modules.keys())
+        raise ValueError(f"the adapters of the model are not those of the file, such as {', '.join(differing[:5])}")
+    for name, adapter in found.items():
+        module = layout.modules[name]
+        wanted, held = (adapter.A.shape, adapter.B.shape), (layout.shapes[module.a], layout.shapes[module.b])
+        if wanted != held:
+            raise ValueError(f"{name}: A and B are {list(map(list, held))} in the file, {list(map(list, wanted))} here")
+    for name, adapter in found.items():
+        module = layout.modules[name]
+        copy_shard_(adapter.A, source.read(module.a))
+        copy_shard_(adapter.B, source.read(module.b))
+        if module.magnitude is not None:
+            set_magnitude_(adapter, source.read(module.magnitude).float().flatten())
+
+
+def _kind(adapter: Adapter) -> ModuleKind:
+    return "embedding" if adapter.is_embedding else "linear"
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return cast(DTensor, tensor).full_tensor() if isinstance(tensor, DTensor) else tensor
