@@ -1,18 +1,27 @@
-"""run_ranks: call a function in several gloo ranks and get back what each returns."""
+"""run_ranks: call a function in several gloo ranks. run_command: `xorl train` in a process that is forked.
+
+Both fork this process, in which torch is imported already: a fresh one takes seconds to be where a fork begins.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
+import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo  # imported once here: FSDP2 would import it in every forked rank
+import torch._dynamo  # FSDP2 would import it in every forked rank, as the command would import xorl.train
 
+import xorl.train  # noqa: F401
+from xorl.cli import train as train_command
 from xorl.core import runtime
 
 # Autograd looks for devices in its first backward pass. After a test with fake tensors or a compiler it would find one,
@@ -26,26 +35,20 @@ RunRanks = Callable[[Callable[[], object], int], list]
 def run_ranks(tmp_path: Path) -> RunRanks:
     """(function, number of ranks) -> results in rank order; an error in a rank fails the test with its traceback.
 
-    Ranks are forked, so that the function may be a closure and torch is imported once.
+    As ranks are forked, the function may be a closure.
     """
 
     def run(function: Callable[[], object], world_size: int) -> list:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        context = get_context("fork")
         files = [tmp_path / f"result_{world_size}_{rank}_{port}.pt" for rank in range(world_size)]
+        context = get_context("fork")
         processes = [
             context.Process(target=_rank, args=(function, rank, world_size, port, files[rank]))
             for rank in range(world_size)
         ]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(timeout=240)
-        hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
-        for process in processes:
-            process.kill()
+        hung = _run_to_the_end(processes)
         results = [torch.load(file, weights_only=False) if file.exists() else "no result" for file in files]
         failures = [str(result) for result in results if isinstance(result, _Failure)]
         assert not failures, "\n".join(failures)
@@ -53,6 +56,67 @@ def run_ranks(tmp_path: Path) -> RunRanks:
         return results
 
     return run
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    returncode: int | None
+    stderr: str
+
+
+RunCommand = Callable[..., Ended]
+
+
+@pytest.fixture
+def run_command(tmp_path: Path) -> RunCommand:
+    """(arguments of `xorl train`, prepare=None) -> how it ended; `prepare` is called in its process first."""
+
+    def run(*arguments: str, prepare: Callable[[], None] | None = None) -> Ended:
+        file = tmp_path / "stderr"
+        process = get_context("fork").Process(target=_command, args=(arguments, prepare, file))
+        hung = _run_to_the_end([process])
+        assert not hung, f"the command hung:\n{file.read_text()}"
+        return Ended(process.exitcode, file.read_text())
+
+    return run
+
+
+def _run_to_the_end(processes: Sequence[BaseProcess]) -> list[int]:
+    """Starts the processes, waits for them, and returns which had to be killed."""
+    # The garbage collector of a child would write to, and so copy, every page of what it has from its parent.
+    gc.freeze()
+    for process in processes:
+        process.start()
+    gc.unfreeze()
+    for process in processes:
+        process.join(timeout=240)
+    hung = [index for index, process in enumerate(processes) if process.is_alive()]
+    for index in hung:
+        processes[index].kill()
+        processes[index].join()
+    return hung
+
+
+def _command(arguments: Sequence[str], prepare: Callable[[], None] | None, file: Path) -> None:
+    with file.open("w", buffering=1) as output:
+        for stream in (1, 2):
+            os.dup2(output.fileno(), stream)
+        sys.stdout = sys.stderr = output
+        sys.argv = ["xorl train", *arguments]
+        torch.set_num_threads(1)
+        code: object = 1
+        try:
+            if prepare is not None:
+                prepare()
+            train_command.main()
+        except SystemExit as ended:
+            code = ended.code
+        except BaseException:  # noqa: BLE001 - as the interpreter would do at its end
+            traceback.print_exc()
+        output.flush()
+    os._exit(code if isinstance(code, int) else 0)
 
 
 class _Failure(str):

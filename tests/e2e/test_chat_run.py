@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 from workspace import ROOT
 
 
-def test_the_chat_example_trains_and_leaves_a_receipt(tmp_path: Path) -> None:
+def test_the_chat_example_trains_and_leaves_a_receipt(tmp_path: Path, run_command) -> None:
     # Catches formats that work alone and not under the command, and a run that does not say what became of its data.
     folders = ["--train.output_dir", str(tmp_path / "out"), "--data.dataset_prepared_path", str(tmp_path / "prepared")]
     steps = ["--train.max_steps", "6", "--train.data_parallel_mode", "none", "--train.log_format", "structured"]
-    command = [sys.executable, "-m", "xorl.cli.train", "configs/local/chat.yaml", *folders, *steps]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    result = run_command("configs/local/chat.yaml", *folders, *steps, prepare=lambda: os.chdir(ROOT))
     assert result.returncode == 0, result.stderr
     records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in records if "loss" in record]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+import torch._inductor.lowering  # compilation would import it in each rank
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor

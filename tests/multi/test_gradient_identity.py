@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._inductor.lowering  # compilation would import it in each rank
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.tensor import DTensor
@@ -194,9 +195,7 @@ def compiled_step_gradients(layout: str, kinds: Sequence[str]) -> list[tuple[dic
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize(
-    ("layout", "kinds"), [("ddp-2", ["none", "operation", "layer"]), ("zero3-2", ["none", "operation", "layer", "mlp"])]
-)
+@pytest.mark.parametrize(("layout", "kinds"), [("ddp-2", ["operation"]), ("zero3-2", ["none", "operation", "layer"])])
 def test_compilation_does_not_change_the_gradient(layout: str, kinds: list[str], run_ranks) -> None:
     # Catches a graph that holds on to parameters which are gathered anew, and one that is split at gradient buckets.
     [(reference, reference_loss)] = run_ranks(lambda: step_gradient("none", 4), 1)

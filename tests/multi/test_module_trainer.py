@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import runpy
 import subprocess
 import sys
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -248,6 +252,28 @@ def test_a_stream_that_ends_unevenly_ends_the_epoch_for_all(run_ranks) -> None:
     assert run_ranks(read, 2) == [[2 * (LENGTH - 1)] * 6] * 2
 
 
+def under_torchrun(script: Path, folder: Path) -> str:
+    """What two ranks write that start as the example's first lines say."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(
+        [*launcher, str(script)], cwd=folder, env=environment, text=True, capture_output=True, check=False, timeout=200
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stderr
+
+
+def as_rank(script: Path, folder: Path) -> str:
+    """What this rank writes when it runs the example."""
+    os.chdir(folder)
+    sys.argv, sys.path[:0] = [str(script)], [str(script.parent)]
+    logging.getLogger().handlers.clear()  # those of pytest, beside which a script sets up none
+    written = StringIO()
+    with redirect_stderr(written):
+        runpy.run_path(str(script), run_name="__main__")
+    return written.getvalue()
+
+
 @pytest.mark.parametrize(
     ("script", "saved", "gain"),
     [
@@ -256,20 +282,17 @@ def test_a_stream_that_ends_unevenly_ends_the_epoch_for_all(run_ranks) -> None:
         ("pretrain_text.py", "model.pt", 0.95),
     ],
 )
-def test_the_examples_run_as_their_first_lines_say(script: str, saved: str, gain: float, tmp_path: Path) -> None:
+def test_the_examples_run_as_their_first_lines_say(
+    script: str, saved: str, gain: float, run_ranks, tmp_path: Path
+) -> None:
     # Catches examples that no longer fit the code they explain.
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    result = subprocess.run(
-        [*launcher, str(EXAMPLES / script)],
-        cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        text=True,
-        capture_output=True,
-        check=False,
-        timeout=200,
-    )
-    assert result.returncode == 0, result.stderr
-    lines = [line for line in result.stderr.splitlines() if line.startswith("step=")]
+    path = EXAMPLES / script
+    assert f"torchrun --nproc-per-node=2 examples/{script}\n" in path.read_text()
+    if script == "train_ddp.py":
+        written = under_torchrun(path, tmp_path)
+    else:
+        written = "".join(run_ranks(lambda: as_rank(path, tmp_path), 2))
+    lines = [line for line in written.splitlines() if line.startswith("step=")]
     # Each rank that logged would add lines of its own.
     assert [line.split()[0] for line in lines] == ["step=10", "step=20", "step=30", "step=40"]
     losses = [float(line.partition("loss=")[2].split()[0]) for line in lines]
