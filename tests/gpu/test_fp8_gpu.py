@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -189,100 +183,25 @@ def test_a_frozen_layer_makes_no_gradient_of_its_weight():
     assert layer.weight.grad is None
 
 
-CONFIG = """\
-model:
-  config_path: {folder}/model
-data:
-  datasets:
-    - path: {folder}/train.jsonl
-  dataset_prepared_path: {folder}/prepared
-  sample_packing_sequence_len: 512
-  dataloader_num_workers: 0
-train:
-  output_dir: {folder}/output
-  gradient_accumulation_steps: 2
-  max_steps: 10
-  lr: 3e-3
-  load_checkpoint_path: auto
-  save_hf_weights: false
-  log_format: structured
-  use_wandb: false
-"""
-MODEL = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 256,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": True,
-}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("fp8")
-    (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text(json.dumps(MODEL))
-    generator = torch.Generator().manual_seed(0)
-    with (folder / "train.jsonl").open("w") as file:
-        for _ in range(800):
-            length, start = torch.randint(2, 256, (2,), generator=generator).tolist()
-            file.write(json.dumps({"input_ids": [(start + 3 * i) % 256 for i in range(length)]}) + "\n")
-    (folder / "config.yaml").write_text(CONFIG.format(folder=folder))
-    return folder
-
-
-def first_gpus(count: int) -> str:
-    """So many of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
-    every = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
-    return ",".join(every[:count])
-
-
-def train(folder: Path, name: str, *arguments: str, gpus: int = 1) -> list[float]:
-    """The losses of a run on `gpus` GPUs."""
-    ranks = ["--nproc-per-node", str(gpus)] if gpus > 1 else []
-    output = folder / name
-    command = [sys.executable, "-m", "xorl.cli.train", str(folder / "config.yaml"), *ranks, *arguments]
-    result = subprocess.run(
-        [*command, "--train.output_dir", str(output)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": first_gpus(gpus)},
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [record["loss"] for record in records if "loss" in record]
-
-
 @pytest.mark.parametrize("compiled", ["false", "true"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_training_follows_bf16(folder: Path, recipe: str, compiled: str) -> None:
+def test_training_follows_bf16(recipe: str, compiled: str, train) -> None:
     # Catches weights that are cast once and not again, and gradients that do not reach the parameters.
-    plain = train(folder, f"plain_{compiled}", "--train.enable_compile", compiled)
-    losses = train(folder, f"{recipe}_{compiled}", "--train.fp8", recipe, "--train.enable_compile", compiled)
+    plain = train(f"plain_{compiled}", "--train.enable_compile", compiled)
+    losses = train(f"{recipe}_{compiled}", "--train.fp8", recipe, "--train.enable_compile", compiled)
     assert losses == pytest.approx(plain, rel=3e-2)
     assert losses != plain
     assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_resumed_run_is_the_same_to_the_bit(folder: Path, recipe: str) -> None:
+def test_resumed_run_is_the_same_to_the_bit(recipe: str, train) -> None:
     # Catches state of fp8 that a checkpoint would have to hold.
     exact = ["--train.enable_full_determinism", "true", "--train.allow_cuda_launch_blocking", "true"]
     options = [*exact, "--train.fp8", recipe]
-    straight = train(folder, f"{recipe}_straight", *options)
-    train(folder, f"{recipe}_resumed", *options, "--train.max_steps", "5")
-    assert train(folder, f"{recipe}_resumed", *options) == straight
+    straight = train(f"{recipe}_straight", *options)
+    train(f"{recipe}_resumed", *options, "--train.max_steps", "5")
+    assert train(f"{recipe}_resumed", *options) == straight
 
 
 @pytest.mark.parametrize(
@@ -296,11 +215,11 @@ def test_resumed_run_is_the_same_to_the_bit(folder: Path, recipe: str) -> None:
     ids=" ".join,
 )
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_two_gpus_agree_with_one(folder: Path, recipe: str, options: list[str]) -> None:
+def test_two_gpus_agree_with_one(recipe: str, options: list[str], train) -> None:
     # Catches a gather that does not wait for the casts, and a scale of one shard in place of the whole weight's.
     if torch.cuda.device_count() < 2:
         pytest.skip("this host has one GPU")
     name = f"{recipe}_{'_'.join(options)}"
     options = [*options, "--train.fp8", recipe]
-    one = train(folder, f"{name}_one", *options, "--train.gradient_accumulation_steps", "4")
-    assert train(folder, f"{name}_two", *options, gpus=2) == pytest.approx(one, rel=2e-2)
+    one = train(f"{name}_one", *options, "--train.gradient_accumulation_steps", "4")
+    assert train(f"{name}_two", *options, gpus=2) == pytest.approx(one, rel=2e-2)

@@ -1,0 +1,90 @@
+"""train: run the command on GPUs, on a tiny model and documents that can be learned, and get back its losses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+CONFIG = """\
+model:
+  config_path: {folder}/model
+data:
+  datasets:
+    - path: {folder}/train.jsonl
+  dataset_prepared_path: {folder}/prepared
+  sample_packing_sequence_len: 512
+  dataloader_num_workers: 0
+train:
+  output_dir: {folder}/output
+  gradient_accumulation_steps: 2
+  max_steps: 10
+  lr: 3e-3
+  load_checkpoint_path: auto
+  save_hf_weights: false
+  log_format: structured
+  use_wandb: false
+"""
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[float]]:
+    """(name, *arguments, gpus=1) -> the losses of each step of `xorl train` on so many GPUs; 0 means the CPU.
+
+    A name that a test of the module has used before goes on from its last checkpoint.
+    """
+    folder = tmp_path_factory.mktemp("gpu")
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps(MODEL))
+    generator = torch.Generator().manual_seed(0)
+    with (folder / "train.jsonl").open("w") as file:
+        for _ in range(800):
+            length = int(torch.randint(2, 300, (1,), generator=generator))
+            start = int(torch.randint(0, 256, (1,), generator=generator))
+            file.write(json.dumps({"input_ids": [(start + 3 * i) % 256 for i in range(length)]}) + "\n")
+    (folder / "config.yaml").write_text(CONFIG.format(folder=folder))
+
+    def run(name: str, *arguments: str, gpus: int = 1) -> list[float]:
+        output = folder / name
+        ranks = ["--nproc-per-node", str(gpus)] if gpus > 1 else []
+        command = [sys.executable, "-m", "xorl.cli.train", str(folder / "config.yaml"), *ranks, *arguments]
+        result = subprocess.run(
+            [*command, "--train.output_dir", str(output)],
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": first_gpus(gpus)},
+        )
+        assert result.returncode == 0, result.stderr[-4000:]
+        records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+        return [record["loss"] for record in records if "loss" in record]
+
+    return run
+
+
+def first_gpus(count: int) -> str:
+    """So many of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    every = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    return ",".join(every[:count])
