@@ -6,7 +6,7 @@ bf16 is left to tests/gpu: in the interpreter it is not what a GPU computes.
 import pytest
 import torch
 
-from xorl.kernels.fused import cross_entropy, heads, reference, rms_norm, swiglu
+from xorl.kernels.fused import cross_entropy, device, heads, reference, rms_norm, swiglu
 from xorl.kernels.fused.reference import HeadNorms, HeadShape
 from xorl.kernels.testing import TOLERANCES, assert_close, assert_matches_reference, nan_poisoned_empty
 
@@ -137,9 +137,10 @@ def test_split_heads(num_tokens, shape, has_norms, has_rope, merged, dtype):
     )
 
 
-def test_more_rows_than_programs():
+def test_more_rows_than_programs(monkeypatch):
     # Catches a second row of a program that is left out, or whose share of the weights' gradient is.
-    shape, rope = HeadShape(1, 1, 2), rope_tables(267, 2)
+    monkeypatch.setattr(device, "MAX_PROGRAMS", 4)
+    shape, rope = HeadShape(1, 1, 2), rope_tables(7, 2)
 
     def run(function, qkv, q_weight, k_weight):
         return function((qkv,), shape, HeadNorms(q_weight, k_weight, EPS), rope)
@@ -147,12 +148,12 @@ def test_more_rows_than_programs():
     assert_matches_reference(
         lambda *inputs: run(heads.split_heads, *inputs),
         lambda *inputs: run(reference.split_heads, *inputs),
-        (randn(267, 6), randn(2, seed=1), randn(2, seed=2)),
+        (randn(7, 6), randn(2, seed=1), randn(2, seed=2)),
     )
     assert_matches_reference(
         lambda x, weight: rms_norm.rms_norm(x, weight, EPS),
         lambda x, weight: reference.rms_norm(x, weight, EPS),
-        (randn(267, 3), randn(3, seed=1)),
+        (randn(7, 3), randn(3, seed=1)),
     )
 
 
@@ -171,13 +172,6 @@ def test_no_tokens():
     summed, normed = rms_norm.add_rms_norm(torch.empty(0, 4), torch.empty(0, 4), weight, EPS)
     sum(x.sum() for x in (q, k, v, summed, normed, swiglu.swiglu(torch.empty(0, 6)))).backward()
     assert torch.equal(weight.grad, torch.zeros(4))
-
-
-def test_gradients_of_weights_repeat_to_the_bit():
-    # Catches sums over tokens by atomic additions.
-    x, weight = randn(300, 8), randn(8, seed=1).requires_grad_()
-    gradients = [torch.autograd.grad(rms_norm.rms_norm(x, weight, EPS).square().sum(), weight)[0] for _ in range(2)]
-    assert torch.equal(*gradients)
 
 
 @pytest.mark.parametrize("merged", [True, False])

@@ -4,6 +4,9 @@ import importlib.util
 import math
 from functools import cache
 
+# Of kernels with sums over rows: about two for each of 132 processors.
+MAX_PROGRAMS = 264
+
 
 @cache
 def triton_refusal(device_type: str) -> str | None:
@@ -28,10 +31,10 @@ def power_of_2(number: int) -> int:
 
 
 def rows_per_program(num_rows: int) -> int:
-    """Rows that each program of a kernel with sums over rows takes: about two programs for each of 132 processors.
+    """Rows that each program of a kernel with sums over rows takes, so that there are at most MAX_PROGRAMS.
 
     Only the three leading bits of the number differ from zero, so that a kernel compiled for it serves many lengths.
     """
-    rows = max(math.ceil(num_rows / 264), 1)
+    rows = max(math.ceil(num_rows / MAX_PROGRAMS), 1)
     step = 1 << max(rows.bit_length() - 3, 0)
     return math.ceil(rows / step) * step
