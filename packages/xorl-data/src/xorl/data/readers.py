@@ -47,6 +47,7 @@ PIECE_BYTES = 8 << 20
 # One JSON array element longer than this is taken for a file that is not what its name says.
 _LONGEST_ELEMENT = 256 << 20
 _SPACE = re.compile(r"[ \t\r\n]*")
+_NOT_UTF8 = re.compile("[\udc80-\udcff]")
 
 
 class Piece(Protocol):
@@ -178,7 +179,7 @@ class LinesPiece:
         text = ""
         try:
             text = line.decode()
-            row: object = json.loads(text) if self.as_json else {"text": text}
+            row: object = json.loads(text) if self.as_json else {"text": text.removesuffix("\r")}
         except UnicodeDecodeError as error:
             raise DataError(f"{self.place(index)} is not UTF-8: {error.reason} at byte {error.start}") from error
         except (json.JSONDecodeError, RecursionError) as error:
@@ -205,7 +206,14 @@ class LoadedPiece:
         return self.content.select([name for name in columns if name in self.content.column_names])
 
     def rows(self) -> list[Row]:
-        return self.content if isinstance(self.content, list) else self.content.to_pylist()
+        if isinstance(self.content, list):
+            return self.content
+        rows = self.content.to_pylist()
+        for field in self.content.schema:
+            if _struct_depth(field.type) > 1:
+                for row in rows:
+                    row[field.name] = _without_nulls(row[field.name])
+        return rows
 
     def place(self, row: int) -> str:
         return f"{self.source}, {self.unit} {self.first + row} (the first is 0)"
@@ -217,6 +225,21 @@ class LoadedPiece:
         # Arrow pickles all of what a slice was cut from; its stream format writes the slice alone.
         content = self.content if isinstance(self.content, list) else _stream_of(self.content)
         return _loaded_piece, (self.source, self.unit, self.first, self.num_bytes, content)
+
+
+def _struct_depth(kind: pa.DataType) -> int:
+    """How many structs stand in one another."""
+    if not pa.types.is_nested(kind):
+        return 0
+    fields = [kind.field(index).type for index in range(kind.num_fields)]
+    return pa.types.is_struct(kind) + max(map(_struct_depth, fields), default=0)
+
+
+def _without_nulls(value: object) -> object:
+    """A struct has the fields of all rows; those that are null, such as the arguments of other calls, are left out."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _stream_of(table: pa.Table) -> bytes:
@@ -344,7 +367,8 @@ def _array_pieces(path: Path) -> Iterator[Piece]:
 def _array_elements(path: Path) -> Iterator[tuple[object, int]]:
     """The elements of a top-level JSON array with their lengths, decoded one by one while the file is read."""
     decoder = json.JSONDecoder()
-    with _decompressed(path) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig") as file:
+    # Bytes that are not UTF-8 come as what text cannot hold, so that the element they stand in can be named.
+    with _decompressed(path) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape") as file:
         text = file.read(PIECE_BYTES)
         start = _skip_space(text, text.index("[") + 1)
         if text.startswith("]", start):
@@ -367,6 +391,8 @@ def _array_elements(path: Path) -> Iterator[tuple[object, int]]:
                 if not block:
                     raise DataError(f"{path}, element {number} (the first is 0) is not JSON: {problem}")
                 text += block
+            if _NOT_UTF8.search(text, start, end):
+                raise DataError(f"{path}, element {number} (the first is 0) is not UTF-8")
             yield element, end - start
             start = after + 1
             if text[after] == "]":

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
 from xorl.data.errors import DataError
 from xorl.data.formats.encoded import EncodedDocuments, Overflow, fit
-from xorl.data.formats.messages import COLUMN_NAMES, Conversation, read_conversation
+from xorl.data.formats.messages import COLUMN_NAMES, Conversation, as_sent, read_conversation
 from xorl.data.formats.spans import Text, tokenize
-from xorl.data.formats.template import ChatTemplate, TemplateRefusal, load_template
+from xorl.data.formats.template import ChatTemplate, load_template
 from xorl.data.formats.tokenizer import TextTokenizer
-from xorl.data.formats.turns import Rendered, render_turns, special_pattern
+from xorl.data.formats.turns import Rendered, render_all, render_turns, special_pattern
 from xorl.data.readers import Piece, Row
 from xorl.data.receipt import Counts
 from xorl.data.shuffle import JSON
@@ -48,7 +50,8 @@ class ChatFormat:
     def selected(self) -> tuple[str, ...]:
         # Where one of them is missing a reader gives all columns, so that an optional one is never left unread.
         names = (self.columns["messages"],) if "messages" in self.columns else COLUMN_NAMES
-        return tuple(dict.fromkeys((*names, self.columns.get("tools", "tools"), *self.columns.values())))
+        others = [self.columns.get(name, name) for name in ("tools", "system")]
+        return tuple(dict.fromkeys((*names, *others)))
 
     @property
     def masks_prompts(self) -> bool:
@@ -80,13 +83,21 @@ class ChatFormat:
     def render(self, row: Row) -> Rendered:
         """One row as text with its trained characters. DataError, without the row's place, for what cannot be used."""
         conversation = read_conversation(row, self.columns)
+        try:
+            return self._rendered(conversation)
+        except DataError:
+            for sent in as_sent(conversation):
+                with suppress(DataError):
+                    rendered = self._rendered(sent)
+                    # A template that writes whatever it is given writes null as None.
+                    if rendered.text.count("None") <= json.dumps(sent.messages).count("None"):
+                        return rendered
+            raise
+
+    def _rendered(self, conversation: Conversation) -> Rendered:
         template = self._template if conversation.tools is None else self._tool_template
         if self.train_on == "all":
-            try:
-                text = template.render(conversation.messages, conversation.tools)
-            except TemplateRefusal as error:
-                raise DataError(f"{template.name} does not take the conversation: {error}") from error
-            return Rendered(text, ((0, len(text)),))
+            return render_all(template, conversation)
         return render_turns(template, conversation, self._turns(conversation), self._special)
 
     def _turns(self, conversation: Conversation) -> list[int]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from xorl.data.errors import DataError
 from xorl.data.formats.template import Message
@@ -56,15 +56,57 @@ def read_conversation(row: Mapping[str, object], columns: Mapping[str, str]) -> 
         raise DataError(f"the messages are {type(value).__name__}, want a list of them")
     if not value:
         raise DataError("the conversation is empty: it has no messages")
+    for name in ("system", "tools"):
+        if name in columns and columns[name] not in row:
+            raise DataError(f"column {columns[name]!r} (columns: {name}) does not exist; there are: {', '.join(row)}")
     read = [_message(item, number) for number, item in enumerate(value)]
-    system = row.get(columns["system"]) if "system" in columns else None
-    if system:
-        if not isinstance(system, str):
-            raise DataError(f"column {columns['system']!r} holds {type(system).__name__}, want a string")
-        read.insert(0, ({"role": "system", "content": system}, None))
+    _add_system(read, row, columns.get("system", "system"))
     messages = [message for message, _ in read]
     _check_order(messages)
     return Conversation(messages, _tools(row.get(columns.get("tools", "tools"))), tuple(flag for _, flag in read))
+
+
+def as_sent(conversation: Conversation) -> Iterator[Conversation]:
+    """The same with tool calls as programs send them: arguments as strings of JSON; then null beside silent ones too.
+
+    Some templates take no other. None at all where there are no calls.
+    """
+    if not any("tool_calls" in message for message in conversation.messages):
+        return
+    for silence in ("", None):
+        messages = [
+            _as_sent(message, silence) if "tool_calls" in message else message for message in conversation.messages
+        ]
+        yield replace(conversation, messages=messages)
+
+
+def _as_sent(message: Message, silence: str | None) -> Message:
+    calls = message["tool_calls"]
+    assert isinstance(calls, list), "made by _tool_call"
+    named = [call["function"] for call in calls]
+    sent = [{**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)} for function in named]
+    return {
+        **message,
+        "content": message["content"] or silence,
+        "tool_calls": [{**call, "function": function} for call, function in zip(calls, sent, strict=True)],
+    }
+
+
+def _add_system(read: list[tuple[Message, bool | None]], row: Mapping[str, object], column: str) -> None:
+    """Puts what the column says at the beginning, unless the conversation begins with just that."""
+    system = row.get(column)
+    if system is None or system == "":
+        return
+    if not isinstance(system, str):
+        raise DataError(
+            f"column {column!r} holds {type(system).__name__}, want a string, the system message (columns: system names "
+            "another)"
+        )
+    first = read[0][0]
+    if first["role"] != "system":
+        read.insert(0, ({"role": "system", "content": system}, None))
+    elif first["content"] != system:
+        raise DataError(f"message 0 is a system message, and column {column!r} holds another; take one out")
 
 
 def _messages_of(row: Mapping[str, object], columns: Mapping[str, str]) -> object:
@@ -102,6 +144,10 @@ def _message(item: object, number: int) -> tuple[Message, bool | None]:
     if spoken == "function_call":
         message["tool_calls"] = [_tool_call(_json_object(content, f"message {number}"), number)]
         content = None
+    elif "function_call" in message:
+        if message.get("tool_calls"):
+            raise DataError(f"message {number} has both tool_calls and function_call; leave one out")
+        message["tool_calls"] = [_tool_call(message.pop("function_call"), number)]
     elif "tool_calls" in message:
         calls = message["tool_calls"]
         if not isinstance(calls, list):
@@ -164,9 +210,8 @@ def _tool_call(call: object, number: int) -> dict[str, object]:
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise DataError(f"{place} has no function name")
-    arguments = function.get("arguments", {})
-    arguments = _json_object(arguments, place) if isinstance(arguments, str) else arguments
-    named = {"name": function["name"], "arguments": arguments}
+    # Of a call without arguments programs send null, an empty string or an empty object.
+    named = {"name": function["name"], "arguments": _json_object(function.get("arguments") or {}, place)}
     rest = {key: value for key, value in call.items() if key in ("id", "index")}
     return {**rest, "type": "function", "function": named}
 
@@ -178,7 +223,7 @@ def _json_object(value: object, place: str) -> dict[str, object]:
         except json.JSONDecodeError as error:
             raise DataError(f"{place} holds arguments that are not JSON: {error.msg}") from error
     if not isinstance(value, dict):
-        raise DataError(f"{place} holds {type(value).__name__} where an object is wanted")
+        raise DataError(f"{place} holds {type(value).__name__}, want an object: the names and values of arguments")
     return value
 
 

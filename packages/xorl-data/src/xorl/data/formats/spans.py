@@ -40,7 +40,11 @@ def tokenize(texts: Sequence[Text], tokenizer: TextTokenizer, piece: Piece, coun
     num_straddling = 0
     for first, last in _batches(texts):
         batch = texts[first:last]
-        encodings = tokenizer.core.encode_batch([text.text for text in batch], add_special_tokens=False)
+        try:
+            encodings = tokenizer.core.encode_batch([text.text for text in batch], add_special_tokens=False)
+        except TypeError:
+            _check_unicode(batch, first, piece)
+            raise
         sizes = [len(encoding) for encoding in encodings]
         flat = chain.from_iterable(encoding.ids for encoding in encodings)
         ids.append(np.fromiter(flat, dtype=np.int32, count=sum(sizes)))
@@ -68,6 +72,19 @@ def tokenize(texts: Sequence[Text], tokenizer: TextTokenizer, piece: Piece, coun
     )
     _check_beginnings(rows, tokenizer, piece)
     return rows
+
+
+def _check_unicode(texts: Sequence[Text], first: int, piece: Piece) -> None:
+    """Raises DataError for half a character, which JSON can spell (\\ud83d) and no tokenizer takes."""
+    for index, text in enumerate(texts, first):
+        try:
+            text.text.encode()
+        except UnicodeEncodeError as error:
+            around = text.text[max(0, error.start - 20) : error.start]
+            raise DataError(
+                f"{piece.place(index)}: the text holds half a character, U+{ord(text.text[error.start]):04X}, after "
+                f"{around!r}: it was cut in two where it was written; mend it or take it out"
+            ) from error
 
 
 def _check_beginnings(rows: Rows, tokenizer: TextTokenizer, piece: Piece) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from xorl.data.errors import DataError
@@ -82,6 +83,21 @@ def render_turns(
     except TemplateRefusal as error:
         raise DataError(f"{template.name} does not take the conversation: {error}") from error
     return Rendered(whole, tuple(spans), num_unended)
+
+
+def render_all(template: ChatTemplate, conversation: Conversation) -> Rendered:
+    """Renders the whole conversation, all of it trained. DataError, without the row's place, where it is refused."""
+    messages, tools = conversation.messages, conversation.tools
+    try:
+        text = template.render(messages, tools)
+        if any("tool_calls" in message for message in messages):
+            others = [{key: value for key, value in message.items() if key != "tool_calls"} for message in messages]
+            with suppress(TemplateRefusal):
+                if template.render(others, tools) == text:
+                    raise DataError(f"{template.name} leaves out the tool calls; use a template that knows tools")
+    except TemplateRefusal as error:
+        raise DataError(f"{template.name} does not take the conversation: {error}") from error
+    return Rendered(text, ((0, len(text)),))
 
 
 def _check_tool_calls(template: ChatTemplate, conversation: Conversation, turn: int, text: str) -> None:

@@ -1,0 +1,166 @@
+"""Conversations as users have them: odd files, tool calls in every spelling, and templates that want another one."""
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from xorl.data import DataError, DatasetEntry, load_tokenizer, prepare, stretches, trained_texts
+
+USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+RESULT = {"role": "tool", "content": "21", "tool_call_id": "1"}
+HEAD, TAIL = "<|user|>Hi<|end|>\n<|assistant|>", "<|end|>\n<|tool|>21<|end|>\n<|assistant|>Hello<|end|>\n"
+CALLS = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ WRITTEN }}{% endfor %}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+WRITTEN = "c.function.name ~ (c.function.arguments | tojson)"
+
+
+def calling(arguments):
+    """A message that calls f; ... means without arguments."""
+    function = {"name": "f"} if arguments is ... else {"name": "f", "arguments": arguments}
+    return {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": function}]}
+
+
+def texts(path: Path, options, **entry):
+    """(whole text, trained texts) of each document of a file."""
+    documents = prepare([DatasetEntry(str(path), **entry)], options)
+    tokenizer = load_tokenizer(options.tokenizer_folder)
+    parts = [stretches(*documents.document(index), tokenizer) for index in range(len(documents))]
+    return [("".join(part.text for part in own), list(trained_texts(own))) for own in parts]
+
+
+def chat(row, options, tmp_path, write_jsonl, written=WRITTEN, **entry):
+    """The texts of one conversation under a template that writes tool calls as `written` says."""
+    template = tmp_path / "calls.jinja"
+    template.write_text(CALLS.replace("WRITTEN", written))
+    row = row if isinstance(row, dict) else {"messages": row}
+    path = write_jsonl(tmp_path / "rows.jsonl", [row])
+    [found] = texts(path, options, type="chat", chat_template=str(template), **entry)
+    return found
+
+
+def test_lines_of_windows_and_marks_at_the_beginning_are_no_text(text_options, tmp_path):
+    """Catches a carriage return that every document ends with, and a byte order mark that the first begins with."""
+    path = tmp_path / "rows.txt"
+    path.write_bytes(b"\xef\xbb\xbfOne.\r\n\r\nTwo.\r\nThree")
+    assert [text for text, _ in texts(path, text_options, type="text")] == [
+        "One.<|end|>",
+        "Two.<|end|>",
+        "Three<|end|>",
+    ]
+
+
+def test_half_a_character_and_bytes_that_are_none_are_named(text_options, tmp_path):
+    """Catches a crash of the tokenizer, and an array's bad bytes without the element they stand in."""
+    lines = tmp_path / "rows.jsonl"
+    lines.write_text('{"text": "fine"}\n{"text": "cut \\ud83d"}\n')
+    with pytest.raises(DataError, match=r"rows.jsonl, line 2: the text holds half a character, U\+D83D, after 'cut '"):
+        prepare([DatasetEntry(str(lines), type="text")], text_options)
+    array = tmp_path / "rows.json"
+    array.write_bytes(b'[{"text": "fine"}, {"text": "\xff"}]')
+    with pytest.raises(DataError, match=r"rows.json, element 1 \(the first is 0\) is not UTF-8"):
+        prepare([DatasetEntry(str(array), type="text")], text_options)
+
+
+def test_a_system_column_is_the_system_message(text_options, tmp_path, write_jsonl):
+    """Catches conversations that are trained without the system message that stands beside them."""
+    row = {"system": "Be kind.", "messages": [USER, ASSISTANT]}
+    expected = f"<|system|>Be kind.<|end|>\n{HEAD}Hello<|end|>\n"
+    assert chat(row, text_options, tmp_path, write_jsonl)[0] == expected
+    twice = {**row, "messages": [{"role": "system", "content": "Be kind."}, USER, ASSISTANT]}
+    assert chat(twice, text_options, tmp_path, write_jsonl)[0] == expected
+    assert chat({**row, "system": None}, text_options, tmp_path, write_jsonl)[0] == f"{HEAD}Hello<|end|>\n"
+    with pytest.raises(DataError, match=r"line 1: message 0 is a system message, and column 'system' holds another"):
+        chat({**twice, "system": "Be brief."}, text_options, tmp_path, write_jsonl)
+    with pytest.raises(DataError, match=r"line 1: column 'system' holds int, want a string"):
+        chat({**row, "system": 5}, text_options, tmp_path, write_jsonl)
+    with pytest.raises(
+        DataError, match=r"line 1: column 'sytem' \(columns: system\) does not exist; there are: system,"
+    ):
+        chat(row, text_options, tmp_path, write_jsonl, column_names={"system": "sytem"})
+
+
+CALLED = {
+    "string": ([USER, calling('{"a": 1}'), RESULT, ASSISTANT], 'f{"a": 1}'),
+    "object": ([USER, calling({"a": 1}), RESULT, ASSISTANT], 'f{"a": 1}'),
+    "no arguments": ([USER, calling(...), RESULT, ASSISTANT], "f{}"),
+    "null": ([USER, calling(None), RESULT, ASSISTANT], "f{}"),
+    "empty string": ([USER, calling(""), RESULT, ASSISTANT], "f{}"),
+    "of old": (
+        [USER, {**ASSISTANT, "content": "", "function_call": {"name": "f", "arguments": "{}"}}, RESULT, ASSISTANT],
+        "f{}",
+    ),
+    "sharegpt": (
+        [USER, {"from": "function_call", "value": '{"name": "f", "arguments": {"a": 1}}'}, RESULT, ASSISTANT],
+        'f{"a": 1}',
+    ),
+}
+# Templates that take no other spelling: one joins the arguments as a string, one knows calls by content that is null.
+SPELLINGS = (
+    "c.function.name + c.function.arguments",
+    "'' if m.content == '' else c.function.name + c.function.arguments",
+)
+
+
+@pytest.mark.parametrize("written", [WRITTEN, SPELLINGS[0]])
+@pytest.mark.parametrize("name", CALLED)
+def test_tool_calls_are_read_in_every_spelling(text_options, tmp_path, write_jsonl, name, written):
+    """Catches a call that is lost, which teaches to say nothing, and a template of a known family that is refused."""
+    messages, call = CALLED[name]
+    expected = (f"{HEAD}{call}{TAIL}", [f"{call}<|end|>", "Hello<|end|>"])
+    assert chat(messages, text_options, tmp_path, write_jsonl, written) == expected
+
+
+def test_null_is_not_written_as_a_word(text_options, tmp_path, write_jsonl):
+    """Catches a template that takes calls only beside null, and null that is written as None and trained."""
+    messages = CALLED["object"][0]
+    with pytest.raises(DataError, match=r"line 1: .*leaves out the tool call of message 1"):
+        chat(messages, text_options, tmp_path, write_jsonl, SPELLINGS[1])
+    template = CALLS.replace("WRITTEN", SPELLINGS[1]).replace("{{ m.content }}", "{{ m.content or '' }}")
+    (tmp_path / "null.jinja").write_text(template)
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": messages}])
+    [(_, trained)] = texts(path, text_options, type="chat", chat_template=str(tmp_path / "null.jinja"))
+    assert trained == ['f{"a": 1}<|end|>', "Hello<|end|>"]
+
+
+BAD_CALLS = {
+    "a list": (calling([1]), r"message 1: a tool call holds list, want an object"),
+    "not JSON": (calling('{"a"'), r"message 1: a tool call holds arguments that are not JSON"),
+    "both": (
+        {**calling({}), "function_call": {"name": "f", "arguments": "{}"}},
+        r"message 1 has both tool_calls and function_call",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_a_bad_call_is_named(text_options, tmp_path, write_jsonl, name):
+    """Catches arguments that mean nothing and are written all the same."""
+    message, words = BAD_CALLS[name]
+    with pytest.raises(DataError, match=rf"line 1: {words}"):
+        chat([USER, message, RESULT, ASSISTANT], text_options, tmp_path, write_jsonl)
+
+
+def test_a_call_that_is_left_out_stops_training_on_everything_too(text_options, tmp_path, write_jsonl):
+    """Catches train_on: all with a template that knows no tools: an empty answer would be trained."""
+    with pytest.raises(DataError, match=r"line 1: .*leaves out the tool calls"):
+        chat(CALLED["object"][0], text_options, tmp_path, write_jsonl, "''", train_on="all")
+
+
+def test_fields_that_other_rows_have_are_no_arguments(text_options, tmp_path):
+    """Catches the nulls that Parquet puts into every call for the arguments of all others."""
+    template = tmp_path / "calls.jinja"
+    template.write_text(CALLS.replace("WRITTEN", WRITTEN))
+    rows = [{"messages": [USER, calling(arguments), RESULT, ASSISTANT]} for arguments in ({"a": 1}, {"b": {"c": [2]}})]
+    keys = {key: None for row in rows for message in row["messages"] for key in message}
+    whole = [{"messages": [{**keys, **message} for message in row["messages"]]} for row in rows]
+    pyarrow.parquet.write_table(pa.Table.from_pylist(whole), tmp_path / "rows.parquet")
+    found = texts(tmp_path / "rows.parquet", text_options, type="chat", chat_template=str(template))
+    assert [trained[0] for _, trained in found] == ['f{"a": 1}<|end|>', 'f{"b": {"c": [2]}}<|end|>']
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "rows.jsonl").write_text(lines)
+    assert texts(tmp_path / "rows.jsonl", text_options, type="chat", chat_template=str(template)) == found
