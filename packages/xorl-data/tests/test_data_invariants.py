@@ -17,7 +17,7 @@ OVERFLOWS = {
     "drop at a length": ({"overflow": "drop", "max_seq_len": 16}, r"would be dropped"),
     "drop accepted": ({"overflow": "drop", "overflow_limit": 0.2}, None),
     "drop beyond what is accepted": ({"overflow": "drop", "overflow_limit": 0.05}, r"more than 5.00%"),
-    "split": ({"overflow": "split"}, r"would be split, and with them 0 of 334 tokens lost"),
+    "split": ({"overflow": "split"}, r"would be split, and with them 40 of 334 tokens torn apart"),
     "split of plain text": ({"overflow": "split", "columns": ("input_ids",)}, None),
 }
 
@@ -35,6 +35,41 @@ def test_losses_to_length_stop_a_run_that_did_not_ask_for_them(tmp_path, options
             prepare([prepared], replace(options, bin_len=16))
 
 
+def test_splitting_few_samples_of_many_tokens_stops_a_run_too(tmp_path, options, write_jsonl):
+    """Catches a limit that counts samples alone, while most of the text stands in a few that are torn apart."""
+    book = {"input_ids": [*range(1, 901)], "labels": [-100, *range(2, 901)]}
+    path = str(write_jsonl(tmp_path / "rows.jsonl", [*[SHORT] * 199, book]))
+    with pytest.raises(
+        DataError, match=r"1 of the 200 samples .* be split, and with them 900 of 1497 tokens torn apart"
+    ):
+        prepare([DatasetEntry(path, overflow="split")], replace(options, bin_len=16))
+
+
+IDS = list(range(1, 11))
+LABELS = {
+    "aligned": ([-100, -100, *IDS[2:]], None),
+    "one replaced": ([-100, *IDS[1:9], 99], None),
+    "shifted": (
+        [*IDS[1:], 99],
+        r"in 2 of the 2 samples .* labels are the tokens after their places: they were shifted",
+    ),
+    "shifted and masked": ([-100] * 4 + [*IDS[5:], -100], r"labels are the tokens after their places"),
+    "of others": ([-100, *IDS[:0:-1]], r"most labels are not the tokens at their places. Give labels that are aligned"),
+}
+
+
+@pytest.mark.parametrize("name", LABELS)
+def test_labels_that_are_not_aligned_stop_a_run(tmp_path, options, write_jsonl, name):
+    """Catches labels that were shifted before, after which a model learns to skip every other token."""
+    labels, message = LABELS[name]
+    path = str(write_jsonl(tmp_path / "rows.jsonl", [{"input_ids": IDS, "labels": labels}] * 2))
+    if message is None:
+        assert len(prepare([DatasetEntry(path)], options)) == 2
+    else:
+        with pytest.raises(DataError, match=message):
+            prepare([DatasetEntry(path)], options)
+
+
 def test_prompts_that_are_trained_unasked_stop_a_run(tmp_path, text_options, write_jsonl):
     """Catches a prompt column that is empty, or the wrong one, so that the model learns to answer nothing."""
     path = str(write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "", "completion": "abc"}] * 5))
@@ -43,6 +78,17 @@ def test_prompts_that_are_trained_unasked_stop_a_run(tmp_path, text_options, wri
     assert (
         prepare([DatasetEntry(path, type="prompt_completion", train_on="all")], text_options).receipt.total.samples == 5
     )
+
+
+def test_a_document_ends_once_and_says_where_it_cannot(tmp_path, text_options, write_jsonl, write_tokenizer, caplog):
+    """Catches a second EOS after one that the data holds already, and documents without any that nobody hears of."""
+    path = str(write_jsonl(tmp_path / "rows.jsonl", [{"text": "ab"}, {"text": "ab<|end|>"}]))
+    assert prepare([DatasetEntry(path, type="text")], text_options).lengths.tolist() == [3, 3]
+    answers = str(write_jsonl(tmp_path / "answers.jsonl", [{"prompt": "abc", "completion": "d<|end|>"}]))
+    assert prepare([DatasetEntry(answers, type="prompt_completion")], text_options).lengths.tolist() == [5]
+    endless = replace(text_options, tokenizer_folder=write_tokenizer(tmp_path / "endless", eos=None))
+    prepare([DatasetEntry(path, type="text")], endless)
+    assert "the tokenizer has no eos_token, so documents do not end" in caplog.text
 
 
 def test_ids_of_text_are_checked_against_the_model(tmp_path, text_options, write_jsonl):

@@ -75,6 +75,8 @@ def choose_format(
     tokenizer = _tokenizer(tokenizer_folder, kind, option)
     columns = dict(entry.column_names)
     if kind == "text":
+        if not tokenizer.eos_text:
+            logger.warning("prepare dataset=%s: the tokenizer has no eos_token, so documents do not end", entry.path)
         return TextFormat(limit, entry.overflow, limit_option, tokenizer, columns, vocab_size)
     if kind == "prompt_completion":
         train_on = "all" if entry.train_on == "all" else "completion"

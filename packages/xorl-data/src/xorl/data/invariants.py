@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 _UNTRAINED_LIMIT = 0.01
 # The same for samples of which the prompt is trained, although only the answer was to be.
 _ALL_TRAINED_LIMIT = 0.01
+# The same for samples whose labels are not their own tokens.
+_MISALIGNED_LIMIT = 0.01
 # What overflow may touch without being asked to: beyond that a length that is too short is more likely than an odd row.
 _OVERFLOW_LIMIT = 0.01
 _SPECIAL = ("bos", "eos", "pad")
@@ -52,6 +54,20 @@ def check_counts(counts: Counts, name: str, form: Format, option: str, allowed: 
             f"prompt included, more than {_ALL_TRAINED_LIMIT:.0%}. Look at the data with `xorl data inspect`; where "
             f"that is what you want, set {option}.train_on: all"
         )
+    if counts.misaligned > _MISALIGNED_LIMIT * counts.samples:
+        shifted = 2 * counts.shifted >= counts.misaligned
+        what = "are the tokens after their places: they were shifted already, which training does itself"
+        raise DataError(
+            f"{option}: in {counts.misaligned} of the {counts.samples} samples of {name} most labels "
+            f"{what if shifted else 'are not the tokens at their places'}. Give labels that are aligned with input_ids "
+            "(-100 where a token is not trained), or leave the column out by data.select_columns: [input_ids]"
+        )
+
+
+def warn_of_counts(counts: Counts, name: str) -> None:
+    """Says in the log what passed check_counts and is odd all the same."""
+    if counts.untrained:
+        logger.warning("prepare dataset=%s untrained_samples=%d%s", name, counts.untrained, _why_untrained(counts))
     if counts.unended_turns:
         logger.warning(
             "prepare dataset=%s unended_turns=%d: the template writes no special token after them, so the model is not "
@@ -61,9 +77,20 @@ def check_counts(counts: Counts, name: str, form: Format, option: str, allowed: 
         )
 
 
+def _why_untrained(counts: Counts) -> str:
+    reasons = [
+        f"{number} of them {what}"
+        for number, what in (
+            (counts.untrained_by_overflow, "had some before they were cut for length"),
+            (counts.empty, "are empty"),
+        )
+        if number
+    ]
+    return f" ({', '.join(reasons)})" if reasons else ""
+
+
 def _check_trained(counts: Counts, name: str, form: Format, option: str, allowed: Allowed) -> None:
-    cut = f"{counts.untrained_by_overflow} of them lost theirs when cut at {form.limit_option} = {form.limit} tokens"
-    why = f" ({cut})" if counts.untrained_by_overflow else ""
+    why = _why_untrained(counts)
     if counts.trained_tokens == 0:
         raise DataError(
             f"{option}: no token of {name} is trained: none of its {counts.samples} samples has a label other than "
@@ -71,13 +98,14 @@ def _check_trained(counts: Counts, name: str, form: Format, option: str, allowed
         )
     unexplained = counts.untrained - (counts.untrained_by_overflow if allowed.explicit_limit else 0)
     if unexplained > _UNTRAINED_LIMIT * counts.samples:
+        remedies = ["Remove them, or look at how labels are made"]
+        if counts.untrained_by_overflow:
+            remedies.append(f"raise {form.limit_option} ({form.limit})")
+            remedies.append(f"where cutting is what you want, set {option}.max_seq_len")
         raise DataError(
             f"{option}: {counts.untrained} of the {counts.samples} samples of {name} have no trained token{why}, "
-            f"more than {_UNTRAINED_LIMIT:.0%}. Remove them, or look at how labels are made; where cutting is what you "
-            f"want, set {option}.max_seq_len"
+            f"more than {_UNTRAINED_LIMIT:.0%}. {'; '.join(remedies)}"
         )
-    if counts.untrained:
-        logger.warning("prepare dataset=%s untrained_samples=%d%s", name, counts.untrained, why)
 
 
 def _check_overflow(counts: Counts, name: str, form: Format, option: str, allowed: Allowed) -> None:
@@ -88,14 +116,21 @@ def _check_overflow(counts: Counts, name: str, form: Format, option: str, allowe
         is_plain = form.overflow == "split" and counts.trained_tokens >= counts.tokens - counts.documents
         limit = 1.0 if truncation or is_plain else _OVERFLOW_LIMIT
     touched = counts.truncated + counts.dropped + counts.split
-    if touched > limit * counts.samples or counts.lost_tokens > limit * (counts.tokens + counts.lost_tokens):
-        verb = {"truncate": "cut", "drop": "dropped", "split": "split"}[form.overflow]
-        raise DataError(
-            f"{option}: {touched} of the {counts.samples} samples of {name} are longer than {form.limit_option} = "
-            f"{form.limit} and would be {verb}, and with them {counts.lost_tokens} of "
-            f"{counts.tokens + counts.lost_tokens} tokens lost: more than {limit:.2%}. Raise the length; or set "
-            f"{option}.max_seq_len to cut at it on purpose, or {option}.overflow_limit to the fraction you accept"
-        )
+    tokens, total = counts.lost_tokens + counts.split_tokens, counts.tokens + counts.lost_tokens
+    if touched <= limit * counts.samples and tokens <= limit * total:
+        return
+    verb, fate = {
+        "truncate": ("cut", "lost"),
+        "drop": ("dropped", "lost"),
+        "split": ("split", "torn apart"),
+    }[form.overflow]
+    on_purpose = f"set {option}.max_seq_len to cut at it on purpose, or "
+    raise DataError(
+        f"{option}: {touched} of the {counts.samples} samples of {name} are longer than {form.limit_option} = "
+        f"{form.limit} and would be {verb}, and with them {tokens} of {total} tokens {fate}: more than {limit:.2%}. "
+        f"Raise the length; or {on_purpose if form.overflow == 'truncate' and not allowed.explicit_limit else ''}set "
+        f"{option}.overflow_limit to the fraction you accept"
+    )
 
 
 def check_largest_id(largest: tuple[int, int], name: str, vocab_size: int | None) -> None:

@@ -29,7 +29,7 @@ from xorl.data.documents import PreparedDocuments, merge
 from xorl.data.entry import DatasetEntry
 from xorl.data.errors import DataError, DataFailure
 from xorl.data.formats import EncodedDocuments, Format, TokenizedFormat
-from xorl.data.invariants import Allowed, check_counts, check_largest_id, check_special_tokens
+from xorl.data.invariants import Allowed, check_counts, check_largest_id, check_special_tokens, warn_of_counts
 from xorl.data.lock import exclusive, forget_dead
 from xorl.data.mixture import Share, check_shares
 from xorl.data.published import find_prepared, open_direct
@@ -215,6 +215,7 @@ def _prepared_directly(entry: DatasetEntry, options: PrepareOptions) -> tuple[Do
     held = store.manifest if isinstance(store, FlatStore) else store
     largest = (held.largest_id, held.largest_id_row)
     check_counts(held.counts, str(path), form, "data.dataset_prepared_path", Allowed(True, 1.0))
+    warn_of_counts(held.counts, str(path))
     check_largest_id(largest, str(path), form.vocab_size)
     return store, DatasetReceipt(str(path), held.counts, cached=True)
 
@@ -248,6 +249,7 @@ def _open_stores(
         row += manifest.counts.samples
         counts += manifest.counts
     check_counts(counts, _part_name(entry), form, option, allowed_losses(entry))
+    warn_of_counts(counts, _part_name(entry))
     return stores[0] if len(stores) == 1 else PartedStore(stores), DatasetReceipt(entry.path, counts, cached)
 
 

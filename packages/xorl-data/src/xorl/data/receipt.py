@@ -12,7 +12,9 @@ class Counts:
 
     `untrained` samples reach training without a single trained token; `untrained_by_overflow` is the part of them that
     had one before truncation or splitting took it. `all_trained` samples have labels and mask none of them.
-    `lost_tokens` were cut off or dropped for length, `masked_tokens` left out because their attention_mask is 0.
+    `lost_tokens` were cut off or dropped for length, `split_tokens` are those of samples that were split for it, and
+    `masked_tokens` were left out because their attention_mask is 0. In `misaligned` samples most labels are not the
+    token at their own place; in the `shifted` ones of them they are the token after it.
     `straddling_tokens` belong to trained and untrained text at once; `unended_turns` are trained turns of a chat whose
     end no special token marks.
     """
@@ -33,6 +35,9 @@ class Counts:
     all_trained: int = 0
     straddling_tokens: int = 0
     unended_turns: int = 0
+    split_tokens: int = 0
+    misaligned: int = 0
+    shifted: int = 0
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})

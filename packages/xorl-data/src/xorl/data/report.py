@@ -66,6 +66,7 @@ def _rows(dataset: DatasetStatistics) -> list[tuple[str, str]]:
         ("empty", f"{counts.empty:,}"),
         ("nothing trained", f"{counts.untrained:,} samples"),
         ("everything trained", f"{counts.all_trained:,} samples that have labels"),
+        ("labels out of place", f"{counts.misaligned:,} samples"),
         ("documents", f"{counts.documents:,}"),
         ("tokens", f"{counts.tokens:,}, {counts.lost_tokens:,} more lost to length"),
         ("trained tokens", f"{counts.trained_tokens:,} ({counts.trained_tokens / possible:.1%})"),

@@ -31,7 +31,7 @@ class PromptCompletionFormat:
     """Rows of prompt and completion, of instruction, input and output, or of question and answer.
 
     A prompt column is followed by the completion without anything between; the parts of the other shapes by a blank
-    line. The text ends with EOS, which is trained, and begins with BOS where the tokenizer itself would add it.
+    line. The text ends with one EOS, which is trained, and begins with BOS where the tokenizer itself would add it.
     `columns` maps those names to the columns that hold them.
     """
 
@@ -85,7 +85,7 @@ class PromptCompletionFormat:
         if not values[-1]:
             raise DataError(f"column {self.columns.get(answer, answer)!r} is empty: there is nothing to learn")
         begin = self.tokenizer.begin_of(prompt or values[-1])
-        text = f"{begin}{prompt}{values[-1]}{self.tokenizer.eos_text}"
+        text = f"{begin}{prompt}{values[-1]}{self.tokenizer.end_of(values[-1])}"
         return Text(text, None if self.train_on == "all" else ((len(begin) + len(prompt), len(text)),))
 
     def _shape(self, row: Row) -> tuple[tuple[str, ...], str]:

@@ -151,6 +151,7 @@ def fit(rows: Rows, piece: Piece, form: Format) -> EncodedDocuments:
         tokens=int(lengths.sum()),
         trained_tokens=int(num_trained.sum()),
         lost_tokens=int((rows.lengths - kept_lengths).sum()),
+        split_tokens=int(rows.lengths[long].sum()) if form.overflow == "split" else 0,
         all_trained=int(np.count_nonzero(rows.has_labels & (rows.lengths > 1) & (trained_before == rows.lengths - 1))),
     )
     return EncodedDocuments(

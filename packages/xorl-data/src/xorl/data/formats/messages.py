@@ -67,7 +67,7 @@ def read_conversation(row: Mapping[str, object], columns: Mapping[str, str]) -> 
 
 
 def as_sent(conversation: Conversation) -> Iterator[Conversation]:
-    """The same with tool calls as programs send them: arguments as strings of JSON; then null beside silent ones too.
+    """The same with tool calls as programs send them: arguments as strings of JSON; then null beside them too.
 
     Some templates take no other. None at all where there are no calls.
     """
@@ -99,8 +99,8 @@ def _add_system(read: list[tuple[Message, bool | None]], row: Mapping[str, objec
         return
     if not isinstance(system, str):
         raise DataError(
-            f"column {column!r} holds {type(system).__name__}, want a string, the system message (columns: system names "
-            "another)"
+            f"column {column!r} holds {type(system).__name__}, want a string, the system message (columns: system "
+            "names another)"
         )
     first = read[0][0]
     if first["role"] != "system":

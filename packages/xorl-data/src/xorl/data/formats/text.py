@@ -18,7 +18,7 @@ from xorl.data.shuffle import JSON
 class TextFormat:
     """One document a row, in the column text or the one that `columns` maps it to.
 
-    A document ends with EOS and begins with BOS where the tokenizer itself would add it.
+    A document ends with one EOS and begins with BOS where the tokenizer itself would add it.
     """
 
     limit: int
@@ -67,4 +67,4 @@ class TextFormat:
                 f"{', '.join(row) or 'none'} (columns: names another)"
             )
         # An empty document stays empty, and is counted as such.
-        return Text(f"{self.tokenizer.begin_of(value)}{value}{self.tokenizer.eos_text}" if value else "", None)
+        return Text(f"{self.tokenizer.begin_of(value)}{value}{self.tokenizer.end_of(value)}" if value else "", None)

@@ -70,7 +70,7 @@ class TokenizedFormat:
         rows = None if table is None else _encode_table(table, self)
         if rows is None:
             rows = _encode_rows(piece.rows(), piece, self)
-        return fit(rows, piece, self)
+        return fit(replace(rows, counted=rows.counted + _count_misaligned(rows)), piece, self)
 
 
 def _encode_table(table: pa.Table, form: TokenizedFormat) -> Rows | None:
@@ -101,6 +101,30 @@ def _encode_table(table: pa.Table, form: TokenizedFormat) -> Rows | None:
     if mask is None or bool(np.all(mask == 1)):
         return rows
     return _without_masked(rows, mask != 0) if bool(np.all((mask == 0) | (mask == 1))) else None
+
+
+def _count_misaligned(rows: Rows) -> Counts:
+    """Samples of which most labels are not the token at their own place; a few that differ may be meant."""
+    if rows.labels is None:
+        return Counts()
+    ids, labels = rows.input_ids, rows.labels
+    trained = labels != IGNORE
+    same = labels == ids
+    if np.array_equal(trained, same):
+        return Counts()
+    after = np.zeros(len(ids), dtype=np.bool_)
+    after[:-1] = labels[:-1] == ids[1:]
+    ends = np.cumsum(rows.lengths)
+
+    def per_row(flags: np.ndarray) -> np.ndarray:
+        sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(flags & trained)])
+        return sums[ends] - sums[ends - rows.lengths]
+
+    num_trained = per_row(trained)
+    misaligned = 2 * per_row(same) < num_trained
+    # The last label may be an end that the ids do not have.
+    shifted = misaligned & (per_row(after) >= np.maximum(num_trained - 1, 1))
+    return Counts(misaligned=int(np.count_nonzero(misaligned)), shifted=int(np.count_nonzero(shifted)))
 
 
 def _flat_lists(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray] | None:

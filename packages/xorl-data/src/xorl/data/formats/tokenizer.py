@@ -60,6 +60,10 @@ class TextTokenizer:
         bos = str(self.special.get("bos_token") or "")
         return bos if self.adds_bos and not text.startswith(bos) else ""
 
+    def end_of(self, text: str) -> str:
+        """What has to stand after `text`: EOS, unless it ends so already."""
+        return "" if self.eos_text and text.endswith(self.eos_text) else self.eos_text
+
     def id_of(self, name: str) -> int | None:
         """The id of a named special token, None where the tokenizer has none."""
         text = self.special.get(name)

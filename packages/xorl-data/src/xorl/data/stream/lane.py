@@ -10,7 +10,7 @@ import numpy as np
 from xorl.data.collate import Document
 from xorl.data.errors import DataError
 from xorl.data.formats import EncodedDocuments, id_problem
-from xorl.data.invariants import check_counts
+from xorl.data.invariants import check_counts, warn_of_counts
 from xorl.data.packing import OpenBins, best_fit_decreasing
 from xorl.data.readers import Piece
 from xorl.data.receipt import Counts
@@ -146,11 +146,13 @@ class Lane:
         if judge.counts.samples >= judge.next_at:
             judge.next_at *= 10
             check_counts(judge.counts, entry.name, entry.form, entry.option, entry.allowed)
+            warn_of_counts(judge.counts, entry.name)
 
     def _judge_all(self) -> None:
         """Judges data that was read whole, however small: in one lane, after the first epoch."""
         for judge, entry in zip(self._judges, self._stream.entries, strict=True):
             check_counts(judge.counts, entry.name, entry.form, entry.option, entry.allowed)
+            warn_of_counts(judge.counts, entry.name)
 
 
 @dataclass
