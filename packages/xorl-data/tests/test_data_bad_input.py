@@ -197,3 +197,17 @@ def test_a_selected_column_that_is_not_one_number_per_token_is_refused(tmp_path,
         prepare([DatasetEntry(str(path), columns=("input_ids", "text"))], options)
     with pytest.raises(DataError, match="weight has 1 values and input_ids has 2"):
         prepare([DatasetEntry(str(path), columns=("input_ids", "weight"))], options)
+
+
+def test_per_token_columns_that_some_datasets_lack_are_refused(tmp_path, text_options, write_jsonl):
+    """Catches weights that are dropped because another dataset comes first, and a crash in the middle of training."""
+    ids = DatasetEntry(
+        str(write_jsonl(tmp_path / "ids.jsonl", [{"input_ids": [1, 2], "w": [0.5, 1.0]}])), columns=("input_ids", "w")
+    )
+    text = DatasetEntry(str(write_jsonl(tmp_path / "text.jsonl", [{"text": "abc"}])), type="text")
+    message = r"data.select_columns: w, .* there for data.datasets\[{}\] and not for data.datasets\[{}\]"
+    with pytest.raises(DataError, match=message.format(0, 1)):
+        prepare([ids, text], text_options)
+    with pytest.raises(DataError, match=message.format(1, 0)):
+        prepare([text, ids], text_options)
+    assert len(prepare([ids, ids], text_options)) == 2

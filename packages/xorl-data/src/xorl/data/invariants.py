@@ -6,7 +6,7 @@ Counts come from receipt.py; here they are judged.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from xorl.data.errors import DataError
@@ -131,6 +131,17 @@ def _check_overflow(counts: Counts, name: str, form: Format, option: str, allowe
         f"Raise the length; or {on_purpose if form.overflow == 'truncate' and not allowed.explicit_limit else ''}set "
         f"{option}.overflow_limit to the fraction you accept"
     )
+
+
+def check_extras(columns: Sequence[tuple[str, tuple[str, ...]]]) -> None:
+    """Raises DataError where the entries (option, per-token columns) have not all the same: a batch has them whole."""
+    for option, names in columns:
+        if names != columns[0][1]:
+            (poor, _), (rich, extra) = sorted(((option, names), columns[0]), key=lambda pair: len(pair[1]))
+            raise DataError(
+                f"data.select_columns: {', '.join(extra)}, one number per token, are there for {rich} and not for "
+                f"{poor}, whose tokens would have none; leave them out, or give every dataset such columns"
+            )
 
 
 def check_largest_id(largest: tuple[int, int], name: str, vocab_size: int | None) -> None:

@@ -29,7 +29,14 @@ from xorl.data.documents import PreparedDocuments, merge
 from xorl.data.entry import DatasetEntry
 from xorl.data.errors import DataError, DataFailure
 from xorl.data.formats import EncodedDocuments, Format, TokenizedFormat
-from xorl.data.invariants import Allowed, check_counts, check_largest_id, check_special_tokens, warn_of_counts
+from xorl.data.invariants import (
+    Allowed,
+    check_counts,
+    check_extras,
+    check_largest_id,
+    check_special_tokens,
+    warn_of_counts,
+)
 from xorl.data.lock import exclusive, forget_dead
 from xorl.data.mixture import Share, check_shares
 from xorl.data.published import find_prepared, open_direct
@@ -98,6 +105,7 @@ def prepare(
         prepared, shares = [direct], [Share()]
     else:
         prepared = [_prepare_entry(entry, options, f"{option}[{i}]") for i, entry in enumerate(entries)]
+        check_extras([(f"{option}[{i}]", store.extra_names) for i, (store, _) in enumerate(prepared)])
     return merge(
         [store for store, _ in prepared],
         Receipt(tuple(receipt for _, receipt in prepared)),

@@ -24,7 +24,7 @@ from xorl.data.choose import allowed_losses, choose_format
 from xorl.data.entry import DatasetEntry
 from xorl.data.errors import DataError
 from xorl.data.formats import Format
-from xorl.data.invariants import Allowed, check_special_tokens
+from xorl.data.invariants import Allowed, check_extras, check_special_tokens
 from xorl.data.lock import exclusive
 from xorl.data.mixture import Share, check_shares
 from xorl.data.readers import COMPRESSIONS, FileType, Piece
@@ -145,6 +145,7 @@ def open_stream(
     opened = [
         _open_entry(entry, options, f"{option}[{index}]", index_path, token) for index, entry in enumerate(entries)
     ]
+    check_extras([(entry.option, entry.form.extras) for entry in opened])
     return Stream(tuple(opened), options)
 
 
