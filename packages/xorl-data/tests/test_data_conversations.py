@@ -79,9 +79,9 @@ def test_a_system_column_is_the_system_message(text_options, tmp_path, write_jso
     with pytest.raises(DataError, match=r"line 1: column 'system' holds int, want a string"):
         chat({**row, "system": 5}, text_options, tmp_path, write_jsonl)
     with pytest.raises(
-        DataError, match=r"line 1: column 'sytem' \(columns: system\) does not exist; there are: system,"
+        DataError, match=r"line 1: column 'prelude' \(columns: system\) does not exist; there are: system,"
     ):
-        chat(row, text_options, tmp_path, write_jsonl, column_names={"system": "sytem"})
+        chat(row, text_options, tmp_path, write_jsonl, column_names={"system": "prelude"})
 
 
 CALLED = {
