@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from xorl.kernels.attention import AttentionFn, sdpa_attention
 from xorl.kernels.fused import HeadNorms, HeadShape, RopeTables, reference, triton_refusal
@@ -20,7 +21,7 @@ FUSED_KERNELS: tuple[FusedKernel, ...] = ("rms_norm", "rope", "swiglu")
 
 # Those that tools/bench_fused.py has shown to be faster than what torch.compile makes of the plain forms. Compiled
 # layers take no others: what was not measured is not faster.
-FASTER_THAN_COMPILED: frozenset[FusedKernel] = frozenset()
+FASTER_THAN_COMPILED: frozenset[FusedKernel] = frozenset({"swiglu"})
 
 SplitHeadsFn = Callable[
     [tuple[Tensor, ...], HeadShape, HeadNorms | None, RopeTables | None], tuple[Tensor, Tensor, Tensor]
@@ -67,9 +68,23 @@ def choose_kernels(
     chosen = " ".join(f"{name}={'fused' if name in fused else 'plain'}" for name in FUSED_KERNELS)
     logger.info("kernels %s compiled=%s%s", chosen, compiled, f" refusal={refusal!r}" if refusal else "")
     kernels = _with_fused(attention, fused) if fused else LayerKernels(attention)
+    if compiled:
+        kernels = replace(kernels, swiglu=_recomputed(kernels.swiglu))
     if cast_bf16:
-        return LayerKernels(**{**vars(kernels), "split_heads": _rounding_to_bf16(kernels.split_heads)})
+        kernels = replace(kernels, split_heads=_rounding_to_bf16(kernels.split_heads))
     return kernels
+
+
+def _recomputed(swiglu: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """`swiglu` whose result compiled code does not keep for the product after it: the widest tensor but one.
+
+    The backward pass reads what swiglu reads anyway. Code that is not compiled would compute it twice and keep it too.
+    """
+
+    def call(gate_up: Tensor) -> Tensor:
+        return cast(Tensor, checkpoint(swiglu, gate_up, use_reentrant=False, preserve_rng_state=False))
+
+    return call
 
 
 def _with_fused(attention: AttentionFn, fused: Collection[FusedKernel]) -> LayerKernels:

@@ -1,8 +1,10 @@
 """The table of attention backends: a new one is a file beside this and a line here."""
 
+import os
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
@@ -18,6 +20,8 @@ FLASH_2_MIN_VERSION = (2, 8)
 FLASH_4_VERSION = "4.0.0b36"
 # Wider heads are summed in no fixed order whatever is asked.
 FLASH_3_MAX_DETERMINISTIC_HEAD_DIM = 192
+# On Hopper; with others its gradients are wrong.
+FLASH_4_HOPPER_HEAD_DIMS = (32, 64, 128, 192, 256)
 # On Blackwell, besides 256.
 FLASH_4_MAX_BLACKWELL_HEAD_DIM = 128
 
@@ -60,10 +64,14 @@ def _flash_3_missing() -> str | None:
 
 def _flash_4_refusal(request: AttentionRequest) -> str | None:
     refused = flash_refusal(request, HOPPER, BLACKWELL)
-    fits_blackwell = request.head_dim <= FLASH_4_MAX_BLACKWELL_HEAD_DIM or request.head_dim == MAX_HEAD_DIM
-    if refused is None and not fits_blackwell and torch.cuda.get_device_capability()[0] > HOPPER:
-        return f"on this device it takes a head_dim up to 128, or 256, the model has {request.head_dim}"
-    return refused
+    if refused is not None:
+        return refused
+    head_dim, on_hopper = request.head_dim, torch.cuda.get_device_capability()[0] == HOPPER
+    if on_hopper and head_dim not in FLASH_4_HOPPER_HEAD_DIMS:
+        return f"on this device it takes a head_dim of {FLASH_4_HOPPER_HEAD_DIMS}, the model has {head_dim}"
+    if not on_hopper and head_dim > FLASH_4_MAX_BLACKWELL_HEAD_DIM and head_dim != MAX_HEAD_DIM:
+        return f"on this device it takes a head_dim up to 128, or 256, the model has {head_dim}"
+    return None
 
 
 def _flash_4_missing() -> str | None:
@@ -74,6 +82,14 @@ def _flash_4_missing() -> str | None:
     if found is None:
         return f"the package flash-attn-4 is not installed: {install}"
     return f"flash-attn-4 {found} is installed, {FLASH_4_VERSION} is needed: {install}"
+
+
+def _load_flash_4() -> AttentionFn:
+    """Its kernels take seconds to compile; the library keeps them on disk when asked to before it is imported."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(root / "xorl" / "flash_attention_4"))
+    return _library("flash4", "flash_attention_4")()
 
 
 def _library(module: str, name: str) -> Callable[[], AttentionFn]:
@@ -108,7 +124,7 @@ ATTENTION.register(
 ATTENTION.register(
     Backend(
         "flash_attention_4",
-        load=_library("flash4", "flash_attention_4"),
+        load=_load_flash_4,
         refusal=_flash_4_refusal,
         missing=_flash_4_missing,
     )

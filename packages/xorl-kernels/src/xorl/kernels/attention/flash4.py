@@ -1,6 +1,6 @@
 """`flash_attention_4`: the package flash-attn-4, for Hopper and Blackwell. Importing this file imports it.
 
-Its kernels are compiled when first called, for 3-5 s, for each head_dim, dtype and kind of mask.
+Its kernels are compiled when first called, for 3-5 s, for each head_dim, dtype and kind of mask, and kept on disk.
 
 Shapes: T tokens, H query heads, G key/value heads, C channels of a head.
 """
