@@ -2,10 +2,18 @@
 
 from xorl.ckpt.checkpointer import Checkpointer, LoadedCheckpoint, Stateful
 from xorl.ckpt.errors import CheckpointError, CheckpointFailure
-from xorl.ckpt.export import export_hf, parameter_groups, source_groups, write_model
+from xorl.ckpt.export import CARD_FILE, export_hf, json_bytes, parameter_groups, source_groups, write_model
 from xorl.ckpt.files import FileRecord, write_file
 from xorl.ckpt.hub import resolve_folder
-from xorl.ckpt.layout import JSON, Manifest, TensorRecord, read_manifest, verify
+from xorl.ckpt.layout import (
+    JSON,
+    Manifest,
+    TensorRecord,
+    is_complete,
+    latest_checkpoint,
+    read_manifest,
+    verify,
+)
 from xorl.ckpt.load import LoadMode, LoadReport, load_weights
 from xorl.ckpt.publish import published
 from xorl.ckpt.reader import SafetensorsSource, WeightRecipe, WeightSource
@@ -13,6 +21,7 @@ from xorl.ckpt.saved_tensors import SavedParameters
 from xorl.ckpt.tensor_file import TensorGroup, write_tensor_file
 
 __all__ = [
+    "CARD_FILE",
     "JSON",
     "CheckpointError",
     "CheckpointFailure",
@@ -30,6 +39,9 @@ __all__ = [
     "WeightRecipe",
     "WeightSource",
     "export_hf",
+    "is_complete",
+    "json_bytes",
+    "latest_checkpoint",
     "load_weights",
     "parameter_groups",
     "published",

@@ -141,19 +141,24 @@ def parameter_groups(
 
 
 def source_groups(
-    source: WeightSource, *, dtype: torch.dtype | None = None, names: Sequence[str] | None = None
+    source: WeightSource,
+    *,
+    names: Sequence[str] | None = None,
+    dtype_of: Callable[[str], torch.dtype] | None = None,
 ) -> list[TensorGroup]:
-    """The tensors of a source as they are called there (all of them, or `names`), each read when it is written."""
+    """The tensors of a source as they are called there (all of them, or `names`), each read when it is written.
 
-    def read(name: str, record: TensorRecord) -> dict[str, torch.Tensor]:
-        if this_rank() != 0:
-            return {}
-        return {name: source.read(name).to(getattr(torch, record.dtype))}
+    They are cast to what `dtype_of` says of a name; None keeps what the source has.
+    """
+
+    def read(name: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        return {name: source.read(name).to(dtype)} if this_rank() == 0 else {}
 
     groups: list[TensorGroup] = []
     for name in source.names() if names is None else names:
-        record = TensorRecord(tuple(source.shape(name)), dtype_name(dtype or source.dtype(name)))
-        groups.append(TensorGroup({name: record}, functools.partial(read, name, record)))
+        dtype = (dtype_of or source.dtype)(name)
+        record = TensorRecord(tuple(source.shape(name)), dtype_name(dtype))
+        groups.append(TensorGroup({name: record}, functools.partial(read, name, dtype)))
     return groups
 
 

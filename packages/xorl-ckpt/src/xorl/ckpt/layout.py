@@ -17,7 +17,7 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
@@ -135,11 +135,12 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path} cannot be used: {error}") from error
 
 
-def verify(folder: Path) -> Manifest:
-    """Read the manifest and check the size and the hash of every file in it; raises CheckpointError."""
+def verify(folder: Path, names: Collection[str] | None = None) -> Manifest:
+    """Read the manifest and check size and hash of its files, of all or of those in `names`; raises CheckpointError."""
     manifest = read_manifest(folder)
-    check_sizes(folder, manifest.files)
-    check_hashes(folder, manifest.files, manifest.files)
+    chosen = {name: record for name, record in manifest.files.items() if names is None or name in names}
+    check_sizes(folder, chosen)
+    check_hashes(folder, manifest.files, chosen)
     return manifest
 
 

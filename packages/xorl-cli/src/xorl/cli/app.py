@@ -32,6 +32,7 @@ class Entry:
 COMMANDS: dict[str, Entry] = {
     "train": Entry("xorl.cli.train", "Training", "Train a model as a configuration says."),
     "bench": Entry("xorl.cli.bench", "Training", "Measure how fast a configuration, or a known shape, trains."),
+    "export": Entry("xorl.cli.export", "Training", "Write a checkpoint or an adapter for other tools, merged or not."),
     "data": Entry("xorl.cli.data", "Data", "Prepare data, and look at what will be trained on."),
     "config": Entry("xorl.cli.config", "Configuration", "Show, document or describe configurations."),
     "version": Entry("xorl.cli.version", "About", "Print versions and devices."),

@@ -50,17 +50,27 @@ def read_architecture(config: ModelConfig) -> Architecture:
     option = "model.config_path" if path != config.model_path else "model.model_path"
     folder = Path(path).parent if Path(path).is_file() else _folder(option, path, CONFIG_PATTERNS)
     file = Path(path) if Path(path).is_file() else folder / "config.json"
+    tokenizer = folder
+    if config.tokenizer_path not in (None, path):
+        tokenizer = _folder("model.tokenizer_path", config.tokenizer_path, CONFIG_PATTERNS)
+    return _read_config(option, file, tokenizer)
+
+
+def architecture_at(option: str, path: str) -> Architecture:
+    """That of the model whose folder or Hub id `option` gives. Raises ValueError for a model that is not known."""
+    folder = _folder(option, path, CONFIG_PATTERNS)
+    return _read_config(option, folder / "config.json", folder)
+
+
+def _read_config(option: str, file: Path, tokenizer_folder: Path) -> Architecture:
     if not file.is_file():
-        raise ValueError(f"{option}: {folder} holds no config.json")
+        raise ValueError(f"{option}: {file.parent} holds no config.json")
     try:
         hf_config = json.loads(file.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{option}: {file}:{error.lineno} is not JSON: {error.msg}") from error
     spec = spec_for(hf_config)
-    tokenizer = folder
-    if config.tokenizer_path not in (None, path):
-        tokenizer = _folder("model.tokenizer_path", config.tokenizer_path, CONFIG_PATTERNS)
-    return Architecture(spec, spec.config_from_hf(hf_config), hf_config, tokenizer)
+    return Architecture(spec, spec.config_from_hf(hf_config), hf_config, tokenizer_folder)
 
 
 def _folder(option: str, path: str, patterns: Sequence[str] | None = None) -> Path:

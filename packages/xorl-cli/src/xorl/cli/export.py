@@ -1,0 +1,62 @@
+"""`xorl export`: a checkpoint or an adapter as a folder that transformers or PEFT reads. No GPU is needed."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from xorl.cli.rank import run_alone
+from xorl.cli.train import TracebackFlag
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+class Precision(StrEnum):
+    """Dtypes that weights can be written in."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+@app.command(name="export")
+def export_command(
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATH",
+            help="A checkpoint, a run's folder (its newest checkpoint), or an adapter: folder or Hub id.",
+        ),
+    ],
+    output: Annotated[str | None, typer.Option(help="Folder to make. [beside PATH]")] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Fold the adapter into its base: a model of its own.")] = False,
+    dtype: Annotated[Precision | None, typer.Option(help="Precision of the weights. [as they are stored]")] = None,
+    base: Annotated[str | None, typer.Option(help="Base model: folder or Hub id. [the one that PATH names]")] = None,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Load the result in transformers (an adapter in PEFT) and compare logits first."),
+    ] = False,
+    traceback: TracebackFlag = False,
+) -> None:
+    """Write a model that transformers loads, or an adapter that PEFT loads, with a README.md.
+
+    A checkpoint becomes a model. A checkpoint with an adapter becomes the adapter alone, or with --merge the model with
+    the adapter folded in. One tensor is in memory at a time; --verify loads the whole model.
+    """
+    raise typer.Exit(run_alone(lambda: _export(path, output, merge, dtype, base, verify), with_traceback=traceback))
+
+
+def _export(path: str, output: str | None, merge: bool, dtype: Precision | None, base: str | None, verify: bool) -> int:
+    """Exports, where torch is imported."""
+    import torch  # noqa: PLC0415
+
+    from xorl.train.export_saved import export_saved  # noqa: PLC0415
+    from xorl.train.progress import set_up_logging  # noqa: PLC0415
+
+    dtypes = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    set_up_logging("progress_bar", is_main=True)
+    folder = export_saved(path, output, base=base, merge=merge, dtype=dtypes[dtype], verify=verify)
+    print(folder)
+    return 0

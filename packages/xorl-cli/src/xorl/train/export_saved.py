@@ -1,0 +1,110 @@
+"""`xorl export`: a checkpoint or an adapter as a folder for other tools, merged and verified if that is asked for."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from xorl.ckpt import (
+    CARD_FILE,
+    WeightSource,
+    json_bytes,
+    published,
+    source_groups,
+    write_file,
+    write_model,
+    write_tensor_file,
+)
+from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE, MergedWeights
+from xorl.train.model_card import Figures, model_card
+from xorl.train.saved_model import SavedModel, open_saved
+from xorl.train.verify_export import require_peft, verify_adapter, verify_model
+
+logger = logging.getLogger(__name__)
+
+
+def export_saved(
+    path: str,
+    output: str | None,
+    *,
+    base: str | None = None,
+    merge: bool = False,
+    dtype: torch.dtype | None = None,
+    verify: bool = False,
+) -> Path:
+    """Write what `path` holds to a new folder and return it; one process, one tensor in memory at a time.
+
+    A checkpoint becomes a model for transformers; an adapter, or a checkpoint with one, PEFT's files, or with `merge`
+    the base with the adapter folded in, in fp32, and rounded once to `dtype` (None: as the base is stored). With
+    `verify` the result is loaded by those libraries first, and only then does the folder appear.
+
+    Raises ValueError for what the user can mend, VerificationError for a result that is not what it should be.
+    """
+    saved = open_saved(path, base)
+    if merge and saved.adapter is None:
+        raise ValueError(f"--merge: {saved.folder} holds no adapter; leave it out to export the model")
+    as_adapter = saved.adapter is not None and not merge
+    if verify and as_adapter:
+        require_peft()
+    folder = Path(output) if output else saved.folder.with_name(f"{saved.folder.name}-{_suffix(as_adapter, merge)}")
+    with published(folder) as temporary:
+        if as_adapter:
+            written = _write_adapter(temporary, saved, dtype)
+        else:
+            written = _write_model(temporary, saved, dtype)
+        figures = None
+        if verify:
+            figures = (verify_adapter if as_adapter else verify_model)(temporary, saved, written)
+        write_file(temporary / CARD_FILE, _card(folder.name, saved, as_adapter, written, figures).encode())
+    logger.info("exported=%s", folder)
+    return folder
+
+
+def _suffix(as_adapter: bool, merge: bool) -> str:
+    return "adapter" if as_adapter else "merged" if merge else "hf"
+
+
+def _write_adapter(folder: Path, saved: SavedModel, dtype: torch.dtype | None) -> torch.dtype:
+    """PEFT's two files; returns the least precise dtype in them."""
+    adapter = saved.adapter
+    assert adapter is not None, "there is one to write"
+    names = sorted(adapter.source.names())
+    dtype_of = None if dtype is None else lambda name: dtype
+    write_tensor_file(folder / WEIGHTS_FILE, source_groups(adapter.source, dtype_of=dtype_of, names=names))
+    config = replace(adapter.layout.config, base=saved.base_path or adapter.base)
+    write_file(folder / CONFIG_FILE, json_bytes(config.to_json()))
+    return min((dtype or adapter.source.dtype(name) for name in names), key=lambda held: held.itemsize)
+
+
+def _write_model(folder: Path, saved: SavedModel, dtype: torch.dtype | None) -> torch.dtype:
+    """A model for transformers; returns the least precise dtype of its weights."""
+    weights: WeightSource = saved.base
+    if saved.adapter is not None:
+        weights = MergedWeights.of_file(saved.base, saved.adapter.layout, saved.adapter.source)
+    stored = {name: dtype or saved.base.dtype(name) for name in weights.names()}
+    architecture = saved.architecture
+    write_model(
+        folder,
+        source_groups(weights, dtype_of=stored.__getitem__),
+        hf_config=architecture.spec.config_to_hf(architecture.config, architecture.hf_config),
+        tokenizer_folder=architecture.tokenizer_folder,
+    )
+    return min(stored.values(), key=lambda held: held.itemsize)
+
+
+def _card(title: str, saved: SavedModel, as_adapter: bool, dtype: torch.dtype, figures: Figures | None) -> str:
+    facts: dict[str, str | int | float] = {
+        "architecture": saved.architecture.spec.architecture,
+        "weights": str(dtype).removeprefix("torch."),
+    }
+    if saved.step is not None:
+        facts["optimizer step"] = saved.step
+    if saved.adapter is not None:
+        spec = saved.adapter.layout.config.spec
+        facts |= {"rank": spec.rank, "alpha": spec.alpha, "adapted modules": len(saved.adapter.layout.modules)}
+        if not as_adapter:
+            facts["adapter"] = "folded in, in fp32, and rounded once"
+    return model_card(title, base=saved.base_path, is_adapter=as_adapter, facts=facts, verified=figures)

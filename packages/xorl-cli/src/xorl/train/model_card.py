@@ -1,0 +1,57 @@
+"""README.md of an exported folder: what it is, how to load it, and what was verified of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+Figures = Mapping[str, str | int | float]
+
+
+def model_card(title: str, *, base: str | None, is_adapter: bool, facts: Figures, verified: Figures | None) -> str:
+    """Markdown with the header that the Hub reads. `verified` None says that nothing was verified."""
+    library = "peft" if is_adapter else "transformers"
+    header = [f"library_name: {library}", "tags:", "- xorl", *(["- lora"] if is_adapter else [])]
+    # The Hub refuses a card whose base is no id.
+    if base is not None and not Path(base).exists():
+        header.insert(0, f"base_model: {base}")
+    facts = facts if base is None else {"base model": base, **facts}
+    lines = [
+        "---",
+        *header,
+        "---",
+        f"# {title}",
+        "",
+        "```python",
+        *_loading(base, is_adapter),
+        "```",
+        "",
+        *_table(facts),
+    ]
+    if verified is not None:
+        lines += ["", "## Verified", "", "Loaded anew from these files and compared:", "", *_table(verified)]
+    return "\n".join([*lines, ""])
+
+
+def _loading(base: str | None, is_adapter: bool) -> list[str]:
+    if not is_adapter:
+        return [
+            "from transformers import AutoModelForCausalLM",
+            "",
+            'model = AutoModelForCausalLM.from_pretrained(".")',
+        ]
+    return [
+        "from peft import PeftModel",
+        "from transformers import AutoModelForCausalLM",
+        "",
+        f'base = AutoModelForCausalLM.from_pretrained("{base or "BASE"}")',
+        'model = PeftModel.from_pretrained(base, ".")',
+    ]
+
+
+def _table(figures: Figures) -> list[str]:
+    rows = [
+        f"| {name} | {value:.3g} |" if isinstance(value, float) else f"| {name} | {value} |"
+        for name, value in figures.items()
+    ]
+    return ["| | |", "|---|---|", *rows]

@@ -1,0 +1,127 @@
+"""A model that was saved and is to be exported: a run's checkpoint or an adapter, and the base that belongs to it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from xorl.ckpt import (
+    JSON,
+    CheckpointError,
+    Manifest,
+    SafetensorsSource,
+    SavedParameters,
+    WeightSource,
+    is_complete,
+    latest_checkpoint,
+    read_manifest,
+    resolve_folder,
+)
+from xorl.config import ModelConfig
+from xorl.core.models import spec_for
+from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE
+from xorl.train.adapter_folder import AdapterFolder, check_shapes, is_adapter, open_adapter
+from xorl.train.model import Architecture, architecture_at
+
+logger = logging.getLogger(__name__)
+
+# The model's name in the state of a checkpoint (see Engine.state), and in what is noted beside it.
+MODEL = "model"
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """What there is to export.
+
+    Attributes:
+        folder: the checkpoint or the adapter.
+        architecture: the model's, without adapters.
+        base: its weights under the names of transformers, without the adapter.
+        base_path: the folder or Hub id of these weights, None where they are in the checkpoint alone.
+        adapter: what stands on them.
+        step: of a checkpoint.
+    """
+
+    folder: Path
+    architecture: Architecture
+    base: WeightSource
+    base_path: str | None
+    adapter: AdapterFolder | None
+    step: int | None
+
+
+def describe_model(model: ModelConfig, architecture: Architecture) -> dict[str, JSON]:
+    """What a checkpoint says of its model, so that it can be exported without the configuration of its run."""
+    tokenizer = architecture.tokenizer_folder
+    return {
+        "path": model.model_path,
+        "hf_config": cast(Mapping[str, JSON], architecture.hf_config),
+        "merge_qkv": model.merge_qkv,
+        "tokenizer": None if tokenizer is None else str(tokenizer.absolute()),
+    }
+
+
+def open_saved(path: str, base: str | None = None) -> SavedModel:
+    """Find a checkpoint (or the newest of a run's folder) or an adapter, and its base; `base` names another one.
+
+    Raises ValueError that says what is missing, or why an adapter does not fit its base.
+    """
+    folder = _find(path)
+    adapter = open_adapter("PATH", str(folder)) if is_adapter(folder) else None
+    manifest = read_manifest(folder) if is_complete(folder) else None
+    step = None if manifest is None else manifest.step
+    described = None if manifest is None else _described(folder, manifest)
+    if base is None and described is not None:
+        architecture, merge_qkv, base_path = described
+        recipes = architecture.recipes(merge_qkv=merge_qkv)
+        if SavedParameters.holds(folder, MODEL, recipes):
+            weights = SavedParameters(folder, MODEL, recipes)
+            return SavedModel(folder, architecture, weights, base_path, adapter, step)
+        base = base_path
+    base = base or (None if adapter is None else adapter.base)
+    if base is None:
+        raise ValueError(f"--base: {folder} does not say what its base model is; name its folder or Hub id")
+    architecture = architecture_at("--base", base)
+    try:
+        source = SafetensorsSource(resolve_folder(base))
+    except CheckpointError as error:
+        raise CheckpointError(f"--base: {error}") from error
+    weights = architecture.spec.checkpoint_view(architecture.config, source)
+    if adapter is not None:
+        check_shapes(adapter, "--base", base, {name: weights.shape(name) for name in weights.names()})
+    return SavedModel(folder, architecture, weights, base, adapter, step)
+
+
+def _find(path: str) -> Path:
+    """The folder of the checkpoint or the adapter that `path` means."""
+    given = Path(path).expanduser()
+    if not given.is_dir():
+        return resolve_folder(path, patterns=(CONFIG_FILE, WEIGHTS_FILE))
+    if is_adapter(given) or is_complete(given):
+        return given.absolute()
+    for root in (given, given / "checkpoints"):
+        latest = latest_checkpoint(root)
+        if latest is not None:
+            return latest.absolute()
+    hint = "; it holds a model that is exported already" if (given / "config.json").is_file() else ""
+    raise ValueError(
+        f"{path} is no checkpoint, no adapter ({CONFIG_FILE}) and no run's folder with checkpoints in it{hint}"
+    )
+
+
+def _described(folder: Path, manifest: Manifest) -> tuple[Architecture, bool, str | None]:
+    """What `describe_model` noted: the model, whether its projections are merged, and where it started from."""
+    noted = cast("Mapping[str, JSON] | None", manifest.info.get(MODEL))
+    if noted is None:
+        raise ValueError(f"{folder} does not say what its model is: it was saved by an older xorl, or by other code")
+    hf_config = cast(Mapping[str, object], noted["hf_config"])
+    spec = spec_for(hf_config)
+    tokenizer = None if noted["tokenizer"] is None else Path(str(noted["tokenizer"]))
+    if tokenizer is not None and not tokenizer.is_dir():
+        logger.warning("tokenizer=%s is not there any more: the export goes without one", tokenizer)
+        tokenizer = None
+    architecture = Architecture(spec, spec.config_from_hf(hf_config), hf_config, tokenizer)
+    return architecture, bool(noted["merge_qkv"]), cast("str | None", noted["path"])

@@ -1,0 +1,117 @@
+"""`xorl export` on adapters that PEFT wrote: merged, cast, verified by transformers and PEFT, and refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from typer.testing import CliRunner
+
+from xorl.cli.export import app
+from xorl.train.export_saved import export_saved
+from xorl.train.verify_export import VerificationError
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
+
+
+def write_base(folder: Path, **sizes: int) -> None:
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(**{**SIZES, **sizes})).to(torch.bfloat16).save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`base` in bf16 and, in fp32, `adapter` on it."""
+    root = tmp_path_factory.mktemp("export")
+    write_base(root / "base")
+    model = AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.float32)
+    options = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], use_dora=True, use_rslora=True)
+    model = get_peft_model(model, options)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(root / "adapter")
+    return root
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (None, 0.05)])
+def test_a_merged_model_is_what_peft_computes(
+    folders: Path, tmp_path: Path, dtype: torch.dtype | None, limit: float
+) -> None:
+    # Catches a merge that rounds more than once, and weights or a config.json in another precision than was asked for.
+    folder = export_saved(str(folders / "adapter"), str(tmp_path / "merged"), merge=True, dtype=dtype, verify=True)
+    merged = AutoModelForCausalLM.from_pretrained(folder)
+    assert merged.dtype == (dtype or torch.bfloat16)
+    card = (folder / "README.md").read_text()
+    assert "same most likely token" in card
+    assert f"| base model | {folders / 'base'} |" in card
+    limits = [float(line.split("|")[2]) for line in card.splitlines() if "share of the largest logit" in line]
+    assert limits[0] <= limit
+
+
+def test_an_adapter_is_written_again_as_peft_reads_it(folders: Path, tmp_path: Path) -> None:
+    # Catches keys, values or a configuration that PEFT takes for another adapter's.
+    folder = export_saved(str(folders / "adapter"), str(tmp_path / "again"), verify=True)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "README.md",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    written, wanted = (load_file(path / "adapter_model.safetensors") for path in (folder, folders / "adapter"))
+    torch.testing.assert_close(written, wanted, rtol=0, atol=0)
+
+
+def test_what_is_wrong_is_said_and_nothing_is_left(folders: Path, tmp_path: Path) -> None:
+    # Catches an adapter that is folded into another model, and a folder that appears though it was not verified.
+    write_base(tmp_path / "other", hidden_size=48)
+    with pytest.raises(ValueError, match=r"(?s)PATH: .*--base names.*q_proj: the adapter is for a weight of"):
+        export_saved(str(folders / "adapter"), str(tmp_path / "out"), base=str(tmp_path / "other"), merge=True)
+
+    zero = tmp_path / "zero"
+    zero.mkdir()
+    tensors = load_file(folders / "adapter" / "adapter_model.safetensors")
+    save_file({k: t * 0 if "lora_B" in k else t for k, t in tensors.items()}, zero / "adapter_model.safetensors")
+    (zero / "adapter_config.json").write_text((folders / "adapter" / "adapter_config.json").read_text())
+    with pytest.raises(VerificationError, match="4 of 4 adapters are zero"):
+        export_saved(str(zero), str(tmp_path / "out"), verify=True)
+    assert not (tmp_path / "out").exists()
+
+    (tmp_path / "empty").mkdir()
+    for arguments, message in (
+        ([str(tmp_path / "empty")], "no checkpoint, no adapter"),
+        ([str(folders / "base")], "a model that is exported already"),
+    ):
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 2
+        assert message in result.stderr
+
+
+def test_the_base_is_found_by_its_name(folders: Path, tmp_path: Path) -> None:
+    # Catches an adapter whose base is looked for in the wrong place, or taken from nowhere.
+    content = json.loads((folders / "adapter" / "adapter_config.json").read_text())
+    assert content["base_model_name_or_path"] == str(folders / "base")
+    (tmp_path / "adapter").mkdir()
+    for name, value in (("adapter_model.safetensors", None), ("adapter_config.json", content)):
+        source = folders / "adapter" / name
+        data = source.read_bytes() if value is None else json.dumps({**value, "base_model_name_or_path": None}).encode()
+        (tmp_path / "adapter" / name).write_bytes(data)
+    with pytest.raises(ValueError, match=r"--base: .* does not say what its base model is"):
+        export_saved(str(tmp_path / "adapter"), None, merge=True)
+    folder = export_saved(str(tmp_path / "adapter"), None, base=str(folders / "base"), merge=True)
+    assert folder == tmp_path / "adapter-merged"

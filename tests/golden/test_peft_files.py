@@ -1,0 +1,188 @@
+"""Adapter files against PEFT, both ways: what one wrote the other reads as what was meant."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftConfig, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from xorl.ckpt import SafetensorsSource, load_weights
+from xorl.core.models import SPECS, Decoder, WeightRecipe, spec_for
+from xorl.kernels.layout import SequenceLayout
+from xorl.lora import inject
+from xorl.lora.peft import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    AdapterConfig,
+    MergedWeights,
+    ReplacedTensors,
+    adapter_tensors,
+    config_of,
+    differences,
+    load_adapters,
+    read_layout,
+)
+
+
+def qwen3() -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=32,
+        initializer_range=0.2,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+def gpt2() -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=0)
+    return GPT2LMHeadModel(config).eval()
+
+
+def write_adapter(model: PreTrainedModel, folder: Path, **options: object) -> nn.Module:
+    """A PEFT model whose adapters change something, saved to `folder`."""
+    adapted = get_peft_model(model, LoraConfig(lora_alpha=6, **options))
+    for name, parameter in adapted.named_parameters():
+        if parameter.requires_grad and "lora_magnitude" not in name:
+            nn.init.normal_(parameter, std=0.3)
+    adapted.save_pretrained(folder)
+    return adapted
+
+
+class Weights(dict):
+    """A state dict as a source."""
+
+    def names(self):
+        return self.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self[name].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self[name].dtype
+
+    def read(self, name: str, start: int | None = None, stop: int | None = None) -> Tensor:
+        return self[name][start:stop]
+
+
+CASES = {
+    "lora": (qwen3, {"r": 4, "target_modules": ["q_proj", "down_proj"]}),
+    "rslora": (qwen3, {"r": 4, "target_modules": ["v_proj"], "use_rslora": True}),
+    "dora": (qwen3, {"r": 4, "target_modules": "all-linear", "use_dora": True}),
+    "patterns": (
+        qwen3,
+        {
+            "r": 4,
+            "target_modules": r".*\.(q|k)_proj",
+            "rank_pattern": {"layers.0.self_attn.q_proj": 2, r".*k_proj": 3},
+            "alpha_pattern": {"k_proj": 12},
+        },
+    ),
+    "embeddings": (qwen3, {"r": 4, "target_modules": ["embed_tokens", "lm_head"], "modules_to_save": ["norm"]}),
+    "dora embeddings": (qwen3, {"r": 4, "target_modules": ["embed_tokens"], "use_dora": True}),
+    "modules to save": (qwen3, {"r": 2, "target_modules": ["o_proj"], "modules_to_save": ["lm_head", "mlp"]}),
+    "some layers": (qwen3, {"r": 2, "target_modules": ["o_proj"], "layers_to_transform": [1]}),
+    "transposed": (gpt2, {"r": 4, "target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
+    "transposed dora": (gpt2, {"r": 4, "target_modules": ["c_attn"], "fan_in_fan_out": True, "use_dora": True}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("ignore")
+def test_merged_rows_of_a_file_that_peft_wrote_are_those_that_peft_merges(case: str, tmp_path: Path) -> None:
+    # Catches a scale, a pattern, a magnitude or an orientation that is read as another one than PEFT's.
+    make, options = CASES[case]
+    base = Weights({name: tensor.clone() for name, tensor in make().state_dict().items()})
+    adapted = write_adapter(make(), tmp_path, **options)
+    merged = {name: tensor for name, tensor in adapted.merge_and_unload().state_dict().items() if name in base}
+    config = AdapterConfig.from_json(json.loads((tmp_path / CONFIG_FILE).read_text()))
+    with SafetensorsSource(tmp_path, single_file=WEIGHTS_FILE) as source:
+        layout = read_layout(config, source)
+        assert differences(layout, {name: tensor.shape for name, tensor in base.items()}) == []
+        weights = MergedWeights.of_file(base, layout, source)
+        changed = 0
+        for name, wanted in merged.items():
+            num_rows = wanted.shape[0]
+            pieces = [weights.read(name, 0, 5), weights.read(name, 5, num_rows)]
+            for read in (torch.cat(pieces), weights.read(name)):
+                assert (read - wanted).abs().max() <= 2e-6, name
+            changed += not torch.equal(wanted, base[name])
+        assert changed >= len(layout.modules)
+
+
+def decoder_of(model: PreTrainedModel) -> Decoder:
+    """xorl's decoder with the same weights."""
+    hf_config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
+    spec = spec_for(hf_config)
+    decoder = spec.build(spec.config_from_hf(hf_config))
+    view = spec.checkpoint_view(decoder.config, Weights(model.state_dict()))
+    load_weights(dict(decoder.named_parameters()), recipes_of(decoder), view, mode="all_ranks")
+    return decoder
+
+
+def recipes_of(decoder: Decoder) -> Mapping[str, WeightRecipe]:
+    architecture = "Qwen3ForCausalLM" if decoder.config.rope else "GPT2LMHeadModel"
+    return SPECS[architecture].recipes(decoder.config, merge_qkv=True)
+
+
+def logits_of(decoder: Decoder) -> Tensor:
+    return decoder(IDS[0], SequenceLayout.from_lengths([IDS.shape[1]]))
+
+
+IDS = torch.arange(40, 52)[None]
+# What is in both: PEFT's copies of an embedding's own weight are not written, and are read.
+EXCHANGED = [case for case in CASES if case not in ("modules to save", "dora embeddings")]
+
+
+@pytest.mark.parametrize("case", EXCHANGED)
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_pass_to_and_fro(case: str, tmp_path: Path) -> None:
+    # Catches a key that one of us does not know, and an adapter that computes something else on the other side.
+    make, options = CASES[case]
+    theirs = write_adapter(make(), tmp_path / "theirs", **options).eval()
+    config = AdapterConfig.from_json(json.loads((tmp_path / "theirs" / CONFIG_FILE).read_text()))
+    decoder = decoder_of(make())
+    with SafetensorsSource(tmp_path / "theirs", single_file=WEIGHTS_FILE) as source:
+        layout = read_layout(config, source)
+        inject(decoder, layout.spec)
+        load_adapters(decoder, layout, source)
+        brought = {name: key for name, key in layout.replaced.items() if "base_layer" not in key}
+        own = dict(decoder.named_parameters())
+        load_weights(
+            {name: own[name] for name in brought},
+            {name: recipe for name, recipe in recipes_of(decoder).items() if name in brought},
+            ReplacedTensors(layout, source),
+            mode="all_ranks",
+            ignore=lambda name: name not in brought,
+        )
+    with torch.no_grad():
+        wanted = theirs(IDS).logits[0]
+        assert (logits_of(decoder) - wanted).abs().max() <= 1e-5
+
+        transposed = [name for name in layout.modules if config.fan_in_fan_out]
+        written = config_of(decoder, layout.spec, base=None, transposed=transposed)
+        tensors = {key: tensor.make().contiguous() for key, tensor in adapter_tensors(decoder).items()}
+        tensors |= {key: own[name].data for name, key in brought.items()}
+        (tmp_path / "ours").mkdir()
+        (tmp_path / "ours" / CONFIG_FILE).write_text(json.dumps(written.to_json()))
+        save_file(tensors, tmp_path / "ours" / WEIGHTS_FILE, metadata={"format": "pt"})
+        again = get_peft_model(make(), PeftConfig.from_pretrained(tmp_path / "ours"))
+        assert tensors.keys() == get_peft_model_state_dict(again, save_embedding_layers=False).keys()
+        outcome = again.load_adapter(tmp_path / "ours", "default")
+        assert not outcome.unexpected_keys
+        assert not [key for key in outcome.missing_keys if "lora_" in key or "modules_to_save" in key]
+        assert (again.eval()(IDS).logits[0] - wanted).abs().max() <= 1e-5
