@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from xorl.config import config_from_mapping
+from xorl.train.export_saved import export_saved
 from xorl.train.run import run_training
 
 NUM_DOCUMENTS = 64
@@ -97,3 +99,10 @@ def test_folder_is_loaded_trained_and_exported(
         assert evaluations[12]["eval_loss"] == pytest.approx(mean_loss(exported, data), rel=1e-5)
     assert evaluations[12]["eval_loss"] < evaluations[0]["eval_loss"] / 2
     assert evaluations[12]["eval_token_accuracy"] > evaluations[0]["eval_token_accuracy"]
+
+    # Catches a checkpoint that does not say what it takes to export it, or is exported as another model.
+    again = export_saved(str(output), str(tmp_path / "again"), verify=True)
+    hf = output / "checkpoints" / "global_step_12" / "hf"
+    written, wanted = (load_file(folder / "model.safetensors") for folder in (again, hf))
+    torch.testing.assert_close(written, wanted, rtol=0, atol=0)
+    assert json.loads((again / "config.json").read_text()) == json.loads((hf / "config.json").read_text())

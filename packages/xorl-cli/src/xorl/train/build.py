@@ -50,6 +50,7 @@ from xorl.train.observe import MetricsFile, Observer, Sink, StructuredLines
 from xorl.train.profile import Profiler
 from xorl.train.progress import Phases, ProgressBar
 from xorl.train.recompute_choice import MicroBatch, choose_recomputation
+from xorl.train.saved_model import describe_model
 
 logger = logging.getLogger(__name__)
 
@@ -369,6 +370,7 @@ def _checkpoints(
         place,
         due=SavePoints(plan.num_steps, plan.steps_per_epoch, train.save_steps, train.save_epochs),
         data=DataIdentity.of(plan),
+        model=describe_model(config.model, architecture),
         export=export if train.save_hf_weights else None,
         stream=stream,
     )

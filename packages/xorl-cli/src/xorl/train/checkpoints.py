@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
 
-from xorl.ckpt import Checkpointer, CheckpointFailure, Manifest
+from xorl.ckpt import JSON, Checkpointer, CheckpointFailure, Manifest
 from xorl.core.runtime import Runtime, rng_state, set_rng_state
 from xorl.train.data import DataIdentity, StreamState
 from xorl.train.engine import Engine
@@ -40,7 +40,10 @@ class SavePoints:
 
 
 class Checkpoints:
-    """A run's checkpoints under `{output_dir}/checkpoints`."""
+    """A run's checkpoints under `{output_dir}/checkpoints`.
+
+    `model` is what they say of the model (see `saved_model.describe_model`).
+    """
 
     def __init__(
         self,
@@ -50,6 +53,7 @@ class Checkpoints:
         *,
         due: SavePoints,
         data: DataIdentity,
+        model: Mapping[str, JSON],
         export: ModelExport | None,
         stream: StreamState | None = None,
     ) -> None:
@@ -58,6 +62,7 @@ class Checkpoints:
         self._runtime = runtime
         self._export = export
         self._data = data
+        self._model = model
         self._stream = stream
         self.due: Callable[[int], bool] = due
         self.last: Path | None = None
@@ -77,7 +82,7 @@ class Checkpoints:
             self.last = self._checkpointer.save(
                 step,
                 self._engine.state(),
-                info={"data": place},
+                info={"data": place, "model": self._model},
                 scalars={"step": step},
                 rng=rng_state(self._runtime.device),
             )

@@ -6,10 +6,11 @@ The names of its tensors must be theirs, no adapter may be nothing, and the logi
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType, ModuleType
+from typing import cast
 
 import torch
 import transformers
@@ -54,7 +55,8 @@ def verify_model(folder: Path, saved: SavedModel, dtype: torch.dtype) -> Figures
     """
     ids, wanted = _trainer_logits(saved)
     with _quiet():
-        model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        loaded: object = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    model, info = cast("tuple[nn.Module, Mapping[str, Collection[object]]]", loaded)
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[kind]:
             raise VerificationError(f"transformers has {kind} for {folder}: {sorted(map(str, info[kind]))[:5]}")
