@@ -192,7 +192,12 @@ def _magnitude(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _amax_kernel(x_ptr: tl.tensor, out_ptr: tl.tensor, numel: tl.int64, BLOCK: tl.constexpr) -> None:
+def _amax_kernel(
+    x_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    numel: tl.int64,  # pyright: ignore[reportInvalidTypeForm]  (Triton's way to pass a wide integer)
+    BLOCK: tl.constexpr,
+) -> None:
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + index, mask=index < numel, other=0.0).to(tl.float32)
     tl.atomic_max(out_ptr, tl.max(_magnitude(x), axis=0), sem="relaxed")
