@@ -118,6 +118,9 @@ def final_state(output: Path) -> dict[str, Tensor]:
     return {f"{part}.{key}": tensor for part, tensors in parts.items() for key, tensor in tensors.items()}
 
 
+# Merges happen on both sides of the step that is resumed from.
+LORA = ["--lora.enable_lora=true", "--lora.lora_rank=4", "--lora.lora_dropout=0.2", "--lora.use_dora=true"]
+LORA += ["--lora.merge_lora_interval=5", "--lora.reset_optimizer_on_merge=true"]
 HALF = ["--train.param_dtype", "bf16", "--train.enable_mixed_precision", "true", "--train.lr", "3e-3"]
 
 
@@ -129,8 +132,9 @@ HALF = ["--train.param_dtype", "bf16", "--train.enable_mixed_precision", "true",
         ("fsdp2", 2, []),
         ("none", 1, [*HALF, "--train.optimizer", "anyprecision_adamw"]),
         ("fsdp2", 2, [*HALF, "--train.optimizer", "muon"]),
+        ("fsdp2", 2, LORA),
     ],
-    ids=["none-adamw", "fsdp2-adamw", "none-anyprecision_adamw", "fsdp2-muon"],
+    ids=["none-adamw", "fsdp2-adamw", "none-anyprecision_adamw", "fsdp2-muon", "fsdp2-lora"],
 )
 def test_killed_and_resumed_run_is_the_same_to_the_bit(
     mode: str, world_size: int, overrides: list[str], folder: Path, tmp_path: Path, run_ranks

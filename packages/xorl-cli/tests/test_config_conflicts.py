@@ -208,6 +208,8 @@ def entry(**options: Any) -> dict[str, Any]:
         ({"train": {"enable_profiling": True, "profile_end_step": 1}}, "train.profile_end_step", "has to come after"),
         ({"lora": {"save_lora_only": True}}, "lora.save_lora_only", "no adapter to save"),
         ({"lora": {"reset_optimizer_on_merge": True}}, "lora.reset_optimizer_on_merge", "needs merge_lora_interval"),
+        ({"lora": {"use_dora": True}}, "lora.use_dora", "enable_lora is true"),
+        ({"lora": {"enable_lora": True, "lora_target_modules": []}}, "lora.lora_target_modules", "the list is empty"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(changes: Options, path: str, message: str) -> None:

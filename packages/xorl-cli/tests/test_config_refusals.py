@@ -23,14 +23,12 @@ EXAMPLES: dict[str, object] = {
     "train.cp_fsdp_mode": "none",
     "train.moe_checkpoint_method": "moe_act",
     "lora.quant_format": "nf4",
-    "lora.lora_target_modules": ["qkv_proj"],
     "lora.exclude_modules": ["lm_head"],
 }
 # What else is needed so that a value is wrong for no other reason.
 COMPANIONS: dict[str, dict[str, Any]] = {
     "train.tensor_parallel_size": {"model": {"merge_qkv": False}},
     "lora.save_lora_only": {"lora": {"enable_lora": True}},
-    "lora.reset_optimizer_on_merge": {"lora": {"merge_lora_interval": 5}},
 }
 
 

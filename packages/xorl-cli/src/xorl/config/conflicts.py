@@ -126,6 +126,23 @@ NEEDS: tuple[Need, ...] = (
         "false: a stream is packed as it comes, and has no known length",
         lambda config: not config.data.streaming,
     ),
+    Need(
+        (
+            "lora.lora_rank",
+            "lora.lora_alpha",
+            "lora.lora_target_modules",
+            "lora.lora_dropout",
+            "lora.use_rslora",
+            "lora.use_dora",
+            "lora.rank_pattern",
+            "lora.alpha_pattern",
+            "lora.modules_to_save",
+            "lora.merge_lora_interval",
+        ),
+        "lora.enable_lora",
+        "true",
+        lambda config: config.lora.enable_lora or config.lora.enable_qlora,
+    ),
     # Beside an explicit enable_profiling: false they wait for the run that sets it on the command line.
     Need(
         (
@@ -299,6 +316,17 @@ def _adapters_are_on(config: Config) -> Iterator[Conflict]:
         yield Conflict(
             ("lora.reset_optimizer_on_merge", "lora.merge_lora_interval"),
             "reset_optimizer_on_merge needs merge_lora_interval > 0",
+        )
+    if lora.save_lora_only and lora.merge_lora_interval:
+        yield Conflict(
+            ("lora.save_lora_only", "lora.merge_lora_interval"),
+            "merging changes the base weights, without which adapters saved alone mean nothing: set save_lora_only to "
+            "false, or merge_lora_interval to 0",
+        )
+    if lora.lora_target_modules == []:
+        yield Conflict(
+            ("lora.lora_target_modules",),
+            "the list is empty: name layers, or leave the option out for those that the architecture names",
         )
 
 

@@ -31,6 +31,7 @@ AtLeastOne = Annotated[int, Field(ge=1)]
 AtLeastZero = Annotated[int, Field(ge=0)]
 DegreeOrRest = Literal[-1] | AtLeastOne
 NonNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -241,15 +242,43 @@ class OptimizerFields(Section):
 class LoraFields(Section):
     """LoRA"""
 
-    enable_lora: bool = Field(default=False, description="Train low-rank adapters in place of the weights.")
+    enable_lora: bool = Field(
+        default=False,
+        description="Train low-rank adapters in place of the weights, which are kept in the compute dtype then.",
+    )
     lora_rank: AtLeastOne = Field(default=16, description="Rank of the adapters.")
     lora_alpha: float = Field(
         default=16.0, gt=0, description="Scale of the adapters: they are multiplied by alpha/rank."
     )
-    lora_target_modules: list[str] | None = Field(
+    lora_target_modules: Literal["all-linear"] | list[str] | None = Field(
         default=None,
-        description="Names of the modules that get an adapter. null means the linear projections that the "
-        "architecture names.",
+        description="Layers that get an adapter, by the last parts of their names in the checkpoint, such as q_proj or "
+        "0.self_attn.q_proj; embed_tokens and lm_head can be named too. all-linear means every linear layer but the "
+        "head. null means the linear projections that the architecture names.",
+    )
+    lora_dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="Share of the adapters' inputs that are zeroed in training."
+    )
+    use_rslora: bool = Field(
+        default=False, description="Multiply adapters by alpha/sqrt(rank), so that high ranks do not learn less."
+    )
+    use_dora: bool = Field(
+        default=False,
+        description="Train the norms of the adapted weights' rows apart from their directions (DoRA). Not for "
+        "embeddings.",
+    )
+    rank_pattern: dict[str, AtLeastOne] = Field(
+        default={},
+        description="Ranks of some adapters: a regular expression that the end of a layer's name matches, in whole "
+        "parts, to its rank. The first that matches counts.",
+    )
+    alpha_pattern: dict[str, Positive] = Field(
+        default={}, description="Alphas of some adapters, by expressions as in rank_pattern."
+    )
+    modules_to_save: list[str] = Field(
+        default=[],
+        description="Modules that are trained whole beside the adapters, by the last parts of their names in the "
+        "checkpoint, such as lm_head or norm.",
     )
     save_lora_only: bool = Field(
         default=False, description="Write the adapter alone to exported checkpoints, without the full model."

@@ -306,7 +306,8 @@ class MemoryFields(Section):
         default="fp32",
         description="Precision that parameters are kept in. bf16 halves their memory and that of their gradients; "
         "reductions and the accumulation of micro-batches stay in fp32. Of the optimizers, anyprecision_adamw and muon "
-        "train such parameters as well as fp32 ones, while adamw and sgd round updates to nearest and lose small ones.",
+        "train such parameters as well as fp32 ones, while adamw and sgd round updates to nearest and lose small ones. "
+        "With lora.enable_lora it is that of what is trained.",
     )
     fp8: Fp8Recipe = Field(
         default="none",

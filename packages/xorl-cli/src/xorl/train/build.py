@@ -15,12 +15,14 @@ from xorl.config import Config, TrainConfig
 from xorl.core import runtime
 from xorl.core.loss import LOSSES, LossFn, score_tokens
 from xorl.core.mesh import Mesh, ParallelDims
-from xorl.core.models import Decoder, DecoderConfig, training_flops
+from xorl.core.models import Decoder, DecoderConfig
 from xorl.core.optim import MuonOptions, Schedule, build_optimizer
 from xorl.core.parallel import ParallelModel
 from xorl.core.runtime import Runtime
 from xorl.data import DataPlan, StepLoader
 from xorl.data.stream import Stream, StreamPlan
+from xorl.lora import adapters
+from xorl.train.adapters import AdapterMerging, flops_of
 from xorl.train.checkpoints import (
     Checkpoints,
     SavePoints,
@@ -71,6 +73,7 @@ class Run:
     schedule: Schedule
     observer: Observer
     checkpoints: Checkpoints
+    merging: AdapterMerging | None
     profiler: Profiler
     output_dir: Path
     num_steps: int
@@ -149,7 +152,6 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None) -> Run:
         held_out = build_loader(
             config, data.held_out, eval_plan(config, data.held_out, mesh.dp_size), mesh, hidden_size
         )
-    schedule = _schedule(config, plan)
     head_options = {"logits_fp32": config.model.lm_head_fp32, "whole_logits": train.ce_mode == "eager"}
     return Run(
         runtime=place,
@@ -158,11 +160,12 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None) -> Run:
         score_fn=partial(score_tokens, **head_options),
         loader=loader,
         eval_loader=held_out,
-        schedule=schedule,
+        schedule=_schedule(config, plan),
         observer=Observer(
             place.device, place.world_size, _sinks(config, output_dir, plan, start_step, place), engine.timer
         ),
         checkpoints=checkpoints,
+        merging=_merging(config, engine),
         profiler=_profiler(config, place, start_step),
         output_dir=output_dir,
         num_steps=plan.num_steps,
@@ -298,7 +301,8 @@ def _plan(config: Config, data: RunData, mesh: Mesh, saved: DataIdentity | None)
 def build_engine(config: Config, architecture: Architecture, mesh: Mesh, device: torch.device) -> Engine:
     """xorl's own engine: the model as it is placed, and its optimizer; collective."""
     train = config.train
-    model = build_model(architecture, config.model, train, mesh, device)
+    model = build_model(architecture, config.model, train, config.lora, mesh, device)
+    assert isinstance(model.module, Decoder)
     optimizer = build_optimizer(
         train.optimizer,
         model.module.named_parameters(),
@@ -315,7 +319,7 @@ def build_engine(config: Config, architecture: Architecture, mesh: Mesh, device:
         optimizer,
         device,
         max_grad_norm=train.max_grad_norm,
-        flops=lambda lengths: training_flops(architecture.config, lengths),
+        flops=flops_of(architecture.config, model.module),
     )
 
 
@@ -373,6 +377,20 @@ def _checkpoints(
         model=describe_model(config.model, architecture),
         export=export if train.save_hf_weights else None,
         stream=stream,
+    )
+
+
+def _merging(config: Config, engine: Engine) -> AdapterMerging | None:
+    lora = config.lora
+    # A peer of a benchmark has none of our adapters.
+    if not lora.merge_lora_interval or not adapters(engine.model.module):
+        return None
+    return AdapterMerging(
+        engine.model,
+        engine.optimizer,
+        interval=lora.merge_lora_interval,
+        seed=config.train.seed,
+        resets_optimizer=lora.reset_optimizer_on_merge,
     )
 
 

@@ -13,13 +13,15 @@ import torch
 from torch import nn
 
 from xorl.ckpt import CheckpointError, CheckpointFailure, SafetensorsSource, WeightRecipe, load_weights, resolve_folder
-from xorl.config import ModelConfig, TrainConfig
+from xorl.config import LoraConfig, ModelConfig, TrainConfig
 from xorl.core.mesh import Mesh
 from xorl.core.models import Decoder, DecoderConfig, ModelSpec, spec_for
 from xorl.core.nn import FusedKernel, choose_kernels
 from xorl.core.parallel import ParallelModel, ParallelPolicy, Recompute, local_part, parallelize
 from xorl.kernels.attention import AttentionRequest, resolve_attention
 from xorl.kernels.quant import fp8_refusal
+from xorl.lora import adapters, base_parameters, init_adapters
+from xorl.train.adapters import add_adapters
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +87,7 @@ def build_model(
     architecture: Architecture,
     model: ModelConfig,
     train: TrainConfig,
+    lora: LoraConfig,
     mesh: Mesh,
     device: torch.device,
     fill_: Callable[[nn.Module], None] | None = None,
@@ -92,7 +95,8 @@ def build_model(
     """Build, place and fill the model; collective where it is placed on several ranks. `fill_` replaces its weights.
 
     Parameters come into being on the meta device and are placed before they have memory, so that no rank ever holds
-    more than its part; `train.init_device` cpu or cuda fills them first, whole, on that device.
+    more than its part; `train.init_device` cpu or cuda fills them first, whole, on that device. What adapters leave
+    frozen is kept in the compute dtype, which it would be cast to in each pass.
     """
     config = architecture.config
     compute_dtype = torch.bfloat16 if train.enable_mixed_precision else torch.float32
@@ -121,9 +125,10 @@ def build_model(
     )
     with torch.device("meta"):
         module = architecture.spec.build(config, merge_qkv=model.merge_qkv, kernels=kernels)
+    add_adapters(module, lora, architecture.spec.adapter_targets)
     module.compute_dtype = compute_dtype
     for parameter in module.parameters():
-        parameter.data = parameter.data.to(DTYPES[train.param_dtype])
+        parameter.data = parameter.data.to(DTYPES[train.param_dtype] if parameter.requires_grad else compute_dtype)
 
     def fill(unfilled: nn.Module) -> None:
         assert unfilled is module
@@ -145,13 +150,17 @@ def _fill(
     module: Decoder, architecture: Architecture, model: ModelConfig, train: TrainConfig, device: torch.device
 ) -> None:
     """Give the parameters, sharded or whole, their first values: from `model.model_path`, or drawn by the seed."""
+    if found := adapters(module):
+        init_adapters(module, seed=train.seed)
+        trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+        logger.info("adapters=%d trained_parameters=%d", len(found), trained)
     if model.model_path is None:
         module.init_weights(train.seed, local_part=local_part, device=device)
         logger.info("weights=random seed=%d parameters=%d", train.seed, sum(p.numel() for p in module.parameters()))
         return
     assert train.load_weights_mode in ("broadcast", "all_ranks"), "the other names are resolved or refused before"
     report = load_weights(
-        dict(module.named_parameters()),
+        base_parameters(module),
         architecture.recipes(merge_qkv=model.merge_qkv),
         architecture.spec.checkpoint_view(
             architecture.config, SafetensorsSource(_folder("model.model_path", model.model_path))

@@ -18,13 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from xorl.config import Config, TrainConfig
+from xorl.config import Config, LoraConfig, TrainConfig
 from xorl.core.loss import LOSSES
 from xorl.core.mesh import Mesh
 from xorl.core.models import DecoderConfig
 from xorl.core.parallel import ParallelModel
 from xorl.core.runtime import rng_state, set_rng_state
 from xorl.kernels.layout import SequenceLayout
+from xorl.train.adapters import add_adapters
 from xorl.train.model import DTYPES, Architecture, build_model
 
 logger = logging.getLogger(__name__)
@@ -134,23 +135,39 @@ def placed_bytes(config: Config, architecture: Architecture, mesh: Mesh) -> floa
     train = config.train
     with torch.device("meta"):
         module = architecture.spec.build(architecture.config, merge_qkv=config.model.merge_qkv)
-    total, layers = _numel(module), _numel(module.layers)
-    rest, layer = total - layers, layers / len(module.layers)
+    add_adapters(module, config.lora, architecture.spec.adapter_targets)
+    whole, layers = _Size.of(module), _Size.of(module.layers)
+    rest = _Size(whole.trained - layers.trained, whole.frozen - layers.frozen)
     compute = 2 if train.enable_mixed_precision else 4
     kept = DTYPES[train.param_dtype].itemsize
     state = kept if train.optimizer == "adamw" else DTYPES[train.optimizer_dtype].itemsize
-    placed = total * (2 * kept + NUM_STATES[train.optimizer] * state)
+    placed = whole.trained * (2 * kept + NUM_STATES[train.optimizer] * state) + whole.frozen * compute
     if train.data_parallel_mode != "fsdp2":
         return placed
     # The layer that computes and the one gathered ahead; their gradients, whole and in fp32 on their way to be reduced.
-    gathered = rest + (2 * layer if train.reshard_after_forward else layers)
-    in_flight = (rest + 2 * layer) * (compute + 4)
+    two_layers = 2 / len(module.layers)
+    gathered = rest.total + (two_layers if train.reshard_after_forward else 1) * layers.total
+    in_flight = (rest.trained + two_layers * layers.trained) * (compute + 4)
     sharded = 0.0 if train.enable_cpu_offload else placed / mesh.dims.dp_shard
     return sharded + gathered * compute + in_flight
 
 
-def _numel(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+@dataclass(frozen=True)
+class _Size:
+    """Numbers of parameters."""
+
+    trained: int
+    frozen: int
+
+    @property
+    def total(self) -> int:
+        return self.trained + self.frozen
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Size:
+        parameters = list(module.parameters())
+        trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+        return cls(trained, sum(parameter.numel() for parameter in parameters) - trained)
 
 
 def activation_bytes(
@@ -188,9 +205,10 @@ def measure_slice(
     alone = {"data_parallel_mode": "none", "enable_cpu_offload": False, "param_dtype": dtype, "init_device": "meta"}
     train = _with(config.train, setting).model_copy(update=alone)
     part = replace(architecture, config=_first_layers(architecture.config, num_layers))
+    lora = _for_few_layers(config.lora, part)
     before = rng_state(device)
     try:
-        model = build_model(part, config.model, train, mesh, device, fill_=_fill_with_zeros)
+        model = build_model(part, config.model, train, lora, mesh, device, fill_=_fill_with_zeros)
         _pass(model, device, batch)  # compiles, and makes the gradients
         if device.type != "cuda":
             return 0.0
@@ -200,6 +218,19 @@ def measure_slice(
         return float(torch.cuda.max_memory_allocated(device) - held)
     finally:
         set_rng_state(before, device)
+
+
+def _for_few_layers(lora: LoraConfig, part: Architecture) -> LoraConfig:
+    """`lora`, or adapters on all that there is where it names layers by numbers that the first few do not have."""
+    with torch.device("meta"):
+        module = part.spec.build(part.config)
+    try:
+        add_adapters(module, lora, part.spec.adapter_targets)
+    except ValueError:
+        return lora.model_copy(
+            update={"lora_target_modules": "all-linear", "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": []}
+        )
+    return lora
 
 
 def _first_layers(config: DecoderConfig, num_layers: int) -> DecoderConfig:

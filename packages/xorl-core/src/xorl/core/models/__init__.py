@@ -6,7 +6,7 @@ from types import MappingProxyType
 from xorl.core.models import gpt2, llama, qwen2, qwen3
 from xorl.core.models.decoder import Decoder
 from xorl.core.models.decoder_config import DecoderConfig
-from xorl.core.models.flops import training_flops
+from xorl.core.models.flops import matmul_parameters, training_flops
 from xorl.core.models.recipes import LogicalModule, WeightRecipe, WeightSource
 from xorl.core.models.spec import ModelSpec
 
@@ -18,6 +18,7 @@ __all__ = [
     "ModelSpec",
     "WeightRecipe",
     "WeightSource",
+    "matmul_parameters",
     "spec_for",
     "training_flops",
 ]

@@ -10,7 +10,7 @@ FLOPS_PER_MULTIPLY_ADD = 2
 PASSES = 3
 
 
-def training_flops(config: DecoderConfig, lengths: Iterable[int]) -> int:
+def training_flops(config: DecoderConfig, lengths: Iterable[int], *, num_frozen: int = 0, num_added: int = 0) -> int:
     """FLOPs of one forward and backward pass over documents of these lengths.
 
     Counts matrix products alone, each once forward and twice backward:
@@ -20,10 +20,12 @@ def training_flops(config: DecoderConfig, lengths: Iterable[int]) -> int:
     - Attention makes two products per layer, q @ k.T and weights @ v, each H * C multiply-adds per pair of a query
       and a key it sees: 3 * 2 * 2 * H * C * pairs, where a document of L tokens has L * (L + 1) / 2 causal pairs,
       fewer with a sliding window (see `causal_pairs`).
+    - `num_frozen` of the N have no gradient, so that they cost 4 operations a token, and not 6.
+    - `num_added` are those of matrices that stand beside the model's own, as adapters do, and are trained.
 
     Recomputation is left out: what is recomputed is not progress.
     """
-    per_token = FLOPS_PER_MULTIPLY_ADD * PASSES * matmul_parameters(config)
+    per_token = FLOPS_PER_MULTIPLY_ADD * (PASSES * (matmul_parameters(config) + num_added) - num_frozen)
     per_pair = FLOPS_PER_MULTIPLY_ADD * PASSES * 2 * config.num_heads * config.head_dim
     windows = Counter(config.windows).items()
     return sum(

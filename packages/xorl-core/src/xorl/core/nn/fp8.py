@@ -105,7 +105,7 @@ class Fp8Linear(Linear):
             weight = self.weight.detach()
             weight_fp8, weight_descale = cast_tensorwise(weight, amax(weight), E4M3)
         if torch.is_grad_enabled():
-            y = _TensorwiseLinear.apply(x, self.weight, weight_fp8, weight_descale)
+            y = _TensorwiseLinear.apply(x, self.weight, weight_fp8, weight_descale, self.weight.requires_grad)
             assert isinstance(y, Tensor)
             return y
         x_fp8, x_descale = cast_tensorwise(x, _largest(x), E4M3)
@@ -114,7 +114,7 @@ class Fp8Linear(Linear):
     def _rowwise(self, x: Tensor) -> Tensor:
         weight = self.weight.to(x.dtype)
         if torch.is_grad_enabled():
-            y = _RowwiseLinear.apply(x, weight)
+            y = _RowwiseLinear.apply(x, weight, self.weight.requires_grad)
             assert isinstance(y, Tensor)
             return y
         x_fp8, x_descale = cast_rowwise(x, E4M3)
@@ -131,10 +131,18 @@ class _Context(FunctionCtx):
 
 
 class _TensorwiseLinear(torch.autograd.Function):
+    """Of a frozen weight nothing of x is kept."""
+
     @staticmethod
-    def forward(ctx: _Context, x: Tensor, weight: Tensor, weight_fp8: Tensor, weight_descale: Tensor) -> Tensor:
-        x_fp8, x_fp8_t, x_descale = cast_tensorwise_both(x, _largest(x), E4M3)
-        ctx.save_for_backward(x_fp8_t, x_descale, weight_fp8, weight_descale)
+    def forward(
+        ctx: _Context, x: Tensor, weight: Tensor, weight_fp8: Tensor, weight_descale: Tensor, is_trained: bool
+    ) -> Tensor:
+        if is_trained:
+            x_fp8, x_fp8_t, x_descale = cast_tensorwise_both(x, _largest(x), E4M3)
+            ctx.save_for_backward(weight_fp8, weight_descale, x_fp8_t, x_descale)
+        else:
+            x_fp8, x_descale = cast_tensorwise(x, _largest(x), E4M3)
+            ctx.save_for_backward(weight_fp8, weight_descale)
         ctx.weight_dtype = weight.dtype
         return scaled_mm(x_fp8, weight_fp8, x_descale, weight_descale, out_dtype=x.dtype, fast_accumulation=True)
 
@@ -142,41 +150,53 @@ class _TensorwiseLinear(torch.autograd.Function):
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride] the decorator has no types
         ctx: _Context, grad: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None]:
-        x_fp8_t, x_descale, weight_fp8, weight_descale = ctx.saved_tensors
-        grad_fp8, grad_fp8_t, grad_descale = cast_tensorwise_both(grad, _largest(grad), E5M2)
+    ) -> tuple[Tensor | None, ...]:
+        weight_fp8, weight_descale, *of_x = ctx.saved_tensors
         grad_x, grad_weight = None, None
-        if ctx.needs_input_grad[0]:
-            grad_x = _tensorwise_grad_input(grad_fp8, weight_fp8, grad_descale, weight_descale, grad.dtype)
-        if ctx.needs_input_grad[1]:
+        if of_x:
+            x_fp8_t, x_descale = of_x
+            grad_fp8, grad_fp8_t, grad_descale = cast_tensorwise_both(grad, _largest(grad), E5M2)
             grad_weight = scaled_mm(
                 grad_fp8_t, x_fp8_t, grad_descale, x_descale, out_dtype=ctx.weight_dtype, fast_accumulation=False
             )
-        return grad_x, grad_weight, None, None
+        else:
+            grad_fp8, grad_descale = cast_tensorwise(grad, _largest(grad), E5M2)
+        if ctx.needs_input_grad[0]:
+            grad_x = _tensorwise_grad_input(grad_fp8, weight_fp8, grad_descale, weight_descale, grad.dtype)
+        return grad_x, grad_weight, None, None, None
 
 
 class _RowwiseLinear(torch.autograd.Function):
+    """Of a frozen weight nothing of x is kept."""
+
     @staticmethod
-    def forward(ctx: _Context, x: Tensor, weight: Tensor) -> Tensor:
-        x_fp8, x_descale, x_fp8_t, x_descale_t = cast_axiswise(x, E4M3)
-        ctx.save_for_backward(x_fp8_t, x_descale_t, weight)
+    def forward(ctx: _Context, x: Tensor, weight: Tensor, is_trained: bool) -> Tensor:
+        if is_trained:
+            x_fp8, x_descale, x_fp8_t, x_descale_t = cast_axiswise(x, E4M3)
+            ctx.save_for_backward(weight, x_fp8_t, x_descale_t)
+        else:
+            x_fp8, x_descale = cast_rowwise(x, E4M3)
+            ctx.save_for_backward(weight)
         return _rowwise_product(x_fp8, x_descale, weight, x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride] the decorator has no types
         ctx: _Context, grad: Tensor
-    ) -> tuple[Tensor | None, Tensor | None]:
-        x_fp8_t, x_descale_t, weight = ctx.saved_tensors
-        grad_fp8, grad_descale, grad_fp8_t, grad_descale_t = cast_axiswise(grad, E4M3)
+    ) -> tuple[Tensor | None, ...]:
+        weight, *of_x = ctx.saved_tensors
         grad_x, grad_weight = None, None
-        if ctx.needs_input_grad[0]:
-            grad_x = _rowwise_grad_input(grad_fp8, grad_descale, weight, grad.dtype)
-        if ctx.needs_input_grad[1]:
+        if of_x:
+            x_fp8_t, x_descale_t = of_x
+            grad_fp8, grad_descale, grad_fp8_t, grad_descale_t = cast_axiswise(grad, E4M3)
             grad_weight = scaled_mm(
                 grad_fp8_t, x_fp8_t, grad_descale_t, x_descale_t, out_dtype=weight.dtype, fast_accumulation=False
             )
-        return grad_x, grad_weight
+        else:
+            grad_fp8, grad_descale = cast_rowwise(grad, E4M3)
+        if ctx.needs_input_grad[0]:
+            grad_x = _rowwise_grad_input(grad_fp8, grad_descale, weight, grad.dtype)
+        return grad_x, grad_weight, None
 
 
 def _largest(x: Tensor) -> Tensor:

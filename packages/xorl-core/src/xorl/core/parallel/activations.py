@@ -7,7 +7,7 @@ from functools import cache
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 RecomputeModule = Literal["self_attn", "mlp"]
@@ -31,6 +31,8 @@ KEPT_OPERATIONS = frozenset(
         aten._scaled_dot_product_fused_attention_overrideable.default,
     }
 )
+# What an adapter adds to a layer's output is a product over its rank, which is far below the output's width.
+LOW_RANK_RATIO = 16
 # Our own attention operators: xorl::attention_{backend}.
 ATTENTION_PREFIX = "xorl::attention_"
 
@@ -39,8 +41,8 @@ def recompute_layers(layers: nn.ModuleList, recompute: Recompute, *, reentrant: 
     """Let every layer keep less for the backward pass, as `recompute` says; changes the layers in place.
 
     Modules get a class with another forward function, so parameters keep their names, hooks of the module stay outside
-    of what is recomputed, and the compiler sees that layers are alike. Values and gradients are the same to the bit.
-    `reentrant` is torch's older form, for whole layers and modules.
+    of what is recomputed, and the compiler sees that layers are alike. Values and gradients are the same to the bit,
+    with the same dropout where there is any. `reentrant` is torch's older form, for whole layers and modules.
     """
     if recompute == "none":
         return
@@ -49,25 +51,43 @@ def recompute_layers(layers: nn.ModuleList, recompute: Recompute, *, reentrant: 
     assert not (is_selective and reentrant), "the reentrant form cannot keep anything"
     for layer in layers:
         for module in [layer.get_submodule(name) for name in modules] or [layer]:
-            module.__class__ = _recomputing(type(module), reentrant, is_selective)
+            # Saving the generators' state costs time, and without dropout nothing in a layer draws random numbers.
+            draws = any(isinstance(inner, nn.Dropout) for inner in module.modules())
+            module.__class__ = _recomputing(type(module), reentrant, is_selective, draws)
 
 
 @cache
-def _recomputing(kind: type[nn.Module], reentrant: bool, is_selective: bool) -> type[nn.Module]:
+def _recomputing(kind: type[nn.Module], reentrant: bool, is_selective: bool, draws: bool) -> type[nn.Module]:
     """`kind`, by the same name, with a forward function that runs again in the backward pass."""
     plain = kind.forward
 
-    # Nothing in a layer draws random numbers, so there is no generator state to save for the second forward.
     def whole(self: nn.Module, *inputs: object) -> object:
-        return checkpoint(plain, self, *inputs, use_reentrant=reentrant, preserve_rng_state=False)
+        return checkpoint(plain, self, *inputs, use_reentrant=False, preserve_rng_state=draws)
+
+    def reentrantly(self: nn.Module, hidden: Tensor, *inputs: object) -> object:
+        if torch.is_grad_enabled() and not hidden.requires_grad:
+            # This form looks at its inputs alone to see whether anything is trained, and the first layer's input has no
+            # gradient where the embedding is frozen.
+            hidden = hidden.detach().requires_grad_(any(parameter.requires_grad for parameter in self.parameters()))
+        return checkpoint(plain, self, hidden, *inputs, use_reentrant=True, preserve_rng_state=draws)
 
     def selective(self: nn.Module, *inputs: object) -> object:
         return checkpoint(
-            plain, self, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=_kept_operations
+            plain, self, *inputs, use_reentrant=False, preserve_rng_state=draws, context_fn=_kept_operations
         )
 
-    forward = selective if is_selective else whole
+    forward = selective if is_selective else reentrantly if reentrant else whole
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+def _is_low_rank(operation: object, args: Sequence[object]) -> bool:
+    """Whether a matrix product has so few multiply-adds for what it returns that it is made again in no time."""
+    if operation not in (aten.mm.default, aten.addmm.default):
+        return False
+    *_, left, right = args
+    assert isinstance(left, Tensor)
+    assert isinstance(right, Tensor)
+    return left.shape[1] * LOW_RANK_RATIO < right.shape[1]
 
 
 def _kept_operations() -> tuple:
@@ -76,7 +96,7 @@ def _kept_operations() -> tuple:
 
 def _is_kept(context: object, operation: object, *args: object, **kwargs: object) -> CheckpointPolicy:
     if operation in KEPT_OPERATIONS:
-        return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE if _is_low_rank(operation, args) else CheckpointPolicy.MUST_SAVE
     name = operation.name() if isinstance(operation, torch._ops.OpOverload) else ""
     is_attention = name.startswith(ATTENTION_PREFIX) and not name.endswith("_backward")
     return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE

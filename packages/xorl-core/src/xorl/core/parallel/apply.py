@@ -80,7 +80,9 @@ class ParallelModel:
 
     @property
     def _in_half_precision(self) -> bool:
-        return any(parameter.dtype != torch.float32 for parameter in self.module.parameters())
+        return any(
+            parameter.dtype != torch.float32 for parameter in self.module.parameters() if parameter.requires_grad
+        )
 
     def drop_gathered(self) -> None:
         """Free gathered copies of sharded parameters, which a forward pass without a backward one may leave.

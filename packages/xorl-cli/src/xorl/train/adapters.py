@@ -1,0 +1,112 @@
+"""From the lora section of a configuration to adapters in a model, and what they change in a run."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Sequence
+
+import torch
+
+from xorl.config import LoraConfig
+from xorl.core.models import Decoder, DecoderConfig, matmul_parameters, training_flops
+from xorl.core.nn import Linear
+from xorl.core.parallel import ParallelModel
+from xorl.lora import AdapterSpec, adapter_parameters, adapters, fold_, init_adapters, inject
+
+logger = logging.getLogger(__name__)
+
+# An AdapterSpec's fields whose options have other names; its messages begin with the field.
+OPTIONS = {"targets": "lora_target_modules", "rank": "lora_rank", "alpha": "lora_alpha", "dropout": "lora_dropout"}
+
+
+def adapter_spec(lora: LoraConfig, default_targets: tuple[str, ...]) -> AdapterSpec | None:
+    """What `lora` asks for, `default_targets` where it names none; None where it wants no adapters."""
+    if not lora.enable_lora:
+        return None
+    targets = lora.lora_target_modules
+    if targets is None:
+        targets = default_targets
+    return AdapterSpec(
+        rank=lora.lora_rank,
+        alpha=lora.lora_alpha,
+        targets=targets if isinstance(targets, str) else tuple(targets),
+        dropout=lora.lora_dropout,
+        use_rslora=lora.use_rslora,
+        use_dora=lora.use_dora,
+        rank_pattern=lora.rank_pattern,
+        alpha_pattern=lora.alpha_pattern,
+        modules_to_save=tuple(lora.modules_to_save),
+    )
+
+
+def add_adapters(module: Decoder, lora: LoraConfig, default_targets: tuple[str, ...]) -> None:
+    """Put the adapters of `lora` into a model that is not placed yet, and freeze the rest, where it asks for any.
+
+    Raises ValueError that begins with the option at fault.
+    """
+    try:
+        spec = adapter_spec(lora, default_targets)
+        if spec is not None:
+            inject(module, spec)
+    except ValueError as error:
+        message = str(error)
+        field = re.split(r"\W", message, maxsplit=1)[0]
+        raise ValueError(f"lora.{OPTIONS.get(field, field)}: {message.removeprefix(f'{field}: ')}") from error
+
+
+def flops_of(config: DecoderConfig, module: Decoder) -> Callable[[Sequence[int]], int]:
+    """What a step on documents of given lengths takes, in floating-point operations: see `training_flops`."""
+    beside = [adapter for adapter in adapters(module).values() if not adapter.is_embedding]
+    num_added = sum(adapter.A.numel() + adapter.B.numel() for adapter in beside)
+    trained = sum(
+        layer.weight.numel()
+        for layer in module.modules()
+        if isinstance(layer, Linear) and any(weight.requires_grad for weight in layer.parameters(recurse=False))
+    )
+    if module.lm_head is None and module.head_weight.requires_grad:
+        trained += module.head_weight.numel()
+    num_frozen = matmul_parameters(config) - trained
+
+    def flops(lengths: Sequence[int]) -> int:
+        return training_flops(config, lengths, num_frozen=num_frozen, num_added=num_added)
+
+    return flops
+
+
+class AdapterMerging:
+    """Folds adapters into the base every `interval` steps and starts them anew (ReLoRA, arXiv:2307.05695).
+
+    It happens before the step that follows, so that a checkpoint of the step before holds adapters that have learnt
+    something, and a run that is resumed from it merges as the first one did.
+    """
+
+    def __init__(
+        self,
+        model: ParallelModel,
+        optimizer: torch.optim.Optimizer,
+        *,
+        interval: int,
+        seed: int,
+        resets_optimizer: bool,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._interval = interval
+        self._seed = seed
+        self._resets_optimizer = resets_optimizer
+
+    def before(self, step: int) -> None:
+        """Merge if step `step`, counted from 1, is the first after an interval. Collective."""
+        generation, is_later = divmod(step - 1, self._interval)
+        if is_later or generation == 0:
+            return
+        self._model.drop_gathered()
+        fold_(self._model.module)
+        init_adapters(self._model.module, seed=self._seed, generation=generation)
+        self._model.drop_gathered()
+        if self._resets_optimizer:
+            for parameter in adapter_parameters(self._model.module).values():
+                for value in self._optimizer.state.get(parameter, {}).values():
+                    value.zero_()
+        logger.info("adapters=merged after_step=%d reset_optimizer=%s", step - 1, self._resets_optimizer)
