@@ -21,7 +21,7 @@ FUSED_KERNELS: tuple[FusedKernel, ...] = ("rms_norm", "rope", "swiglu")
 
 # Those that tools/bench_fused.py has shown to be faster than what torch.compile makes of the plain forms. Compiled
 # layers take no others: what was not measured is not faster.
-FASTER_THAN_COMPILED: frozenset[FusedKernel] = frozenset({"swiglu"})
+FASTER_THAN_COMPILED: frozenset[FusedKernel] = frozenset(FUSED_KERNELS)
 
 SplitHeadsFn = Callable[
     [tuple[Tensor, ...], HeadShape, HeadNorms | None, RopeTables | None], tuple[Tensor, Tensor, Tensor]

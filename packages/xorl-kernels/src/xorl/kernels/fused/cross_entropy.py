@@ -105,9 +105,11 @@ def _cross_entropy_rows(
             columns = start + lanes
             is_inside = columns < NUM_COLUMNS
             x = tl.load(logits_ptr + columns, mask=is_inside, other=float("-inf")).to(tl.float32)
-            new_maxima = tl.maximum(maxima, x)
-            sums = sums * tl.exp(maxima - new_maxima) + tl.exp(x - new_maxima)
-            maxima = new_maxima
+            # One exponential a value: the larger of the two stands for 1, and the other is relative to it.
+            difference = x - maxima
+            smaller = tl.exp(-tl.abs(difference))
+            sums = tl.where(difference > 0, sums * smaller + 1.0, sums + smaller)
+            maxima = tl.maximum(maxima, x)
             is_behind = (target > x) | ((target == x) & (columns >= label))
             num_beating += tl.where(is_inside & ~is_behind, 1, 0)
         maximum = tl.max(maxima, axis=0)
@@ -127,7 +129,13 @@ def _cross_entropy_rows(
 
 
 @triton.jit
-def _scale(x_ptr: tl.tensor, factor_ptr: tl.tensor, num_values: int, BLOCKS: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def _scale(
+    x_ptr: tl.tensor,
+    factor_ptr: tl.tensor,
+    num_values: tl.int64,  # pyright: ignore[reportInvalidTypeForm]  (Triton's way to pass a wide integer)
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor != 1.0:
         for index in range(BLOCKS):
