@@ -140,14 +140,14 @@ def test_what_is_not_finite_is_not_hidden(value):
 def test_noise_is_normal_half_a_step_large_and_a_function_of_seed_and_step():
     # Catches noise of another size, noise that repeats in the next step or layer, and noise that is not reproduced.
     x = matrix(256, 512, torch.float32)
-    pairs = normal_pairs(WeightNoise(1.0, 3, torch.tensor(1)), 1 << 16, CPU)
+    pairs = normal_pairs(WeightNoise(1.0, torch.tensor([3, 1])), 1 << 16, CPU)
     for moment, wanted in ((1, 0.0), (2, 1.0), (3, 0.0), (4, 3.0)):
         assert (pairs.double() ** moment).mean().item() == pytest.approx(wanted, abs=0.06)
     codes, absmax = quantize_nf4(x, 64)
     plain = dequantize_nf4(codes, absmax, torch.float32)
     seen = []
     for key, step in ((3, 1), (3, 2), (4, 1), (3, 1)):
-        noisy = dequantize_nf4(codes, absmax, torch.float32, WeightNoise(0.5, key, torch.tensor(step)))
+        noisy = dequantize_nf4(codes, absmax, torch.float32, WeightNoise(0.5, torch.tensor([key, step])))
         seen.append((noisy - plain) / (0.5 * nf4.NOISE_STEP * absmax.repeat_interleave(64, 1)))
     assert torch.equal(seen[0], seen[3])
     for index, noise in enumerate(seen[:3]):

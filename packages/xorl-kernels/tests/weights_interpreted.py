@@ -34,7 +34,7 @@ def assert_bitwise(got, wanted):
 
 
 def noise():
-    return WeightNoise(0.5, 12345, torch.tensor(7))
+    return WeightNoise(0.5, torch.tensor([12345, 7]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -14,7 +14,7 @@ from xorl.ckpt.layout import (
     read_manifest,
     verify,
 )
-from xorl.ckpt.load import LoadMode, LoadReport, load_weights
+from xorl.ckpt.load import LoadMode, LoadReport, RowTarget, load_weights
 from xorl.ckpt.publish import published
 from xorl.ckpt.reader import SafetensorsSource, WeightRecipe, WeightSource
 from xorl.ckpt.saved_tensors import SavedParameters
@@ -31,6 +31,7 @@ __all__ = [
     "LoadReport",
     "LoadedCheckpoint",
     "Manifest",
+    "RowTarget",
     "SafetensorsSource",
     "SavedParameters",
     "Stateful",

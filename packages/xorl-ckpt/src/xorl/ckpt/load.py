@@ -4,6 +4,7 @@
     broadcast   rank 0 reads everything once and sends it; the others keep their rows
 
 Both work through the same list of row ranges, in buckets of bounded size, so no rank holds the model beside its shards.
+Rows go to RowTargets: parameters that keep what they are given, or anything else that makes something of it.
 """
 
 import functools
@@ -12,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, Protocol, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,49 @@ LoadMode: TypeAlias = Literal["broadcast", "all_ranks"]
 BUCKET_BYTES = 32 << 20
 # A bucket opens with a byte that says whether rank 0 could read it; tensors in it start at multiples of this.
 _ALIGNMENT = 64
+
+
+class RowTarget(Protocol):
+    """What takes the rows of one parameter, in order.
+
+    `shape` is the whole parameter's, as its recipe has it; `rows` the range [first, last) that this rank takes, (0, 0)
+    for none; `device` where it takes them. After the last, every rank calls `finish`, in the order of the parameters,
+    so that it may be collective.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def rows(self) -> tuple[int, int]: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def put(self, start: int, rows: torch.Tensor) -> None:
+        """Rows from row `start` on, which is that after the last that came. They are overwritten after the call."""
+        ...
+
+    def finish(self) -> None: ...
+
+
+class _TensorRows:
+    """A parameter that keeps its rows as they are, cast to its dtype."""
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self._local = local_tensor(parameter)
+        self._region = local_region(parameter)
+        self.shape = tuple(parameter.shape)
+        self.rows = self._region.rows
+        self.device = parameter.device
+
+    def put(self, start: int, rows: torch.Tensor) -> None:
+        first = start - self._region.offsets[0]
+        # On the device, so that the file's dtype crosses the bus and the cast runs where it is fast.
+        self._local[first : first + len(rows)].copy_(self._region.cut_beyond_rows(rows))
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +117,7 @@ class _Bucket:
 
 @torch.no_grad()
 def load_weights(
-    params: Mapping[str, torch.Tensor],
+    params: Mapping[str, torch.Tensor | RowTarget],
     recipes: Mapping[str, WeightRecipe],
     source: WeightSource | None,
     *,
@@ -81,7 +125,7 @@ def load_weights(
     ignore: Callable[[str], bool] | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> LoadReport:
-    """Collective: fill every parameter by its recipe, cast to the parameter's dtype.
+    """Collective: fill every parameter by its recipe, cast to the parameter's dtype; RowTargets take rows as they come.
 
     Recipes must be the same on every rank and may be more than this rank's parameters. In broadcast mode only rank 0
     needs a `source`. Raises CheckpointError on every rank, before anything is written, when names or shapes do not fit:
@@ -102,29 +146,35 @@ def load_weights(
             dtypes = {name: _stored_dtype(recipe, reading) for name, recipe in wanted.items()}
         elif this_rank() == 0 or not broadcasting:
             raise CheckpointError(f"load_weights_mode {mode!r}: rank {this_rank()} was given no weights to read")
+    targets = {name: _TensorRows(param) if isinstance(param, torch.Tensor) else param for name, param in params.items()}
     if broadcasting:
-        buckets = _broadcast(params, recipes, reading, dtypes, bucket_bytes)
+        buckets = _broadcast(targets, recipes, reading, dtypes, bucket_bytes)
     else:
         assert reading is not None
-        ranges = {name: local_region(param).rows for name, param in params.items()}
+        ranges = {name: target.rows for name, target in targets.items()}
         buckets = _pack(ranges, recipes, dtypes, bucket_bytes)
         with agreed("load the weights"):
-            for bucket, data in zip(buckets, _read(buckets, recipes, reading, _device_of(params)), strict=True):
-                _keep_own_rows(bucket, data, params, recipes)
+            unfinished = _Unfinished(targets)
+            try:
+                for bucket, data in zip(buckets, _read(buckets, recipes, reading, _device_of(targets)), strict=True):
+                    _keep_own_rows(bucket, data, targets, recipes, unfinished)
+            finally:
+                # Also where this rank could not read on: the others wait for it in each.
+                unfinished.before(None)
     num_bytes = 0 if reading is None else sum(chunk.num_bytes for bucket in buckets for chunk in bucket.chunks)
     report = LoadReport(len(params), num_bytes, time.monotonic() - started, ignored)
     logger.info("event=weights_loaded mode=%s tensors=%d bytes_read=%d", mode, report.num_tensors, report.bytes_read)
     return report
 
 
-def _check_parameters(params: Mapping[str, torch.Tensor], recipes: Mapping[str, WeightRecipe]) -> None:
+def _check_parameters(params: Mapping[str, torch.Tensor | RowTarget], recipes: Mapping[str, WeightRecipe]) -> None:
     problems: list[str] = []
     for name, param in params.items():
         if name not in recipes:
             problems.append(f"{name}: the model has it, but no recipe makes it")
         elif tuple(param.shape) != tuple(recipes[name].shape):
             problems.append(f"{name}: the model has {list(param.shape)}, its recipe makes {list(recipes[name].shape)}")
-        elif param.is_meta or param.ndim == 0:
+        elif isinstance(param, torch.Tensor) and (param.is_meta or param.ndim == 0):
             problems.append(f"{name}: it is on the meta device or has no dim; parameters need storage and rows")
     if problems:
         raise CheckpointError("the model's parameters cannot be loaded\n  " + _first(problems, "\n  "))
@@ -205,7 +255,7 @@ def _read(
 
 
 def _broadcast(
-    params: Mapping[str, torch.Tensor],
+    targets: Mapping[str, RowTarget],
     recipes: Mapping[str, WeightRecipe],
     source: WeightSource | None,
     dtypes: Mapping[str, torch.dtype],
@@ -216,12 +266,13 @@ def _broadcast(
     stored = broadcast_text(" ".join(dtype_name(dtypes[name]) for name in dtypes)).split()
     dtypes = {name: getattr(torch, dtype) for name, dtype in zip(recipes, stored, strict=True)}
     buckets = _pack({name: (0, recipe.shape[0]) for name, recipe in recipes.items()}, recipes, dtypes, bucket_bytes)
-    device = collective_device(_device_of(params))
+    device = collective_device(_device_of(targets))
     arriving = None if source is None else _read(buckets, recipes, source, device)
     received = torch.empty(
         0 if arriving else max(bucket.num_bytes for bucket in buckets), dtype=torch.uint8, device=device
     )
     error: Exception | None = None
+    unfinished = _Unfinished({name: targets[name] for name in recipes if name in targets})
     for bucket in buckets:
         try:
             data = received[: bucket.num_bytes] if arriving is None else next(arriving)
@@ -230,24 +281,40 @@ def _broadcast(
         dist.broadcast(data, src=0)
         if int(data[0].item()) != 0:
             break
-        _keep_own_rows(bucket, data, params, recipes)
+        _keep_own_rows(bucket, data, targets, recipes, unfinished)
+    else:
+        unfinished.before(None)
     raise_together("load the weights", error)
     return buckets
 
 
+class _Unfinished:
+    """The targets whose rows have not all come, in the order of the parameters."""
+
+    def __init__(self, targets: Mapping[str, RowTarget]) -> None:
+        self._targets = list(targets.items())
+
+    def before(self, name: str | None) -> None:
+        """Finish those before `name`, whose rows come next; all for None."""
+        while self._targets and self._targets[0][0] != name:
+            self._targets.pop(0)[1].finish()
+
+
 def _keep_own_rows(
-    bucket: _Bucket, data: torch.Tensor, params: Mapping[str, torch.Tensor], recipes: Mapping[str, WeightRecipe]
+    bucket: _Bucket,
+    data: torch.Tensor,
+    targets: Mapping[str, RowTarget],
+    recipes: Mapping[str, WeightRecipe],
+    unfinished: _Unfinished,
 ) -> None:
     for chunk in bucket.chunks:
-        if chunk.name not in params:
+        if chunk.name not in targets:
             continue
-        region = local_region(params[chunk.name])
-        first, last = region.rows
+        unfinished.before(chunk.name)
+        first, last = targets[chunk.name].rows
         start, stop = max(chunk.start, first), min(chunk.stop, last)
         if start < stop:
-            rows = _rows(chunk, data, recipes)[start - chunk.start : stop - chunk.start]
-            # On the device, so that the file's dtype crosses the bus and the cast runs where it is fast.
-            local_tensor(params[chunk.name])[start - first : stop - first].copy_(region.cut_beyond_rows(rows))
+            targets[chunk.name].put(start, _rows(chunk, data, recipes)[start - chunk.start : stop - chunk.start])
 
 
 def _rows(chunk: _Chunk, data: torch.Tensor, recipes: Mapping[str, WeightRecipe]) -> torch.Tensor:
@@ -264,8 +331,8 @@ def _require_same_recipes(recipes: Mapping[str, WeightRecipe]) -> None:
         )
 
 
-def _device_of(params: Mapping[str, torch.Tensor]) -> torch.device:
-    return next((param.device for param in params.values()), torch.device("cpu"))
+def _device_of(targets: Mapping[str, RowTarget]) -> torch.device:
+    return next((target.device for target in targets.values()), torch.device("cpu"))
 
 
 def _first(items: Collection[str], separator: str) -> str:

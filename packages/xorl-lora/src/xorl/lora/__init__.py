@@ -11,15 +11,27 @@ from xorl.lora.inject import (
     load_adapter_state_dict,
 )
 from xorl.lora.merge import fold_, magnitude, merge_, merged_rows, set_magnitude_
+from xorl.lora.quantized import (
+    AdaptiveNoise,
+    QuantizedLinear,
+    dense_parameters,
+    quantizable_linears,
+    quantize_linears,
+    quantized_linears,
+    quantized_rows,
+)
 from xorl.lora.spec import AdapterSpec
 
 __all__ = [
     "Adapter",
     "AdapterSpec",
+    "AdaptiveNoise",
+    "QuantizedLinear",
     "adapter_parameters",
     "adapter_state_dict",
     "adapters",
     "base_parameters",
+    "dense_parameters",
     "fold_",
     "init_adapters",
     "inject",
@@ -27,5 +39,9 @@ __all__ = [
     "magnitude",
     "merge_",
     "merged_rows",
+    "quantizable_linears",
+    "quantize_linears",
+    "quantized_linears",
+    "quantized_rows",
     "set_magnitude_",
 ]

@@ -18,6 +18,7 @@ from xorl.core.nn import Embedding, Linear
 from xorl.core.parallel import copy_shard_, local_part
 from xorl.lora.inject import Adapter, adapters
 from xorl.lora.linear import LowRank, TorchEmbedding, TorchLinear, adapter_of
+from xorl.lora.quantized import QuantizedLinear, local_rows, read_rows, row_norms_of, write_rows_
 
 
 def merge_(model: nn.Module) -> None:
@@ -39,14 +40,19 @@ def merge_(model: nn.Module) -> None:
 def fold_(model: nn.Module) -> None:
     """Write what every adapter of `model` adds into its base weight, in place, and leave the adapters as they are.
 
+    A quantised weight is quantised again, from fp32, with scales of its own.
+
     Call `init_adapters` next, or the model computes with each twice. Raises ValueError if `model` has no adapters.
     """
     found = adapters(model)
     if not found:
         raise ValueError(f"{type(model).__name__} has no adapters to merge")
     for layer in {id(adapter.layer): adapter.layer for adapter in found.values()}.values():
-        part, _ = local_part(layer.weight)
-        part.copy_(merged_rows(layer))
+        if isinstance(layer, QuantizedLinear):
+            write_rows_(layer, merged_rows(layer))
+        else:
+            part, _ = local_part(layer.weight)
+            part.copy_(merged_rows(layer))
 
 
 @torch.no_grad()
@@ -55,9 +61,7 @@ def merged_rows(layer: Linear | Embedding) -> Tensor:
 
     W + scale * B @ A (arXiv:2106.09685); with DoRA its rows, brought to the trained norms (arXiv:2402.09353).
     """
-    part, offset = local_part(layer.weight)
-    rows = part.to(torch.promote_types(part.dtype, torch.float32), copy=True)
-    first = offset[0] if offset else 0
+    rows, first = _base_rows(layer)
     adapter = adapter_of(layer)
     for pair in [] if adapter is None else adapter.pairs():
         if isinstance(layer, Embedding):
@@ -66,6 +70,14 @@ def merged_rows(layer: Linear | Embedding) -> Tensor:
         else:
             _fold_pair_(rows, pair, first)
     return rows
+
+
+def _base_rows(layer: Linear | Embedding) -> tuple[Tensor, int]:
+    """This rank's rows of the weight, in fp32 (fp64 for fp64), in memory of their own; and the first one's number."""
+    if isinstance(layer, QuantizedLinear):
+        return read_rows(layer), local_rows(layer)[0]
+    part, offset = local_part(layer.weight)
+    return part.to(torch.promote_types(part.dtype, torch.float32), copy=True), offset[0] if offset else 0
 
 
 def _fold_pair_(rows: Tensor, pair: LowRank, first: int) -> None:
@@ -98,9 +110,12 @@ def set_magnitude_(adapter: Adapter, values: Tensor) -> None:
 
 
 def _base_norms(adapter: Adapter) -> Tensor:
-    weight = adapter.layer.weight
-    norms = torch.linalg.vector_norm(weight.float(), dim=1)
-    return _whole(norms)[adapter.pair.start : adapter.pair.stop]
+    layer = adapter.layer
+    if isinstance(layer, QuantizedLinear):
+        norms = row_norms_of(layer)
+    else:
+        norms = _whole(torch.linalg.vector_norm(layer.weight.float(), dim=1))
+    return norms[adapter.pair.start : adapter.pair.stop]
 
 
 def _whole(tensor: Tensor) -> Tensor:

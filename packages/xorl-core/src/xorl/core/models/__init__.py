@@ -7,7 +7,7 @@ from xorl.core.models import gpt2, llama, qwen2, qwen3
 from xorl.core.models.decoder import Decoder
 from xorl.core.models.decoder_config import DecoderConfig
 from xorl.core.models.flops import matmul_parameters, training_flops
-from xorl.core.models.recipes import LogicalModule, WeightRecipe, WeightSource
+from xorl.core.models.recipes import LogicalModule, RowTarget, WeightRecipe, WeightSource
 from xorl.core.models.spec import ModelSpec
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "DecoderConfig",
     "LogicalModule",
     "ModelSpec",
+    "RowTarget",
     "WeightRecipe",
     "WeightSource",
     "matmul_parameters",

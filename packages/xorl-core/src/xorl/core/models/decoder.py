@@ -5,6 +5,7 @@ Shapes: T tokens, D model width, V vocabulary.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TypeVar, overload
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 
 from xorl.core.models.decoder_config import DecoderConfig
 from xorl.core.models.initial import fill_normal_, key_of
-from xorl.core.models.recipes import LogicalModule
+from xorl.core.models.recipes import LogicalModule, RowTarget
 from xorl.core.nn import (
     Attention,
     Embedding,
@@ -123,6 +124,7 @@ class Decoder(nn.Module):
         *,
         local_part: Callable[[Tensor], tuple[Tensor, Sequence[int]]] = _whole,
         device: torch.device | None = None,
+        targets: Mapping[str, RowTarget] = MappingProxyType({}),
     ) -> None:
         """Give every parameter but those of adapters its initial value, in place, on whatever device it is.
 
@@ -136,11 +138,22 @@ class Decoder(nn.Module):
             local_part: parameter -> (the part of it that this process holds, the index at which that part begins). The
                 default is for whole parameters.
             device: where values are computed. None means where each parameter is.
+            targets: what takes the values of a weight that is kept in another form (`Linear.stored`), by its name. With
+                some, the call is collective.
         """
+        for name, target in targets.items():
+            first, last = target.rows
+            part = torch.empty((last - first, *target.shape[1:]), device=target.device)
+            key = key_of(seed, name, target.shape)
+            fill_normal_(part, std=self._std(name), key=key, shape=target.shape, offset=(first, 0), device=device)
+            target.put(first, part)
+            target.finish()
         for module_name, module in self.named_modules():
             if not isinstance(module, (Linear, Embedding, RMSNorm, HeadNorm, LayerNorm)):
                 continue
             for leaf_name, parameter in module.named_parameters(recurse=False):
+                if isinstance(module, Linear) and leaf_name in module.stored:
+                    continue
                 part, offset = local_part(parameter)
                 if leaf_name == "bias" or isinstance(module, (RMSNorm, HeadNorm, LayerNorm)):
                     part.fill_(0.0 if leaf_name == "bias" else 1.0)

@@ -53,6 +53,33 @@ class WeightRecipe(Protocol):
         ...
 
 
+class RowTarget(Protocol):
+    """A parameter that takes its rows in another form than it keeps them in.
+
+    Attributes:
+        shape: of the whole parameter as recipes have it.
+        rows: the range [first, last) of rows that this process takes; (0, 0) for none.
+        device: where rows are taken.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def rows(self) -> tuple[int, int]: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def put(self, start: int, rows: Tensor) -> None:
+        """Take rows from row `start` on, which is that after the last that came; `rows` may be overwritten later."""
+        ...
+
+    def finish(self) -> None:
+        """All rows came. Collective: every process calls it, those that take no rows too."""
+        ...
+
+
 @dataclass(frozen=True)
 class Rows:
     """Checkpoint tensors stacked along dim 0; a single one is itself.

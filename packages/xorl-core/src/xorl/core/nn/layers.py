@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Protocol, overload
+from typing import ClassVar, Protocol, overload
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +65,11 @@ class Linear(nn.Module):
 
     Attributes:
         adapter: None, or a module that stands beside the weight; parameters of the layer keep their names.
+        stored: of a subclass that keeps its frozen weight in another form, the parameters that do, `weight` among them.
+            They are given values by who knows the form, and travel between ranks as they are, in no other dtype.
     """
+
+    stored: ClassVar[tuple[str, ...]] = ()
 
     bias: nn.Parameter | None
     adapter: LinearAddition | None

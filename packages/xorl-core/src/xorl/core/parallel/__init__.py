@@ -5,7 +5,7 @@ from xorl.core.parallel.apply import ParallelModel, ParallelPolicy, parallelize
 from xorl.core.parallel.compile import CompileBackend
 from xorl.core.parallel.ddp import replicate
 from xorl.core.parallel.exposed import WaitRecorder, record_waits
-from xorl.core.parallel.fsdp import copy_shard_, local_part, shard, sharding_units
+from xorl.core.parallel.fsdp import copy_shard_, local_part, shard, shard_groups, sharding_units
 
 __all__ = [
     "CompileBackend",
@@ -19,5 +19,6 @@ __all__ = [
     "record_waits",
     "replicate",
     "shard",
+    "shard_groups",
     "sharding_units",
 ]

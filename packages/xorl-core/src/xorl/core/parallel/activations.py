@@ -35,6 +35,8 @@ KEPT_OPERATIONS = frozenset(
 LOW_RANK_RATIO = 16
 # Our own attention operators: xorl::attention_{backend}.
 ATTENTION_PREFIX = "xorl::attention_"
+# Products with quantised weights.
+KEPT_OPERATORS = frozenset({"xorl::quantized_linear"})
 
 
 def recompute_layers(layers: nn.ModuleList, recompute: Recompute, *, reentrant: bool) -> None:
@@ -99,4 +101,5 @@ def _is_kept(context: object, operation: object, *args: object, **kwargs: object
         return CheckpointPolicy.PREFER_RECOMPUTE if _is_low_rank(operation, args) else CheckpointPolicy.MUST_SAVE
     name = operation.name() if isinstance(operation, torch._ops.OpOverload) else ""
     is_attention = name.startswith(ATTENTION_PREFIX) and not name.endswith("_backward")
-    return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
+    is_kept = is_attention or name in KEPT_OPERATORS
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE

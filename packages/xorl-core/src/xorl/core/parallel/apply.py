@@ -20,6 +20,7 @@ from xorl.core.parallel.ddp import replicate
 from xorl.core.parallel.fp8 import Fp8Weights
 from xorl.core.parallel.fsdp import prefetch_forward, shard, sharding_units
 from xorl.core.parallel.offload import ActivationOffload
+from xorl.core.parallel.stored import gather_as_stored, sharding_of_bytes
 
 
 @dataclass(frozen=True)
@@ -125,19 +126,21 @@ def parallelize(
     if policy.data_parallel_mode == "fsdp2":
         units = sharding_units(model, policy.unit_modules, list(layers))
         _keep_head_at_root(model, units)
-        shard(
-            model,
-            mesh.fsdp,
-            units,
-            param_dtype=policy.param_dtype,
-            reshard_after_forward=policy.reshard_after_forward,
-            cpu_offload=policy.cpu_offload,
-        )
+        with sharding_of_bytes():
+            shard(
+                model,
+                mesh.fsdp,
+                units,
+                param_dtype=policy.param_dtype,
+                reshard_after_forward=policy.reshard_after_forward,
+                cpu_offload=policy.cpu_offload,
+            )
         if policy.forward_prefetch:
             prefetch_forward(list(layers))
     if any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device="cpu" if policy.cpu_offload else device)
         fill(model)
+    gather_as_stored(model)
     fp8_weights = Fp8Weights(model) if policy.fp8 == "tensorwise" else None
     forward = replicate(model, mesh) if policy.data_parallel_mode == "ddp" else model
     return ParallelModel(model, forward, mesh, fp8_weights)

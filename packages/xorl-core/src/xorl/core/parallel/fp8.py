@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from xorl.core.nn.fp8 import Fp8Linear
+from xorl.core.parallel.fsdp import shard_groups, sharded_parameters
 from xorl.kernels.quant import E4M3, cast_into_
 
 
@@ -45,12 +46,12 @@ class Fp8Weights:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        sharded = _sharded_weights(model)
+        sharded = {module: found for (module, name), found in sharded_parameters(model).items() if name == "weight"}
         linears = [m for m in model.modules() if isinstance(m, Fp8Linear) and m.recipe == "tensorwise"]
         self._copies = [
             _gather_in_fp8(linear, sharded[linear]) if linear in sharded else _copy_whole(linear) for linear in linears
         ]
-        self._groups = _shard_groups(linears[0].weight) if linears else []
+        self._groups = shard_groups(linears[0].weight) if linears else []
         self._versions: list[int] = []
         # Before FSDP2's own hook: its streams wait for what was queued until then.
         model.register_forward_pre_hook(lambda *_: self.refresh(), prepend=True)
@@ -117,22 +118,3 @@ def _gather_in_fp8(linear: Fp8Linear, parameter: FSDPParam) -> _Copy:
     parameter._init_extensions()
     parameter._unsharded_param = nn.Parameter(placeholder, requires_grad=parameter.sharded_param.requires_grad)
     return _Copy(parameter, shard_fp8, linear.weight_descale)
-
-
-def _sharded_weights(model: nn.Module) -> dict[nn.Module, FSDPParam]:
-    """What FSDP2 knows of the weight of each linear layer that it has sharded."""
-    found: dict[nn.Module, FSDPParam] = {}
-    for unit in model.modules():
-        group = unit._get_fsdp_state()._fsdp_param_group if isinstance(unit, FSDPModule) else None
-        for parameter in [] if group is None else group.fsdp_params:
-            if parameter._module_info.param_name == "weight":
-                found[parameter._module_info.module] = parameter
-    return found
-
-
-def _shard_groups(weight: Tensor) -> list[dist.ProcessGroup]:
-    """The groups over which a weight's rows are spread; every weight's are, over the same."""
-    if not isinstance(weight, DTensor):
-        return []
-    mesh = weight.device_mesh
-    return [mesh.get_group(axis) for axis, where in enumerate(weight.placements) if isinstance(where, Shard)]

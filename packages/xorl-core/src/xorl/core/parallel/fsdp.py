@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
@@ -49,6 +51,24 @@ def prefetch_forward(layers: Sequence[nn.Module]) -> None:
         assert isinstance(layer, FSDPModule)
         assert isinstance(following, FSDPModule)
         layer.set_modules_to_forward_prefetch([following])
+
+
+def sharded_parameters(model: nn.Module) -> dict[tuple[nn.Module, str], FSDPParam]:
+    """What FSDP2 knows of each parameter that it has sharded, by the module that has it and its name there."""
+    found: dict[tuple[nn.Module, str], FSDPParam] = {}
+    for unit in model.modules():
+        group = unit._get_fsdp_state()._fsdp_param_group if isinstance(unit, FSDPModule) else None
+        for parameter in [] if group is None else group.fsdp_params:
+            found[parameter._module_info.module, parameter._module_info.param_name] = parameter
+    return found
+
+
+def shard_groups(weight: Tensor) -> list[dist.ProcessGroup]:
+    """The groups of ranks over which the rows of `weight` are spread; none where each has it whole."""
+    if not isinstance(weight, DTensor):
+        return []
+    mesh = weight.device_mesh
+    return [mesh.get_group(axis) for axis, where in enumerate(weight.placements) if isinstance(where, Shard)]
 
 
 def local_part(parameter: Tensor) -> tuple[Tensor, Sequence[int]]:

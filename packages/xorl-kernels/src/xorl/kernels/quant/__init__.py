@@ -19,11 +19,16 @@ from xorl.kernels.quant.fp8 import (
 from xorl.kernels.quant.nf4 import dequantize_nf4, quantize_nf4
 from xorl.kernels.quant.noise import WeightNoise, normal_pairs
 from xorl.kernels.quant.nvfp4 import dequantize_nvfp4, nvfp4_global_scale, quantize_nvfp4
+from xorl.kernels.quant.products import dequantized, quantized_linear
+from xorl.kernels.quant.weights import GROUP_SIZES, QuantizedWeight, QuantScheme
 
 __all__ = [
     "E4M3",
     "E5M2",
+    "GROUP_SIZES",
     "QuantFormat",
+    "QuantScheme",
+    "QuantizedWeight",
     "WeightNoise",
     "amax",
     "cast_axiswise",
@@ -35,6 +40,7 @@ __all__ = [
     "dequantize_block_fp8",
     "dequantize_nf4",
     "dequantize_nvfp4",
+    "dequantized",
     "fp8_refusal",
     "normal_pairs",
     "nvfp4_global_scale",
@@ -42,6 +48,7 @@ __all__ = [
     "quantize_block_fp8",
     "quantize_nf4",
     "quantize_nvfp4",
+    "quantized_linear",
     "scaled_mm",
     "transpose",
 ]

@@ -117,11 +117,9 @@ def _tiles(num_groups: int, group_size: int) -> tuple[tuple[int], dict[str, int]
     return (-(-num_groups // num),), {"N": num, "HALF": group_size // 2}
 
 
-def _draws(noise: WeightNoise | None, instead: Tensor) -> tuple[Tensor, int, float, bool]:
-    """What a kernel draws its noise by; `instead` stands for the step where there is none."""
-    if noise is None:
-        return instead, 0, 0.0, False
-    return noise.step, noise.key, noise.alpha, True
+def _draws(noise: WeightNoise | None, instead: Tensor) -> tuple[Tensor, float, bool]:
+    """What a kernel draws its noise by; `instead` stands for the tensor where there is none."""
+    return (instead, 0.0, False) if noise is None else (noise.key_and_step, noise.alpha, True)
 
 
 @triton.jit
@@ -151,9 +149,9 @@ def _magnitude(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _normals(pair: tl.tensor, step_ptr: tl.tensor, key: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+def _normals(pair: tl.tensor, key_ptr: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     """The two numbers of `noise.normal_pairs` for each pair's int64 index."""
-    low, high = draw(pair, tl.load(step_ptr), key)  # pyright: ignore[reportGeneralTypeIssues]
+    low, high = draw(pair, tl.load(key_ptr + 1), tl.load(key_ptr))  # pyright: ignore[reportGeneralTypeIssues]
     radius = tl.sqrt(-2.0 * tl.log((low.to(tl.float32) + 0.5) * _UNIFORM))
     quarter = (high + 0x20000000) >> 30
     x = (high - (quarter << 30)).to(tl.int32, bitcast=True).to(tl.float32) * _TURN
@@ -200,15 +198,14 @@ def _quantize_nf4(
     tl.store(absmax_ptr + group, absmax, mask=group < num_groups)
 
 
-@triton.jit(do_not_specialize=["key"])
+@triton.jit
 def _dequantize_nf4(
     codes_ptr: tl.tensor,
     absmax_ptr: tl.tensor,
     values_ptr: tl.tensor,
     out_ptr: tl.tensor,
     num_groups: int,
-    step_ptr: tl.tensor,
-    key: int,
+    key_ptr: tl.tensor,
     alpha: float,
     NOISE: tl.constexpr,
     N: tl.constexpr,
@@ -222,7 +219,7 @@ def _dequantize_nf4(
     first = tl.load(values_ptr + (code >> 4)) * absmax
     second = tl.load(values_ptr + (code & 0xF)) * absmax
     if NOISE:
-        one, other = _normals(byte, step_ptr, key)  # pyright: ignore[reportGeneralTypeIssues]
+        one, other = _normals(byte, key_ptr)  # pyright: ignore[reportGeneralTypeIssues]
         size = alpha * _NF4_STEP * absmax
         first, second = first + size * one, second + size * other
     _store_pairs(out_ptr, group, first, second, num_groups, N, HALF)
@@ -291,7 +288,7 @@ def _fp4_value(code: tl.tensor) -> tl.tensor:
     return bits.to(tl.float16, bitcast=True).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["key"])
+@triton.jit
 def _dequantize_nvfp4(
     codes_ptr: tl.tensor,
     scales_ptr: tl.tensor,
@@ -299,8 +296,7 @@ def _dequantize_nvfp4(
     out_ptr: tl.tensor,
     num_groups: int,
     groups_per_row: int,
-    step_ptr: tl.tensor,
-    key: int,
+    key_ptr: tl.tensor,
     alpha: float,
     NOISE: tl.constexpr,
     N: tl.constexpr,
@@ -316,7 +312,7 @@ def _dequantize_nvfp4(
     first = _fp4_value(code) * (step * 16384.0)
     second = _fp4_value(code >> 4) * (step * 16384.0)
     if NOISE:
-        one, other = _normals(byte, step_ptr, key)  # pyright: ignore[reportGeneralTypeIssues]
+        one, other = _normals(byte, key_ptr)  # pyright: ignore[reportGeneralTypeIssues]
         size = alpha * _FP4_STEP * step
         first, second = first + size * one, second + size * other
     _store_pairs(out_ptr, group, first, second, num_groups, N, HALF)
@@ -344,15 +340,14 @@ def _quantize_block_fp8(
     tl.store(scales_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), scale)
 
 
-@triton.jit(do_not_specialize=["key"])
+@triton.jit
 def _dequantize_block_fp8(
     codes_ptr: tl.tensor,
     scales_ptr: tl.tensor,
     out_ptr: tl.tensor,
     num_rows: int,
     num_columns: int,
-    step_ptr: tl.tensor,
-    key: int,
+    key_ptr: tl.tensor,
     alpha: float,
     NOISE: tl.constexpr,
     G: tl.constexpr,
@@ -367,7 +362,7 @@ def _dequantize_block_fp8(
     scale = tl.load(scales_ptr + block)
     values = code * scale
     if NOISE:
-        one, other = _normals(place >> 1, step_ptr, key)  # pyright: ignore[reportGeneralTypeIssues]
+        one, other = _normals(place >> 1, key_ptr)  # pyright: ignore[reportGeneralTypeIssues]
         values += alpha * _FP8_STEP * scale * tl.where(place & 1 == 0, one, other)
     dtype = out_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue] it is a pointer's
     tl.store(out_ptr + place, values.to(dtype), mask=inside)

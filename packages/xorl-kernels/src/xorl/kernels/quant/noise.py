@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from xorl.kernels.optim import noise as words
+from xorl.kernels.optim.noise import KEY_STEP, philox2x32
 
 # A word as a number in (0, 1], and as an angle: 2**32 are a whole turn.
 UNIFORM = 2.0**-32
@@ -28,18 +28,18 @@ class WeightNoise:
 
     Attributes:
         alpha: how much.
-        key: of the weight and the run's seed, in [0, 2**31).
-        step: the optimizer step, 0-dim int64 on the weight's device.
+        key_and_step: int64 [2] on the weight's device. A key of the weight and the run's seed, in [0, 2**31), and the
+            optimizer step. Both in a tensor, so that compiled layers that differ in them alone are one.
     """
 
     alpha: float
-    key: int
-    step: Tensor
+    key_and_step: Tensor
 
 
 def normal_pairs(noise: WeightNoise, num_pairs: int, device: torch.device) -> Tensor:
     """Independent standard normal numbers, fp32 [2 * num_pairs]: Box and Muller's transform of each pair of words."""
-    low, high = words.draw(words.Noise(noise.key, 0, noise.step.to(device)), 0, num_pairs)
+    key, step = noise.key_and_step.to(device).unbind()
+    low, high = _draw(key, step, num_pairs)
     radius = low.float().add_(0.5).mul_(UNIFORM).log_().mul_(-2.0).sqrt_()
     quarter = (high + (1 << 29)) >> 30  # 0 to 4, of a turn
     x = (high - (quarter << 30)).float().mul_(TURN)  # within an eighth of a turn of it
@@ -51,3 +51,12 @@ def normal_pairs(noise: WeightNoise, num_pairs: int, device: torch.device) -> Te
     one = torch.where(((quarter + 1) & 2) != 0, -one, one)
     other = torch.where((quarter & 2) != 0, -other, other)
     return torch.stack((radius * one, radius * other), dim=-1).flatten()
+
+
+def _draw(key: Tensor, step: Tensor, num_pairs: int) -> tuple[Tensor, Tensor]:
+    """The two random words of each pair, int64 [num_pairs], by the counters of stochastic rounding's bits."""
+    index = torch.arange(num_pairs, device=key.device)
+    mask = 0xFFFFFFFF
+    # Weights of more than 2**32 pairs repeat no words: the index's upper half changes the key.
+    keys = ((index >> 32) * KEY_STEP + key) & mask
+    return philox2x32(index & mask, (step & mask).expand_as(index), keys)

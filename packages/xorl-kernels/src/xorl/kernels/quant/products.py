@@ -1,0 +1,169 @@
+"""Products with quantised weights as torch operators: the weight is dequantised in each, and never kept.
+
+The forward product and that of the input's gradient are one operator each, though others could do without: the
+dequantised weight depends on nothing of the backward pass, and a compiler that saw it would make it once, in the
+forward pass, and keep it. Products are those of torch in the dtype of x.
+
+Shapes: T tokens, O output features, I input features; codes, scales and global_scale as `QuantScheme.stored` has them.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from xorl.kernels.quant.device import QuantFormat
+from xorl.kernels.quant.noise import WeightNoise
+from xorl.kernels.quant.weights import QuantizedWeight, QuantScheme
+
+
+@torch.library.custom_op("xorl::quantized_linear", mutates_args=())
+def quantized_linear(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    global_scale: Tensor | None,
+    quant_format: str,
+    group_size: int,
+    out_features: int,
+    noise: Tensor | None = None,
+    noise_alpha: float = 0.0,
+) -> Tensor:
+    """x [T, I] times the weight's transpose, [T, O], in the dtype of x; differentiable by x.
+
+    noise adds that of a WeightNoise to the weight: it is its key_and_step, and noise_alpha its alpha.
+    """
+    weight = dequantized(
+        codes,
+        scales,
+        global_scale,
+        quant_format,
+        group_size,
+        out_features,
+        x.dtype,
+        noise,
+        noise_alpha,
+    )
+    return x @ weight.t()
+
+
+@torch.library.custom_op("xorl::quantized_linear_grad", mutates_args=())
+def quantized_linear_grad(
+    grad: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    global_scale: Tensor | None,
+    quant_format: str,
+    group_size: int,
+    in_features: int,
+    noise: Tensor | None,
+    noise_alpha: float,
+) -> Tensor:
+    """The gradient [T, I] of x, given that of the output [T, O]."""
+    weight = dequantized(
+        codes,
+        scales,
+        global_scale,
+        quant_format,
+        group_size,
+        grad.shape[1],
+        grad.dtype,
+        noise,
+        noise_alpha,
+    )
+    return grad @ weight
+
+
+@torch.library.custom_op("xorl::dequantized", mutates_args=())
+def dequantized(
+    codes: Tensor,
+    scales: Tensor,
+    global_scale: Tensor | None,
+    quant_format: str,
+    group_size: int,
+    out_features: int,
+    dtype: torch.dtype,
+    noise: Tensor | None = None,
+    noise_alpha: float = 0.0,
+) -> Tensor:
+    """The weight [O, I] in `dtype`."""
+    scheme = QuantScheme(cast(QuantFormat, quant_format), group_size)
+    weight = QuantizedWeight(codes, scales, global_scale)
+    return scheme.dequantize(weight, out_features, dtype, None if noise is None else WeightNoise(noise_alpha, noise))
+
+
+def num_columns(codes: Tensor, quant_format: str) -> int:
+    """I of a weight with these codes."""
+    return codes.shape[-1] if quant_format == "block_fp8" else 2 * codes.shape[-1]
+
+
+class _Context(FunctionCtx):
+    saved_tensors: tuple[Tensor | None, ...]
+    scheme: tuple[str, int]
+    alpha: float
+
+
+def _keep(ctx: _Context, inputs: tuple, output: Tensor) -> None:
+    _, codes, scales, global_scale, quant_format, group_size, _, noise, alpha = inputs
+    ctx.save_for_backward(codes, scales, global_scale, noise)
+    ctx.scheme, ctx.alpha = (quant_format, group_size), alpha
+
+
+def _differentiate(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, ...]:
+    codes, scales, global_scale, noise = ctx.saved_tensors
+    assert codes is not None
+    assert scales is not None
+    width = num_columns(codes, ctx.scheme[0])
+    grad_x = quantized_linear_grad(grad, codes, scales, global_scale, *ctx.scheme, width, noise, ctx.alpha)
+    return grad_x, *(None,) * 8
+
+
+quantized_linear.register_autograd(_differentiate, setup_context=_keep)
+
+
+@quantized_linear.register_fake
+def _(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    global_scale: Tensor | None,
+    quant_format: str,
+    group_size: int,
+    out_features: int,
+    noise: Tensor | None = None,
+    noise_alpha: float = 0.0,
+) -> Tensor:
+    return x.new_empty((x.shape[0], out_features))
+
+
+@quantized_linear_grad.register_fake
+def _(
+    grad: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    global_scale: Tensor | None,
+    quant_format: str,
+    group_size: int,
+    in_features: int,
+    noise: Tensor | None,
+    noise_alpha: float,
+) -> Tensor:
+    return grad.new_empty((grad.shape[0], in_features))
+
+
+@dequantized.register_fake
+def _(
+    codes: Tensor,
+    scales: Tensor,
+    global_scale: Tensor | None,
+    quant_format: str,
+    group_size: int,
+    out_features: int,
+    dtype: torch.dtype,
+    noise: Tensor | None = None,
+    noise_alpha: float = 0.0,
+) -> Tensor:
+    return codes.new_empty((out_features, num_columns(codes, quant_format)), dtype=dtype)

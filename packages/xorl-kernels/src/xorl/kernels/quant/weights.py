@@ -1,0 +1,116 @@
+"""Weights as they are kept quantised: one scheme for all formats, their bytes, and which shapes fit.
+
+A weight [O, I] is kept as tensors whose first dimension counts units of rows: single rows, or the rows of a block in
+block_fp8. A range of units is whole without its neighbours, so that ranks can share them, quantise their own and gather
+bytes. All but fp32 scales are bytes, which every communication library and file format knows.
+
+Shapes: O output features, I input features, G group size, U units.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from xorl.kernels.quant.block_fp8 import dequantize_block_fp8, quantize_block_fp8
+from xorl.kernels.quant.device import QuantFormat
+from xorl.kernels.quant.nf4 import dequantize_nf4, quantize_nf4
+from xorl.kernels.quant.noise import WeightNoise
+from xorl.kernels.quant.nvfp4 import dequantize_nvfp4, quantize_nvfp4
+
+GROUP_SIZES: Mapping[QuantFormat, int] = MappingProxyType({"nf4": 64, "nvfp4": 16, "block_fp8": 128})
+# Kernels take whole groups into registers, and lengths there are powers of two.
+MIN_GROUP_SIZE, MAX_GROUP_SIZE = 16, 1024
+MAX_BLOCK = 256
+
+
+class QuantizedWeight(NamedTuple):
+    """Codes, the scale of each group, and for nvfp4 the global scale of each row: see `QuantScheme.stored`."""
+
+    codes: Tensor
+    scales: Tensor
+    global_scale: Tensor | None
+
+
+@dataclass(frozen=True)
+class QuantScheme:
+    """A format and how many weights share a scale: a run of a row, or in block_fp8 the side of a square."""
+
+    quant_format: QuantFormat
+    group_size: int
+
+    @property
+    def unit_rows(self) -> int:
+        """Rows that are quantised together."""
+        return self.group_size if self.quant_format == "block_fp8" else 1
+
+    def group_refusal(self) -> str | None:
+        """Why there is no such group, or None."""
+        largest = MAX_BLOCK if self.quant_format == "block_fp8" else MAX_GROUP_SIZE
+        if MIN_GROUP_SIZE <= self.group_size <= largest and self.group_size.bit_count() == 1:
+            return None
+        return (
+            f"{self.group_size} is no group of {self.quant_format}: powers of two from {MIN_GROUP_SIZE} to {largest} "
+            f"are, and {GROUP_SIZES[self.quant_format]} is usual"
+        )
+
+    def shape_refusal(self, in_features: int) -> str | None:
+        """Why a weight with rows of this length cannot be quantised, or None. Blocks of block_fp8 may be cut off."""
+        if self.quant_format == "block_fp8" or in_features % self.group_size == 0:
+            return None
+        return f"rows of {in_features} weights do not divide into groups of {self.group_size}"
+
+    def stored(self, out_features: int, in_features: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes of the fields of a QuantizedWeight, those it has.
+
+        nf4: codes [O, I / 2], scales fp32 [O, I / G]. nvfp4: codes [O, I / 2], scales [O, I / G] (E4M3, as bytes),
+        global_scale fp32 [O]. block_fp8: codes [U, G, I] (E4M3, as bytes; rows beyond O are padding), scales fp32
+        [U, ceil(I / G)].
+        """
+        groups = math.ceil(in_features / self.group_size)
+        if self.quant_format == "block_fp8":
+            units = math.ceil(out_features / self.group_size)
+            return {
+                "codes": ((units, self.group_size, in_features), torch.uint8),
+                "scales": ((units, groups), torch.float32),
+            }
+        codes = ((out_features, in_features // 2), torch.uint8)
+        if self.quant_format == "nf4":
+            return {"codes": codes, "scales": ((out_features, groups), torch.float32)}
+        return {
+            "codes": codes,
+            "scales": ((out_features, groups), torch.uint8),
+            "global_scale": ((out_features,), torch.float32),
+        }
+
+    def quantize(self, weight: Tensor, global_scale: Tensor | None = None) -> QuantizedWeight:
+        """weight [rows, I], of any floating dtype, as it is kept. `global_scale` fp32 [rows] is for nvfp4."""
+        if self.quant_format == "nf4":
+            return QuantizedWeight(*quantize_nf4(weight, self.group_size), None)
+        if self.quant_format == "nvfp4":
+            assert global_scale is not None, "nvfp4 has a global scale"
+            codes, scales = quantize_nvfp4(weight, global_scale, self.group_size)
+            return QuantizedWeight(codes, scales.view(torch.uint8), global_scale)
+        codes, scales = quantize_block_fp8(weight, self.group_size)
+        padded = codes.new_zeros((len(scales) * self.group_size, codes.shape[1]), dtype=torch.uint8)
+        padded[: len(codes)] = codes.view(torch.uint8)
+        return QuantizedWeight(padded.unflatten(0, (-1, self.group_size)), scales, None)
+
+    def dequantize(
+        self, weight: QuantizedWeight, num_rows: int, dtype: torch.dtype, noise: WeightNoise | None = None
+    ) -> Tensor:
+        """[num_rows, I] of `dtype`: what padded rows hold is left out."""
+        codes, scales, global_scale = weight
+        if self.quant_format == "nf4":
+            return dequantize_nf4(codes, scales, dtype, noise)
+        if self.quant_format == "nvfp4":
+            assert global_scale is not None, "nvfp4 has a global scale"
+            return dequantize_nvfp4(codes, scales.view(torch.float8_e4m3fn), global_scale, dtype, noise)
+        rows = codes.flatten(0, 1)[:num_rows].view(torch.float8_e4m3fn)
+        return dequantize_block_fp8(rows, scales, self.group_size, dtype, noise)

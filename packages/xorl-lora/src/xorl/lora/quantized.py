@@ -1,0 +1,301 @@
+"""Linear layers whose frozen weight is kept quantised (QLoRA, arXiv:2305.14314), and a model's layers made so.
+
+The weight is dequantised in each product, forward and backward, and not kept in between. Adapters stand on such layers
+as on any other. Values come in by `QuantizedRows`, a range of rows at a time, sharded or whole; which layers are
+quantised is decided by name, where a model has no memory yet.
+
+Shapes: T tokens, I input features, O output features, N rows of a weight that this rank holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from itertools import pairwise
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from xorl.core.models import Decoder
+from xorl.core.nn import Linear
+from xorl.core.parallel import local_part, shard_groups
+from xorl.kernels.quant import (
+    QuantizedWeight,
+    QuantScheme,
+    dequantized,
+    nvfp4_global_scale,
+    quantized_linear,
+)
+from xorl.lora.spec import is_named
+
+
+class QuantizedLinear(Linear):
+    """x @ weight.T + bias in the dtype of x, with a frozen weight kept as `scheme` says.
+
+    Attributes:
+        scheme: the format.
+        part_rows: the rows of each matrix that the weight stacks; nvfp4 has a global scale for each.
+        weight, weight_scale, weight_global_scale: codes, the scales of groups, and for nvfp4 (else None) the global
+            scale of each row: the fields of `QuantScheme.stored`.
+        noise: None, or the key and step of noise on the weight in training mode (see `WeightNoise`), times noise_alpha.
+    """
+
+    stored: ClassVar[tuple[str, ...]] = ("weight", "weight_scale", "weight_global_scale")
+
+    weight_global_scale: nn.Parameter | None
+    noise: Tensor | None
+
+    def __init__(self, linear: Linear, scheme: QuantScheme, part_rows: Sequence[int] = ()) -> None:
+        """Takes the place of `linear`, on its device; the values are those of memory as it is found.
+
+        Raises ValueError for a shape that the scheme does not fit.
+        """
+        nn.Module.__init__(self)
+        if (refusal := scheme.shape_refusal(linear.in_features)) is not None:
+            raise ValueError(refusal)
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.scheme = scheme
+        self.part_rows = tuple(part_rows) or (linear.out_features,)
+        stored = {
+            name: nn.Parameter(torch.empty(shape, dtype=dtype, device=linear.weight.device), requires_grad=False)
+            for name, (shape, dtype) in scheme.stored(linear.out_features, linear.in_features).items()
+        }
+        self.weight = stored["codes"]
+        self.weight_scale = stored["scales"]
+        self.weight_global_scale = stored.get("global_scale")
+        self.bias = linear.bias
+        self.adapter = linear.adapter
+        self.noise = None
+        self.noise_alpha = 0.0
+        self.train(linear.training)
+
+    def base(self, x: Tensor) -> Tensor:
+        """The output of the layer without its adapter."""
+        noise = self.noise if self.training else None
+        rows = x.reshape(-1, self.in_features)  # [T, I]
+        y = quantized_linear(rows, *self._arguments(), noise, self.noise_alpha)
+        y = y if x.dim() == 2 else y.unflatten(0, x.shape[:-1])
+        return y if self.bias is None else y + self.bias.to(x.dtype)
+
+    def dense_weight(self, dtype: torch.dtype) -> Tensor:
+        """The weight [O, I] in `dtype`, without noise."""
+        return dequantized(*self._arguments(), dtype)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.scheme.quant_format}, group_size={self.scheme.group_size}"
+
+    def _arguments(self) -> tuple[Tensor, Tensor, Tensor | None, str, int, int]:
+        fields = (self.weight, self.weight_scale, self.weight_global_scale)
+        return *fields, self.scheme.quant_format, self.scheme.group_size, self.out_features
+
+
+def quantizable_linears(
+    model: Decoder, exclude: Sequence[str], option: str, *, ignore_unknown: bool = False
+) -> tuple[str, ...]:
+    """The paths of the linear layers inside the layers of `model`, but for those that `exclude` names.
+
+    A name is that of a module in the checkpoint, or its last parts, or a pattern with `*` of whole names; embeddings,
+    the head and norms may be named, and are never quantised. Raises ValueError that begins with `option` for a name
+    that there is not, unless those are ignored, and for one of several matrices that a layer stacks.
+    """
+    names: dict[str, tuple[str, ...]] = {
+        path: (path, *(part.name for part in model.logical.get(path, ()))) for path, _ in model.named_modules() if path
+    }
+    linears = [
+        path for path, module in model.named_modules() if type(module) is Linear and path.startswith("model.layers.")
+    ]
+    unknown = [name for name in exclude if not any(_matches(one, name) for known in names.values() for one in known)]
+    if unknown and not ignore_unknown:
+        last = sorted({name.rpartition(".")[2] for path in linears for name in names[path]})
+        raise ValueError(
+            f"{option}: no module is named {', '.join(unknown)}; the linear layers are named {', '.join(last)}"
+        )
+    kept: list[str] = []
+    for path in linears:
+        own, *parts = names[path]
+        excluded = [name for name in parts if any(_matches(name, target) for target in exclude)]
+        is_excluded = any(_matches(own, target) or _matches(path, target) for target in exclude)
+        if excluded and len(excluded) < len(parts) and not is_excluded:
+            raise ValueError(
+                f"{option}: {excluded[0]} is kept in one matrix with {', '.join(sorted(set(parts) - set(excluded)))}: "
+                "name all of them, or set model.merge_qkv to false for those of attention"
+            )
+        if not excluded and not is_excluded:
+            kept.append(path)
+    return tuple(kept)
+
+
+def _matches(name: str, target: str) -> bool:
+    if "*" in target:
+        return fnmatchcase(name, target)
+    # A module also stands for those inside it.
+    return is_named(name, target) or name.startswith(f"{target}.")
+
+
+def quantize_linears(model: nn.Module, paths: Sequence[str], scheme: QuantScheme, option: str) -> None:
+    """Replace the layers at `paths` of `model`, in place, by quantised ones without values.
+
+    Raises ValueError that begins with `option`, before anything is changed, for what does not fit.
+    """
+    linears = {path: model.get_submodule(path) for path in paths}
+    refused: list[str] = []
+    for path, linear in linears.items():
+        assert type(linear) is Linear, f"{path} is {type(linear).__name__}"
+        if (refusal := scheme.shape_refusal(linear.in_features)) is not None:
+            refused.append(f"{path} [{linear.out_features}, {linear.in_features}] ({refusal})")
+    if refused:
+        raise ValueError(
+            f"{option}: {len(refused)} layers do not fit {scheme.quant_format}: {'; '.join(refused[:3])}; choose a "
+            "group size that divides their rows, or leave them out by lora.exclude_modules"
+        )
+    parts = _stacked_rows(model)
+    for path, linear in linears.items():
+        assert isinstance(linear, Linear)
+        model.set_submodule(path, QuantizedLinear(linear, scheme, parts.get(path, ())))
+
+
+def _stacked_rows(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The rows of each matrix that a layer stacks, by the layer's path; modules say so by `stacked_rows`."""
+    return {
+        f"{path}.{name}".removeprefix("."): tuple(rows)
+        for path, module in model.named_modules()
+        for name, rows in getattr(module, "stacked_rows", {}).items()
+    }
+
+
+def quantized_linears(model: nn.Module) -> dict[str, QuantizedLinear]:
+    """The quantised layers of `model` by path, in the order of the modules."""
+    return {path: module for path, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+
+
+def local_rows(layer: QuantizedLinear) -> tuple[int, int]:
+    """The range of the weight's rows that this rank holds; (0, 0) for none."""
+    part, offset = local_part(layer.weight)
+    first = offset[0] * layer.scheme.unit_rows
+    last = min(first + len(part) * layer.scheme.unit_rows, layer.out_features)
+    return (first, last) if first < last else (0, 0)
+
+
+@torch.no_grad()
+def read_rows(layer: QuantizedLinear) -> Tensor:
+    """This rank's rows of the weight [N, I], dequantised to fp32."""
+    first, last = local_rows(layer)
+    if first == last:
+        return torch.empty((0, layer.in_features), device=layer.weight.device)
+    return layer.scheme.dequantize(_local(layer), last - first, torch.float32)
+
+
+@torch.no_grad()
+def write_rows_(layer: QuantizedLinear, rows: Tensor) -> None:
+    """Quantise `rows` [N, I], of any floating dtype, and keep them as this rank's.
+
+    Collective where the weight is sharded: a global scale is that of a whole matrix, over all of its shards.
+    """
+    first, last = local_rows(layer)
+    assert rows.shape == (last - first, layer.in_features)
+    global_scale = _global_scale(layer, rows, first) if layer.weight_global_scale is not None else None
+    if first == last:
+        return
+    quantized = layer.scheme.quantize(rows, global_scale)
+    for mine, values in zip(_local(layer), quantized, strict=True):
+        if mine is not None and values is not None:
+            mine.copy_(values)
+
+
+@torch.no_grad()
+def row_norms_of(layer: QuantizedLinear) -> Tensor:
+    """The norm of each row of the weight, fp32 [O], whole on every rank; collective where the weight is sharded."""
+    first, last = local_rows(layer)
+    norms = torch.zeros(layer.out_features, device=layer.weight.device)
+    norms[first:last] = torch.linalg.vector_norm(read_rows(layer), dim=1)
+    for group in shard_groups(layer.weight):
+        dist.all_reduce(norms, group=group)
+    return norms
+
+
+def _global_scale(layer: QuantizedLinear, rows: Tensor, first: int) -> Tensor:
+    """The global scale of each of this rank's rows, which begin at row `first`: fp32 [N]."""
+    starts = torch.tensor([0, *layer.part_rows]).cumsum(0).tolist()
+    largest = torch.zeros(len(layer.part_rows), device=rows.device)
+    for index, (start, stop) in enumerate(pairwise(starts)):
+        part = rows[max(start - first, 0) : max(stop - first, 0)]
+        if part.numel():
+            largest[index] = part.abs().amax().float()
+    for group in shard_groups(layer.weight):
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    part_rows = torch.tensor(layer.part_rows, device=rows.device)
+    return nvfp4_global_scale(largest).repeat_interleave(part_rows)[first : first + len(rows)]
+
+
+def _local(layer: QuantizedLinear) -> QuantizedWeight:
+    """What this rank holds, sharing its memory."""
+    codes, scales = (local_part(field.detach())[0] for field in (layer.weight, layer.weight_scale))
+    global_scale = layer.weight_global_scale
+    return QuantizedWeight(codes, scales, None if global_scale is None else local_part(global_scale.detach())[0])
+
+
+class QuantizedRows:
+    """Takes the rows of a weight as they come from a checkpoint or a generator, and quantises them at the end.
+
+    A RowTarget. It holds this rank's rows of the one weight meanwhile, on its device, in the dtype that they come in.
+    """
+
+    def __init__(self, layer: QuantizedLinear) -> None:
+        self._layer = layer
+        self._rows: Tensor | None = None
+        self.shape = (layer.out_features, layer.in_features)
+        self.rows = local_rows(layer)
+        self.device = layer.weight.device
+
+    def put(self, start: int, rows: Tensor) -> None:
+        first, last = self.rows
+        if self._rows is None:
+            self._rows = torch.empty((last - first, self.shape[1]), dtype=rows.dtype, device=self.device)
+        self._rows[start - first : start - first + len(rows)].copy_(rows)
+
+    def finish(self) -> None:
+        """Quantise what came; see `write_rows_`."""
+        first, last = self.rows
+        rows = torch.zeros((last - first, self.shape[1]), device=self.device) if self._rows is None else self._rows
+        self._rows = None
+        write_rows_(self._layer, rows)
+
+
+def quantized_rows(model: nn.Module) -> dict[str, QuantizedRows]:
+    """What takes the values of each quantised weight of `model`, which has memory, by the weight's name."""
+    return {f"{path}.weight": QuantizedRows(layer) for path, layer in quantized_linears(model).items()}
+
+
+def dense_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of `model`, by name, that are kept as they are computed with."""
+    stored = {f"{path}.{name}" for path, layer in quantized_linears(model).items() for name in layer.stored}
+    return ((name, parameter) for name, parameter in model.named_parameters() if name not in stored)
+
+
+class AdaptiveNoise:
+    """Noise on the quantised weights of a model in training mode (AQN), of `alpha` times half a quantisation step.
+
+    It is a function of the seed, the layer's path, the optimizer step and the place in the weight: the same for every
+    split of a step into micro-batches and ranks, and after a resume.
+    """
+
+    def __init__(self, model: nn.Module, *, alpha: float, seed: int) -> None:
+        layers = quantized_linears(model)
+        keys = [[_key(seed, path), 0] for path in layers]
+        device = next((layer.weight.device for layer in layers.values()), torch.device("cpu"))
+        self._places = torch.tensor(keys, dtype=torch.int64, device=device).reshape(-1, 2)
+        for layer, place in zip(layers.values(), self._places, strict=True):
+            layer.noise, layer.noise_alpha = place, alpha
+
+    def before(self, step: int) -> None:
+        """The passes that follow are those of step `step`."""
+        self._places[:, 1] = step
+
+
+def _key(seed: int, path: str) -> int:
+    digest = hashlib.blake2b(f"{seed}/{path}/noise".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") & 0x7FFFFFFF

@@ -1,0 +1,265 @@
+"""Quantised layers: what they compute and do not keep, which layers they replace, and merging back into them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from xorl.core.loss import cross_entropy
+from xorl.core.models import SPECS, Decoder
+from xorl.core.nn import Linear
+from xorl.kernels.layout import SequenceLayout
+from xorl.kernels.quant import GROUP_SIZES, QuantScheme
+from xorl.lora import (
+    AdapterSpec,
+    AdaptiveNoise,
+    QuantizedLinear,
+    adapter_parameters,
+    dense_parameters,
+    fold_,
+    init_adapters,
+    inject,
+    merged_rows,
+    quantizable_linears,
+    quantize_linears,
+    quantized_linears,
+    quantized_rows,
+)
+from xorl.lora.quantized import read_rows, write_rows_
+
+FORMATS = ["nf4", "nvfp4", "block_fp8"]
+CONFIG: dict[str, object] = {
+    "vocab_size": 61,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+}
+LAYOUT = SequenceLayout.from_lengths([9, 1, 14, 5])
+IDS = torch.randint(61, (LAYOUT.num_tokens,), generator=torch.Generator().manual_seed(0))
+
+
+def scheme_of(quant_format) -> QuantScheme:
+    return QuantScheme(quant_format, GROUP_SIZES[quant_format])
+
+
+def linear(num_in: int = 192, num_out: int = 130, *, bias: bool = True, seed: int = 0) -> Linear:
+    generator = torch.Generator().manual_seed(seed)
+    layer = Linear(num_in, num_out, bias=bias)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return layer
+
+
+def quantized(layer: Linear, quant_format, part_rows=()) -> QuantizedLinear:
+    made = QuantizedLinear(layer, scheme_of(quant_format), part_rows)
+    write_rows_(made, layer.weight.detach())
+    return made
+
+
+def decoder(quant_format=None, *, merge_qkv: bool = True, exclude=()) -> Decoder:
+    """A model whose weights are functions of the seed, quantised as they are drawn."""
+    spec = SPECS["Qwen3ForCausalLM"]
+    with torch.device("meta"):
+        model = spec.build(spec.config_from_hf(CONFIG), merge_qkv=merge_qkv)
+    if quant_format is not None:
+        quantize_linears(model, quantizable_linears(model, exclude, "exclude"), scheme_of(quant_format), "format")
+    model.to_empty(device="cpu")
+    model.init_weights(0, targets=quantized_rows(model))
+    return model
+
+
+def loss_of(model: Decoder) -> Tensor:
+    def loss(hidden: Tensor, head: Tensor) -> Tensor:
+        return cross_entropy(hidden, head, {"labels": IDS.roll(-1)}).sum
+
+    return model(IDS, LAYOUT, loss)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("quant_format", FORMATS)
+def test_a_layer_computes_with_its_dequantised_weight_and_keeps_codes_alone(quant_format, dtype):
+    # Catches a product with other values than `dense_weight`, a gradient through other ones, and a weight that is kept
+    # for the backward pass in the dtype of x.
+    plain = linear()
+    layer = quantized(plain, quant_format)
+    weight, bias = layer.dense_weight(dtype), plain.bias.detach().to(dtype)
+    assert (weight.float() - plain.weight).norm() < 0.12 * plain.weight.norm()
+    x = torch.randn(2, 7, 192, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (kept.append(tensor), tensor)[1], lambda x: x):
+        y = layer(x)
+    assert torch.equal(y, (x.flatten(0, 1) @ weight.t()).view(2, 7, 130) + bias)
+    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
+    y.backward(grad)
+    assert torch.equal(x.grad, (grad.flatten(0, 1) @ weight).view(x.shape))
+    assert max(tensor.numel() * tensor.element_size() for tensor in kept) <= layer.weight.numel()
+    assert not any(parameter.requires_grad for name, parameter in layer.named_parameters() if name != "bias")
+
+
+@pytest.mark.parametrize("quant_format", ["nf4", "nvfp4"])
+def test_four_bits_take_at_most_0_57_bytes(quant_format):
+    # Catches scales in a wider dtype than they are stored in.
+    with torch.device("meta"):
+        layer = QuantizedLinear(Linear(4096, 6144, bias=False), scheme_of(quant_format))
+    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in layer.parameters())
+    assert num_bytes <= 0.57 * 4096 * 6144
+
+
+def test_stacked_matrices_have_their_own_global_scales():
+    # Catches q, k and v quantised by the largest of all, which loses bits of the smaller ones.
+    plain = linear(64, 48)
+    with torch.no_grad():
+        plain.weight[:16] *= 1000
+    layer = quantized(plain, "nvfp4", (16, 32))
+    alone = linear(64, 32)
+    with torch.no_grad():
+        alone.weight.copy_(plain.weight[16:])
+    assert torch.equal(layer.dense_weight(torch.float32)[16:], quantized(alone, "nvfp4").dense_weight(torch.float32))
+
+
+@pytest.mark.parametrize("quant_format", FORMATS)
+def test_layers_compile_into_one_graph_that_keeps_no_weight(quant_format):
+    # Catches a graph break, one compilation for each layer, and a compiler that keeps the dequantised weight.
+    layers = [quantized(linear(64, 64, seed=seed), quant_format) for seed in range(2)]
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    for layer in layers:
+        layer.noise, layer.noise_alpha = torch.tensor([len(graphs), 3]), 0.5
+        layer.train()
+        wanted = layer(x)
+        (wanted_grad,) = torch.autograd.grad(wanted.sum(), x)
+        got = torch.compile(layer.forward, fullgraph=True, backend=backend)(x)
+        assert torch.equal(got, wanted)
+        assert torch.equal(torch.autograd.grad(got.sum(), x)[0], wanted_grad)
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("quant_format", FORMATS)
+def test_a_decoder_trains_over_quantised_layers_as_over_their_dequantised_weights(quant_format):
+    # Catches adapters that miss the quantised layers, initial values that depend on quantising, and other gradients.
+    model, plain = decoder(quant_format), decoder()
+    assert len(quantized_linears(model)) == 8
+    for path, layer in quantized_linears(model).items():
+        with torch.no_grad():
+            weight = plain.get_submodule(path).weight
+            assert (layer.dense_weight(torch.float32) - weight).norm() < 0.12 * weight.norm()
+            weight.copy_(layer.dense_weight(torch.float32))
+    for one in (model, plain):
+        inject(one, AdapterSpec(rank=4, alpha=8.0))
+        init_adapters(one, seed=0)
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in adapter_parameters(one).values():
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
+        loss_of(one).backward()
+    assert torch.allclose(loss_of(model), loss_of(plain), rtol=1e-6)
+    for name, parameter in adapter_parameters(plain).items():
+        torch.testing.assert_close(adapter_parameters(model)[name].grad, parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("quant_format", FORMATS)
+def test_merging_back_loses_no_more_than_the_format_does(quant_format):
+    # Catches a merge from rounded weights, scales that are kept though values have grown, and adapters folded twice.
+    model = decoder(quant_format)
+    inject(model, AdapterSpec(rank=4, alpha=8.0))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in adapter_parameters(model).values():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.3)
+    wanted = {path: merged_rows(layer) for path, layer in quantized_linears(model).items()}
+    fold_(model)
+    for path, layer in quantized_linears(model).items():
+        plain = Linear(layer.in_features, layer.out_features, bias=False)
+        with torch.no_grad():
+            plain.weight.copy_(wanted[path])
+        once = quantized(plain, quant_format, layer.part_rows)
+        assert torch.equal(read_rows(layer), read_rows(once))
+
+
+@pytest.mark.parametrize("quant_format", FORMATS)
+def test_noise_is_the_same_in_both_passes_and_absent_in_evaluation(quant_format):
+    # Catches a gradient of another weight than the output's, noise while evaluating, and noise that stays the same.
+    layer = quantized(linear(bias=False), quant_format)
+    model = nn.Sequential(layer)
+    noise = AdaptiveNoise(model, alpha=1.0, seed=0)
+    x = torch.eye(192).requires_grad_()
+    seen = []
+    for step in (1, 2, 1):
+        noise.before(step)
+        y = model.train()(x)
+        weight = y.detach().t()
+        (grad,) = torch.autograd.grad(y, x, torch.eye(192, 130))
+        assert torch.equal(grad[:130], weight[:130])
+        seen.append(weight)
+    plain = layer.dense_weight(torch.float32)
+    assert torch.equal(model.eval()(x).t(), plain)
+    assert torch.equal(seen[0], seen[2])
+    assert 0 < (seen[0] - plain).norm() < 0.25 * plain.norm()
+    assert (seen[0] - seen[1]).norm() > 0.5 * (seen[0] - plain).norm()
+
+
+def test_a_copy_and_a_state_dict_hold_all_of_it():
+    # Catches a field that a checkpoint would leave out.
+    model = decoder("nvfp4")
+    other = decoder("nvfp4")
+    for parameter in other.parameters():
+        nn.init.zeros_(parameter) if parameter.is_floating_point() else parameter.zero_()
+    other.load_state_dict(copy.deepcopy(model.state_dict()))
+    assert torch.equal(loss_of(model), loss_of(other))
+    stored = {name for name, _ in model.named_parameters()} - {name for name, _ in dense_parameters(model)}
+    assert len(stored) == 8 * 3
+
+
+@pytest.mark.parametrize(
+    ("exclude", "merge_qkv", "left"),
+    [
+        ((), True, 8),
+        (("lm_head", "o_proj"), True, 6),
+        (("model.layers.1.mlp.down_proj",), True, 7),
+        (("q_proj", "k_proj", "v_proj"), True, 6),
+        (("qkv_proj",), True, 6),
+        (("k_proj",), False, 10),
+        (("model.layers.0.*", "embed_tokens"), True, 4),
+        (("model.layers.0.self_attn",), True, 6),
+    ],
+)
+def test_layers_are_left_out_by_name(exclude, merge_qkv, left):
+    # Catches a name of a checkpoint that is not found in fused layers, or that leaves out more than it says.
+    assert len(quantized_linears(decoder("nf4", exclude=exclude, merge_qkv=merge_qkv))) == left
+
+
+@pytest.mark.parametrize(
+    ("exclude", "told"), [(("c_attn",), "exclude: no module is named c_attn"), (("q_proj",), "merge_qkv")]
+)
+def test_names_that_cannot_be_left_out_are_refused(exclude, told):
+    # Catches a misspelt name, and one of several matrices in one, that would change nothing.
+    with pytest.raises(ValueError, match=told):
+        decoder("nf4", exclude=exclude)
+
+
+def test_shapes_that_do_not_fit_are_refused_before_anything_changes():
+    # Catches groups that run over the ends of rows.
+    spec = SPECS["Qwen3ForCausalLM"]
+    model = spec.build(spec.config_from_hf({**CONFIG, "intermediate_size": 72}), merge_qkv=True)
+    paths = quantizable_linears(model, (), "exclude")
+    with pytest.raises(
+        ValueError, match=r"lora.quant_group_size: 2 layers do not fit nf4: model.layers.0.mlp.down_proj"
+    ):
+        quantize_linears(model, paths, QuantScheme("nf4", 64), "lora.quant_group_size")
+    assert not quantized_linears(model)
+    assert "powers of two" in str(QuantScheme("nvfp4", 24).group_refusal())

@@ -1,0 +1,224 @@
+"""Quantised base weights on several ranks: the same bytes and gradients for every placement, gathered as bytes."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from xorl.ckpt import SafetensorsSource, load_weights
+from xorl.core.loss import cross_entropy
+from xorl.core.mesh import Mesh, ParallelDims
+from xorl.core.models import Decoder, spec_for
+from xorl.core.optim import build_optimizer
+from xorl.core.parallel import ParallelPolicy, local_part, parallelize
+from xorl.data import Document, PackedBatch, collate
+from xorl.kernels.quant import QuantScheme
+from xorl.lora import (
+    AdapterSpec,
+    AdaptiveNoise,
+    adapter_parameters,
+    dense_parameters,
+    fold_,
+    init_adapters,
+    inject,
+    quantizable_linears,
+    quantize_linears,
+    quantized_linears,
+    quantized_rows,
+)
+from xorl.train.engine import Engine
+
+pytestmark = pytest.mark.multi
+
+CPU = torch.device("cpu")
+HF_CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.2,
+}
+SCHEMES = {
+    "nf4": QuantScheme("nf4", 32),
+    "nvfp4": QuantScheme("nvfp4", 16),
+    # Blocks that two or three ranks do not share evenly, and that end beyond the last row.
+    "block_fp8": QuantScheme("block_fp8", 32),
+}
+LAYOUTS = {
+    # name: (mode, ranks, shard size, replicate size)
+    "none": ("none", 1, -1, -1),
+    "ddp-2": ("ddp", 2, -1, -1),
+    "fsdp2-1": ("fsdp2", 1, -1, -1),
+    "fsdp2-2": ("fsdp2", 2, -1, -1),
+    "fsdp2-3": ("fsdp2", 3, -1, -1),
+    "hsdp-2x2": ("fsdp2", 4, 2, 2),
+}
+
+
+def batches() -> list[PackedBatch]:
+    generator = torch.Generator().manual_seed(7)
+    made = []
+    for index in range(12):  # what one, two, three and four ranks share evenly
+        ids = [torch.randint(0, 64, (length,), generator=generator).numpy() for length in (3 + index % 5, 5)]
+        made.append(collate([Document(each, each) for each in ids], pad_to_multiple_of=8))
+    return made
+
+
+def engine_for(
+    layout: str,
+    quant_format: str,
+    *,
+    weights: tuple[Path, str] | None = None,
+    dtype: torch.dtype = torch.float32,
+    compile_backend: str | None = None,
+) -> Engine:
+    """A model with adapters over quantised weights, drawn by a seed or read from (folder, mode)."""
+    mode, world_size, shard_size, replicate_size = LAYOUTS[layout]
+    mesh = Mesh(ParallelDims.resolve(mode, world_size, shard_size=shard_size, replicate_size=replicate_size), "cpu")
+    spec = spec_for(HF_CONFIG)
+    config = spec.config_from_hf(HF_CONFIG)
+    with torch.device("meta"):
+        model = spec.build(config, merge_qkv=True)
+    model.compute_dtype = dtype
+    quantize_linears(model, quantizable_linears(model, (), "exclude"), SCHEMES[quant_format], "format")
+    inject(model, AdapterSpec(rank=4, alpha=8.0))
+
+    def fill(module: torch.nn.Module) -> None:
+        assert isinstance(module, Decoder)
+        targets = quantized_rows(module)
+        if weights is None:
+            module.init_weights(0, local_part=local_part, device=CPU, targets=targets)
+        else:
+            dense = {name: p for name, p in dense_parameters(module) if ".adapter." not in name}
+            recipes = spec.recipes(config, merge_qkv=True)
+            source = SafetensorsSource(weights[0])
+            load_weights({**dense, **targets}, recipes, source, mode=weights[1], bucket_bytes=1 << 12)
+        init_adapters(module, seed=0)
+
+    policy = ParallelPolicy(data_parallel_mode=mode, param_dtype=dtype, compile_backend=compile_backend)
+    placed = parallelize(model, mesh, policy, device=CPU, fill=fill)
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    optimizer = build_optimizer("adamw", trained, lr=0.05, weight_decay=0.0)
+    return Engine(placed, optimizer, CPU, max_grad_norm=None, flops=sum)
+
+
+def whole(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def own(engine: Engine) -> list[PackedBatch]:
+    return batches()[engine.model.mesh.dp_rank :: engine.model.mesh.dp_size]
+
+
+def stored(engine: Engine) -> dict[str, Tensor]:
+    """The bytes of all quantised weights."""
+    return {
+        f"{path}.{name}": whole(getattr(layer, name))
+        for path, layer in quantized_linears(engine.model.module).items()
+        for name in layer.stored
+        if getattr(layer, name) is not None
+    }
+
+
+def trained(
+    layout: str, quant_format: str, **options
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Bytes at the start, gradients of the second step, and bytes after merging."""
+    engine = engine_for(layout, quant_format, **options)
+    noise = AdaptiveNoise(engine.model.module, alpha=0.5, seed=0)
+    first = stored(engine)
+    for step in (1, 2):
+        noise.before(step)
+        sums = engine.forward_backward(own(engine), cross_entropy)
+        gradients = {name: whole(p.grad) for name, p in adapter_parameters(engine.model.module).items()}
+        engine.optim_step(0.05, divisor=sums.num_trained_tokens)
+    engine.model.drop_gathered()
+    fold_(engine.model.module)
+    return first, gradients, stored(engine)
+
+
+def assert_same(reference: dict[str, Tensor], measured: dict[str, Tensor], limit: float) -> None:
+    assert set(reference) == set(measured)
+    for name, tensor in reference.items():
+        difference = (measured[name].float() - tensor.float()).norm() / tensor.float().norm()
+        assert difference <= limit, f"{name} differs by {difference:.2e}"
+
+
+@pytest.mark.parametrize(
+    ("quant_format", "layouts"),
+    [("nf4", ("fsdp2-2",)), ("nvfp4", ("ddp-2", "fsdp2-3", "hsdp-2x2")), ("block_fp8", ("fsdp2-3",))],
+)
+def test_bytes_gradients_and_merged_bytes_do_not_depend_on_the_placement(quant_format, layouts, run_ranks) -> None:
+    # Catches a global scale of one shard, blocks that straddle shards, noise that is another on each rank, padding of
+    # shards that is multiplied, and a merge of other rows than the rank's own.
+    [(first, gradients, merged)] = run_ranks(lambda: trained("none", quant_format), 1)
+    for layout in layouts:
+        for result in run_ranks(lambda layout=layout: trained(layout, quant_format), LAYOUTS[layout][1]):
+            assert all(torch.equal(result[0][name], value) for name, value in first.items())
+            assert_same(gradients, result[1], limit=1e-4)
+            # Weights that the merge leaves on the border of two codes may fall to either side.
+            assert_same(merged, result[2], limit=1e-2)
+    assert any(not torch.equal(merged[name], value) for name, value in first.items())
+
+
+@pytest.mark.parametrize(
+    ("quant_format", "modes"), [("nvfp4", ("all_ranks", "broadcast")), ("block_fp8", ("all_ranks",))]
+)
+def test_weights_from_a_checkpoint_are_quantised_alike_by_any_rank(quant_format, modes, tmp_path, run_ranks) -> None:
+    # Catches rows of a neighbouring shard, chunks that are quantised before a matrix is whole, and a broadcast in which
+    # ranks meet in different collectives.
+    spec = spec_for(HF_CONFIG)
+    config = spec.config_from_hf(HF_CONFIG)
+    model = spec.build(config, merge_qkv=True)
+    model.init_weights(3)
+    tensors: dict[str, Tensor] = {}
+    recipes = spec.recipes(config, merge_qkv=True)
+    for name, parameter in model.named_parameters():
+        tensors |= recipes[name].split(parameter.detach().bfloat16())
+    save_file(tensors, tmp_path / "model.safetensors")
+    [reference] = run_ranks(lambda: stored(engine_for("none", quant_format, weights=(tmp_path, "all_ranks"))), 1)
+    path = "model.layers.1.self_attn.qkv_proj"
+    assert reference[f"{path}.weight"].any()
+    for mode in modes:
+        read = partial(engine_for, "fsdp2-3", quant_format, weights=(tmp_path, mode))
+        for measured in run_ranks(lambda read=read: stored(read()), 3):
+            assert all(torch.equal(measured[name], value) for name, value in reference.items())
+
+
+def test_weights_are_gathered_as_bytes_under_compiled_layers(run_ranks) -> None:
+    # Catches bytes and fp32 scales that FSDP2's mixed precision casts to bf16, and graphs that keep gathered memory.
+    def losses(layout: str, backend: str | None) -> list[float]:
+        engine = engine_for(layout, "block_fp8", dtype=torch.bfloat16, compile_backend=backend)
+        found = []
+        for _ in range(2):
+            sums = engine.forward_backward(own(engine)[:2], cross_entropy)
+            engine.optim_step(0.05, divisor=sums.num_trained_tokens)
+            found.append(float(engine.forward(batches()[0], cross_entropy).sum))
+        layer = engine.model.module.layers[0]
+        if isinstance(layer, FSDPModule):
+            layer.unshard()
+            linear = layer.self_attn.qkv_proj
+            assert (linear.weight.dtype, linear.weight_scale.dtype) == (torch.uint8, torch.float32)
+            assert linear.weight.shape == (4, 32, 64)
+            assert linear.dense_weight(torch.float32).isfinite().all()
+        return found
+
+    [plain] = run_ranks(lambda: losses("fsdp2-1", None), 1)
+    [compiled] = run_ranks(lambda: losses("fsdp2-1", "eager"), 1)
+    [whole_weights] = run_ranks(lambda: losses("none", None), 1)
+    assert compiled == plain == whole_weights
