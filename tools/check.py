@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import check_layout
@@ -17,6 +18,7 @@ import check_text
 from workspace import ROOT
 
 Check = Callable[[], list[str]]
+PARALLEL = 2
 
 
 def command(*args: str) -> Check:
@@ -51,15 +53,19 @@ FIXES: dict[str, Check] = {
 
 
 def run_checks(names: Sequence[str], checks: dict[str, Check]) -> list[str]:
-    """Runs the named checks in order, prints a line for each, and returns the names of those that failed."""
-    failed: list[str] = []
-    for name in names:
+    """Runs the named checks, prints a line for each in order, and returns the names of those that failed."""
+
+    def timed(name: str) -> tuple[list[str], float]:
         start = time.monotonic()
-        problems = checks[name]()
-        print(f"{'FAIL' if problems else 'ok':4} {name:9} {time.monotonic() - start:5.1f} s", flush=True)
-        if problems:
-            failed.append(name)
-            print("\n".join(f"     {line}" for problem in problems for line in problem.splitlines()), flush=True)
+        return checks[name](), time.monotonic() - start
+
+    failed: list[str] = []
+    with ThreadPoolExecutor(PARALLEL) as pool:
+        for name, (problems, time_s) in zip(names, pool.map(timed, names), strict=True):
+            print(f"{'FAIL' if problems else 'ok':4} {name:9} {time_s:5.1f} s", flush=True)
+            if problems:
+                failed.append(name)
+                print("\n".join(f"     {line}" for problem in problems for line in problem.splitlines()), flush=True)
     return failed
 
 

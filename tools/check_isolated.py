@@ -1,10 +1,14 @@
-"""Each distribution works alone: `uv run tools/check_isolated.py [NAME ...]`.
+"""Each distribution works alone: `uv run tools/check_isolated.py [--ran REPORT] [NAME ...]`.
 
 For each one uv makes a throw-away environment that holds that distribution, its locked dependencies and pytest. There
-the other distributions must be absent, the first example of the README must run, and the tests must pass.
+the other distributions must be absent, everything that the sources import must be present, wherever the statement
+stands, the first example of the README must run, and the tests must pass. `--ran` is the report of a run of the tests
+in the whole workspace (`pytest --junitxml`): those that took long there are not run again, since what they import was
+looked at, and the others show that it works.
 """
 
 import argparse
+import ast
 import importlib.util
 import os
 import re
@@ -12,12 +16,19 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from xml.etree import ElementTree
 
 from workspace import ROOT, Distribution, distributions, locked_version, uv
 
 TEST_TOOLS = ("pytest", "pytest-timeout")
 PARALLEL = 2
+LONG_S = 1.0
+# What the type checker is told of an import that no environment need satisfy; the code asks before it.
+MAY_BE_MISSING = "reportMissingImports"
 PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -26,22 +37,24 @@ def main() -> int:
     known = distributions()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", choices=[*known, []], help="distributions, all of them if none is given")
+    parser.add_argument("--ran", type=Path, help="leave out the tests that took more than a second in this report")
     parser.add_argument("--inside", choices=known, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
-        return _inside(known[options.inside])
+        return _inside(known[options.inside], options.ran)
     with ThreadPoolExecutor(PARALLEL) as pool:
-        codes = list(pool.map(_in_own_environment, options.names or known))
+        codes = list(pool.map(partial(_in_own_environment, ran=options.ran), options.names or known))
     return max(codes)
 
 
-def _in_own_environment(name: str) -> int:
+def _in_own_environment(name: str, ran: Path | None) -> int:
     """Runs `--inside` in an environment of its own and prints a line, and all of its output if it failed."""
     versions = [argument for tool in TEST_TOOLS for argument in ("--with", f"{tool}=={locked_version(tool)}")]
     environment = ("--isolated", "--exact", "--frozen", "--package", name, *versions)
+    report = () if ran is None else ("--ran", str(ran.resolve()))
     start = time.monotonic()
     result = subprocess.run(
-        [uv(), "run", *environment, "python", __file__, "--inside", name],
+        [uv(), "run", *environment, "python", __file__, "--inside", name, *report],
         cwd=ROOT,
         env={key: value for key, value in os.environ.items() if key not in {"PYTEST_ADDOPTS", "PYTHONPATH"}},
         text=True,
@@ -57,9 +70,9 @@ def _in_own_environment(name: str) -> int:
     return min(result.returncode, 1) if result.returncode >= 0 else 1
 
 
-def _inside(distribution: Distribution) -> int:
-    """Checks the environment, runs the README's first example and the tests."""
-    problems = _wrong_neighbours(distribution)
+def _inside(distribution: Distribution, ran: Path | None) -> int:
+    """Checks the environment and the imports, runs the README's first example and the tests."""
+    problems = _wrong_neighbours(distribution) + _unmet_imports(distribution)
     if problems:
         print("\n".join(problems))
         return 1
@@ -68,8 +81,56 @@ def _inside(distribution: Distribution) -> int:
     if example.returncode:
         print(f"the first example of {distribution.folder.relative_to(ROOT)}/README.md failed")
         return 1
-    pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(distribution.folder / "tests")]
-    return subprocess.run(pytest, cwd=ROOT, check=False).returncode
+    tests = distribution.folder / "tests"
+    left_out = () if ran is None else _that_took_long(ran, str(tests.relative_to(ROOT)))
+    pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(tests)]
+    return subprocess.run([*pytest, *(f"--deselect={test}" for test in left_out)], cwd=ROOT, check=False).returncode
+
+
+def _that_took_long(report: Path, folder: str) -> Iterator[str]:
+    """Yields the tests of a folder that took long."""
+    for case in ElementTree.parse(report).iter("testcase"):
+        file = case.get("classname", "").replace(".", "/") + ".py"
+        if file.startswith(f"{folder}/") and float(case.get("time", 0)) > LONG_S:
+            yield f"{file}::{case.get('name')}"
+
+
+def _unmet_imports(distribution: Distribution) -> list[str]:
+    """Returns the statements of the sources that import what is not here, within functions too."""
+    return [
+        f"{file.relative_to(ROOT)}:{line}: imports {name}, which is not installed with {distribution.name} alone"
+        for file in sorted((distribution.folder / "src").rglob("*.py"))
+        for line, name in _imports(file.read_text(encoding="utf-8"))
+        if importlib.util.find_spec(name) is None
+    ]
+
+
+def _imports(source: str) -> Iterator[tuple[int, str]]:
+    """Yields line and package of each import that may not be missing: a part of xorl, or the first name of another."""
+    lines, nodes = source.splitlines(), list(ast.walk(ast.parse(source)))
+    tried = {
+        inner
+        for node in nodes
+        if isinstance(node, ast.Try) and any(_is_import_error(handler.type) for handler in node.handlers)
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+    for node in nodes:
+        match node:
+            case ast.Import():
+                modules = [alias.name for alias in node.names]
+            case ast.ImportFrom(module=str(module)):
+                modules = [f"{module}.{alias.name}" for alias in node.names]
+            case _:
+                continue
+        if node not in tried and MAY_BE_MISSING not in lines[node.lineno - 1]:
+            for module in modules:
+                yield node.lineno, ".".join(module.split(".")[: 2 if module.startswith("xorl.") else 1])
+
+
+def _is_import_error(caught: ast.expr | None) -> bool:
+    """Says whether an `except` catches a missing import."""
+    return isinstance(caught, ast.Name) and caught.id in {"ImportError", "ModuleNotFoundError"}
 
 
 def _wrong_neighbours(distribution: Distribution) -> list[str]:

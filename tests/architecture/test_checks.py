@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import check_docs
+import check_isolated
 import check_layout
 import check_sizes
 import check_text
@@ -81,3 +82,34 @@ def test_names_of_one_machine_are_refused(text: str, fault: bool) -> None:
 def test_documents_name_options_that_exist(text: str, unknown: list[str]) -> None:
     # Would catch documents that keep an option's old name.
     assert sorted(line.removeprefix("unknown option ") for line in check_docs.unknown_in_markdown(text)) == unknown
+
+
+def test_imports_are_found_wherever_they_stand() -> None:
+    # Would catch a dependency that only a function imports, and that a distribution alone would lack.
+    source = """
+import numpy as np, torch.nn
+from xorl import data
+def late():
+    from xorl.core.nn import Linear
+    import liger_kernel  # pyright: ignore[reportMissingImports]
+    try:
+        import peft
+    except ImportError:
+        import xxhash
+"""
+    assert list(check_isolated._imports(source)) == [
+        (2, "numpy"),
+        (2, "torch"),
+        (3, "xorl.data"),
+        (5, "xorl.core"),
+        (10, "xxhash"),
+    ]
+
+
+def test_tests_that_took_long_are_told_from_the_others(tmp_path: Path) -> None:
+    # Would catch a report that is misread, so that all tests run twice, or none.
+    times = {"packages.xorl-core.tests.test_a": 1.5, "packages.xorl-core.tests.test_b": 0.5, "tests.multi.test_c": 9}
+    cases = "".join(f'<testcase classname="{name}" name="test_x[1.5]" time="{s}" />' for name, s in times.items())
+    (tmp_path / "report.xml").write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
+    found = list(check_isolated._that_took_long(tmp_path / "report.xml", "packages/xorl-core/tests"))
+    assert found == ["packages/xorl-core/tests/test_a.py::test_x[1.5]"]
