@@ -3,7 +3,8 @@
     uv run tools/bench_optimizers.py                                     # a tiny model, to try the tool
     uv run torchrun --nproc-per-node 4 tools/bench_optimizers.py --model qwen3-8b --param-dtype bf16
 
-Prints a table in Markdown: medians over the steps of the slowest rank, by CUDA events where there is a GPU.
+Prints a table in Markdown: medians over the steps of the slowest rank, by CUDA events where there is a GPU. Clipping is
+the norm and the scale; the step divides by the scale.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from xorl.cli.bench_config import SHAPES, shapes
 from xorl.core import runtime
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.models import Decoder, spec_for
-from xorl.core.optim import MuonOptions, OptimizerName, build_optimizer, scale_and_clip_
+from xorl.core.optim import MuonOptions, OptimizerName, build_optimizer, gradient_scale
 from xorl.core.optim.newton_schulz import orthogonalisation_flops
 from xorl.core.parallel import ParallelPolicy, local_part, parallelize
 
@@ -35,21 +36,33 @@ WARM_UP = 2
 
 @dataclass(frozen=True)
 class Result:
-    """Of one rank: milliseconds, GiB; tflops is what a rank's share of the orthogonalisation comes to in a second."""
+    """Of the slowest rank.
+
+    Attributes:
+        clip_ms, step_ms: of the gradient's norm and scale, and of the step.
+        host_ms: until the host has queued both, which the device hides only while it has other work.
+        clip_gb_s, step_gb_s: bytes that a rank has to read and write for either, in 10**9 a second; None for muon's
+            step, which is not bound by them.
+        state_gib, peak_gib: a rank's optimizer state, and its peak of memory.
+        tflops: what a rank's share of the orthogonalisation comes to in a second.
+    """
 
     name: str
     clip_ms: float
     step_ms: float
+    host_ms: float
+    clip_gb_s: float
+    step_gb_s: float | None
     state_gib: float
     peak_gib: float
     tflops: float | None
 
     def row(self) -> str:
         """A row of the table."""
-        tflops = "-" if self.tflops is None else f"{self.tflops:.0f}"
+        step_gb_s, tflops = ("-" if number is None else f"{number:.0f}" for number in (self.step_gb_s, self.tflops))
         return (
-            f"| {self.name} | {self.clip_ms:.2f} | {self.step_ms:.2f} | {self.state_gib:.2f} | {self.peak_gib:.2f} | "
-            f"{tflops} |"
+            f"| {self.name} | {self.clip_ms:.2f} | {self.clip_gb_s:.0f} | {self.step_ms:.2f} | {step_gb_s} | "
+            f"{self.host_ms:.2f} | {self.state_gib:.2f} | {self.peak_gib:.2f} | {tflops} |"
         )
 
 
@@ -83,22 +96,24 @@ def measure(
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
         on_rank(parameter.grad).normal_()
-    finite = torch.zeros((), device=device)
-    clip_ms: list[float] = []
-    step_ms: list[float] = []
+    times: list[tuple[float, ...]] = []
 
-    def step() -> None:
-        # The attribute that torch's gradient scaler sets.
-        optimizer.found_inf = finite  # pyright: ignore[reportAttributeAccessIssue]
-        optimizer.step()
+    def clip() -> None:
+        # The two attributes by which the engine tells the optimizer.
+        norm, optimizer.grad_scale = gradient_scale(parameters, 1.0, 1.0)  # pyright: ignore[reportAttributeAccessIssue]
+        optimizer.found_inf = (~torch.isfinite(norm)).float()  # pyright: ignore[reportAttributeAccessIssue]
 
     for _ in range(WARM_UP + num_steps):
-        clip_ms.append(timed(lambda: scale_and_clip_(parameters, 1.0, 1.0), device))
-        step_ms.append(timed(step, device))
+        (clip_ms, clip_host_ms), (step_ms, step_host_ms) = timed(clip, device), timed(optimizer.step, device)
+        times.append((clip_ms, step_ms, clip_host_ms + step_host_ms))
     states = [state for of_one in optimizer.state.values() for state in of_one.values()]
-    state_bytes = sum(on_rank(state).numel() * state.element_size() for state in states)
+    state_bytes = sum(size_in_bytes(state) for state in states)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    clip, step_time = slowest_rank([statistics.median(times[WARM_UP:]) for times in (clip_ms, step_ms)], device)
+    medians = [statistics.median(column) for column in zip(*times[WARM_UP:], strict=True)]
+    clip_time, step_time, host_time = slowest_rank(medians, device)
+    grad_bytes = sum(size_in_bytes(parameter.grad) for parameter in parameters if parameter.grad is not None)
+    # Gradients are read; parameters and states are read and written.
+    step_bytes = grad_bytes + 2 * (sum(size_in_bytes(parameter) for parameter in parameters) + state_bytes)
     for parameter in parameters:
         parameter.grad = None
     tflops = None
@@ -106,7 +121,22 @@ def measure(
         shapes = [(rows, model.get_parameter(path).shape[1]) for path, counts in matrices.items() for rows in counts]
         flops = sum(orthogonalisation_flops(*shape, muon.num_steps) for shape in shapes)
         tflops = flops / runtime.world_size() / (step_time / 1e3) / 1e12
-    return Result(name, clip, step_time, state_bytes / 2**30, peak / 2**30, tflops)
+    return Result(
+        name,
+        clip_time,
+        step_time,
+        host_time,
+        clip_gb_s=grad_bytes / clip_time / 1e6,
+        step_gb_s=None if name == "muon" else step_bytes / step_time / 1e6,
+        state_gib=state_bytes / 2**30,
+        peak_gib=peak / 2**30,
+        tflops=tflops,
+    )
+
+
+def size_in_bytes(tensor: Tensor) -> int:
+    """Of this rank's part."""
+    return on_rank(tensor).numel() * tensor.element_size()
 
 
 def on_rank(tensor: Tensor) -> Tensor:
@@ -114,20 +144,23 @@ def on_rank(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def timed(call: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds of a call, on the device where there is a GPU."""
+def timed(call: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    """Milliseconds of a call, on the device where there is a GPU, and until the host was done with it."""
     if device.type != "cuda":
         start = time.perf_counter()
         call()
-        return (time.perf_counter() - start) * 1e3
+        passed_ms = (time.perf_counter() - start) * 1e3
+        return passed_ms, passed_ms
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize(device)
     dist.barrier()
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
     begin.record()
     call()
     end.record()
+    host_ms = (time.perf_counter() - start) * 1e3
     end.synchronize()
-    return begin.elapsed_time(end)
+    return begin.elapsed_time(end), host_ms
 
 
 def slowest_rank(values: list[float], device: torch.device) -> list[float]:
@@ -154,8 +187,8 @@ def main() -> None:
         where = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else "CPU"
         print(
             f"{count:,} {flags.param_dtype} parameters on {place.world_size} x {where}, torch {torch.__version__}\n\n"
-            "| optimizer | clipping ms | step ms | states GiB a rank | peak GiB a rank | orthogonalisation TFLOP/s |\n"
-            "|---|---|---|---|---|---|"
+            "| optimizer | clipping ms | GB/s | step ms | GB/s | host ms | states GiB a rank | peak GiB a rank | "
+            "orthogonalisation TFLOP/s |\n|---|---|---|---|---|---|---|---|---|"
         )
     for name in flags.optimizers:
         result = measure(name, model, DTYPES[flags.optimizer_dtype], flags.steps, place.device)

@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from xorl.core.optim import MuonOptions, OptimizerState, WideAccumulation, build_optimizer, scale_and_clip_
+from xorl.core.optim import (
+    MuonOptions,
+    OptimizerState,
+    WideAccumulation,
+    build_optimizer,
+    gradient_scale,
+    scale_and_clip_,
+)
 from xorl.core.optim.matrices import Matrix, plan_rounds
 from xorl.core.optim.muon import lr_ratio
 from xorl.core.optim.newton_schulz import orthogonalisation_flops, orthogonalise
@@ -55,6 +62,44 @@ def test_unclipped_gradients_are_only_divided(max_norm: float | None) -> None:
         torch.testing.assert_close(parameter.grad, gradient)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_scale_is_folded_into_the_step(name: str, dtype: torch.dtype) -> None:
+    # Catches an optimizer, or a group of one, that steps with gradients that are neither divided nor clipped.
+    folded, divided = model().to(dtype), model().to(dtype)
+    for parameter, twin in zip(folded.parameters(), divided.parameters(), strict=True):
+        # In fp32, so that the twin's division rounds nothing away that the folded one keeps.
+        twin.grad_dtype = parameter.grad_dtype = torch.float32
+        parameter.grad = torch.randn(parameter.shape) * 10
+        twin.grad = parameter.grad.clone()
+    optimizers = built(name, folded, state_dtype=torch.float32), built(name, divided, state_dtype=torch.float32)
+    for _ in range(2):
+        before = [parameter.grad.clone() for parameter in folded.parameters()]
+        assert torch.cat([gradient.flatten() for gradient in before]).norm() > 7
+        norm, optimizers[0].grad_scale = gradient_scale(list(folded.parameters()), torch.tensor(7.0), 1.0)
+        torch.testing.assert_close([parameter.grad for parameter in folded.parameters()], before, rtol=0, atol=0)
+        torch.testing.assert_close(scale_and_clip_(list(divided.parameters()), 7.0, 1.0), norm)
+        for optimizer in optimizers:
+            optimizer.step()
+        tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-3}
+        for parameter, twin in zip(folded.parameters(), divided.parameters(), strict=True):
+            torch.testing.assert_close(parameter, twin, **tolerance)
+            parameter.grad, twin.grad = parameter.data.float() * 9, parameter.data.float() * 9
+
+
+def test_states_of_adamw_are_those_of_torch() -> None:
+    # Catches names, shapes or dtypes by which earlier checkpoints could no longer be resumed.
+    for dtype in (torch.float32, torch.bfloat16):
+        ours, theirs = with_gradients(model().to(dtype)), with_gradients(model().to(dtype))
+        optimizers = built("adamw", ours), torch.optim.AdamW(theirs.parameters(), fused=True)
+        states = []
+        for module, optimizer in zip((ours, theirs), optimizers, strict=True):
+            optimizer.step()
+            state = OptimizerState(optimizer, module.named_parameters()).state_dict()
+            states.append({name: (tensor.shape, tensor.dtype) for name, tensor in state.items()})
+        assert states[0] == states[1]
+
+
 def test_weight_decay_leaves_out_named_modules_and_parameters() -> None:
     # Catches norms and biases that are decayed although the options exclude them.
     module = model()
@@ -76,7 +121,7 @@ def test_unmatched_no_decay_name_is_an_error() -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_found_inf_skips_the_update_and_the_step_count(name: str) -> None:
-    # Catches a torch version whose fused optimizers no longer read the flag that guards against NaN.
+    # Catches an optimizer that does not read the flag that guards against NaN.
     module = with_gradients(model())
     before = [p.detach().clone() for p in module.parameters()]
     optimizer = built(name, module)
@@ -87,6 +132,7 @@ def test_found_inf_skips_the_update_and_the_step_count(name: str) -> None:
     for parameter, value in zip(module.parameters(), before, strict=True):
         torch.testing.assert_close(parameter.detach(), value, rtol=0, atol=0)
     assert all(state["step"].item() == 0 for state in optimizer.state.values() if "step" in state)
+    assert all(not state["exp_avg"].any() for state in optimizer.state.values() if "exp_avg" in state)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from xorl.core.loss import LossFn, LossOutput
-from xorl.core.optim import OptimizerState, WideAccumulation, scale_and_clip_
+from xorl.core.optim import OptimizerState, WideAccumulation, gradient_scale
 from xorl.core.parallel import ParallelModel, record_waits
 from xorl.data import PackedBatch
 from xorl.kernels.layout import SequenceLayout
@@ -56,7 +56,7 @@ class ModelState:
 
 
 class Engine:
-    """A placed model and its optimizer, one that skips a step on the device (see `build_optimizer`).
+    """A placed model and its optimizer, one that scales gradients and skips steps on the device (`build_optimizer`).
 
     flops: what training on documents of the given lengths takes, in floating-point operations.
     Gradients are sums over every token of every call since the last `optim_step`, whatever the split into calls,
@@ -112,19 +112,19 @@ class Engine:
         return self._call(batch, loss_fn)
 
     def optim_step(self, lr: float, divisor: Tensor | float) -> Update:
-        """Divide the accumulated gradient by `divisor`, clip it, step and zero it.
+        """Divide the accumulated gradient by `divisor` and clip it, both as the optimizer reads it; step and zero it.
 
         lr is the schedule's, which the optimizer's groups scale.
 
         A gradient that is not finite changes nothing: the optimizer reads the flag on the device, so the host need not
         wait for it.
         """
-        norm = scale_and_clip_(self._parameters, divisor, self._max_grad_norm)
+        norm, scale = gradient_scale(self._parameters, divisor, self._max_grad_norm)
         skipped = (~torch.isfinite(norm)).float()
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
-        # Optimizers that can skip a step look for these two attributes, which torch's gradient scaler sets.
-        self.optimizer.grad_scale = None  # pyright: ignore[reportAttributeAccessIssue]
+        # The two attributes that torch's gradient scaler sets: the optimizer divides as it reads, so no pass does it.
+        self.optimizer.grad_scale = scale  # pyright: ignore[reportAttributeAccessIssue]
         self.optimizer.found_inf = skipped  # pyright: ignore[reportAttributeAccessIssue]
         self.optimizer.step()
         self.model.drop_gathered()

@@ -2,7 +2,7 @@
 
 from xorl.core.optim.accumulate import WideAccumulation
 from xorl.core.optim.build import OptimizerName, build_optimizer
-from xorl.core.optim.clip import scale_and_clip_
+from xorl.core.optim.clip import gradient_scale, scale_and_clip_
 from xorl.core.optim.muon import MuonOptions
 from xorl.core.optim.schedule import DecayStyle, Schedule
 from xorl.core.optim.state import OptimizerState
@@ -15,5 +15,6 @@ __all__ = [
     "Schedule",
     "WideAccumulation",
     "build_optimizer",
+    "gradient_scale",
     "scale_and_clip_",
 ]

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from xorl.core.optim.adamw import BETAS, EPS, AdamW, AnyPrecisionAdamW, noise_key
+from xorl.core.optim.adamw import AdamW, noise_key
 from xorl.core.optim.muon import Muon, MuonOptions
 from xorl.core.optim.sgd import SGD
 
@@ -31,8 +31,9 @@ def build_optimizer(
 
     Each group has an `lr_scale`, by which the schedule's learning rate is multiplied for it; `lr` is the schedule's
     peak. no_decay_modules and no_decay_params are substrings of a parameter's module path and of its own last name; a
-    parameter that matches either is not decayed. Weight decay is decoupled. All of them skip the whole update on the
-    device when `found_inf` is set, and take gradients of fp32 or of the parameter's dtype.
+    parameter that matches either is not decayed. Weight decay is decoupled. All of them take gradients of fp32 or of
+    the parameter's dtype, divide them by `grad_scale` as they read them and skip the whole update where `found_inf` is
+    not zero: two attributes, tensors that are read on the device.
 
     state_dtype and seed (of stochastic rounding) are those of anyprecision_adamw and muon; muon needs its options.
 
@@ -51,9 +52,9 @@ def build_optimizer(
         if is_matrix and muon is not None:
             group.setdefault("matrices", []).append(tuple(muon.matrices[path]))
     if name == "adamw":
-        return AdamW(groups.values(), lr=lr, betas=BETAS, eps=EPS, fused=True)
+        return AdamW(groups.values(), lr)
     if name == "anyprecision_adamw":
-        return AnyPrecisionAdamW(groups.values(), lr, state_dtype=state_dtype)
+        return AdamW(groups.values(), lr, state_dtype=state_dtype)
     if name == "muon":
         assert muon is not None, "muon needs its options"
         return Muon(groups.values(), lr, muon, state_dtype=state_dtype)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xorl.core.optim.adamw import AnyPrecisionAdamW, count_steps_, init_adamw, skip_flag, step_adamw_
+from xorl.core.optim.adamw import AdamW, Controls, controls, count_steps_
 from xorl.core.optim.local import local
 from xorl.core.optim.matrices import Exchange, Grid, Matrix, Owner, logical_matrices, plan_rounds
 from xorl.core.optim.newton_schulz import orthogonalise
@@ -58,13 +58,13 @@ def lr_ratio(adjust_lr: AdjustLr, rows: int, columns: int) -> float:
     return 0.2 * math.sqrt(max(rows, columns))
 
 
-class Muon(AnyPrecisionAdamW):
+class Muon(AdamW):
     """W = (1 - lr decay) W - lr ratio orthogonalise(momentum of the gradient), for groups with `matrices`.
 
     That is torch.optim.Muon's update, for each matrix that a parameter stacks on its own. Sharded parameters get the
     update that whole ones would: in rounds, each rank is sent the rows of its share of the matrices, orthogonalises
     them in batches of one shape, and sends the rows of the results back. Replicas share the matrices as well. Groups
-    without `matrices` are AnyPrecisionAdamW's. Momentum is kept in `state_dtype`; what is kept in bf16 is rounded
+    without `matrices` are AdamW's. Momentum is kept in `state_dtype`; what is kept in bf16 is rounded
     stochastically. A step is collective, and `found_inf` only changes what is written.
     """
 
@@ -80,17 +80,6 @@ class Muon(AnyPrecisionAdamW):
         self._options = options
         self._plans: dict[tuple[int, ...], _Plan] = {}
 
-    def materialise(self) -> None:
-        """Create the state that the first step would create, without a step."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                state = self.state[parameter]
-                if "matrices" not in group:
-                    init_adamw(state, parameter, self._state_dtype)
-                elif not state:
-                    state["step"] = torch.zeros((), dtype=torch.int64, device=parameter.device)
-                    state["momentum_buffer"] = torch.zeros_like(parameter, dtype=self._state_dtype)
-
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """Update every parameter that has a gradient; collective. The same ones have a gradient on every rank."""
@@ -99,7 +88,7 @@ class Muon(AnyPrecisionAdamW):
         places: list[_Place] = []
         for group in self.param_groups:
             if "matrices" not in group:
-                step_adamw_(group, self.state, self.found_inf)
+                self._step_group(group)
                 continue
             rows = zip(group["params"], group["matrices"], group["keys"], group["firsts"], strict=True)
             places += [
@@ -110,10 +99,18 @@ class Muon(AnyPrecisionAdamW):
         if places:
             self._step_matrices(places)
 
+    def _new_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+        if "matrices" not in group:
+            return super()._new_state(parameter, group)
+        return {
+            "step": torch.zeros((), dtype=torch.int64, device=parameter.device),
+            "momentum_buffer": torch.zeros_like(parameter, dtype=self._state_dtype),
+        }
+
     def _step_matrices(self, places: Sequence[_Place]) -> None:
         device = local(places[0].parameter).device
-        skip = skip_flag(self.found_inf, device)
-        count_steps_([place.state for place in places], skip)
+        told = controls(self, device)
+        count_steps_([place.state for place in places], told.skip)
         plan = self._plan(places)
         dtype = self._options.compute_dtype
         if dtype is None:
@@ -123,16 +120,16 @@ class Muon(AnyPrecisionAdamW):
             sizes = [exchange.piece(matrix) for matrix in exchange.sent]
             pieces = torch.empty(sum(sizes), dtype=dtype, device=device)
             for matrix, piece in zip(exchange.sent, pieces.split(sizes), strict=True):
-                self._momentum_(places[matrix.parameter], matrix, plan.grid, piece, skip)
+                self._momentum_(places[matrix.parameter], matrix, plan.grid, piece, told)
             for matrix in exchange.kept:
-                self._momentum_(places[matrix.parameter], matrix, plan.grid, None, skip)
+                self._momentum_(places[matrix.parameter], matrix, plan.grid, None, told)
             batch = exchange.collect(pieces.to(plan.grid.device))
             if batch is not None:
                 batch = orthogonalise(batch, self._options.num_steps)
             updates = exchange.bring_back(batch, dtype).to(device)
             sizes = [exchange.piece(matrix) for matrix in exchange.everything]
             for matrix, update in zip(exchange.everything, updates.split(sizes), strict=True):
-                self._descend_(places[matrix.parameter], matrix, plan.grid, update, skip)
+                self._descend_(places[matrix.parameter], matrix, plan.grid, update, told.skip)
 
     def _plan(self, places: Sequence[_Place]) -> _Plan:
         wanted = tuple(place.key for place in places)
@@ -144,7 +141,7 @@ class Muon(AnyPrecisionAdamW):
             self._plans[wanted] = _Plan(grid, rounds)
         return self._plans[wanted]
 
-    def _momentum_(self, place: _Place, matrix: Matrix, grid: Grid, update: Tensor | None, skip: Tensor) -> None:
+    def _momentum_(self, place: _Place, matrix: Matrix, grid: Grid, update: Tensor | None, told: Controls) -> None:
         start, stop = matrix.rows_of(grid.shard, grid.num_shards)
         if start == stop:
             return
@@ -156,7 +153,8 @@ class Muon(AnyPrecisionAdamW):
             update,
             momentum=self._options.momentum,
             nesterov=self._options.nesterov,
-            skip=skip,
+            grad_scale=told.grad_scale,
+            skip=told.skip,
             noise=place.noise(start),
         )
 
@@ -170,6 +168,7 @@ class Muon(AnyPrecisionAdamW):
             update,
             keep=1 - lr * place.group["weight_decay"],
             rate=lr * lr_ratio(self._options.adjust_lr, *matrix.shape),
+            grad_scale=None,
             skip=skip,
             noise=place.noise(start),
         )

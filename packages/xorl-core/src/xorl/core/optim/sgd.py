@@ -8,16 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from xorl.core.optim.adamw import controls
 from xorl.core.optim.local import local
+from xorl.kernels.optim import descend_
 
 
 class SGD(torch.optim.Optimizer):
-    """parameter -= lr * (gradient + weight_decay * parameter), in the parameter's dtype; it keeps no state.
+    """parameter -= lr * (gradient + weight_decay * parameter), in fp32, rounded to nearest; it keeps no state.
 
-    As torch's fused optimizers do, it changes nothing in a step for which `found_inf` is not zero, and reads that on
-    the device. A step overwrites the gradients.
+    As torch's fused optimizers do, it divides gradients by `grad_scale`, changes nothing in a step for which
+    `found_inf` is not zero, and reads both on the device.
     """
 
+    grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
 
     def __init__(self, params: Iterable[dict[str, Any]], lr: float) -> None:
@@ -31,11 +34,17 @@ class SGD(torch.optim.Optimizer):
         """Update every parameter that has a gradient; elementwise, so each rank does its shards."""
         assert closure is None, "the gradient is there before the step"
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                values, update = local(parameter), local(parameter.grad)
-                update.add_(values, alpha=group["weight_decay"])
-                if self.found_inf is not None:
-                    update.masked_fill_(self.found_inf.bool(), 0.0)
-                values.add_(update, alpha=-group["lr"])
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not parameters:
+                continue
+            grad_scale, skip = controls(self, parameters[0].device)
+            for parameter in parameters:
+                descend_(
+                    local(parameter),
+                    local(parameter.grad).contiguous(),
+                    keep=1 - group["lr"] * group["weight_decay"],
+                    rate=group["lr"],
+                    grad_scale=grad_scale,
+                    skip=skip,
+                    noise=None,
+                )

@@ -18,9 +18,7 @@ def triton_refusal(device_type: str) -> str | None:
     return None
 
 
-def launch(
-    kernel: object, grid: tuple[int, ...], *arguments: object, num_warps: int, **constants: int | bool | float
-) -> None:
+def launch(kernel: object, grid: tuple[int, ...], *arguments: object, num_warps: int, **constants: object) -> None:
     """Launch a function that `triton.jit` has wrapped, over `grid`, whose first axis may be the longest."""
     kernel[grid](*arguments, num_warps=num_warps, **constants)  # pyright: ignore[reportIndexIssue] jit has no types
 

@@ -1,6 +1,6 @@
-"""Optimizer updates in one pass over memory, which round stochastically to bf16, each with a plain twin."""
+"""Optimizer updates in one pass over memory, rounded to bf16 as wanted, and sums of squares, each with a plain twin."""
 
 from xorl.kernels.optim.noise import Noise, philox2x32, round_stochastically
-from xorl.kernels.optim.updates import adamw_, descend_, momentum_, scale_
+from xorl.kernels.optim.updates import adamw_, descend_, momentum_, scale_, square_sum
 
-__all__ = ["Noise", "adamw_", "descend_", "momentum_", "philox2x32", "round_stochastically", "scale_"]
+__all__ = ["Noise", "adamw_", "descend_", "momentum_", "philox2x32", "round_stochastically", "scale_", "square_sum"]

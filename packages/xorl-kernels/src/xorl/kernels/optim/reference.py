@@ -1,10 +1,10 @@
-"""The plain twins of the kernels in triton_updates.py: the same arithmetic in torch, a block at a time.
+"""The plain twins of triton_updates.py and triton_lists.py: the same arithmetic in torch, a block at a time.
 
 No operation fuses a product with a sum: the vectorised and the scalar parts of torch's CPU loops would then round
 differently, and an element's value would depend on where in a shard it stands.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,34 +17,38 @@ _LOW_16 = 0xFFFF
 
 
 def adamw_(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
     *,
     lr: float,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
     corrections: Tensor,
+    grad_scale: Tensor | None,
     skip: Tensor,
-    noise: Noise,
+    noises: Sequence[Noise] | None,
 ) -> None:
-    """See `updates.adamw_`."""
+    """See `updates.adamw_`; corrections: fp32 [tensors, 2], 1 - beta ** step for the two betas."""
     if skip:
         return
     beta1, beta2 = betas
-    rounds = torch.bfloat16 in (param.dtype, exp_avg.dtype, exp_avg_sq.dtype)
-    for start, (p, g, m, v) in _blocks(param, grad, exp_avg, exp_avg_sq):
-        gradient = g.float()
-        mean = m.float() * beta1 + gradient * (1 - beta1)
-        square = v.float() * beta2 + gradient * gradient * (1 - beta2)
-        denominator = (square / corrections[1]).sqrt() + eps
-        value = p.float() * (1 - lr * weight_decay) - mean / corrections[0] / denominator * lr
-        word, other = draw(noise, start, p.numel()) if rounds else (None, None)
-        _store(p, value, word)
-        _store(m, mean, None if word is None else word >> 16)
-        _store(v, square, other)
+    factor = _inverse(grad_scale)
+    for index, quad in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)):
+        first, second = corrections[index]
+        noise = None if noises is None or torch.bfloat16 not in {tensor.dtype for tensor in quad} else noises[index]
+        for start, (p, g, m, v) in _blocks(*quad):
+            gradient = g.float() * factor
+            mean = m.float() * beta1 + gradient * (1 - beta1)
+            square = v.float() * beta2 + gradient * gradient * (1 - beta2)
+            denominator = (square / second).sqrt() + eps
+            value = p.float() * (1 - lr * weight_decay) - mean / first / denominator * lr
+            word, other = (None, None) if noise is None else draw(noise, start, p.numel())
+            _store(p, value, word)
+            _store(m, mean, None if word is None else word >> 16)
+            _store(v, square, other)
 
 
 def momentum_(
@@ -54,34 +58,59 @@ def momentum_(
     *,
     momentum: float,
     nesterov: bool,
+    grad_scale: Tensor | None,
     skip: Tensor,
     noise: Noise,
 ) -> None:
     """See `updates.momentum_`."""
     if skip:
         return
+    factor = _inverse(grad_scale)
     tensors = (buffer, grad) if update is None else (buffer, grad, update)
     for start, (b, g, *rest) in _blocks(*tensors):
-        gradient = g.float() * (1 - momentum)
+        gradient = g.float() * factor * (1 - momentum)
         mean = b.float() * momentum + gradient
         for out in rest:
             out.copy_(mean * momentum + gradient if nesterov else mean)
         _store(b, mean, draw(noise, start, b.numel())[0] >> 16 if b.dtype == torch.bfloat16 else None)
 
 
-def descend_(param: Tensor, update: Tensor, *, keep: float, rate: float, skip: Tensor, noise: Noise) -> None:
+def descend_(
+    param: Tensor,
+    update: Tensor,
+    *,
+    keep: float,
+    rate: float,
+    grad_scale: Tensor | None,
+    skip: Tensor,
+    noise: Noise | None,
+) -> None:
     """See `updates.descend_`."""
     if skip:
         return
+    factor = _inverse(grad_scale) * rate
     for start, (p, u) in _blocks(param, update):
-        value = p.float() * keep - u.float() * rate
-        _store(p, value, draw(noise, start, p.numel())[0] if p.dtype == torch.bfloat16 else None)
+        value = p.float() * keep - u.float() * factor
+        if noise is None or p.dtype != torch.bfloat16:
+            p.copy_(value)
+        else:
+            _store(p, value, draw(noise, start, p.numel())[0])
 
 
 def scale_(tensor: Tensor, factor: Tensor) -> None:
     """See `updates.scale_`."""
     # A 0-dim factor would be rounded to the tensor's dtype first.
     torch.mul(tensor, factor.reshape(1), out=tensor)
+
+
+def square_sum(tensors: Sequence[Tensor]) -> Tensor:
+    """See `updates.square_sum`."""
+    return torch.stack(list(torch._foreach_norm(list(tensors), 2, dtype=torch.float32))).square().sum()
+
+
+def _inverse(grad_scale: Tensor | None) -> Tensor | float:
+    """What gradients are multiplied by."""
+    return 1.0 if grad_scale is None else 1 / grad_scale
 
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
@@ -91,8 +120,7 @@ def _blocks(*tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
 
 
 def _store(target: Tensor, values: Tensor, word: Tensor | None) -> None:
-    """Copy fp32 values, rounded by the lower 16 bits of `word` where the target is bf16."""
-    if target.dtype == torch.bfloat16:
-        assert word is not None
+    """Copy fp32 values; to bf16 they are rounded by the lower 16 bits of `word`, or to nearest without one."""
+    if word is not None and target.dtype == torch.bfloat16:
         values = round_stochastically(values, word & _LOW_16)
     target.copy_(values)

@@ -1,4 +1,4 @@
-"""The updates as Triton kernels: each reads and writes every tensor once, and draws its random bits in registers.
+"""Updates of one tensor as Triton kernels, which read and write it once and draw their random bits in registers.
 
 Imported only where Triton is. `reference.py` has the plain twins, and `updates.py` the contracts.
 """
@@ -16,28 +16,6 @@ _MULTIPLIER = tl.constexpr(MULTIPLIER)
 _ROUNDS = tl.constexpr(ROUNDS)
 
 
-def adamw_(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    corrections: Tensor,
-    skip: Tensor,
-    noise: Noise,
-) -> None:
-    """See `updates.adamw_`."""
-    beta1, beta2 = betas
-    rates = (lr, 1 - lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, eps)
-    count = param.numel()
-    tensors = (param, grad, exp_avg, exp_avg_sq, corrections, skip, noise.step)
-    launch(_adamw, _grid(count), *tensors, count, noise.key, noise.first, *rates, num_warps=4, BLOCK=BLOCK)
-
-
 def momentum_(
     buffer: Tensor,
     grad: Tensor,
@@ -45,22 +23,33 @@ def momentum_(
     *,
     momentum: float,
     nesterov: bool,
+    grad_scale: Tensor | None,
     skip: Tensor,
     noise: Noise,
 ) -> None:
     """See `updates.momentum_`."""
     count = buffer.numel()
-    tensors = (buffer, grad, buffer if update is None else update, skip, noise.step)
+    tensors = (buffer, grad, buffer if update is None else update, grad_scale, skip, noise.step)
     rates = (momentum, 1 - momentum)
     flags = {"NESTEROV": nesterov, "WANTED": update is not None}
     launch(_momentum, _grid(count), *tensors, count, noise.key, noise.first, *rates, num_warps=4, **flags, BLOCK=BLOCK)
 
 
-def descend_(param: Tensor, update: Tensor, *, keep: float, rate: float, skip: Tensor, noise: Noise) -> None:
+def descend_(
+    param: Tensor,
+    update: Tensor,
+    *,
+    keep: float,
+    rate: float,
+    grad_scale: Tensor | None,
+    skip: Tensor,
+    noise: Noise | None,
+) -> None:
     """See `updates.descend_`."""
     count = param.numel()
-    tensors = (param, update, skip, noise.step)
-    launch(_descend, _grid(count), *tensors, count, noise.key, noise.first, keep, rate, num_warps=4, BLOCK=BLOCK)
+    key, first, step = (0, 0, None) if noise is None else (noise.key, noise.first, noise.step)
+    arguments = (param, update, grad_scale, skip, step, count, key, first, keep, rate)
+    launch(_descend, _grid(count), *arguments, num_warps=4, BLOCK=BLOCK)
 
 
 def scale_(tensor: Tensor, factor: Tensor) -> None:
@@ -90,52 +79,29 @@ def draw(index: tl.tensor, step: tl.tensor, key: tl.tensor) -> tuple[tl.tensor, 
 
 
 @triton.jit
-def _store(pointer: tl.tensor, offsets: tl.tensor, values: tl.tensor, word: tl.tensor, mask: tl.tensor) -> None:
-    """fp32 values, rounded by the lower 16 bits of `word` where the target is bf16."""
-    if pointer.dtype.element_ty == tl.bfloat16:  # pyright: ignore[reportAttributeAccessIssue] it is a pointer's
+def load(pointers: tl.tensor, mask: tl.tensor | None) -> tl.tensor:
+    """Values in fp32, zero where the mask is not."""
+    values = tl.load(pointers) if mask is None else tl.load(pointers, mask=mask, other=0.0)
+    return values.to(tl.float32)
+
+
+@triton.jit
+def store(pointers: tl.tensor, values: tl.tensor, mask: tl.tensor | None, word: tl.tensor | None) -> None:
+    """fp32 values; to bf16 they are rounded by the lower 16 bits of `word`, or to nearest without one."""
+    if word is not None and pointers.dtype.element_ty == tl.bfloat16:  # pyright: ignore[reportAttributeAccessIssue]
         raw = values.to(tl.uint32, bitcast=True)
         raw = tl.where(values == values, raw + (word & 0xFFFF), raw)
-        halves = (raw >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-        tl.store(pointer + offsets, halves, mask=mask)
+        tl.store(pointers, (raw >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=mask)
     else:
-        tl.store(pointer + offsets, values, mask=mask)
+        tl.store(pointers, values, mask=mask)
 
 
-@triton.jit(do_not_specialize=["key", "first"])
-def _adamw(
-    param: tl.tensor,
-    grad: tl.tensor,
-    exp_avg: tl.tensor,
-    exp_avg_sq: tl.tensor,
-    corrections: tl.tensor,
-    skip: tl.tensor,
-    step: tl.tensor,
-    count: int,
-    key: int,
-    first: int,
-    lr: float,
-    keep: float,
-    beta1: float,
-    rest1: float,
-    beta2: float,
-    rest2: float,
-    eps: float,
-    BLOCK: tl.constexpr,
-) -> None:
-    if tl.load(skip) != 0:
-        return
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = offsets < count
-    gradient = tl.load(grad + offsets, mask=mask, other=0.0).to(tl.float32)
-    mean = tl.load(exp_avg + offsets, mask=mask, other=0.0).to(tl.float32) * beta1 + gradient * rest1
-    square = tl.load(exp_avg_sq + offsets, mask=mask, other=0.0).to(tl.float32) * beta2 + gradient * gradient * rest2
-    denominator = tl.sqrt(square / tl.load(corrections + 1)) + eps
-    value = tl.load(param + offsets, mask=mask, other=0.0).to(tl.float32) * keep
-    value = value - mean / tl.load(corrections) / denominator * lr
-    word, other = draw(offsets + first, tl.load(step), key)  # pyright: ignore[reportGeneralTypeIssues]
-    _store(param, offsets, value, word, mask)
-    _store(exp_avg, offsets, mean, word >> 16, mask)
-    _store(exp_avg_sq, offsets, square, other, mask)
+@triton.jit
+def inverse(grad_scale: tl.tensor | None) -> tl.tensor | float:
+    """What gradients are multiplied by."""
+    if grad_scale is None:
+        return 1.0
+    return 1.0 / tl.load(grad_scale)
 
 
 @triton.jit(do_not_specialize=["key", "first"])
@@ -143,6 +109,7 @@ def _momentum(
     buffer: tl.tensor,
     grad: tl.tensor,
     update: tl.tensor,
+    grad_scale: tl.tensor | None,
     skip: tl.tensor,
     step: tl.tensor,
     count: int,
@@ -158,21 +125,22 @@ def _momentum(
         return
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < count
-    gradient = tl.load(grad + offsets, mask=mask, other=0.0).to(tl.float32) * rest
-    mean = tl.load(buffer + offsets, mask=mask, other=0.0).to(tl.float32) * momentum + gradient
+    gradient = load(grad + offsets, mask) * inverse(grad_scale) * rest
+    mean = tl.fma(load(buffer + offsets, mask), momentum, gradient)
     if WANTED:
-        direction = mean * momentum + gradient if NESTEROV else mean
+        direction = tl.fma(mean, momentum, gradient) if NESTEROV else mean
         tl.store(update + offsets, direction, mask=mask)
     word, _ = draw(offsets + first, tl.load(step), key)  # pyright: ignore[reportGeneralTypeIssues]
-    _store(buffer, offsets, mean, word >> 16, mask)
+    store(buffer + offsets, mean, mask, word >> 16)
 
 
 @triton.jit(do_not_specialize=["key", "first"])
 def _descend(
     param: tl.tensor,
     update: tl.tensor,
+    grad_scale: tl.tensor | None,
     skip: tl.tensor,
-    step: tl.tensor,
+    step: tl.tensor | None,
     count: int,
     key: int,
     first: int,
@@ -184,10 +152,13 @@ def _descend(
         return
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < count
-    value = tl.load(param + offsets, mask=mask, other=0.0).to(tl.float32) * keep
-    value = value - tl.load(update + offsets, mask=mask, other=0.0).to(tl.float32) * rate
-    word, _ = draw(offsets + first, tl.load(step), key)  # pyright: ignore[reportGeneralTypeIssues]
-    _store(param, offsets, value, word, mask)
+    descent = load(update + offsets, mask) * (inverse(grad_scale) * rate)
+    value = tl.fma(load(param + offsets, mask), keep, -descent)
+    if step is None:
+        store(param + offsets, value, mask, None)
+    else:
+        word, _ = draw(offsets + first, tl.load(step), key)  # pyright: ignore[reportGeneralTypeIssues]
+        store(param + offsets, value, mask, word)
 
 
 @triton.jit

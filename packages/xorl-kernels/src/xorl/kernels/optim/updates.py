@@ -1,10 +1,13 @@
 """The updates as callers know them: in place, elementwise, in fp32; by a kernel on a GPU, in plain torch elsewhere.
 
-All tensors of a call are contiguous, of the same number of elements, on one device. bf16 results are rounded
-stochastically: an update that is smaller than half of a value's last place, which rounding to nearest would drop every
-time, happens as often as it should. Nothing is changed where `skip`, a 0-dim tensor on that device, is not zero.
+All tensors of a call are contiguous, fp32 or bf16, on one device, and those that belong together have the same number
+of elements. With a `Noise`, bf16 results are rounded stochastically: an update that is smaller than half of a value's
+last place, which rounding to nearest would drop every time, happens as often as it should. Without one they are rounded
+to nearest. `grad_scale` and `skip` are 0-dim fp32 tensors on that device and read there: gradients are divided by the
+one as they are read, and nothing is changed where the other is not zero.
 """
 
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
@@ -17,28 +20,60 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def adamw_(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    steps: Sequence[Tensor],
     *,
     lr: float,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
-    corrections: Tensor,
+    grad_scale: Tensor | None,
     skip: Tensor,
-    noise: Noise,
+    noises: Sequence[Noise] | None,
 ) -> None:
-    """One step of AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101, algorithm 2) on fp32 or bf16 tensors.
+    """One step of AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101, algorithm 2) on lists of tensors.
 
-    corrections: fp32 [2], 1 - beta ** step for the two betas.
+    steps: 0-dim and counted already, fp32 where there are no noises. The gradients may be overwritten.
     """
-    tensors = (param, grad, exp_avg, exp_avg_sq)
-    _check(*tensors)
-    if param.numel():
-        hyper = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        _implementation(param).adamw_(*tensors, **hyper, corrections=corrections, skip=skip, noise=noise)
+    rows = list(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True))
+    kept = [index for index, row in enumerate(rows) if row[0].numel()]
+    if not kept:
+        return
+    for index in kept:
+        _check(*rows[index])
+    params, grads, exp_avgs, exp_avg_sqs, steps = (
+        [tensors[index] for index in kept] for tensors in (params, grads, exp_avgs, exp_avg_sqs, steps)
+    )
+    lists = (params, grads, exp_avgs, exp_avg_sqs)
+    hyper = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
+    kinds = {tensor.dtype for tensors in (params, exp_avgs, exp_avg_sqs) for tensor in tensors}
+    if noises is None and len(kinds) == 1 and not params[0].is_cuda:
+        # On all cores at once, and so worth one rounding of gradients that were accumulated in a wider dtype.
+        torch._fused_adamw_(
+            params,
+            [grad.to(params[0].dtype) for grad in grads],
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            steps,
+            **hyper,
+            beta1=betas[0],
+            beta2=betas[1],
+            amsgrad=False,
+            maximize=False,
+            grad_scale=grad_scale,
+            found_inf=skip,
+        )
+        return
+    if noises is not None:
+        noises = [noises[index] for index in kept]
+    counts = torch.stack(steps).double()
+    corrections = torch.stack([1 - beta**counts for beta in betas], dim=1).float()
+    options = {"corrections": corrections, "grad_scale": grad_scale, "skip": skip, "noises": noises}
+    _lists(params[0]).adamw_(*lists, **hyper, betas=betas, **options)
 
 
 def momentum_(
@@ -48,6 +83,7 @@ def momentum_(
     *,
     momentum: float,
     nesterov: bool,
+    grad_scale: Tensor | None,
     skip: Tensor,
     noise: Noise,
 ) -> None:
@@ -58,23 +94,41 @@ def momentum_(
     """
     _check(*(tensor for tensor in (buffer, grad, update) if tensor is not None))
     if buffer.numel():
-        _implementation(buffer).momentum_(
-            buffer, grad, update, momentum=momentum, nesterov=nesterov, skip=skip, noise=noise
-        )
+        options = {"grad_scale": grad_scale, "skip": skip, "noise": noise}
+        _singles(buffer).momentum_(buffer, grad, update, momentum=momentum, nesterov=nesterov, **options)
 
 
-def descend_(param: Tensor, update: Tensor, *, keep: float, rate: float, skip: Tensor, noise: Noise) -> None:
-    """param = keep * param - rate * update."""
+def descend_(
+    param: Tensor,
+    update: Tensor,
+    *,
+    keep: float,
+    rate: float,
+    grad_scale: Tensor | None,
+    skip: Tensor,
+    noise: Noise | None,
+) -> None:
+    """param = keep * param - rate * update, where the update may be a gradient with its scale."""
     _check(param, update)
     if param.numel():
-        _implementation(param).descend_(param, update, keep=keep, rate=rate, skip=skip, noise=noise)
+        options = {"grad_scale": grad_scale, "skip": skip, "noise": noise}
+        _singles(param).descend_(param, update, keep=keep, rate=rate, **options)
 
 
 def scale_(tensor: Tensor, factor: Tensor) -> None:
     """tensor = factor * tensor, rounded to nearest; factor is a 0-dim fp32 tensor, and is not rounded first."""
     _check(tensor)
     if tensor.numel():
-        _implementation(tensor).scale_(tensor, factor)
+        _singles(tensor).scale_(tensor, factor)
+
+
+def square_sum(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum of the squares of all elements, 0-dim, accumulated in fp32; tensors of any dtype and strides."""
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    if not filled:
+        return torch.zeros((), device=tensors[0].device)
+    suits = all(tensor.dtype in DTYPES and tensor.is_contiguous() for tensor in filled)
+    return (_lists(filled[0]) if suits else reference).square_sum(filled)
 
 
 def _check(*tensors: Tensor) -> None:
@@ -86,10 +140,18 @@ def _check(*tensors: Tensor) -> None:
         assert tensor.dtype in DTYPES, f"{tensor.dtype} is neither fp32 nor bf16"
 
 
-def _implementation(tensor: Tensor) -> ModuleType:
+def _singles(tensor: Tensor) -> ModuleType:
     if not tensor.is_cuda:
         return reference
     # Triton is there where torch has a GPU to run it on, and not on every machine without one.
     from xorl.kernels.optim import triton_updates  # noqa: PLC0415
 
     return triton_updates
+
+
+def _lists(tensor: Tensor) -> ModuleType:
+    if not tensor.is_cuda:
+        return reference
+    from xorl.kernels.optim import triton_lists  # noqa: PLC0415
+
+    return triton_lists

@@ -1,0 +1,250 @@
+"""Triton kernels over lists of tensors: one launch for all of a kind, which finds its tensors in a table of addresses.
+
+Imported only where Triton is. A program takes one chunk of one tensor, so small tensors cost no launch each, and large
+ones are spread over the whole device. `reference.py` has the plain twins, and `updates.py` the contracts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from xorl.kernels.fused.device import launch
+from xorl.kernels.optim.noise import Noise
+from xorl.kernels.optim.triton_updates import draw, inverse, load, store
+
+BLOCK = 1024
+# The loads of the table are paid once for 16 blocks, and the smallest of models still fills the device.
+CHUNK = 16 * BLOCK
+# Bytes of the widest load: tensors that begin elsewhere are read element by element.
+ALIGNMENT = 16
+# Columns of a table: elements, the first of the programs that work on them, and what the kernel wants to know.
+_COLUMNS_OF_ADAMW = tl.constexpr(10)
+_COLUMNS_OF_SUM = tl.constexpr(3)
+_ALIGNMENT = tl.constexpr(ALIGNMENT)
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+
+
+@dataclass(frozen=True)
+class _Table:
+    """What a launch works on.
+
+    Attributes:
+        rows: int64 [tensors, columns], on the device.
+        owners: int64 [programs], the row of each program.
+    """
+
+    rows: Tensor
+    owners: Tensor
+
+    @classmethod
+    def of(cls, counts: Sequence[int], columns: Sequence[Sequence[int]], device: torch.device) -> "_Table":
+        """Rows of (elements, first program, *columns)."""
+        chunks = [-(-count // CHUNK) for count in counts]
+        firsts = [0]
+        for number in chunks:
+            firsts.append(firsts[-1] + number)
+        rows = [(*row, *rest) for *row, rest in zip(counts, firsts[:-1], columns, strict=True)]
+        # From pageable memory the copy would make the host wait for all work queued before it.
+        table = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+        owners = torch.repeat_interleave((table[:, 0] + (CHUNK - 1)) // CHUNK, output_size=firsts[-1])
+        return cls(table, owners)
+
+
+def adamw_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    corrections: Tensor,
+    grad_scale: Tensor | None,
+    skip: Tensor,
+    noises: Sequence[Noise] | None,
+) -> None:
+    """See `updates.adamw_`."""
+    beta1, beta2 = betas
+    rates = (lr, 1 - lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, eps)
+    quads = list(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True))
+    for kind, chosen in _by_kind(quads).items():
+        columns = [
+            (*(tensor.data_ptr() for tensor in quads[index]), index, *_noise_columns(noises, index)) for index in chosen
+        ]
+        table = _Table.of([params[index].numel() for index in chosen], columns, params[0].device)
+        constants = {"IS_ALIGNED": kind[-1], "IS_STOCHASTIC": noises is not None, "CHUNK": CHUNK, "BLOCK": BLOCK}
+        dtypes = dict(zip(("PARAM", "GRAD", "MEAN", "SQUARE"), kind, strict=False))
+        arguments = (table.rows, table.owners, corrections, grad_scale, skip)
+        launch(_adamw, (table.owners.numel(),), *arguments, *rates, num_warps=4, **dtypes, **constants)
+
+
+def square_sum(tensors: Sequence[Tensor]) -> Tensor:
+    """See `updates.square_sum`."""
+    singles = [(tensor,) for tensor in tensors]
+    sums: list[Tensor] = []
+    for kind, chosen in _by_kind(singles).items():
+        counts = [tensors[index].numel() for index in chosen]
+        table = _Table.of(counts, [(tensors[index].data_ptr(),) for index in chosen], tensors[0].device)
+        parts = torch.empty(table.owners.shape, dtype=torch.float32, device=tensors[0].device)
+        constants = {"DTYPE": kind[0], "IS_ALIGNED": kind[-1], "CHUNK": CHUNK, "BLOCK": BLOCK}
+        launch(_square_sum, (parts.numel(),), table.rows, table.owners, parts, num_warps=4, **constants)
+        sums.append(parts.sum())
+    return torch.stack(sums).sum()
+
+
+def _by_kind(groups: Sequence[tuple[Tensor, ...]]) -> dict[tuple[object, ...], list[int]]:
+    """Indices of groups by (Triton's type of each tensor, whether all of them are aligned): a launch each."""
+    kinds: dict[tuple[object, ...], list[int]] = {}
+    for index, group in enumerate(groups):
+        is_aligned = not any(tensor.data_ptr() % ALIGNMENT for tensor in group)
+        kinds.setdefault((*(_TYPES[tensor.dtype] for tensor in group), is_aligned), []).append(index)
+    return kinds
+
+
+def _noise_columns(noises: Sequence[Noise] | None, index: int) -> tuple[int, int, int]:
+    if noises is None:
+        return (0, 0, 0)
+    noise = noises[index]
+    return (noise.key, noise.first, noise.step.data_ptr())
+
+
+@triton.jit
+def _pointer(address: tl.tensor, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr) -> tl.tensor:
+    """What the address that stands at `address` points to."""
+    pointer = tl.load(address).to(tl.pointer_type(DTYPE))  # pyright: ignore[reportArgumentType] a constant dtype
+    if IS_ALIGNED:
+        pointer = tl.multiple_of(pointer, _ALIGNMENT)
+    return pointer
+
+
+@triton.jit
+def _adamw_block(
+    param: tl.tensor,
+    grad: tl.tensor,
+    exp_avg: tl.tensor,
+    exp_avg_sq: tl.tensor,
+    mask: tl.tensor | None,
+    index: tl.tensor,
+    key: tl.tensor,
+    step: tl.tensor,
+    rate: tl.tensor,
+    root: tl.tensor,
+    factor: tl.tensor,
+    keep: float,
+    beta1: float,
+    rest1: float,
+    beta2: float,
+    rest2: float,
+    eps: float,
+    IS_STOCHASTIC: tl.constexpr,
+) -> None:
+    """A block, at pointers. What is fused is written out: left to the compiler, shards might round unlike the whole."""
+    gradient = load(grad, mask) * factor
+    mean = tl.fma(load(exp_avg, mask), beta1, gradient * rest1)
+    square = tl.fma(load(exp_avg_sq, mask), beta2, gradient * gradient * rest2)
+    ratio = mean / tl.fma(tl.sqrt(square), root, eps)
+    value = tl.fma(ratio, -rate, load(param, mask) * keep)
+    if IS_STOCHASTIC:
+        word, other = draw(index, step, key)  # pyright: ignore[reportGeneralTypeIssues]
+        store(param, value, mask, word)
+        store(exp_avg, mean, mask, word >> 16)
+        store(exp_avg_sq, square, mask, other)
+    else:
+        store(param, value, mask, None)
+        store(exp_avg, mean, mask, None)
+        store(exp_avg_sq, square, mask, None)
+
+
+@triton.jit
+def _adamw(
+    table: tl.tensor,
+    owners: tl.tensor,
+    corrections: tl.tensor,
+    grad_scale: tl.tensor | None,
+    skip: tl.tensor,
+    lr: float,
+    keep: float,
+    beta1: float,
+    rest1: float,
+    beta2: float,
+    rest2: float,
+    eps: float,
+    PARAM: tl.constexpr,
+    GRAD: tl.constexpr,
+    MEAN: tl.constexpr,
+    SQUARE: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    IS_STOCHASTIC: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Row: elements, first program, addresses of the four tensors, row of corrections, key, first, address of step."""
+    if tl.load(skip) != 0:
+        return
+    row = table + tl.load(owners + tl.program_id(0)) * _COLUMNS_OF_ADAMW
+    count = tl.load(row)
+    start = (tl.program_id(0) - tl.load(row + 1)) * CHUNK
+    param = _pointer(row + 2, PARAM, IS_ALIGNED) + start
+    grad = _pointer(row + 3, GRAD, IS_ALIGNED) + start
+    exp_avg = _pointer(row + 4, MEAN, IS_ALIGNED) + start
+    exp_avg_sq = _pointer(row + 5, SQUARE, IS_ALIGNED) + start
+    correction = corrections + tl.load(row + 6) * 2
+    rate = lr / tl.load(correction)
+    root = 1.0 / tl.sqrt(tl.load(correction + 1))
+    factor = inverse(grad_scale)
+    key, first, step = 0, start, 0
+    if IS_STOCHASTIC:
+        key = tl.load(row + 7)
+        first = tl.load(row + 8) + start
+        step = tl.load(tl.load(row + 9).to(tl.pointer_type(tl.int64)))
+    lanes = tl.arange(0, BLOCK)
+    # A whole chunk needs no mask, which would keep loads narrow: nothing is known of what `count` is divisible by.
+    if start + CHUNK <= count:
+        for begin in range(0, CHUNK, BLOCK):
+            at = begin + lanes
+            _adamw_block(
+                param + at, grad + at, exp_avg + at, exp_avg_sq + at, None, first + at, key, step, rate, root, factor,
+                keep, beta1, rest1, beta2, rest2, eps, IS_STOCHASTIC,
+            )  # fmt: skip
+    else:
+        for begin in range(0, CHUNK, BLOCK):
+            at = begin + lanes
+            _adamw_block(
+                param + at, grad + at, exp_avg + at, exp_avg_sq + at, start + at < count, first + at, key, step, rate,
+                root, factor, keep, beta1, rest1, beta2, rest2, eps, IS_STOCHASTIC,
+            )  # fmt: skip
+
+
+@triton.jit
+def _square_sum(
+    table: tl.tensor,
+    owners: tl.tensor,
+    parts: tl.tensor,
+    DTYPE: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Row: elements, first program, address. Each program writes the sum of its chunk, in fp32."""
+    row = table + tl.load(owners + tl.program_id(0)) * _COLUMNS_OF_SUM
+    count = tl.load(row)
+    start = (tl.program_id(0) - tl.load(row + 1)) * CHUNK
+    pointer = _pointer(row + 2, DTYPE, IS_ALIGNED) + start
+    lanes = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    if start + CHUNK <= count:
+        for begin in range(0, CHUNK, BLOCK):
+            values = load(pointer + begin + lanes, None)
+            total += values * values
+    else:
+        for begin in range(0, CHUNK, BLOCK):
+            at = begin + lanes
+            values = load(pointer + at, start + at < count)
+            total += values * values
+    tl.store(parts + tl.program_id(0), tl.sum(total))
