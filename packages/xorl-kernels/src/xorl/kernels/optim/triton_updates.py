@@ -1,6 +1,7 @@
 """Updates of one tensor as Triton kernels, which read and write it once and draw their random bits in registers.
 
-Imported only where Triton is. `reference.py` has the plain twins, and `updates.py` the contracts.
+Imported only where Triton is. `reference.py` has the plain twins, and `updates.py` the contracts. An integer annotated
+as `int` is one of 32 bits to Triton, hence `tl.int64`.
 """
 
 import triton
@@ -112,9 +113,9 @@ def _momentum(
     grad_scale: tl.tensor | None,
     skip: tl.tensor,
     step: tl.tensor,
-    count: int,
-    key: int,
-    first: int,
+    count: tl.int64,  # pyright: ignore[reportInvalidTypeForm]
+    key: tl.int64,  # pyright: ignore[reportInvalidTypeForm]
+    first: tl.int64,  # pyright: ignore[reportInvalidTypeForm]
     momentum: float,
     rest: float,
     NESTEROV: tl.constexpr,
@@ -141,9 +142,9 @@ def _descend(
     grad_scale: tl.tensor | None,
     skip: tl.tensor,
     step: tl.tensor | None,
-    count: int,
-    key: int,
-    first: int,
+    count: tl.int64,  # pyright: ignore[reportInvalidTypeForm]
+    key: tl.int64,  # pyright: ignore[reportInvalidTypeForm]
+    first: tl.int64,  # pyright: ignore[reportInvalidTypeForm]
     keep: float,
     rate: float,
     BLOCK: tl.constexpr,
@@ -162,7 +163,12 @@ def _descend(
 
 
 @triton.jit
-def _scale(tensor: tl.tensor, factor: tl.tensor, count: int, BLOCK: tl.constexpr) -> None:
+def _scale(
+    tensor: tl.tensor,
+    factor: tl.tensor,
+    count: tl.int64,  # pyright: ignore[reportInvalidTypeForm]
+    BLOCK: tl.constexpr,
+) -> None:
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < count
     values = tl.load(tensor + offsets, mask=mask, other=0.0).to(tl.float32) * tl.load(factor)
