@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from xorl.data.readers import FileType, LinesPiece, Piece, line_pieces_of, parqu
 from xorl.data.remote import RemoteFile, Storage, is_url, storage_of
 
 _NEWLINE_BYTES = 64 << 10
+_COMMIT = re.compile(r"hf://[^@]+@[0-9a-f]{40}/")
 _STORAGES: dict[tuple[int, str, str], Storage] = {}
 _CODECS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 
@@ -74,7 +76,8 @@ def open_file(path: str, size: int, version: str, option: str) -> BinaryIO:
     if is_url(path):
         storage = _storage(path.split("://", 1)[0], path, option)
         file = RemoteFile(path, size, version or None)
-        if not path.startswith("http"):  # a web server tells with every part that it gives
+        # A web server tells with every part that it gives, and a commit of the Hub is what it is.
+        if not path.startswith("http") and _COMMIT.match(path) is None:
             now = with_retries(partial(storage.stat, path), path)
             if now is None or (now.size, now.version) != (file.size, file.version):
                 raise DataError(f"{option}.path: {path} was changed while it was streamed; start a new run on it")
