@@ -64,6 +64,32 @@ def test_stats_writes_a_page_beside_what_it_prints(data, tmp_path: Path) -> None
     assert (tmp_path / "out" / "data_stats.html").read_text().startswith("<!doctype html>")
 
 
+def test_what_stops_a_run_can_be_looked_at(data, tmp_path: Path) -> None:
+    # Would catch an error that says to look at the data with a command that ends with the same error.
+    short = ("--data.sample_packing_sequence_len", "16")
+    code, _, err = data("prepare", *short)
+    assert code == BAD_INPUT
+    assert "would be cut" in err
+    for command in ("inspect", "stats"):
+        code, out, err = data(command, *short)
+        assert code == 0, err
+        assert "this stops a run: data.datasets[0]: 600 of the 600 samples" in err
+        assert "16 of 16 tokens" in out or "dataset  configs/quickstart/chat.jsonl" in out
+    assert data("prepare", *short)[0] == BAD_INPUT
+
+
+def test_control_characters_of_text_are_shown_and_not_sent(data, tmp_path: Path) -> None:
+    # Would catch text that clears the screen, or paints itself as trained.
+    text = tmp_path / "rows.txt"
+    text.write_text("red \033[31m and more words to train on\n")
+    code, out, err = data(
+        "inspect", "--data.val_set_size", "null", "--data.datasets", f"[{{path: {text}, type: text}}]"
+    )
+    assert code == 0, err
+    assert "\\x1b[31m" in out
+    assert "\033" not in out
+
+
 STREAMED = ("--data.streaming", "true", "--data.val_set_size", "null", "--train.save_epochs", "1")
 
 

@@ -18,6 +18,7 @@ from xorl.data.stream import (
     StreamPlan,
     Tally,
     files,
+    judge_beginning,
     lane,
     open_stream,
     order,
@@ -312,6 +313,24 @@ def test_what_stops_prepared_data_stops_a_stream(tmp_path, write_jsonl, name):
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     with pytest.raises(DataError, match=message):
         read(loaders(stream_of(tmp_path, DatasetEntry(str(path)), bin_len=16), bins_per_step=8, num_steps=80))
+    with pytest.raises(DataError, match=message):
+        judge_beginning(stream_of(tmp_path, DatasetEntry(str(path)), bin_len=16))
+
+
+def test_the_beginning_of_a_stream_is_judged_and_no_more(tmp_path, corpus, small, write_jsonl, caplog):
+    """Catches a stream that is read whole before it is trained on, and few long samples judged by a hundredth."""
+    judge_beginning(stream_of(tmp_path, corpus))
+    rows = [TRAINED] * 2000 + ["not reached"] * 5
+    path = write_jsonl(tmp_path / "much.jsonl", rows)
+    judge_beginning(stream_of(tmp_path, DatasetEntry(str(path)), shuffle=False, seed=1))
+    many_blocks = write_jsonl(tmp_path / "blocks.jsonl", [LONG, LONG, *[SHORT] * 900])
+    judge_beginning(stream_of(tmp_path, DatasetEntry(str(many_blocks)), bin_len=16))
+    nothing = write_jsonl(tmp_path / "nothing.jsonl", [UNTRAINED] * 900)
+    stream = stream_of(tmp_path, DatasetEntry(str(nothing)), bin_len=16)
+    with pytest.raises(DataError, match=r"no token of .* is trained"):
+        judge_beginning(stream)
+    judge_beginning(stream, stops=False)
+    assert "this stops a run: data.datasets[0]: no token of" in caplog.text
 
 
 def test_a_tokenizer_that_is_not_the_models_stops_a_stream(tmp_path, text_options, write_jsonl):

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 RESET, TRAINED, MASKED, SPECIAL, BORDER = "\033[0m", "\033[32m", "\033[90m", "\033[1m", "\033[36m"
 
+# Text may hold what a terminal takes for a command.
+_CONTROLS = {code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
 
 class Color(StrEnum):
     """When to colour: auto on a terminal."""
@@ -109,7 +112,7 @@ def _prepare(config: Config) -> None:
             "data.streaming: a stream is read while it is trained on, so there is nothing to prepare. Look at it with "
             "`xorl data inspect` and `xorl data stats`, or give --data.streaming false"
         )
-    data, _ = _prepared(config)
+    data, _ = _prepared(config, judged=True)
     parts = {"train": _packed(data)} | ({} if data.held_out is None else {"held_out": data.held_out})
     for name, part in parts.items():
         receipt = part.documents.receipt.with_bins(num_bins=len(part.bins), fill=part.bins.fill, plan_hash=None)
@@ -165,11 +168,12 @@ def _num_trained(labels: np.ndarray) -> int:
 
 
 def _shown(stretch: Stretch, colored: bool) -> str:
+    text = stretch.text.translate(_CONTROLS)
     if colored:
         style = (SPECIAL if stretch.special else "") + (TRAINED if stretch.trained else MASKED)
         # A colour would not go on beyond the end of a line everywhere.
-        return "\n".join(f"{style}{line}{RESET}" for line in stretch.text.split("\n"))
-    return f"[[{stretch.text}]]" if stretch.trained else stretch.text
+        return "\n".join(f"{style}{line}{RESET}" for line in text.split("\n"))
+    return f"[[{text}]]" if stretch.trained else text
 
 
 def _paint(text: str, style: str, colored: bool) -> str:
@@ -224,8 +228,11 @@ def _packed(data: RunData) -> PackedDocuments:
     return data.train
 
 
-def _prepared(config: Config) -> tuple[RunData, TextTokenizer | None]:
-    """The data of a run, and the tokenizer to show it with (None where there is none and none is needed)."""
+def _prepared(config: Config, *, judged: bool = False) -> tuple[RunData, TextTokenizer | None]:
+    """The data of a run, and the tokenizer to show it with (None where there is none and none is needed).
+
+    Data that would stop a run can be looked at: only what is `judged` stops at it.
+    """
     from xorl.data import DataError, load_tokenizer  # noqa: PLC0415  (imports torch)
     from xorl.train.data import prepare_data  # noqa: PLC0415
     from xorl.train.model import read_architecture  # noqa: PLC0415
@@ -234,7 +241,7 @@ def _prepared(config: Config) -> tuple[RunData, TextTokenizer | None]:
     set_up_logging(config.train.log_format, is_main=True)
     architecture = read_architecture(config.model)
     folder = architecture.tokenizer_folder
-    data = prepare_data(config, architecture.config.vocab_size, folder, architecture.hf_config)
+    data = prepare_data(config, architecture.config.vocab_size, folder, architecture.hf_config, judged=judged)
     try:
         return data, None if folder is None else load_tokenizer(folder)
     except DataError:

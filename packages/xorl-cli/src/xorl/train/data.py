@@ -30,7 +30,7 @@ from xorl.data import (
     split_documents,
 )
 from xorl.data.push import push_documents
-from xorl.data.stream import Stream, StreamLoader, StreamOptions, StreamPlan, Tally, open_stream
+from xorl.data.stream import Stream, StreamLoader, StreamOptions, StreamPlan, Tally, judge_beginning, open_stream
 
 logger = logging.getLogger(__name__)
 
@@ -73,11 +73,12 @@ class DataIdentity:
 
 @dataclass(frozen=True)
 class _Model:
-    """What the data has to fit of the model."""
+    """What the data has to fit of the model; `judged` as in PrepareOptions."""
 
     vocab_size: int
     tokenizer_folder: Path | None
     special_ids: Mapping[str, tuple[int, ...]]
+    judged: bool
 
 
 def prepare_data(
@@ -85,13 +86,16 @@ def prepare_data(
     vocab_size: int,
     tokenizer_folder: Path | None = None,
     hf_config: Mapping[str, object] = MappingProxyType({}),
+    *,
+    judged: bool = True,
 ) -> RunData:
     """Prepare, split and pack; before any process group exists, since other ranks may wait for one to prepare.
 
     Text and conversations need `tokenizer_folder`, whose special tokens have to agree with the model's `hf_config`.
+    Without `judged` data that would stop a run is only said to, so that it can be looked at.
     """
     data = config.data
-    model = _Model(vocab_size, tokenizer_folder, special_ids(hf_config))
+    model = _Model(vocab_size, tokenizer_folder, special_ids(hf_config), judged)
     if data.streaming:
         tests = _prepare(config, "data.test_datasets", data.test_datasets, model) if data.test_datasets else None
         return RunData(_stream(config, model), None if tests is None else _pack(config, tests, held_out=True))
@@ -284,6 +288,7 @@ def _stream(config: Config, model: _Model) -> Stream:
         index_path=Path(data.dataset_prepared_path) / "streams",
         token=data.hf_use_auth_token,
     )
+    judge_beginning(stream, stops=model.judged)
     for entry in stream.entries:
         num_bytes, blocks = entry.num_bytes, entry.num_blocks
         logger.info(
@@ -310,6 +315,7 @@ def _prepare(config: Config, option: str, entries: Sequence[DatasetEntryConfig],
         dataset_shard_num=data.dataset_shard_num,
         dataset_shard_idx=data.dataset_shard_idx,
         token=data.hf_use_auth_token,
+        judged=model.judged,
     )
     columns = None if data.select_columns is None else tuple(data.select_columns)
     return prepare([_entry(entry, columns) for entry in entries], options, option=option)

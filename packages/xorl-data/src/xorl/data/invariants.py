@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from xorl.data.errors import DataError
-from xorl.data.formats import Format, TextTokenizer, id_problem
+from xorl.data.formats import EncodedDocuments, Format, TextTokenizer, id_problem
+from xorl.data.readers import Piece
 from xorl.data.receipt import Counts
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,20 @@ class Allowed:
 
     explicit_limit: bool = False
     overflow_fraction: float | None = None
+
+
+def judge(counts: Counts, name: str, form: Format, option: str, allowed: Allowed, *, stops: bool) -> None:
+    """check_counts and warn_of_counts. Where it is not to stop, what would stop a run is said in the log instead.
+
+    DataError all the same where nothing is left that could be looked at.
+    """
+    try:
+        check_counts(counts, name, form, option, allowed)
+    except DataError as error:
+        if stops or not counts.documents:
+            raise
+        logger.warning("this stops a run: %s", error)
+    warn_of_counts(counts, name)
 
 
 def check_counts(counts: Counts, name: str, form: Format, option: str, allowed: Allowed) -> None:
@@ -65,7 +80,7 @@ def check_counts(counts: Counts, name: str, form: Format, option: str, allowed: 
 
 
 def warn_of_counts(counts: Counts, name: str) -> None:
-    """Says in the log what passed check_counts and is odd all the same."""
+    """Says in the log what is odd without stopping a run."""
     if counts.untrained:
         logger.warning("prepare dataset=%s untrained_samples=%d%s", name, counts.untrained, _why_untrained(counts))
     if counts.unended_turns:
@@ -148,6 +163,13 @@ def check_largest_id(largest: tuple[int, int], name: str, vocab_size: int | None
     """Raises DataError where (largest id, its row) is outside the vocabulary."""
     if vocab_size is not None and largest[0] >= vocab_size:
         raise DataError(f"{name}, row {largest[1]} (the first is 0): {id_problem(largest[0], 'a sample', vocab_size)}")
+
+
+def check_ids(encoded: EncodedDocuments, piece: Piece, form: Format) -> None:
+    """Raises DataError where a piece has an id outside the vocabulary."""
+    if form.vocab_size is not None and encoded.largest_id >= form.vocab_size:
+        place = piece.place(encoded.largest_id_row)
+        raise DataError(f"{place}: {id_problem(encoded.largest_id, 'a sample', form.vocab_size)}")
 
 
 def special_ids(hf_config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:

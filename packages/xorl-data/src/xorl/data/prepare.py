@@ -35,7 +35,7 @@ from xorl.data.invariants import (
     check_extras,
     check_largest_id,
     check_special_tokens,
-    warn_of_counts,
+    judge,
 )
 from xorl.data.lock import exclusive, forget_dead
 from xorl.data.mixture import Share, check_shares
@@ -70,7 +70,8 @@ class PrepareOptions:
 
     `vocab_size` None leaves ids unchecked; `dummy` needs it. `tokenizer_folder` is what text and conversations need;
     its special tokens have to agree with `model_special_ids`, what invariants.special_ids finds. `token` is what
-    `datasets` takes for the Hub.
+    `datasets` takes for the Hub. Without `judged` counts that would stop a run are only said, so that the data can be
+    looked at.
     """
 
     bin_len: int
@@ -88,6 +89,7 @@ class PrepareOptions:
     dataset_shard_idx: int | None = None
     dummy_documents: int = 4096
     token: str | bool | None = None
+    judged: bool = True
 
 
 def prepare(
@@ -158,11 +160,13 @@ def _prepare_entry(entry: DatasetEntry, options: PrepareOptions, option: str) ->
     parts = _parts_of(entry)
     if source is None:
         folders = [find_prepared(options.prepared_path, _request(part, form), option) for part in parts]
-        return _open_stores([FlatStore(folder) for folder in folders], entry, form, option, cached=True)
+        return _open_stores(
+            [FlatStore(folder) for folder in folders], entry, form, option, cached=True, judged=options.judged
+        )
     if source.num_bytes > _LARGE_BYTES:
         logger.info("prepare dataset=%s phase=hash gib=%.1f", source.name, source.num_bytes / 2**30)
     stores, cached = _prepare_parts(source, parts, form, options, option)
-    store, receipt = _open_stores(stores, entry, form, option, cached=cached)
+    store, receipt = _open_stores(stores, entry, form, option, cached=cached, judged=options.judged)
     took = time.monotonic() - started
     line = "prepare dataset=%s cached=%s time_s=%.1f folder=%s"
     logger.info(line, source.name, str(cached).lower(), took, ",".join(str(part.folder) for part in stores))
@@ -222,8 +226,8 @@ def _prepared_directly(entry: DatasetEntry, options: PrepareOptions) -> tuple[Do
     logger.info("prepare dataset=%s phase=skip", path)
     held = store.manifest if isinstance(store, FlatStore) else store
     largest = (held.largest_id, held.largest_id_row)
-    check_counts(held.counts, str(path), form, "data.dataset_prepared_path", Allowed(True, 1.0))
-    warn_of_counts(held.counts, str(path))
+    accepted = Allowed(explicit_limit=True, overflow_fraction=1.0)
+    judge(held.counts, str(path), form, "data.dataset_prepared_path", accepted, stops=options.judged)
     check_largest_id(largest, str(path), form.vocab_size)
     return store, DatasetReceipt(str(path), held.counts, cached=True)
 
@@ -248,7 +252,7 @@ def _dummy(entry: DatasetEntry, options: PrepareOptions, option: str) -> tuple[D
 
 
 def _open_stores(
-    stores: Sequence[FlatStore], entry: DatasetEntry, form: Format, option: str, *, cached: bool
+    stores: Sequence[FlatStore], entry: DatasetEntry, form: Format, option: str, *, cached: bool, judged: bool
 ) -> tuple[DocumentStore, DatasetReceipt]:
     counts, row = Counts(), 0
     for store in stores:
@@ -256,8 +260,7 @@ def _open_stores(
         check_largest_id((manifest.largest_id, row + manifest.largest_id_row), entry.path, form.vocab_size)
         row += manifest.counts.samples
         counts += manifest.counts
-    check_counts(counts, _part_name(entry), form, option, allowed_losses(entry))
-    warn_of_counts(counts, _part_name(entry))
+    judge(counts, _part_name(entry), form, option, allowed_losses(entry), stops=judged)
     return stores[0] if len(stores) == 1 else PartedStore(stores), DatasetReceipt(entry.path, counts, cached)
 
 
@@ -292,7 +295,7 @@ def _publish(
         writer = FlatStoreWriter(temporary, form.extras)
         counts, largest = _write_all(source, form, writer, options.num_proc)
         # Of a part only what makes it useless: what is odd is judged over all parts.
-        if keys[0] == keys[1] or not counts.documents:
+        if not counts.documents or (options.judged and keys[0] == keys[1]):
             check_counts(counts, _part_name(entry), form, option, allowed_losses(entry))
         writer.finish(
             key=keys[0],

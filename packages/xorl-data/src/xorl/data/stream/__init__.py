@@ -2,7 +2,7 @@
 
 from xorl.data.stream.files import Stream, StreamOptions, open_stream
 from xorl.data.stream.loader import StreamLoader, StreamPlan, stream_bins
-from xorl.data.stream.sample import StreamSample, read_sample
+from xorl.data.stream.sample import StreamSample, judge_beginning, read_sample
 from xorl.data.stream.tally import Tally
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "StreamPlan",
     "StreamSample",
     "Tally",
+    "judge_beginning",
     "open_stream",
     "read_sample",
     "stream_bins",

@@ -9,8 +9,9 @@ import numpy as np
 
 from xorl.data.collate import Document
 from xorl.data.errors import DataError
-from xorl.data.formats import EncodedDocuments, id_problem
-from xorl.data.invariants import check_counts, warn_of_counts
+from xorl.data.formats import EncodedDocuments
+from xorl.data.invariants import check_ids
+from xorl.data.invariants import judge as judge_counts
 from xorl.data.packing import OpenBins, best_fit_decreasing
 from xorl.data.readers import Piece
 from xorl.data.receipt import Counts
@@ -137,22 +138,17 @@ class Lane:
                 f"those before them; give every row of {entry.name} labels (-100 where a token is not trained), or none"
             )
         judge.labelled = encoded.has_labels
-        vocab_size = entry.form.vocab_size
-        if vocab_size is not None and encoded.largest_id >= vocab_size:
-            place = piece.place(encoded.largest_id_row)
-            raise DataError(f"{place}: {id_problem(encoded.largest_id, 'a sample', vocab_size)}")
+        check_ids(encoded, piece, entry.form)
         self._read.append((index, encoded.counts))
         judge.counts += encoded.counts
         if judge.counts.samples >= judge.next_at:
             judge.next_at *= 10
-            check_counts(judge.counts, entry.name, entry.form, entry.option, entry.allowed)
-            warn_of_counts(judge.counts, entry.name)
+            judge_counts(judge.counts, entry.name, entry.form, entry.option, entry.allowed, stops=True)
 
     def _judge_all(self) -> None:
         """Judges data that was read whole, however small: in one lane, after the first epoch."""
         for judge, entry in zip(self._judges, self._stream.entries, strict=True):
-            check_counts(judge.counts, entry.name, entry.form, entry.option, entry.allowed)
-            warn_of_counts(judge.counts, entry.name)
+            judge_counts(judge.counts, entry.name, entry.form, entry.option, entry.allowed, stops=True)
 
 
 @dataclass

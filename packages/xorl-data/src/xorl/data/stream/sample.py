@@ -9,11 +9,17 @@ import numpy as np
 
 from xorl.data.errors import DataError
 from xorl.data.formats import EncodedDocuments
+from xorl.data.invariants import check_ids, judge
 from xorl.data.receipt import Counts, DatasetReceipt, Receipt
+from xorl.data.shuffle import permutation
 from xorl.data.stream.files import BlockTable, Stream
 from xorl.data.stream.loader import stream_bins
 from xorl.data.stream.order import StreamOrder
 from xorl.data.stream.reading import block_pieces
+
+# What is judged before training: enough for a limit of a hundredth, and blocks that take a second to read.
+_JUDGED_SAMPLES = 1000
+_JUDGED_BLOCKS = 8
 
 
 class StreamSample:
@@ -64,6 +70,32 @@ class StreamSample:
         span = slice(start, start + int(piece.lengths[inner]))
         ids = piece.input_ids[span]
         return ids, ids if piece.labels is None else piece.labels[span]
+
+
+def judge_beginning(stream: Stream, *, stops: bool = True) -> None:
+    """Judges the first samples of each entry in an order by the seed, as whole data is judged before the first step.
+
+    A thousand of them, or all where there are fewer; of long documents those of some blocks, and then only whether
+    anything is trained. DataError for data that stops a run, or (without `stops`) a line in the log.
+    """
+    for index, entry in enumerate(stream.entries):
+        counts, table = Counts(), BlockTable(entry)
+        order = permutation(entry.num_blocks, "judged", stream.options.seed, index)
+        pieces = (
+            piece
+            for block in order[:_JUDGED_BLOCKS]
+            for piece in block_pieces(*table[int(block)], entry.form.selected, entry.option)
+        )
+        is_all = entry.num_blocks <= _JUDGED_BLOCKS
+        for piece in pieces:
+            if counts.samples >= _JUDGED_SAMPLES:
+                is_all = False
+                break
+            encoded = entry.form.encode(piece)
+            check_ids(encoded, piece, entry.form)
+            counts += encoded.counts
+        if is_all or counts.samples >= _JUDGED_SAMPLES or (counts.samples and not counts.trained_tokens):
+            judge(counts, entry.name, entry.form, entry.option, entry.allowed, stops=stops)
 
 
 def read_sample(stream: Stream, num_documents: int) -> StreamSample:
