@@ -218,7 +218,13 @@ def _region(template: ChatTemplate, conversation: Conversation, whole: str, turn
     first, last = len(whole), 0
     for probe in _PROBES:
         changed: list[Message] = [*messages[:turn], {"role": "assistant", "content": probe}, *messages[turn + 1 :]]
-        other = template.render(changed, conversation.tools)
+        try:
+            other = template.render(changed, conversation.tools)
+        except TemplateRefusal:
+            # Where roles have to take turns, a call and its results are no turns, and words in their place are one.
+            if "tool_calls" not in messages[turn]:
+                raise
+            return _region_of_call(template, conversation, whole, turn)
         if probe not in other:
             raise DataError(f"{template.name} leaves out message {turn}, so that it cannot be trained")
         same = _common_length(whole, other)
@@ -228,6 +234,24 @@ def _region(template: ChatTemplate, conversation: Conversation, whole: str, turn
         if other.startswith(probe, same) and other.endswith(probe, 0, len(other) - same_end):
             break
     return first, last
+
+
+def _region_of_call(template: ChatTemplate, conversation: Conversation, whole: str, turn: int) -> Span:
+    """The same for a call that words cannot replace: it is written as the last message, and that is looked for.
+
+    It begins in the whole where words would that replace it and all that is said up to the next question.
+    """
+    messages, tools = conversation.messages, conversation.tools
+    after = template.render(messages[: turn + 1], tools)
+    question = next((n for n in range(turn, len(messages)) if messages[n]["role"] == "user"), len(messages))
+    own, first = len(after), len(whole)
+    for probe in _PROBES:
+        said: list[Message] = [*messages[:turn], {"role": "assistant", "content": probe}]
+        own = min(own, _common_length(after, template.render(said, tools)))
+        first = min(first, _common_length(whole, template.render([*said, *messages[question:]], tools)))
+    if own == len(after) or not whole.startswith(after[own:], first):
+        raise DataError(f"{template.name} writes the call of message {turn} otherwise where more follows it")
+    return first, first + len(after) - own
 
 
 def _check_alone(template: ChatTemplate, messages: Sequence[Message], turn: int, text: str) -> None:
