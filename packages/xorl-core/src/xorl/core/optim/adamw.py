@@ -125,4 +125,5 @@ def controls(optimizer: Controlled, device: torch.device) -> Controls:
 def count_steps_(states: list[dict[str, Tensor]], skip: Tensor) -> None:
     """Count one more step in every state, unless it is skipped."""
     steps = [state["step"] for state in states]
-    torch._foreach_add_(steps, (skip == 0).to(steps[0].dtype))
+    # By name: torch's Python function takes a tensor without dimensions for a number, and waits to read it.
+    torch.ops.aten._foreach_add_.Tensor(steps, (skip == 0).to(steps[0].dtype))

@@ -100,9 +100,10 @@ def store(pointers: tl.tensor, values: tl.tensor, mask: tl.tensor | None, word: 
 @triton.jit
 def inverse(grad_scale: tl.tensor | None) -> tl.tensor | float:
     """What gradients are multiplied by."""
-    if grad_scale is None:
-        return 1.0
-    return 1.0 / tl.load(grad_scale)
+    factor = 1.0
+    if grad_scale is not None:
+        factor = 1.0 / tl.load(grad_scale)
+    return factor
 
 
 @triton.jit(do_not_specialize=["key", "first"])
