@@ -1,8 +1,10 @@
 """Measures the preparation of conversations: `uv run tools/bench_data.py [--processes 2] [--conversations 20000]`.
 
-Compares preparing chat data (reading JSON, rendering the template for every turn, tokenizing, masking, writing the
-cache) with what the tokenizers library alone takes to encode the rendered texts, with offsets, in as many processes.
-The text is that of Python's own documentation, in turns of lognormal length; the tokenizer is a byte-level BPE of it.
+Compares preparing chat data (reading JSON, rendering, tokenizing, masking, writing the cache) with what the tokenizers
+library alone takes to encode the same rendered texts in as many processes: with offsets, as a mask needs them, and
+without. The text is that of Python's own documentation, in turns of lognormal length; the tokenizer is a byte-level BPE
+of it; the templates are those of tests/golden/chat. The runs take turns, and medians are printed: processor time grows
+with whatever else the machine does.
 """
 
 import argparse
@@ -13,40 +15,23 @@ import pydoc_data.topics
 import random
 import resource
 import tempfile
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from statistics import median
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+import numpy as np
+from tokenizers import AddedToken, Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from xorl.data import DatasetEntry, PrepareOptions, load_tokenizer, prepare
+from workspace import ROOT
+from xorl.data import DatasetEntry, PrepareOptions, TextTokenizer, load_tokenizer, prepare
 from xorl.data.formats import ChatFormat
-from xorl.data.formats.turns import Rendered
 
 VOCAB_SIZE = 8192
 MEDIAN_WORDS = 60  # of a message: a paragraph
-TEMPLATES = {
-    "stable": (
-        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
-        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    ),
-    # As templates of thinking models: the last answer is written otherwise than those before it.
-    "thinking": (
-        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
-        "{% if loop.last and message.role == 'assistant' %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
-        "{{ message.content + '<|im_end|>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    ),
-}
-
-
-@dataclass(frozen=True)
-class Spent:
-    """Seconds on the clock, and of all processors together."""
-
-    wall_s: float
-    cpu_s: float
+GOLDEN = ROOT / "tests" / "golden" / "chat"
+# Beginnings of a conversation are prefixes of it; and not, since only the last answer keeps its thought.
+TEMPLATES = ("chatml", "qwen3")
 
 
 def main() -> None:
@@ -54,7 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--conversations", type=int, default=20_000)
-    parser.add_argument("--repeats", type=int, default=3, help="the best of so many is taken")
+    parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     logging.disable()
     text = " ".join(pydoc_data.topics.topics.values())
@@ -62,29 +47,20 @@ def main() -> None:
         folder = Path(name)
         rows = folder / "rows.jsonl"
         write_conversations(rows, text.split(" "), options.conversations)
-        print("| template | tokens | tokenizers alone, CPU s | prepared, CPU s | share of its speed | wall s |")
-        print("|---|---|---|---|---|---|")
+        print("| template | tokens | offsets, CPU s | ids, CPU s | rendering, CPU s | prepared, CPU s | shares |")
+        print("|---|---|---|---|---|---|---|")
         for template in TEMPLATES:
-            write_tokenizer(folder / template, text, TEMPLATES[template])
+            write_tokenizer(folder / template, text, (GOLDEN / f"{template}.jinja").read_text())
             print(measure(template, rows, folder, options.processes, options.repeats), flush=True)
 
 
 def measure(template: str, rows: Path, folder: Path, processes: int, repeats: int) -> str:
-    """One row of the table."""
+    """One row of the table: processor seconds, and the shares of the library's speed.
+
+    Those are of its speed with offsets, of that with the rendering left out, and of its speed without offsets.
+    """
     tokenizer = load_tokenizer(folder / template)
-    form = ChatFormat(1 << 20, "error", "limit", tokenizer)
-    rendered: list[Rendered] = [form.render(json.loads(line)) for line in rows.open()]
-    texts = [each.text for each in rendered]
-    shares = [texts[number::processes] for number in range(processes)]
-
-    def alone() -> None:
-        context = multiprocessing.get_context("fork")
-        workers = [context.Process(target=encode_all, args=(tokenizer.core, share)) for share in shares]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-
+    texts = render_all(rows, tokenizer)
     prepared: list[int] = []
 
     def whole() -> None:
@@ -94,30 +70,54 @@ def measure(template: str, rows: Path, folder: Path, processes: int, repeats: in
             )
             prepared.append(int(prepare([DatasetEntry(str(rows), type="chat")], options).lengths.sum()))
 
-    baseline, ours = best_of(alone, repeats), best_of(whole, repeats)
+    runs: dict[str, Callable[[], object]] = {
+        "offsets": partial(alone, tokenizer.core.encode_batch, texts, processes),
+        "ids": partial(alone, tokenizer.core.encode_batch_fast, texts, processes),
+        "rendering": partial(render_all, rows, tokenizer),
+        "prepared": whole,
+    }
+    spent: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            spent[name].append(timed(run))
+    with_offsets, ids_alone, rendering, ours = (np.array(spent[name]) for name in runs)
+    shares = (with_offsets / ours, with_offsets / (ours - rendering), ids_alone / ours)
+    seconds = " | ".join(f"{median(each):.1f}" for each in spent.values())
     return (
-        f"| {template} | {prepared[0]:,} | {baseline.cpu_s:.1f} | {ours.cpu_s:.1f} | {baseline.cpu_s / ours.cpu_s:.0%} "
-        f"| {baseline.wall_s:.1f} and {ours.wall_s:.1f} |"
+        f"| {template} | {prepared[0]:,} | {seconds} | " + ", ".join(f"{median(share):.0%}" for share in shares) + " |"
     )
 
 
-def encode_all(core: Tokenizer, texts: Sequence[str]) -> None:
-    """What a mask needs at least: ids, and where each token is in the text."""
+def render_all(rows: Path, tokenizer: TextTokenizer) -> list[str]:
+    """The texts, from rows that are parsed on the way."""
+    form = ChatFormat(1 << 20, "error", "limit", tokenizer)
+    return [form.render(json.loads(line)).text for line in rows.open()]
+
+
+def alone(encode: Callable[..., Sequence[Encoding]], texts: Sequence[str], processes: int) -> None:
+    """The library in as many processes, each with its share of the texts."""
+    context = multiprocessing.get_context("fork")
+    workers = [
+        context.Process(target=encode_all, args=(encode, texts[number::processes])) for number in range(processes)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+
+
+def encode_all(encode: Callable[..., Sequence[Encoding]], texts: Sequence[str]) -> None:
+    """What training needs at least: the ids."""
     for first in range(0, len(texts), 500):
-        for encoding in core.encode_batch(list(texts[first : first + 500]), add_special_tokens=False):
-            assert len(encoding.ids) == len(encoding.offsets)
+        for encoding in encode(list(texts[first : first + 500]), add_special_tokens=False):
+            assert encoding.ids
 
 
-def best_of(run: Callable[[], None], repeats: int) -> Spent:
-    """The run that took the least processor time: other work on the machine only adds to it."""
-    return min((timed(run) for _ in range(repeats)), key=lambda spent: spent.cpu_s)
-
-
-def timed(run: Callable[[], None]) -> Spent:
-    """What a run takes, with the processes that it starts and waits for."""
-    wall, cpu = time.monotonic(), cpu_seconds()
+def timed(run: Callable[[], object]) -> float:
+    """Processor seconds of a run, with the processes that it starts and waits for."""
+    before = cpu_seconds()
     run()
-    return Spent(time.monotonic() - wall, cpu_seconds() - cpu)
+    return cpu_seconds() - before
 
 
 def cpu_seconds() -> float:
@@ -150,6 +150,7 @@ def write_tokenizer(folder: Path, text: str, template: str) -> None:
     )
     tokenizer.train_from_iterator([text], trainer)
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in ("<|im_start|>", "<|im_end|>")])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in ("<think>", "</think>")])
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": template}
