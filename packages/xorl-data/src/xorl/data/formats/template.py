@@ -15,8 +15,8 @@ from jinja2 import nodes
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Macro
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.runtime import LoopContext, Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment, modifies_known_mutable
 
 from xorl.data.errors import DataError
 from xorl.data.formats.tokenizer import TextTokenizer
@@ -25,6 +25,13 @@ Message = dict[str, object]
 # Unicode noncharacters, which no text that is exchanged may hold: they mark what stands in {% generation %}.
 _START, _END = "\ufdd0", "\ufdd1"
 _MARKS = re.compile(f"[{_START}{_END}]")
+# What the sandbox lets pass whatever the object holds: all but internals, str.format and what changes a list or a dict.
+_HARMLESS = frozenset(
+    (kind, name)
+    for kind, example in ((str, ""), (list, []), (dict, {}), (LoopContext, None))
+    for name in dir(kind)
+    if name[0] != "_" and name not in ("format", "format_map") and not modifies_known_mutable(example, name)
+)
 
 
 class TemplateRefusal(Exception):
@@ -40,7 +47,7 @@ class ChatTemplate:
     def __init__(self, source: str, special: Mapping[str, object], name: str) -> None:
         self.source = source
         self.name = name
-        environment = _environment()
+        environment = sandbox()
         self._names = {**environment.globals, **special}
         try:
             self._compiled = environment.from_string(source)
@@ -137,10 +144,20 @@ class _GenerationBlocks(Extension):
         return f"{_START}{caller()}{_END}"
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
-    )
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """The sandbox, with a short way to what templates read most: the result is the same, several times sooner."""
+
+    def getattr(self, obj: object, attribute: str) -> object:
+        if (type(obj), attribute) in _HARMLESS:
+            return getattr(obj, attribute)
+        if type(obj) is dict and not hasattr(dict, attribute):
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        return super().getattr(obj, attribute)
+
+
+def sandbox() -> ImmutableSandboxedEnvironment:
+    """What templates run in."""
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
