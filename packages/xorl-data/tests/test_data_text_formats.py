@@ -3,15 +3,23 @@
 import json
 import pickle
 import sys
+from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
+from jinja2 import Undefined
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from xorl.data import DataError, DatasetEntry, load_tokenizer, prepare, stretches, trained_texts
+from xorl.data.formats.spans import Text, tokenize
+from xorl.data.formats.template import sandbox
 from xorl.data.readers import LoadedPiece, table_pieces
+from xorl.data.receipt import Counts
 
 USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 CHAT = {"messages": [USER, ASSISTANT, {"role": "user", "content": "And?"}, {"role": "assistant", "content": "Yes"}]}
@@ -371,3 +379,57 @@ def test_a_token_on_the_border_is_trained_and_counted(text_options, tmp_path, wr
     assert texts_of([row], text_options, tmp_path, write_jsonl, type="auto") == [("abxyz<|end|>", ["xyz<|end|>"])]
     documents = prepare([DatasetEntry(str(tmp_path / "rows.jsonl"), type="auto")], text_options)
     assert documents.receipt.total.straddling_tokens == 1
+
+
+TOKENIZERS = {
+    "plain": {},
+    "changes letters": {"normalizer": {"type": "NFC"}},
+    "puts a space at the beginning": {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True}},
+    "takes the space before special tokens": {},
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_lengths_of_tokens_place_them_as_offsets_do(text_options, name):
+    """Catches a mask that is off where a character has several bytes, or where the tokenizer changes the text."""
+    path = text_options.tokenizer_folder / "tokenizer.json"
+    config = json.loads(path.read_text())
+    config["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
+    for number, pair in enumerate([("l", "l"), ("h", "e"), ("\u0120", "w"), ("\u00c3", "\u00a9")]):
+        config["model"]["merges"].append(list(pair))
+        config["model"]["vocab"]["".join(pair)] = 300 + number
+    config["pre_tokenizer"] |= TOKENIZERS[name].get("pre_tokenizer", {})
+    config["normalizer"] = TOKENIZERS[name].get("normalizer")
+    for token in config["added_tokens"]:
+        token["lstrip"] = name == "takes the space before special tokens"
+    path.write_text(json.dumps(config))
+    tokenizer = load_tokenizer(text_options.tokenizer_folder)
+    by_offsets = replace(tokenizer)
+    vars(by_offsets)["bytes_of"] = None  # what it is for a tokenizer that does not work on bytes
+    content = "hello \u00e9\u00e9 w\u00f6rld, \U0001f600 e\u0301 <|end|>\n  hell"
+    texts = [Text(content, ((a, b),)) for a in range(len(content)) for b in range(a + 1, len(content) + 1)]
+    texts += [Text(content, None), Text("", ()), Text(content, ((0, 3), (7, 9)))]
+    piece = LoadedPiece("rows", "row", 0, 0, [])
+    found, wanted = (tokenize(texts, each, piece, Counts()) for each in (tokenizer, by_offsets))
+    assert (tokenizer.bytes_of is not None) == (name in ("plain", "changes letters"))
+    np.testing.assert_array_equal(found.input_ids, wanted.input_ids)
+    np.testing.assert_array_equal(found.labels, wanted.labels)
+    assert found.counted == wanted.counted
+    assert found.counted.straddling_tokens
+
+
+def test_the_sandbox_lets_templates_see_what_jinjas_own_does():
+    """Catches a short way through the sandbox that lets a template change a message, or reach what Python hides."""
+    theirs, ours = ImmutableSandboxedEnvironment(), sandbox()
+    for thing in ("text", ["item"], {"role": "user", "items": "a column of that name"}):
+        for name in (*dir(thing), "role", "items", "absent"):
+            wanted, found = theirs.getattr(thing, name), ours.getattr(thing, name)
+            assert type(found) is type(wanted), name
+            assert isinstance(wanted, Undefined | str) or getattr(found, "__name__", 0) == getattr(
+                wanted, "__name__", 1
+            )
+            with suppress(SecurityError):
+                str(wanted)
+                continue
+            with pytest.raises(SecurityError):
+                str(found)

@@ -7,16 +7,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from xorl.data.errors import DataError
 from xorl.data.shuffle import digest
 
 _OPTION = "model.tokenizer_path"
+# Byte-level vocabularies are written in letters: printable Latin-1 is itself, other bytes follow from U+0100.
+_PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
+_BYTE_OF_LETTER = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(256 + number): byte for number, byte in enumerate(byte for byte in range(256) if byte not in _PRINTABLE)
+}
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,25 @@ class TextTokenizer:
     @cached_property
     def special_ids(self) -> list[int]:
         return [number for text in self.special_texts if (number := self.core.token_to_id(text)) is not None]
+
+    @cached_property
+    def bytes_of(self) -> list[bytes] | None:
+        """The bytes that each id stands for, b"" where unknown. None where a text is not its tokens' bytes in a row."""
+        found = [b""] * (max(self.core.get_vocab(with_added_tokens=True).values()) + 1)
+        for token, number in self.core.get_vocab(with_added_tokens=False).items():
+            with suppress(KeyError):
+                found[number] = bytes([_BYTE_OF_LETTER[letter] for letter in token])
+        for number, added in self.core.get_added_tokens_decoder().items():
+            found[number] = added.content.encode()
+        # Tells tokenizers that put a space at the beginning, or take those beside a special token.
+        text = " ".join(["An Example,\n  of\ttext é", *self.special_texts, ""])
+        ids = self.core.encode(text, add_special_tokens=False).ids
+        return found if b"".join(found[number] for number in ids) == text.encode() else None
+
+    @cached_property
+    def num_bytes_of(self) -> np.ndarray:
+        """The length of each of `bytes_of`. [V] int64"""
+        return np.array([len(each) for each in self.bytes_of or ()], dtype=np.int64)
 
     @property
     def eos_text(self) -> str:
