@@ -13,6 +13,7 @@ from typing import Literal
 from xorl.data.errors import DataError
 from xorl.data.formats.encoded import EncodedDocuments, Overflow, fit
 from xorl.data.formats.messages import COLUMN_NAMES, Conversation, as_sent, read_conversation
+from xorl.data.formats.shapes import Shapes
 from xorl.data.formats.spans import Text, tokenize
 from xorl.data.formats.template import ChatTemplate, load_template
 from xorl.data.formats.tokenizer import TextTokenizer
@@ -98,7 +99,10 @@ class ChatFormat:
         template = self._template if conversation.tools is None else self._tool_template
         if self.train_on == "all":
             return render_all(template, conversation)
-        return render_turns(template, conversation, self._turns(conversation), self._special)
+        turns = self._turns(conversation)
+        if conversation.tools is None:
+            return self._shapes.render(conversation, turns)
+        return render_turns(template, conversation, turns, self._special)
 
     def _turns(self, conversation: Conversation) -> list[int]:
         """The numbers of the messages that are trained."""
@@ -125,6 +129,10 @@ class ChatFormat:
     @cached_property
     def _special(self) -> re.Pattern[str]:
         return special_pattern(self.tokenizer.special_texts)
+
+    @cached_property
+    def _shapes(self) -> Shapes:
+        return Shapes(self._template, self._special)
 
     def __getstate__(self) -> dict[str, object]:
         # Compiled templates cannot be pickled; they are made again from the same sources.
