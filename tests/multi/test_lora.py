@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -18,7 +19,8 @@ from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.optim import scale_and_clip_
 from xorl.data import Document, collate
 from xorl.lora import adapter_parameters, base_parameters, load_adapter_state_dict
-from xorl.train.adapters import AdapterMerging
+from xorl.train.adapter_files import AdapterFiles, trained_whole
+from xorl.train.adapters import AdapterMerging, adapter_spec
 from xorl.train.build import build_engine
 from xorl.train.engine import Engine
 from xorl.train.model import read_architecture
@@ -213,3 +215,34 @@ def test_base_is_kept_in_bf16_and_adapters_in_fp32(folder: Path, run_ranks) -> N
         for base, own, loss in run_ranks(lambda layout=layout: dtypes(layout), LAYOUTS[layout][0]):
             assert (base, own) == ({torch.bfloat16}, {torch.float32})
             assert loss == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_of_adapters_are_the_same_to_the_bit_on_every_placement(
+    kind: str, folder: Path, tmp_path: Path, run_ranks
+) -> None:
+    # Catches a shard that is written as the whole, rows in another order, and a file that names its ranks.
+    lora = KINDS[kind]
+
+    def write(layout: str) -> None:
+        engine = engine_of(folder, layout, lora)
+        # Adapters alone have other values than they start with; what is trained whole, too.
+        for parameter in trained_whole(engine.model.module).values():
+            parameter.data.add_(0.5)
+        config = config_of(folder, layout, lora, {})
+        architecture = read_architecture(config.model)
+        spec = adapter_spec(config.lora, architecture.spec.adapter_targets)
+        assert spec is not None
+        target = tmp_path / layout
+        if engine.model.mesh.dp_rank == 0:
+            target.mkdir()
+        files = AdapterFiles.of(engine.model, spec, "base", architecture.recipes(merge_qkv=True)).write(target)
+        assert len(files) == (2 if engine.model.mesh.dp_rank == 0 else 0)
+
+    for layout in LAYOUTS if kind == "plain" else ("none", "zero3-4"):
+        run_ranks(lambda layout=layout: write(layout), LAYOUTS[layout][0])
+        for name in ("adapter_model.safetensors", "adapter_config.json"):
+            assert (tmp_path / layout / name).read_bytes() == (tmp_path / "none" / name).read_bytes(), (layout, name)
+    keys = load_file(tmp_path / "none" / "adapter_model.safetensors").keys()
+    assert ("base_model.model.model.norm.weight" in keys) == bool(lora.get("modules_to_save"))

@@ -16,7 +16,8 @@ from xorl.ckpt.layout import (
 )
 from xorl.ckpt.load import LoadMode, LoadReport, RowTarget, load_weights
 from xorl.ckpt.publish import published
-from xorl.ckpt.reader import SafetensorsSource, WeightRecipe, WeightSource
+from xorl.ckpt.ranks import agreed, this_rank
+from xorl.ckpt.reader import SafetensorsSource, WeightRecipe, WeightSource, source_shapes
 from xorl.ckpt.saved_tensors import SavedParameters
 from xorl.ckpt.tensor_file import TensorGroup, write_tensor_file
 
@@ -39,6 +40,7 @@ __all__ = [
     "TensorRecord",
     "WeightRecipe",
     "WeightSource",
+    "agreed",
     "export_hf",
     "is_complete",
     "json_bytes",
@@ -49,6 +51,8 @@ __all__ = [
     "read_manifest",
     "resolve_folder",
     "source_groups",
+    "source_shapes",
+    "this_rank",
     "verify",
     "write_file",
     "write_model",

@@ -138,10 +138,26 @@ NEEDS: tuple[Need, ...] = (
             "lora.alpha_pattern",
             "lora.modules_to_save",
             "lora.merge_lora_interval",
+            "lora.adapter_path",
         ),
         "lora.enable_lora",
         "true",
         lambda config: config.lora.enable_lora or config.lora.enable_qlora,
+    ),
+    Need(
+        (
+            "lora.lora_rank",
+            "lora.lora_alpha",
+            "lora.lora_target_modules",
+            "lora.use_rslora",
+            "lora.use_dora",
+            "lora.rank_pattern",
+            "lora.alpha_pattern",
+            "lora.modules_to_save",
+        ),
+        "lora.adapter_path",
+        "null: the adapter that it names says it",
+        lambda config: config.lora.adapter_path is None,
     ),
     # Beside an explicit enable_profiling: false they wait for the run that sets it on the command line.
     Need(
@@ -316,6 +332,11 @@ def _adapters_are_on(config: Config) -> Iterator[Conflict]:
         yield Conflict(
             ("lora.reset_optimizer_on_merge", "lora.merge_lora_interval"),
             "reset_optimizer_on_merge needs merge_lora_interval > 0",
+        )
+    if lora.save_lora_only and config.model.model_path is None:
+        yield Conflict(
+            ("lora.save_lora_only", "model.model_path"),
+            "model_path is null, so the base has random weights that would be nowhere: set save_lora_only to false",
         )
     if lora.save_lora_only and lora.merge_lora_interval:
         yield Conflict(

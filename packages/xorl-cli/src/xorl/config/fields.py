@@ -280,8 +280,17 @@ class LoraFields(Section):
         description="Modules that are trained whole beside the adapters, by the last parts of their names in the "
         "checkpoint, such as lm_head or norm.",
     )
+    adapter_path: str | None = Field(
+        default=None,
+        description="Adapter to go on from, of PEFT or of xorl: its folder (a checkpoint with one, too) or Hub id. Its "
+        "files say rank, alpha, targets and all else but lora_dropout, and train.load_checkpoint_path continues a run "
+        "with its optimizer. null starts new ones.",
+    )
     save_lora_only: bool = Field(
-        default=False, description="Write the adapter alone to exported checkpoints, without the full model."
+        default=False,
+        description="Write what is trained alone, without the base's weights: checkpoints, whose resumed runs read the "
+        "base from model.model_path again, and the export at the end, which is then the adapter as PEFT reads it and "
+        "not the model with the adapter folded in. Checkpoints hold the adapter as PEFT reads it in any case.",
     )
     enable_qlora: bool = Field(
         default=False, description="Quantize the base weights and train adapters over them. Implies enable_lora."

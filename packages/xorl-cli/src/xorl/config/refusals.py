@@ -90,7 +90,6 @@ REFUSALS: tuple[Refusal, ...] = (
         values=("dcp",),
     ),
     Refusal("train.save_async", "saving in the background is not built", "leave it at false"),
-    Refusal("lora.save_lora_only", "exporting adapters alone is not built", "leave it at false"),
     Refusal("lora.enable_qlora", "quantized base weights are not built", "use enable_lora"),
     Refusal("lora.quant_*", "quantized base weights are not built", "leave it out"),
     Refusal("lora.exclude_modules", "quantized base weights are not built", "leave it at null"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +30,6 @@ from xorl.lora.peft import (
     load_adapters,
     read_layout,
 )
-
-logger = logging.getLogger(__name__)
 
 _SHOWN = 5
 
@@ -84,7 +81,6 @@ def open_adapter(option: str, path: str) -> AdapterFolder:
         layout = read_layout(config, source)
     except ValueError as error:
         raise ValueError(f"{option}: {folder / WEIGHTS_FILE}: {error}") from error
-    logger.info("adapter=%s base=%s modules=%d", folder, config.base, len(layout.modules))
     return AdapterFolder(option, folder, layout, source)
 
 

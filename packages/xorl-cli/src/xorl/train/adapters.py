@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -13,6 +14,7 @@ from xorl.core.models import Decoder, DecoderConfig, matmul_parameters, training
 from xorl.core.nn import Linear
 from xorl.core.parallel import ParallelModel
 from xorl.lora import AdapterSpec, adapter_parameters, adapters, fold_, init_adapters, inject
+from xorl.train.adapter_folder import AdapterFolder, open_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -20,10 +22,21 @@ logger = logging.getLogger(__name__)
 OPTIONS = {"targets": "lora_target_modules", "rank": "lora_rank", "alpha": "lora_alpha", "dropout": "lora_dropout"}
 
 
+def starting_adapter(lora: LoraConfig) -> AdapterFolder | None:
+    """The adapter that `lora.adapter_path` names, or None."""
+    return None if lora.adapter_path is None else open_adapter("lora.adapter_path", lora.adapter_path)
+
+
 def adapter_spec(lora: LoraConfig, default_targets: tuple[str, ...]) -> AdapterSpec | None:
-    """What `lora` asks for, `default_targets` where it names none; None where it wants no adapters."""
+    """What `lora` asks for, `default_targets` where it names none; None where it wants no adapters.
+
+    Of an adapter to go on from, its files say it, all but the dropout.
+    """
     if not lora.enable_lora:
         return None
+    start = starting_adapter(lora)
+    if start is not None:
+        return replace(start.layout.spec, dropout=lora.lora_dropout)
     targets = lora.lora_target_modules
     if targets is None:
         targets = default_targets

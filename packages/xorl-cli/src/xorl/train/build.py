@@ -22,7 +22,8 @@ from xorl.core.runtime import Runtime
 from xorl.data import DataPlan, StepLoader
 from xorl.data.stream import Stream, StreamPlan
 from xorl.lora import adapters
-from xorl.train.adapters import AdapterMerging, flops_of
+from xorl.train.adapter_files import AdapterFiles
+from xorl.train.adapters import AdapterMerging, adapter_spec, flops_of
 from xorl.train.checkpoints import (
     Checkpoints,
     SavePoints,
@@ -46,7 +47,7 @@ from xorl.train.data import (
     write_receipt,
 )
 from xorl.train.engine import Engine
-from xorl.train.export import ModelExport
+from xorl.train.export import AdapterExport, ModelExport
 from xorl.train.model import DTYPES, Architecture, build_model, read_architecture
 from xorl.train.observe import MetricsFile, Observer, Sink, StructuredLines
 from xorl.train.profile import Profiler
@@ -360,14 +361,21 @@ def _checkpoints(
     architecture: Architecture,
     stream: StreamState | None,
 ) -> Checkpoints:
-    train = config.train
-    export = ModelExport(
-        engine.model,
-        architecture.recipes(merge_qkv=config.model.merge_qkv),
-        architecture.hf_config,
-        architecture.tokenizer_folder,
-        torch.bfloat16 if train.enable_mixed_precision else None,
-    )
+    train, lora = config.train, config.lora
+    recipes = architecture.recipes(merge_qkv=config.model.merge_qkv)
+    files = None
+    # A peer of a benchmark has none of our adapters.
+    if adapters(engine.model.module):
+        spec = adapter_spec(lora, architecture.spec.adapter_targets)
+        assert spec is not None, "where there are adapters, they were asked for"
+        files = AdapterFiles.of(engine.model, spec, config.model.model_path, recipes)
+    export: ModelExport | AdapterExport | None = None
+    if train.save_hf_weights and lora.save_lora_only:
+        assert files is not None, "the configuration was checked"
+        export = AdapterExport(files, architecture.spec)
+    elif train.save_hf_weights:
+        dtype = torch.bfloat16 if train.enable_mixed_precision else None
+        export = ModelExport(engine.model, recipes, architecture.hf_config, architecture.tokenizer_folder, dtype)
     return Checkpoints(
         checkpointer,
         engine,
@@ -375,7 +383,9 @@ def _checkpoints(
         due=SavePoints(plan.num_steps, plan.steps_per_epoch, train.save_steps, train.save_epochs),
         data=DataIdentity.of(plan),
         model=describe_model(config.model, architecture),
-        export=export if train.save_hf_weights else None,
+        export=export,
+        adapters=files,
+        trained_only=lora.save_lora_only,
         stream=stream,
     )
 

@@ -10,11 +10,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
 
-from xorl.ckpt import JSON, Checkpointer, CheckpointFailure, Manifest
+from xorl.ckpt import JSON, Checkpointer, CheckpointFailure, Manifest, read_manifest
 from xorl.core.runtime import Runtime, rng_state, set_rng_state
+from xorl.train.adapter_files import AdapterFiles
 from xorl.train.data import DataIdentity, StreamState
 from xorl.train.engine import Engine
-from xorl.train.export import ModelExport
+from xorl.train.export import AdapterExport, ModelExport
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,10 @@ class SavePoints:
 class Checkpoints:
     """A run's checkpoints under `{output_dir}/checkpoints`.
 
-    `model` is what they say of the model (see `saved_model.describe_model`).
+    Args:
+        model: what they say of the model (see `saved_model.describe_model`).
+        adapters: written into each of them; None where there are none.
+        trained_only: whether frozen parameters are left out.
     """
 
     def __init__(
@@ -54,7 +58,9 @@ class Checkpoints:
         due: SavePoints,
         data: DataIdentity,
         model: Mapping[str, JSON],
-        export: ModelExport | None,
+        export: ModelExport | AdapterExport | None,
+        adapters: AdapterFiles | None = None,
+        trained_only: bool = False,
         stream: StreamState | None = None,
     ) -> None:
         self._checkpointer = checkpointer
@@ -63,6 +69,8 @@ class Checkpoints:
         self._export = export
         self._data = data
         self._model = model
+        self._adapters = adapters
+        self._trained_only = trained_only
         self._stream = stream
         self.due: Callable[[int], bool] = due
         self.last: Path | None = None
@@ -81,10 +89,11 @@ class Checkpoints:
         try:
             self.last = self._checkpointer.save(
                 step,
-                self._engine.state(),
+                self._engine.state(trained_only=self._trained_only),
                 info={"data": place, "model": self._model},
                 scalars={"step": step},
                 rng=rng_state(self._runtime.device),
+                write_further=None if self._adapters is None else self._adapters.write,
             )
         except CheckpointFailure as error:
             raise CheckpointFailure(f"step {step}: {error}\n{self._way_on()}") from error
@@ -106,9 +115,11 @@ class Checkpoints:
         return f"{self.last} is whole. Mend the cause and continue with --train.load_checkpoint_path auto"
 
     def restore(self, path: Path) -> int:
-        """Load the checkpoint at `path` and return its step. Collective."""
+        """Load the checkpoint at `path` and return its step; what it leaves out stays as it is. Collective."""
         start = time.perf_counter()
-        loaded = self._checkpointer.load(path, self._engine.state())
+        frozen = [name for name, weight in self._engine.model.module.named_parameters() if not weight.requires_grad]
+        trained_only = bool(frozen) and f"model.{frozen[0]}" not in read_manifest(path).tensors
+        loaded = self._checkpointer.load(path, self._engine.state(trained_only=trained_only))
         if loaded.rng is not None:
             set_rng_state(loaded.rng, self._runtime.device)
         self.last = path

@@ -39,10 +39,14 @@ class Update:
 
 
 class ModelState:
-    """A module's parameters and persistent buffers as they are placed, by name, for checkpoints."""
+    """A module's parameters and persistent buffers as they are placed, by name, for checkpoints.
 
-    def __init__(self, module: nn.Module) -> None:
-        self._tensors = {name: tensor.detach() for name, tensor in module.state_dict().items()}
+    `trained_only` leaves out the parameters that are frozen.
+    """
+
+    def __init__(self, module: nn.Module, *, trained_only: bool = False) -> None:
+        frozen = {name for name, parameter in module.named_parameters() if trained_only and not parameter.requires_grad}
+        self._tensors = {name: tensor.detach() for name, tensor in module.state_dict().items() if name not in frozen}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Views of the live tensors: loading into them in place loads the model."""
@@ -133,11 +137,11 @@ class Engine:
         # Beside gradients in host memory they are there too.
         return Update(norm.to(self.device), skipped.to(self.device))
 
-    def state(self) -> dict[str, ModelState | OptimizerState]:
-        """What a checkpoint holds."""
+    def state(self, *, trained_only: bool = False) -> dict[str, ModelState | OptimizerState]:
+        """What a checkpoint holds; `trained_only` leaves frozen parameters out."""
         module = self.model.module
         return {
-            "model": ModelState(module),
+            "model": ModelState(module, trained_only=trained_only),
             "optimizer": OptimizerState(self.optimizer, module.named_parameters()),
         }
 

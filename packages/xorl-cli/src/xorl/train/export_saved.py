@@ -19,7 +19,7 @@ from xorl.ckpt import (
     write_tensor_file,
 )
 from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE, MergedWeights
-from xorl.train.model_card import Figures, model_card
+from xorl.train.model_card import Figures, adapter_facts, model_card
 from xorl.train.saved_model import SavedModel, open_saved
 from xorl.train.verify_export import require_peft, verify_adapter, verify_model
 
@@ -103,8 +103,8 @@ def _card(title: str, saved: SavedModel, as_adapter: bool, dtype: torch.dtype, f
     if saved.step is not None:
         facts["optimizer step"] = saved.step
     if saved.adapter is not None:
-        spec = saved.adapter.layout.config.spec
-        facts |= {"rank": spec.rank, "alpha": spec.alpha, "adapted modules": len(saved.adapter.layout.modules)}
+        layout = saved.adapter.layout
+        facts |= {**adapter_facts(layout.config.spec), "adapted modules": len(layout.modules)}
         if not as_adapter:
             facts["adapter"] = "folded in, in fp32, and rounded once"
     return model_card(title, base=saved.base_path, is_adapter=as_adapter, facts=facts, verified=figures)

@@ -12,7 +12,15 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from xorl.ckpt import CheckpointError, CheckpointFailure, SafetensorsSource, WeightRecipe, load_weights, resolve_folder
+from xorl.ckpt import (
+    CheckpointError,
+    CheckpointFailure,
+    SafetensorsSource,
+    WeightRecipe,
+    load_weights,
+    resolve_folder,
+    source_shapes,
+)
 from xorl.config import LoraConfig, ModelConfig, TrainConfig
 from xorl.core.mesh import Mesh
 from xorl.core.models import Decoder, DecoderConfig, ModelSpec, spec_for
@@ -21,7 +29,8 @@ from xorl.core.parallel import ParallelModel, ParallelPolicy, Recompute, local_p
 from xorl.kernels.attention import AttentionRequest, resolve_attention
 from xorl.kernels.quant import fp8_refusal
 from xorl.lora import adapters, base_parameters, init_adapters
-from xorl.train.adapters import add_adapters
+from xorl.train.adapter_folder import AdapterFolder, check_name, check_shapes, load_adapter
+from xorl.train.adapters import add_adapters, starting_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +134,9 @@ def build_model(
     )
     with torch.device("meta"):
         module = architecture.spec.build(config, merge_qkv=model.merge_qkv, kernels=kernels)
+    start = starting_adapter(lora)
+    if start is not None:
+        _check_adapter(start, architecture, model)
     add_adapters(module, lora, architecture.spec.adapter_targets)
     module.compute_dtype = compute_dtype
     for parameter in module.parameters():
@@ -133,7 +145,7 @@ def build_model(
     def fill(unfilled: nn.Module) -> None:
         assert unfilled is module
         if fill_ is None:
-            _fill(module, architecture, model, train, device)
+            _fill(module, architecture, model, train, start, device)
         else:
             fill_(module)
 
@@ -146,14 +158,40 @@ def build_model(
     return parallelize(module, mesh, _policy(model, train, compute_dtype, device), device=device, fill=fill)
 
 
+def _check_adapter(start: AdapterFolder, architecture: Architecture, model: ModelConfig) -> None:
+    """Raise ValueError where the adapter to go on from is for another base."""
+    option = "model.config_path" if model.model_path is None else "model.model_path"
+    recipes = architecture.recipes(merge_qkv=model.merge_qkv)
+    check_shapes(start, option, str(model.model_path or model.config_path), source_shapes(recipes))
+    if model.model_path is not None:
+        check_name(start, option, model.model_path)
+
+
 def _fill(
-    module: Decoder, architecture: Architecture, model: ModelConfig, train: TrainConfig, device: torch.device
+    module: Decoder,
+    architecture: Architecture,
+    model: ModelConfig,
+    train: TrainConfig,
+    start: AdapterFolder | None,
+    device: torch.device,
 ) -> None:
-    """Give the parameters, sharded or whole, their first values: from `model.model_path`, or drawn by the seed."""
+    """Give the parameters, sharded or whole, their first values.
+
+    Those of the base are from `model.model_path`, or drawn by the seed; those of adapters from `start`, or drawn.
+    """
+    _fill_base(module, architecture, model, train, device)
     if found := adapters(module):
         init_adapters(module, seed=train.seed)
         trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
         logger.info("adapters=%d trained_parameters=%d", len(found), trained)
+    if start is not None:
+        load_adapter(module, start, architecture.recipes(merge_qkv=model.merge_qkv))
+        logger.info("adapters_from=%s", start.folder)
+
+
+def _fill_base(
+    module: Decoder, architecture: Architecture, model: ModelConfig, train: TrainConfig, device: torch.device
+) -> None:
     if model.model_path is None:
         module.init_weights(train.seed, local_part=local_part, device=device)
         logger.info("weights=random seed=%d parameters=%d", train.seed, sum(p.numel() for p in module.parameters()))

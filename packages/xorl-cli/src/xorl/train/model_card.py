@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from xorl.lora import AdapterSpec
+
 Figures = Mapping[str, str | int | float]
 
 
@@ -31,6 +33,18 @@ def model_card(title: str, *, base: str | None, is_adapter: bool, facts: Figures
     if verified is not None:
         lines += ["", "## Verified", "", "Loaded anew from these files and compared:", "", *_table(verified)]
     return "\n".join([*lines, ""])
+
+
+def adapter_facts(spec: AdapterSpec) -> dict[str, str | int | float]:
+    """Rank, alpha and what else makes an adapter, where it is not the usual."""
+    facts: dict[str, str | int | float] = {"rank": spec.rank, "alpha": spec.alpha}
+    for name in ("use_rslora", "use_dora"):
+        if getattr(spec, name):
+            facts[name] = "true"
+    for name in ("rank_pattern", "alpha_pattern", "modules_to_save"):
+        if value := getattr(spec, name):
+            facts[name] = ", ".join(f"{key}: {value[key]}" if isinstance(value, Mapping) else key for key in value)
+    return facts
 
 
 def _loading(base: str | None, is_adapter: bool) -> list[str]:

@@ -7,6 +7,7 @@ import signal
 
 from xorl.config import LoadedConfig
 from xorl.core import runtime
+from xorl.train.adapter_folder import is_adapter
 from xorl.train.build import Run, RunComplete, build_run
 from xorl.train.observe import Observer
 from xorl.train.progress import set_up_logging
@@ -53,13 +54,16 @@ def _summarise(run: Run, signal_number: int) -> None:
         )
     lines.append(f"checkpoint  {run.checkpoints.last}")
     lines.append(f"metrics     {run.output_dir / 'metrics.jsonl'}")
-    if exported is not None:
+    if exported is not None and is_adapter(exported):
+        lines.append(f"adapter     {exported}, for PEFT's PeftModel.from_pretrained")
+    elif exported is not None:
         lines.append(f"model       {exported}, for transformers' AutoModelForCausalLM.from_pretrained")
     if signal_number:
         name = signal.Signals(signal_number).name
         lines.append(f"next        stopped by {name}: continue with --train.load_checkpoint_path auto")
     elif exported is not None:
-        lines.append(f"next        train on from it: --model.model_path {exported} --train.output_dir OTHER_FOLDER")
+        option = "lora.adapter_path" if is_adapter(exported) else "model.model_path"
+        lines.append(f"next        train on from it: --{option} {exported} --train.output_dir OTHER_FOLDER")
     for line in lines:
         logger.info(line)
 

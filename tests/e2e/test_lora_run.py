@@ -1,0 +1,184 @@
+"""A run that trains adapters: what stands in its checkpoints, how it is resumed, exported and gone on from."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from xorl.ckpt import read_manifest, verify
+from xorl.config import LoadedConfig, config_from_mapping
+from xorl.train import build_run, train
+from xorl.train.export_saved import export_saved
+
+WEIGHTS = "adapter_model.safetensors"
+NUM_STEPS = 4
+KINDS: dict[str, dict[str, object]] = {
+    "plain": {"lora_rank": 4, "lora_alpha": 8},
+    "dora": {"lora_rank": 4, "use_dora": True, "use_rslora": True, "modules_to_save": ["model.norm"]},
+    "head and patterns": {
+        "lora_target_modules": ["q_proj", "down_proj", "lm_head", "embed_tokens"],
+        "rank_pattern": {"down_proj": 2, "0.self_attn.q_proj": 3},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`base`, a model of transformers, and `data.jsonl`, in which a token is the one before plus one."""
+    root = tmp_path_factory.mktemp("lora")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 64}
+    Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, initializer_range=0.2)).save_pretrained(root / "base")
+    with (root / "data.jsonl").open("w") as file:
+        for index in range(32):
+            file.write(json.dumps({"input_ids": [(index + offset) % 50 for offset in range(6 + index % 7)]}) + "\n")
+    return root
+
+
+def config_of(
+    folder: Path, output: Path, lora: Mapping[str, object], max_steps: object = NUM_STEPS, **options: object
+) -> LoadedConfig:
+    data = str(folder / "data.jsonl")
+    return config_from_mapping(
+        {
+            "model": {"model_path": str(folder / "base")},
+            "data": {
+                "datasets": [{"path": data}],
+                "test_datasets": [{"path": data}],
+                "dataset_prepared_path": str(folder / "prepared"),
+                "sample_packing_sequence_len": 64,
+                "dataloader_num_workers": 0,
+                "pad_to_multiple_of": 8,
+            },
+            "train": {
+                "output_dir": str(output),
+                "max_steps": max_steps,
+                "lr": 0.02,
+                "enable_mixed_precision": False,
+                "log_format": "structured",
+                "use_wandb": False,
+                **options,
+            },
+            "lora": {"enable_lora": True, **lora},
+        }
+    )
+
+
+def run(loaded: LoadedConfig) -> None:
+    built = build_run(loaded.config)
+    assert train(built) == 0
+    built.observer.close()
+
+
+def eval_losses(output: Path) -> dict[int, float]:
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return {record["step"]: record["eval_loss"] for record in records if "eval_loss" in record}
+
+
+def last(output: Path) -> Path:
+    return output / "checkpoints" / f"global_step_{NUM_STEPS}"
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_leaves_what_others_read_and_goes_on_from_it(kind: str, folder: Path, tmp_path: Path, run_ranks) -> None:
+    # Catches adapters at one shard of each matrix, keys that load as nothing, and a start from other values.
+    output = tmp_path / "output"
+    loaded = config_of(folder, output, KINDS[kind])
+    run_ranks(lambda: run(loaded), 2)
+    checkpoint = last(output)
+    assert WEIGHTS in verify(checkpoint).files
+    losses = eval_losses(output)
+    assert losses[NUM_STEPS] < losses[0]
+
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    merged = PeftModel.from_pretrained(base, checkpoint).merge_and_unload().state_dict()
+    exported = AutoModelForCausalLM.from_pretrained(checkpoint / "hf").state_dict()
+    torch.testing.assert_close(exported, merged, rtol=0, atol=1e-5)
+
+    # From the checkpoint's own base, by the command, and as the adapter alone.
+    export_saved(str(output), str(tmp_path / "merged"), merge=True, verify=True)
+    again = export_saved(str(output), str(tmp_path / "adapter"), verify=True)
+    torch.testing.assert_close(load_file(again / WEIGHTS), load_file(checkpoint / WEIGHTS), rtol=0, atol=0)
+
+    further = config_of(folder, tmp_path / "further", {"adapter_path": str(again)}, max_steps=1)
+    run_ranks(lambda: run(further), 1)
+    assert eval_losses(tmp_path / "further")[0] == pytest.approx(losses[NUM_STEPS], rel=1e-6)
+    content = [
+        json.loads((path / "adapter_config.json").read_text()) for path in (again, last_of(tmp_path / "further"))
+    ]
+    assert content[0] == content[1]
+
+
+def last_of(output: Path) -> Path:
+    return output / "checkpoints" / (output / "checkpoints" / "latest").read_text().strip()
+
+
+@pytest.mark.multi
+def test_adapters_alone_are_enough_to_resume_and_to_export(folder: Path, tmp_path: Path, run_ranks) -> None:
+    # Catches base weights in checkpoints that should hold none, and a resumed run that lacks what they left out.
+    lora = {**KINDS["dora"], "save_lora_only": True}
+    whole = config_of(folder, tmp_path / "whole", lora, save_steps=2)
+    run_ranks(lambda: run(whole), 2)
+    # As if the run had been ended after its second step.
+    (tmp_path / "cut" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "whole" / "checkpoints" / "global_step_2").rename(tmp_path / "cut" / "checkpoints" / "global_step_2")
+    saved = set(read_manifest(tmp_path / "cut" / "checkpoints" / "global_step_2").tensors)
+    held = {name for name in saved if name.startswith("model.")}
+    assert {name for name in held if ".adapter." not in name} == {"model.model.norm.weight"}
+    resumed = config_of(folder, tmp_path / "cut", lora, save_steps=2, load_checkpoint_path="auto")
+    run_ranks(lambda: run(resumed), 2)
+    folders = [last(tmp_path / name) for name in ("whole", "cut")]
+    torch.testing.assert_close(*(load_file(path / WEIGHTS) for path in folders), rtol=0, atol=0)
+
+    names = sorted(path.name for path in (folders[0] / "hf").iterdir())
+    assert names == ["README.md", "adapter_config.json", WEIGHTS]
+    torch.testing.assert_close(load_file(folders[0] / "hf" / WEIGHTS), load_file(folders[0] / WEIGHTS), rtol=0, atol=0)
+    export_saved(str(folders[0] / "hf"), str(tmp_path / "merged"), merge=True, verify=True)
+
+
+def refusal_of(loaded: LoadedConfig) -> str:
+    """Why a run is not built."""
+    try:
+        build_run(loaded.config)
+    except ValueError as error:
+        return str(error)
+    return "none"
+
+
+@pytest.mark.multi
+def test_an_adapter_of_another_base_stops_the_run(folder: Path, tmp_path: Path, run_ranks) -> None:
+    # Catches an adapter that is trained on over weights that it was not made for.
+    alone = {"data_parallel_mode": "none", "max_steps": 1}
+    first = config_of(folder, tmp_path / "output", KINDS["plain"], **alone)
+    run_ranks(lambda: run(first), 1)
+    adapter = tmp_path / "output" / "checkpoints" / "global_step_1"
+    runs = []
+    for name, sizes in (("wide", {"intermediate_size": 64}), ("like", {})):
+        config = Qwen3Config.from_pretrained(folder / "base")
+        config.update(sizes)
+        Qwen3ForCausalLM(config).save_pretrained(tmp_path / name)
+        loaded = config_of(folder, tmp_path / f"from_{name}", {"adapter_path": str(adapter)}, **alone)
+        model = loaded.config.model.model_copy(
+            update={key: str(tmp_path / name) for key in ("model_path", "config_path", "tokenizer_path")}
+        )
+        runs.append(replace(loaded, config=loaded.config.model_copy(update={"model": model})))
+    runs.append(config_of(folder, tmp_path / "damaged", {"adapter_path": str(adapter)}, **alone))
+    wide, like = (run_ranks(lambda loaded=loaded: refusal_of(loaded), 1)[0] for loaded in runs[:2])
+    assert re.match(r"(?s)lora.adapter_path: .*which model.model_path names.*\[48, 32\], the base has \[64, 32\]", wide)
+    assert re.match(
+        r"lora.adapter_path: .*adapter_config.json says base_model_name_or_path: .*base, and model.model_path", like
+    )
+    (adapter / WEIGHTS).write_bytes((adapter / WEIGHTS).read_bytes()[:-1] + b"\0")
+    [damaged] = run_ranks(lambda: refusal_of(runs[2]), 1)
+    assert re.match(rf"lora.adapter_path: (?s:.*){WEIGHTS} has another content", damaged)
