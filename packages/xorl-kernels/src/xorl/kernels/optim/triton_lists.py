@@ -4,8 +4,9 @@ Imported only where Triton is. A program takes one chunk of one tensor, so small
 ones are spread over the whole device. `reference.py` has the plain twins, and `updates.py` the contracts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -72,38 +73,44 @@ def adamw_(
     """See `updates.adamw_`."""
     beta1, beta2 = betas
     rates = (lr, 1 - lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, eps)
-    quads = list(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True))
-    for kind, chosen in _by_kind(quads).items():
-        columns = [
-            (*(tensor.data_ptr() for tensor in quads[index]), index, *_noise_columns(noises, index)) for index in chosen
-        ]
-        table = _Table.of([params[index].numel() for index in chosen], columns, params[0].device)
-        constants = {"IS_ALIGNED": kind[-1], "IS_STOCHASTIC": noises is not None, "CHUNK": CHUNK, "BLOCK": BLOCK}
-        dtypes = dict(zip(("PARAM", "GRAD", "MEAN", "SQUARE"), kind, strict=False))
+    for kind, chosen in _by_kind(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)).items():
+        columns = [(*addresses, index, *_noise_columns(noises, index)) for index, addresses in chosen]
+        table = _Table.of([params[index].numel() for index, _ in chosen], columns, params[0].device)
+        constants = {"IS_ALIGNED": kind.is_aligned, "IS_STOCHASTIC": noises is not None, "CHUNK": CHUNK, "BLOCK": BLOCK}
+        dtypes = dict(zip(("PARAM", "GRAD", "MEAN", "SQUARE"), map(_TYPES.get, kind.dtypes), strict=True))
         arguments = (table.rows, table.owners, corrections, grad_scale, skip)
         launch(_adamw, (table.owners.numel(),), *arguments, *rates, num_warps=4, **dtypes, **constants)
 
 
 def square_sum(tensors: Sequence[Tensor]) -> Tensor:
     """See `updates.square_sum`."""
-    singles = [(tensor,) for tensor in tensors]
     sums: list[Tensor] = []
-    for kind, chosen in _by_kind(singles).items():
-        counts = [tensors[index].numel() for index in chosen]
-        table = _Table.of(counts, [(tensors[index].data_ptr(),) for index in chosen], tensors[0].device)
+    for kind, chosen in _by_kind(zip(tensors, strict=True)).items():
+        counts = [tensors[index].numel() for index, _ in chosen]
+        table = _Table.of(counts, [addresses for _, addresses in chosen], tensors[0].device)
         parts = torch.empty(table.owners.shape, dtype=torch.float32, device=tensors[0].device)
-        constants = {"DTYPE": kind[0], "IS_ALIGNED": kind[-1], "CHUNK": CHUNK, "BLOCK": BLOCK}
+        constants = {"DTYPE": _TYPES[kind.dtypes[0]], "IS_ALIGNED": kind.is_aligned, "CHUNK": CHUNK, "BLOCK": BLOCK}
         launch(_square_sum, (parts.numel(),), table.rows, table.owners, parts, num_warps=4, **constants)
         sums.append(parts.sum())
     return torch.stack(sums).sum()
 
 
-def _by_kind(groups: Sequence[tuple[Tensor, ...]]) -> dict[tuple[object, ...], list[int]]:
-    """Indices of groups by (Triton's type of each tensor, whether all of them are aligned): a launch each."""
-    kinds: dict[tuple[object, ...], list[int]] = {}
+class _Kind(NamedTuple):
+    """What one launch is compiled for."""
+
+    dtypes: tuple[torch.dtype, ...]
+    is_aligned: bool
+
+
+def _by_kind(groups: Iterable[tuple[Tensor, ...]]) -> dict[_Kind, list[tuple[int, list[int]]]]:
+    """(index, addresses) of each group of tensors that are not empty, by what a launch for it is compiled for."""
+    kinds: dict[_Kind, list[tuple[int, list[int]]]] = {}
     for index, group in enumerate(groups):
-        is_aligned = not any(tensor.data_ptr() % ALIGNMENT for tensor in group)
-        kinds.setdefault((*(_TYPES[tensor.dtype] for tensor in group), is_aligned), []).append(index)
+        if not group[0].numel():
+            continue
+        addresses = [tensor.data_ptr() for tensor in group]
+        kind = _Kind(tuple(tensor.dtype for tensor in group), not any(address % ALIGNMENT for address in addresses))
+        kinds.setdefault(kind, []).append((index, addresses))
     return kinds
 
 

@@ -38,27 +38,22 @@ def adamw_(
 
     steps: 0-dim and counted already, fp32 where there are no noises. The gradients may be overwritten.
     """
-    rows = list(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True))
-    kept = [index for index, row in enumerate(rows) if row[0].numel()]
-    if not kept:
-        return
-    for index in kept:
-        _check(*rows[index])
-    params, grads, exp_avgs, exp_avg_sqs, steps = (
-        [tensors[index] for index in kept] for tensors in (params, grads, exp_avgs, exp_avg_sqs, steps)
-    )
     lists = (params, grads, exp_avgs, exp_avg_sqs)
+    for quad in zip(*lists, strict=True):
+        _check(*quad)
+    if not any(param.numel() for param in params):
+        return
     hyper = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
     kinds = {tensor.dtype for tensors in (params, exp_avgs, exp_avg_sqs) for tensor in tensors}
     if noises is None and len(kinds) == 1 and not params[0].is_cuda:
         # On all cores at once, and so worth one rounding of gradients that were accumulated in a wider dtype.
         torch._fused_adamw_(
-            params,
+            list(params),
             [grad.to(params[0].dtype) for grad in grads],
-            exp_avgs,
-            exp_avg_sqs,
+            list(exp_avgs),
+            list(exp_avg_sqs),
             [],
-            steps,
+            list(steps),
             **hyper,
             beta1=betas[0],
             beta2=betas[1],
@@ -68,9 +63,7 @@ def adamw_(
             found_inf=skip,
         )
         return
-    if noises is not None:
-        noises = [noises[index] for index in kept]
-    counts = torch.stack(steps).double()
+    counts = torch.stack(list(steps)).double()
     corrections = torch.stack([1 - beta**counts for beta in betas], dim=1).float()
     options = {"corrections": corrections, "grad_scale": grad_scale, "skip": skip, "noises": noises}
     _lists(params[0]).adamw_(*lists, **hyper, betas=betas, **options)
@@ -124,11 +117,10 @@ def scale_(tensor: Tensor, factor: Tensor) -> None:
 
 def square_sum(tensors: Sequence[Tensor]) -> Tensor:
     """The sum of the squares of all elements, 0-dim, accumulated in fp32; tensors of any dtype and strides."""
-    filled = [tensor for tensor in tensors if tensor.numel()]
-    if not filled:
+    if not any(tensor.numel() for tensor in tensors):
         return torch.zeros((), device=tensors[0].device)
-    suits = all(tensor.dtype in DTYPES and tensor.is_contiguous() for tensor in filled)
-    return (_lists(filled[0]) if suits else reference).square_sum(filled)
+    suits = all(tensor.dtype in DTYPES and tensor.is_contiguous() for tensor in tensors)
+    return (_lists(tensors[0]) if suits else reference).square_sum(tensors)
 
 
 def _check(*tensors: Tensor) -> None:
