@@ -143,6 +143,7 @@ def _adamw_block(
     rate: tl.tensor,
     root: tl.tensor,
     factor: tl.tensor,
+    zero: tl.tensor,
     keep: float,
     beta1: float,
     rest1: float,
@@ -158,6 +159,9 @@ def _adamw_block(
     ratio = mean / tl.fma(tl.sqrt(square), root, eps)
     value = tl.fma(ratio, -rate, load(param, mask) * keep)
     if IS_STOCHASTIC:
+        # Adds nothing, but ties the indices to the order in which the loads lie in registers. Words drawn in another
+        # order would be exchanged through shared memory, and take more registers.
+        index = index + (gradient.to(tl.int32, bitcast=True) & zero)
         word, other = draw(index, step, key)  # pyright: ignore[reportGeneralTypeIssues]
         store(param, value, mask, word)
         store(exp_avg, mean, mask, word >> 16)
@@ -210,6 +214,7 @@ def _adamw(
         key = tl.load(row + 7)
         first = tl.load(row + 8) + start
         step = tl.load(tl.load(row + 9).to(tl.pointer_type(tl.int64)))
+    zero = tl.load(skip).to(tl.int32)  # As was found above, which the compiler does not make use of.
     lanes = tl.arange(0, BLOCK)
     # A whole chunk needs no mask, which would keep loads narrow: nothing is known of what `count` is divisible by.
     if start + CHUNK <= count:
@@ -217,14 +222,14 @@ def _adamw(
             at = begin + lanes
             _adamw_block(
                 param + at, grad + at, exp_avg + at, exp_avg_sq + at, None, first + at, key, step, rate, root, factor,
-                keep, beta1, rest1, beta2, rest2, eps, IS_STOCHASTIC,
+                zero, keep, beta1, rest1, beta2, rest2, eps, IS_STOCHASTIC,
             )  # fmt: skip
     else:
         for begin in range(0, CHUNK, BLOCK):
             at = begin + lanes
             _adamw_block(
                 param + at, grad + at, exp_avg + at, exp_avg_sq + at, start + at < count, first + at, key, step, rate,
-                root, factor, keep, beta1, rest1, beta2, rest2, eps, IS_STOCHASTIC,
+                root, factor, zero, keep, beta1, rest1, beta2, rest2, eps, IS_STOCHASTIC,
             )  # fmt: skip
 
 
