@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from xorl.ckpt import Checkpointer, CheckpointError, CheckpointFailure, read_manifest, verify
+from xorl.ckpt.layout import prepare_root
 
 MANAGERS = pytest.mark.parametrize("manager", ["dcp", "torch"])
 
@@ -153,11 +154,9 @@ def test_root_that_cannot_be_written_names_the_option(tmp_path, make_state):
     # Catches a traceback from deep below where the user needs the name of the option.
     (tmp_path / "file").touch()
     checkpointer = Checkpointer(tmp_path / "file" / "checkpoints", root_option="train.output_dir")
-    with pytest.raises(CheckpointError, match=r"train\.output_dir: checkpoints cannot be written to .*Not a directory"):
-        checkpointer.check_root()
-    with pytest.raises(CheckpointError, match=r"train\.output_dir"):
+    with pytest.raises(CheckpointError, match=r"train\.output_dir: cannot write to .*Not a directory"):
         checkpointer.save(1, make_state())
-    Checkpointer(tmp_path / "new").check_root()
+    prepare_root(tmp_path / "new", "root")
     assert list((tmp_path / "new").iterdir()) == []
 
 

@@ -58,7 +58,7 @@ class LoadedCheckpoint:
 class Checkpointer:
     """The checkpoints under one root.
 
-    `save`, `load` and `check_root` are collective over the default process group, if there is one. `keep_last` removes
+    `save` and `load` are collective over the default process group, if there is one. `keep_last` removes
     older checkpoints after a save; None keeps all. `root_option` is how the user chose the root, for error messages.
     """
 
@@ -79,12 +79,6 @@ class Checkpointer:
         self._keep_last = keep_last
         self._root_option = root_option
         self._current: Path | None = None
-
-    def check_root(self) -> None:
-        """Make the root and prove that it can be written: a run should fail at its start, not at its first save."""
-        with agreed("prepare the checkpoint folder"):
-            if this_rank() == 0:
-                layout.prepare_root(self.root, self._root_option)
 
     def save(
         self,

@@ -13,10 +13,10 @@ Nothing here talks to other ranks: rank 0 alone writes, and the checkpointer spr
 import errno
 import json
 import logging
-import os
 import platform
 import re
 import shutil
+import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -186,14 +186,13 @@ def prepare_root(root: Path, option: str) -> None:
         if not root.is_dir():
             root.mkdir(parents=True, exist_ok=True)
             sync_file(root.parent)
-        probe = root / f"{_SAVING}probe_{os.getpid()}"
-        probe.mkdir()
-        probe.rmdir()
+        # A name of its own: the ranks of several hosts may do this at once.
+        Path(tempfile.mkdtemp(prefix=f"{_SAVING}probe_", dir=root)).rmdir()
     except OSError as error:
         if error.errno not in _WRONG_FOLDER:
             raise
         raise CheckpointError(
-            f"{option}: checkpoints cannot be written to {root}: {error.strerror}. Choose a folder that can be written."
+            f"{option}: cannot write to {root}: {error.strerror}. Choose a folder that can be written."
         ) from error
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from xorl.ckpt import Checkpointer, CheckpointError, Manifest, read_manifest
+from xorl.ckpt.layout import prepare_root
 from xorl.config import Config, TrainConfig
 from xorl.core import runtime
 from xorl.core.loss import LOSSES, LossFn, score_tokens
@@ -109,7 +110,7 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None) -> Run:
         runtime.enable_determinism()
     elif not train.allow_cuda_launch_blocking:
         runtime.refuse_launch_blocking()
-    output_dir = _writable(Path(train.output_dir))
+    prepare_root(output_dir := Path(train.output_dir), "train.output_dir")
     checkpointer = Checkpointer(output_dir / "checkpoints", manager=train.ckpt_manager, root_option="train.output_dir")
     resumed = _resume_from(checkpointer, train.load_checkpoint_path)
     architecture = read_architecture(config.model)
@@ -201,20 +202,6 @@ def _loader(
         logger.warning("stream: the checkpoint has no counts, so the data receipt begins at step=%d", manifest.step)
     write = partial(write_receipt, Path(config.train.output_dir) / RECEIPT, data, plan)
     return loader, StreamState(data.train, loader, mesh, place.device, before=before, write=write)
-
-
-def _writable(folder: Path) -> Path:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".write_test_{runtime.global_rank()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ValueError(
-            f"train.output_dir: cannot write to {folder} ({error.strerror}); choose another folder with "
-            "--train.output_dir"
-        ) from error
-    return folder
 
 
 def _resume_from(checkpointer: Checkpointer, option: str | None) -> Path | None:
