@@ -6,17 +6,14 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-import torch._inductor.lowering  # compilation would import it in each rank
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
+from placement import RECOMPUTE, assert_same, num_ranks, place, whole
 from xorl.core.loss import cross_entropy
-from xorl.core.mesh import Mesh, ParallelDims
-from xorl.core.models import Decoder, spec_for
+from xorl.core.models import spec_for
 from xorl.core.nn.fp8 import Fp8Linear
 from xorl.core.optim import build_optimizer
-from xorl.core.parallel import ParallelPolicy, local_part, parallelize
 from xorl.data import Document, PackedBatch, collate
 from xorl.train.engine import Engine
 
@@ -36,22 +33,6 @@ HF_CONFIG = {
     "tie_word_embeddings": True,
     "initializer_range": 0.2,
 }
-LAYOUTS = {
-    # name: (mode, ranks, shard size, replicate size, reshard after forward)
-    "none": ("none", 1, -1, -1, True),
-    "ddp-2": ("ddp", 2, -1, -1, True),
-    "zero3-1": ("fsdp2", 1, -1, -1, True),
-    "zero3-2": ("fsdp2", 2, -1, -1, True),
-    "zero3-3": ("fsdp2", 3, -1, -1, True),  # no number of features is a multiple of 3
-    "zero2-2": ("fsdp2", 2, -1, -1, False),
-    "hsdp-2x2": ("fsdp2", 4, 2, 2, True),
-}
-RECOMPUTE = {
-    "layer": ("layer", False),
-    "reentrant": ("layer", True),
-    "mlp": (("mlp",), False),
-    "operation": ("operation", False),
-}
 
 
 def batches() -> list[PackedBatch]:
@@ -70,34 +51,17 @@ def batches() -> list[PackedBatch]:
 def engine_for(
     layout: str,
     fp8: str = "tensorwise",
-    recompute: str | None = None,
+    recompute: str = "none",
     units: Sequence[str] = (),
     param_dtype: torch.dtype | None = None,
     compile_backend: str | None = None,
 ) -> Engine:
-    mode, world_size, shard_size, replicate_size, reshard = LAYOUTS[layout]
-    mesh = Mesh(ParallelDims.resolve(mode, world_size, shard_size=shard_size, replicate_size=replicate_size), "cpu")
     spec = spec_for(HF_CONFIG)
     with torch.device("meta"):
         model = spec.build(spec.config_from_hf(HF_CONFIG), merge_qkv=True)
     model.compute_dtype = param_dtype or torch.float32
-    parts, reentrant = RECOMPUTE[recompute] if recompute else ("none", False)
-    policy = ParallelPolicy(
-        data_parallel_mode=mode,
-        fp8=fp8,
-        param_dtype=param_dtype,
-        reshard_after_forward=reshard,
-        unit_modules=units,
-        recompute=parts,
-        reentrant_recompute=reentrant,
-        compile_backend=compile_backend,
-    )
-
-    def fill(module: torch.nn.Module) -> None:
-        assert isinstance(module, Decoder)
-        module.init_weights(0, local_part=local_part, device=torch.device("cpu"))
-
-    placed = parallelize(model, mesh, policy, device=torch.device("cpu"), fill=fill)
+    policy = {"fp8": fp8, "param_dtype": param_dtype, "unit_modules": units, "compile_backend": compile_backend}
+    placed = place(model, layout, recompute, **policy)
     optimizer = build_optimizer("adamw", model.named_parameters(), lr=0.05, weight_decay=0.1)
     return Engine(placed, optimizer, torch.device("cpu"), max_grad_norm=None, flops=sum)
 
@@ -106,22 +70,10 @@ def own(engine: Engine) -> list[PackedBatch]:
     return batches()[engine.model.mesh.dp_rank :: engine.model.mesh.dp_size]
 
 
-def whole(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
 def gradients(layout: str, *options) -> dict[str, Tensor]:
     engine = engine_for(layout, *options)
     engine.forward_backward(own(engine), cross_entropy)
     return {name: whole(p.grad) for name, p in engine.model.module.named_parameters()}
-
-
-def assert_same(reference: dict[str, Tensor], measured: dict[str, Tensor], limit: float) -> None:
-    assert set(reference) == set(measured)
-    for name, tensor in reference.items():
-        difference = (measured[name] - tensor).norm() / tensor.norm()
-        assert difference <= limit, f"{name} differs by {difference:.2e}"
 
 
 @pytest.mark.parametrize("fp8", ["tensorwise", "rowwise"])
@@ -132,8 +84,8 @@ def test_gradient_does_not_depend_on_the_placement(fp8: str, run_ranks) -> None:
     [plain] = run_ranks(lambda: gradients("none", "none"), 1)
     name = "model.layers.0.mlp.gate_up_proj.weight"
     assert 0.01 < (reference[name] - plain[name]).norm() / plain[name].norm() < 0.4, "that is not fp8"
-    for layout in ("ddp-2", "zero3-1", "zero3-2", "zero3-3", "zero2-2", "hsdp-2x2"):
-        for measured in run_ranks(lambda layout=layout: gradients(layout, fp8), LAYOUTS[layout][1]):
+    for layout in ("ddp-2", "zero3-1", "zero3-2", "zero3-3", "zero2-2", "hsdp-2x2"):  # 3 divides no number of features
+        for measured in run_ranks(lambda layout=layout: gradients(layout, fp8), num_ranks(layout)):
             assert_same(reference, measured, limit=2e-6)
 
 
@@ -141,7 +93,7 @@ def test_gradient_does_not_depend_on_the_placement(fp8: str, run_ranks) -> None:
 def test_recomputation_and_units_do_not_change_the_gradient(fp8: str, run_ranks) -> None:
     # Catches a recomputed forward pass that multiplies by freed or newer weights.
     [reference] = run_ranks(lambda: gradients("zero3-1", fp8), 1)
-    options = [(fp8, recompute) for recompute in RECOMPUTE] + [(fp8, "layer", ("mlp", "o_proj"))]
+    options = [(fp8, recompute) for recompute in RECOMPUTE if recompute != "none"] + [(fp8, "layer", ("mlp", "o_proj"))]
     for measured in run_ranks(lambda: [gradients("zero3-2", *option) for option in options], 2):
         for option in measured:
             assert_same(reference, option, limit=2e-6)
@@ -157,7 +109,7 @@ def test_compiled_layers_have_the_same_gradient(run_ranks) -> None:
 
 def steps(layout: str, fp8: str, dtype: torch.dtype | None) -> tuple[dict[str, Tensor], list[float]]:
     """Parameters after two steps of several micro-batches, and losses before, between and after them."""
-    engine = engine_for(layout, fp8, None, (), dtype)
+    engine = engine_for(layout, fp8, "none", (), dtype)
     held_out = batches()[0]
     losses = []
     for _ in range(2):
@@ -181,7 +133,7 @@ def test_steps_do_not_depend_on_the_placement(dtype: torch.dtype | None, layouts
     assert losses == pytest.approx(plain, rel=0.1)
     assert losses[-1] < 0.8 * losses[0]
     for layout in layouts:
-        placed = run_ranks(lambda layout=layout: steps(layout, "tensorwise", dtype), LAYOUTS[layout][1])
+        placed = run_ranks(lambda layout=layout: steps(layout, "tensorwise", dtype), num_ranks(layout))
         for measured, its_losses in placed:
             # bf16 rounds the gradients of each rank before they are summed, and AdamW divides by their own size.
             assert its_losses == pytest.approx(losses, rel=2e-2 if dtype else 1e-4)

@@ -8,18 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._inductor.lowering  # compilation would import it in each rank
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed.tensor import DTensor
 
+from placement import LAYOUTS, RECOMPUTE, assert_same, num_ranks, place, whole
 from xorl.ckpt import Checkpointer
 from xorl.core.loss import cross_entropy
-from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.models import Decoder, spec_for
 from xorl.core.nn import LayerKernels
 from xorl.core.optim import MuonOptions, OptimizerName, build_optimizer, scale_and_clip_
-from xorl.core.parallel import CompileBackend, ParallelPolicy, local_part, parallelize
+from xorl.core.parallel import CompileBackend
 from xorl.core.parallel.offload import ActivationOffload
 from xorl.data import Document, PackedBatch, collate
 from xorl.kernels.attention import AttentionRequest, resolve_attention
@@ -42,28 +40,6 @@ HF_CONFIG = {
     "hidden_act": "silu",
     "tie_word_embeddings": True,
     "initializer_range": 0.2,
-}
-
-LAYOUTS = {
-    # name: (mode, ranks, shard size, replicate size, reshard after forward)
-    "none": ("none", 1, -1, -1, True),
-    "ddp-1": ("ddp", 1, -1, -1, True),
-    "ddp-2": ("ddp", 2, -1, -1, True),
-    "ddp-4": ("ddp", 4, -1, -1, True),
-    "zero3-1": ("fsdp2", 1, -1, -1, True),
-    "zero3-2": ("fsdp2", 2, -1, -1, True),
-    "zero3-4": ("fsdp2", 4, -1, -1, True),
-    "zero2-2": ("fsdp2", 2, -1, -1, False),
-    "zero2-4": ("fsdp2", 4, -1, -1, False),
-    "hsdp-2x2": ("fsdp2", 4, 2, 2, True),
-    "offload-2": ("fsdp2", 2, -1, -1, True),
-}
-RECOMPUTE = {
-    "none": ("none", False),
-    "operation": ("operation", False),
-    "layer": ("layer", False),
-    "reentrant": ("layer", True),
-    "mlp": (("mlp",), False),
 }
 
 
@@ -89,8 +65,6 @@ def engine_for(
     backend: CompileBackend | None = None,
 ) -> Engine:
     """fp32 parameters are computed with in fp32, bf16 ones in bf16."""
-    mode, world_size, shard_size, replicate_size, reshard = LAYOUTS[layout]
-    mesh = Mesh(ParallelDims.resolve(mode, world_size, shard_size=shard_size, replicate_size=replicate_size), "cpu")
     spec = spec_for(HF_CONFIG)
     config = spec.config_from_hf(HF_CONFIG)
     request = AttentionRequest(device_type="cpu", dtype=torch.float32, head_dim=config.head_dim, window=None)
@@ -98,22 +72,7 @@ def engine_for(
         kernels = LayerKernels(attention=resolve_attention("sdpa", request))
         model = spec.build(config, merge_qkv=True, kernels=kernels).to(param_dtype)
     model.compute_dtype = param_dtype
-    parts, reentrant = RECOMPUTE[recompute]
-    policy = ParallelPolicy(
-        data_parallel_mode=mode,
-        reshard_after_forward=reshard,
-        unit_modules=units,
-        cpu_offload=layout == "offload-2",
-        recompute=parts,
-        reentrant_recompute=reentrant,
-        compile_backend=backend,
-    )
-
-    def fill(module: torch.nn.Module) -> None:
-        assert isinstance(module, Decoder)
-        module.init_weights(0, local_part=local_part)
-
-    placed = parallelize(model, mesh, policy, device=torch.device("cpu"), fill=fill)
+    placed = place(model, layout, recompute, unit_modules=units, compile_backend=backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     return Engine(placed, optimizer, torch.device("cpu"), max_grad_norm=None, flops=sum)
 
@@ -142,17 +101,8 @@ def gradient_of(engine: Engine, micro_batch_size: int) -> tuple[dict[str, Tensor
     scale_and_clip_(list(parameters.values()), losses.num_trained_tokens, None)
     gradients = {}
     for name, parameter in parameters.items():
-        gradient = parameter.grad
-        assert gradient is not None
-        gradients[name] = (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).float().clone()
+        gradients[name] = whole(parameter.grad).float()
     return gradients, float(losses.loss_sum / losses.num_trained_tokens)
-
-
-def assert_same(reference: dict[str, Tensor], measured: dict[str, Tensor], limit: float = 1e-6) -> None:
-    assert set(reference) == set(measured)
-    for name, tensor in reference.items():
-        difference = (measured[name] - tensor).norm() / tensor.norm()
-        assert difference < limit, f"{name} differs by {difference:.2e}"
 
 
 def joined(tensors: dict[str, Tensor]) -> Tensor:
@@ -160,10 +110,10 @@ def joined(tensors: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if NUM_ROWS % num_ranks(layout) == 0])
 def test_gradient_does_not_depend_on_the_split(layout: str, run_ranks) -> None:
     # Catches means of means: any division by ranks, micro-batches or per-batch token counts.
-    world_size = LAYOUTS[layout][1]
+    world_size = num_ranks(layout)
     [(reference, reference_loss)] = run_ranks(lambda: step_gradient("none", NUM_ROWS), 1)
     assert all(gradient.norm() > 0 for gradient in reference.values())
     sizes = [size for size in (1, 2, 4, 8, 16) if size * world_size <= NUM_ROWS]
@@ -179,7 +129,7 @@ def test_recomputation_does_not_change_the_gradient(layout: str, run_ranks) -> N
     # Catches a recomputed forward that runs without its gathered parameters, or twice in the gradient.
     kinds = ["operation", "layer", "mlp"] if layout == "ddp-2" else list(RECOMPUTE)[1:]
     [(reference, _)] = run_ranks(lambda: step_gradient("none", 4), 1)
-    for by_kind in run_ranks(lambda: [step_gradient(layout, 4, kind) for kind in kinds], LAYOUTS[layout][1]):
+    for by_kind in run_ranks(lambda: [step_gradient(layout, 4, kind) for kind in kinds], num_ranks(layout)):
         for gradients, _ in by_kind:
             assert_same(reference, gradients)
 
@@ -214,7 +164,7 @@ def test_gradient_of_bf16_parameters_does_not_depend_on_the_split(run_ranks) -> 
     for layout in ("none", "ddp-2", "zero3-2", "hsdp-2x2"):
         results = run_ranks(
             lambda layout=layout: [step_gradient(layout, size, param_dtype=half) for size in (1, 4)],
-            LAYOUTS[layout][1],
+            num_ranks(layout),
         )
         for by_size in results:
             for gradients, loss in by_size:
@@ -303,7 +253,7 @@ def batch_of(engine: Engine) -> PackedBatch:
 
 def parameters_of(engine: Engine) -> dict[str, Tensor]:
     named = engine.model.module.named_parameters()
-    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in named}
+    return {name: whole(parameter) for name, parameter in named}
 
 
 def two_steps(layout: str, optimizer: OptimizerName) -> tuple[dict[str, Tensor], float]:
@@ -325,7 +275,7 @@ def test_steps_do_not_depend_on_the_placement(optimizer: OptimizerName, run_rank
     # Catches an optimizer that cannot take shards, and a forward pass with gathered parameters of before the step.
     [(expected, expected_loss)] = run_ranks(lambda: two_steps("none", optimizer), 1)
     for layout in PLACED:
-        for parameters, loss in run_ranks(lambda layout=layout: two_steps(layout, optimizer), LAYOUTS[layout][1]):
+        for parameters, loss in run_ranks(lambda layout=layout: two_steps(layout, optimizer), num_ranks(layout)):
             # AdamW divides by the gradient's own size, so it magnifies what is lost in summation.
             assert_same(expected, parameters, limit=1e-3)
             assert loss == pytest.approx(expected_loss, rel=1e-5)
@@ -389,6 +339,6 @@ def test_every_optimizer_continues_to_the_bit(layout: str, tmp_path: Path, run_r
         kinds = [*((name, torch.bfloat16) for name in OPTIMIZERS), ("muon", torch.float32)]
         return [steps_around_a_checkpoint(layout, tmp_path / f"{name}_{dtype}", name, dtype) for name, dtype in kinds]
 
-    for results in run_ranks(every, LAYOUTS[layout][1]):
+    for results in run_ranks(every, num_ranks(layout)):
         for straight, resumed in results:
             torch.testing.assert_close(resumed, straight, rtol=0, atol=0)

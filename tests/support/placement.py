@@ -1,0 +1,76 @@
+"""Tiny models placed on ranks in the ways that tests compare, and the comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch._inductor.lowering  # compilation would import it in each rank
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from xorl.core.mesh import Mesh, ParallelDims
+from xorl.core.models import Decoder
+from xorl.core.parallel import ParallelModel, ParallelPolicy, local_part, parallelize
+
+LAYOUTS = {
+    # name: (mode, ranks, shard size, replicate size, reshard after forward)
+    "none": ("none", 1, -1, -1, True),
+    "ddp-1": ("ddp", 1, -1, -1, True),
+    "ddp-2": ("ddp", 2, -1, -1, True),
+    "ddp-4": ("ddp", 4, -1, -1, True),
+    "zero3-1": ("fsdp2", 1, -1, -1, True),
+    "zero3-2": ("fsdp2", 2, -1, -1, True),
+    "zero3-3": ("fsdp2", 3, -1, -1, True),
+    "zero3-4": ("fsdp2", 4, -1, -1, True),
+    "zero2-2": ("fsdp2", 2, -1, -1, False),
+    "zero2-4": ("fsdp2", 4, -1, -1, False),
+    "hsdp-2x2": ("fsdp2", 4, 2, 2, True),
+    "offload-2": ("fsdp2", 2, -1, -1, True),
+}
+RECOMPUTE = {
+    "none": ("none", False),
+    "operation": ("operation", False),
+    "layer": ("layer", False),
+    "reentrant": ("layer", True),
+    "mlp": (("mlp",), False),
+}
+
+
+def num_ranks(layout: str) -> int:
+    return LAYOUTS[layout][1]
+
+
+def place(model: Decoder, layout: str, recompute: str = "none", **policy: object) -> ParallelModel:
+    """Place a model of the meta device on this job's ranks, filled from seed 0; `policy` is the rest of the policy."""
+    mode, world_size, shard_size, replicate_size, reshard = LAYOUTS[layout]
+    dims = ParallelDims.resolve(mode, world_size, shard_size=shard_size, replicate_size=replicate_size)
+    parts, reentrant = RECOMPUTE[recompute]
+
+    def fill(module: torch.nn.Module) -> None:
+        assert isinstance(module, Decoder)
+        module.init_weights(0, local_part=local_part, device=torch.device("cpu"))
+
+    whole_policy = ParallelPolicy(
+        data_parallel_mode=mode,
+        reshard_after_forward=reshard,
+        cpu_offload=layout == "offload-2",
+        recompute=parts,
+        reentrant_recompute=reentrant,
+        **policy,
+    )
+    return parallelize(model, Mesh(dims, "cpu"), whole_policy, device=torch.device("cpu"), fill=fill)
+
+
+def whole(tensor: Tensor | None) -> Tensor:
+    """A copy of all of a tensor; collective where it is sharded."""
+    assert tensor is not None
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def assert_same(reference: Mapping[str, Tensor], measured: Mapping[str, Tensor], limit: float = 1e-6) -> None:
+    """Fail where a tensor's difference exceeds `limit` of its norm."""
+    assert set(reference) == set(measured)
+    for name, tensor in reference.items():
+        difference = (measured[name] - tensor).norm() / tensor.norm()
+        assert difference <= limit, f"{name} differs by {difference:.2e}"
