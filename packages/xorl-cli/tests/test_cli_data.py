@@ -32,7 +32,8 @@ def test_prepare_fills_the_cache_and_says_what_became_of_every_sample(data, tmp_
     code, out, _ = data("prepare")
     assert code == 0
     assert "train dataset=configs/quickstart/chat.jsonl samples=600 kept=600" in out
-    assert "held_out bins=" in out
+    held_out = next(line for line in out.splitlines() if line.startswith("held_out bins="))
+    assert " documents=45 tokens=" in held_out  # of 900, of which the lines of the datasets tell
     assert len(list((tmp_path / "prepared").glob("*/manifest.json"))) == 2
     assert "cached=true" in data("prepare")[1]
     assert not (tmp_path / "out" / "checkpoints").exists()

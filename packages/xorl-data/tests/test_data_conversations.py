@@ -164,3 +164,15 @@ def test_fields_that_other_rows_have_are_no_arguments(text_options, tmp_path):
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "rows.jsonl").write_text(lines)
     assert texts(tmp_path / "rows.jsonl", text_options, type="chat", chat_template=str(template)) == found
+
+
+def test_reasoning_that_is_not_written_is_counted(text_options, tmp_path, write_jsonl, caplog):
+    """Catches a reasoning model that is trained without its reasoning, since the template knows none."""
+    rows = [{"messages": [USER, {**ASSISTANT, "thinking": "Well."}]}, {"messages": [USER, ASSISTANT]}]
+    path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
+    assert prepare([DatasetEntry(path, type="chat")], text_options).receipt.total.unwritten_reasoning == 1
+    assert "unwritten_reasoning=1" in caplog.text
+    template = CALLS.replace("WRITTEN", "''").replace("{{ m.content }}", "{{ m.reasoning_content }}{{ m.content }}")
+    (tmp_path / "thinks.jinja").write_text(template)
+    thinks = DatasetEntry(path, type="chat", chat_template=str(tmp_path / "thinks.jinja"))
+    assert prepare([thinks], text_options).receipt.total.unwritten_reasoning == 0

@@ -125,10 +125,12 @@ def test_the_receipt_accounts_for_every_sample(tmp_path, options, write_jsonl):
     assert total.tokens == documents.lengths.sum()
     assert total.trained_tokens == documents.num_trained.sum() == 70 - 13
     bins = pack(documents.lengths, bin_len=64)
-    receipt = documents.receipt.with_bins(num_bins=len(bins), fill=bins.fill, plan_hash="abc")
+    receipt = documents.receipt.with_bins(
+        num_bins=len(bins), fill=bins.fill, plan_hash="abc", packed={"documents": len(documents)}
+    )
     assert len(receipt.lines()) == 5
     assert "truncated=2" in receipt.lines()[0]
-    assert receipt.lines()[-1] == f"bins={len(bins)} fill={bins.fill:.2%} plan=abc"
+    assert receipt.lines()[-1] == f"bins={len(bins)} documents={len(documents)} fill={bins.fill:.2%} plan=abc"
     assert json.loads(json.dumps(receipt.as_dict()))["total"]["samples"] == 12
 
 

@@ -50,7 +50,7 @@ def test_the_page_holds_everything_and_needs_nothing_else(tmp_path, options, mak
     path = write_jsonl(tmp_path / "<b>rows.jsonl", make_rows(30))
     documents = prepare([DatasetEntry(str(path))], options)
     bins = pack(documents.lengths, bin_len=64)
-    receipt = documents.receipt.with_bins(num_bins=len(bins), fill=bins.fill, plan_hash=None)
+    receipt = documents.receipt.with_bins(num_bins=len(bins), fill=bins.fill, plan_hash=None, packed={})
     statistics = dataset_statistics(documents, None)
     fill = fill_histogram(bins.fills(documents.lengths))
     assert sum(fill.counts) == len(bins)

@@ -115,8 +115,7 @@ def _prepare(config: Config) -> None:
     data, _ = _prepared(config, judged=True)
     parts = {"train": _packed(data)} | ({} if data.held_out is None else {"held_out": data.held_out})
     for name, part in parts.items():
-        receipt = part.documents.receipt.with_bins(num_bins=len(part.bins), fill=part.bins.fill, plan_hash=None)
-        for line in receipt.lines():
+        for line in part.receipt().lines():
             print(f"{name} {line}")
     print(f"prepared in {config.data.dataset_prepared_path}")
 
@@ -198,7 +197,7 @@ def _stats(config: Config, page: Path | None, num_documents: int | None, held_ou
         raise ValueError("--documents: prepared data is counted whole; leave it out, or set data.streaming")
     else:
         documents, bins = part.documents, part.bins
-        receipt = documents.receipt.with_bins(num_bins=len(bins), fill=bins.fill, plan_hash=None)
+        receipt = part.receipt()
         fills = bins.fills(documents.lengths)
     statistics = dataset_statistics(documents, tokenizer)
     fill = fill_histogram(fills)

@@ -45,6 +45,18 @@ class PackedDocuments:
     documents: PreparedDocuments
     bins: Bins
 
+    def receipt(self, plan_hash: str | None = None) -> Receipt:
+        """What became of every sample, and what the bins hold of it."""
+        documents = self.documents
+        packed = {
+            "documents": len(documents),
+            "tokens": int(documents.lengths.sum()),
+            "trained_tokens": int(documents.num_trained.sum()),
+        }
+        return documents.receipt.with_bins(
+            num_bins=len(self.bins), fill=self.bins.fill, plan_hash=plan_hash, packed=packed
+        )
+
 
 @dataclass(frozen=True)
 class RunData:
@@ -171,9 +183,7 @@ def write_receipt(path: Path, data: RunData, plan: Plan, streamed: Receipt | Non
     parts = {"train": (data.train, plan.hash), "held_out": (data.held_out, None)}
     for name, (part, plan_hash) in parts.items():
         if isinstance(part, PackedDocuments):
-            receipt = part.documents.receipt.with_bins(
-                num_bins=len(part.bins), fill=part.bins.fill, plan_hash=plan_hash
-            )
+            receipt = part.receipt(plan_hash)
         elif part is not None:
             assert streamed is not None, "a stream's receipt is written once something was read"
             receipt = streamed

@@ -83,6 +83,12 @@ def warn_of_counts(counts: Counts, name: str) -> None:
     """Says in the log what is odd without stopping a run."""
     if counts.untrained:
         logger.warning("prepare dataset=%s untrained_samples=%d%s", name, counts.untrained, _why_untrained(counts))
+    if counts.unwritten_reasoning:
+        logger.warning(
+            "prepare dataset=%s unwritten_reasoning=%d: they have reasoning of which the template writes none",
+            name,
+            counts.unwritten_reasoning,
+        )
     if counts.unended_turns:
         logger.warning(
             "prepare dataset=%s unended_turns=%d: the template writes no special token after them, so the model is not "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,8 @@ class Counts:
     had one before truncation or splitting took it. `all_trained` samples have labels and mask none of them.
     `lost_tokens` were cut off or dropped for length, `split_tokens` are those of samples that were split for it, and
     `masked_tokens` were left out because their attention_mask is 0. In `misaligned` samples most labels are not the
-    token at their own place; in the `shifted` ones of them they are the token after it.
+    token at their own place; in the `shifted` ones of them they are the token after it. `unwritten_reasoning` counts
+    conversations that have reasoning of which the template writes nothing.
     `straddling_tokens` belong to trained and untrained text at once; `unended_turns` are trained turns of a chat whose
     end no special token marks.
     """
@@ -38,6 +39,7 @@ class Counts:
     split_tokens: int = 0
     misaligned: int = 0
     shifted: int = 0
+    unwritten_reasoning: int = 0
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
@@ -67,9 +69,14 @@ class DatasetReceipt:
 
 @dataclass(frozen=True)
 class Receipt:
-    """The counts of all datasets, completed by `with_bins` once the documents are packed and planned."""
+    """The counts of all datasets, completed by `with_bins` once the documents are packed and planned.
+
+    `packed` tells what the bins hold, documents, tokens and trained tokens by name as far as they are known: where a
+    part is held out, or drawn more than once, it is not what the counts add up to.
+    """
 
     datasets: tuple[DatasetReceipt, ...]
+    packed: Mapping[str, int] = field(default_factory=dict)
     num_bins: int | None = None
     fill: float | None = None
     plan_hash: str | None = None
@@ -78,9 +85,9 @@ class Receipt:
     def total(self) -> Counts:
         return sum((dataset.counts for dataset in self.datasets), Counts())
 
-    def with_bins(self, *, num_bins: int, fill: float, plan_hash: str | None) -> Receipt:
+    def with_bins(self, *, num_bins: int, fill: float, plan_hash: str | None, packed: Mapping[str, int]) -> Receipt:
         """Completes it; held-out data has no plan."""
-        return replace(self, num_bins=num_bins, fill=fill, plan_hash=plan_hash)
+        return replace(self, num_bins=num_bins, fill=fill, plan_hash=plan_hash, packed=packed)
 
     def with_drawn(self, drawn: Sequence[int]) -> Receipt:
         """Tells of each dataset how many documents an epoch takes."""
@@ -98,13 +105,15 @@ class Receipt:
             lines.append(f"dataset=total {self.total}")
         if self.num_bins is not None:
             plan = "" if self.plan_hash is None else f" plan={self.plan_hash}"
-            lines.append(f"bins={self.num_bins} fill={self.fill:.2%}{plan}")
+            held = "".join(f" {name}={number}" for name, number in self.packed.items())
+            lines.append(f"bins={self.num_bins}{held} fill={self.fill:.2%}{plan}")
         return lines
 
     def as_dict(self) -> dict[str, object]:
         return {
             "datasets": [asdict(dataset) for dataset in self.datasets],
             "total": asdict(self.total),
+            "packed": dict(self.packed),
             "num_bins": self.num_bins,
             "fill": self.fill,
             "plan_hash": self.plan_hash,

@@ -72,6 +72,7 @@ def _rows(dataset: DatasetStatistics) -> list[tuple[str, str]]:
         ("trained tokens", f"{counts.trained_tokens:,} ({counts.trained_tokens / possible:.1%})"),
         ("straddling tokens", f"{counts.straddling_tokens:,}"),
         ("turns without an end", f"{counts.unended_turns:,}"),
+        ("reasoning not written", f"{counts.unwritten_reasoning:,} samples"),
         ("length percentiles", ", ".join(f"{mark} %: {value:,}" for mark, value in dataset.percentiles.items())),
         ("begins with BOS", _fraction(dataset.begins_with_bos, looked)),
         ("begins with two BOS", _fraction(dataset.begins_with_two_bos, looked)),

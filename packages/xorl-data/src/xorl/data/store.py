@@ -26,7 +26,7 @@ from xorl.data.receipt import Counts
 from xorl.data.shuffle import JSON, digest
 
 # Part of every key: raised whenever the files, or what preparation makes of a row, change.
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 MANIFEST = "manifest.json"
 _COPY_BYTES = 16 << 20
 

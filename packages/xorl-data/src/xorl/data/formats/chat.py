@@ -6,13 +6,13 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
 from xorl.data.errors import DataError
 from xorl.data.formats.encoded import EncodedDocuments, Overflow, fit
-from xorl.data.formats.messages import COLUMN_NAMES, Conversation, as_sent, read_conversation
+from xorl.data.formats.messages import COLUMN_NAMES, REASONING, Conversation, as_sent, read_conversation
 from xorl.data.formats.shapes import Shapes
 from xorl.data.formats.spans import Text, tokenize
 from xorl.data.formats.template import ChatTemplate, load_template
@@ -71,7 +71,7 @@ class ChatFormat:
 
     def encode(self, piece: Piece) -> EncodedDocuments:
         texts: list[Text] = []
-        num_unended = 0
+        num_unended = num_unwritten = 0
         for index, row in enumerate(piece.rows()):
             try:
                 rendered = self.render(row)
@@ -79,11 +79,20 @@ class ChatFormat:
                 raise DataError(f"{piece.place(index)}: {error}") from error
             texts.append(Text(rendered.text, None if self.train_on == "all" else rendered.spans))
             num_unended += rendered.num_unended
-        return fit(tokenize(texts, self.tokenizer, piece, Counts(unended_turns=num_unended)), piece, self)
+            num_unwritten += rendered.lacks_reasoning
+        counts = Counts(unended_turns=num_unended, unwritten_reasoning=num_unwritten)
+        return fit(tokenize(texts, self.tokenizer, piece, counts), piece, self)
 
     def render(self, row: Row) -> Rendered:
         """One row as text with its trained characters. DataError, without the row's place, for what cannot be used."""
         conversation = read_conversation(row, self.columns)
+        rendered = self._spelled(conversation)
+        thoughts = [str(message[REASONING]).strip() for message in conversation.messages if REASONING in message]
+        lacks = any(thoughts) and not any(thought and thought in rendered.text for thought in thoughts)
+        return replace(rendered, lacks_reasoning=True) if lacks else rendered
+
+    def _spelled(self, conversation: Conversation) -> Rendered:
+        """The conversation as the template takes it, with its calls in one spelling or another."""
         try:
             return self._rendered(conversation)
         except DataError:

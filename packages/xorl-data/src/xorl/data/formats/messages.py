@@ -36,7 +36,8 @@ _FOLLOWS: dict[str | None, tuple[str, ...]] = {
     "assistant": ("user", "tool"),
     "tool": ("tool", "assistant"),
 }
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+REASONING = "reasoning_content"
+_REASONING = (REASONING, "thinking", "reasoning")
 _OURS = ("train", "weight")
 
 
@@ -163,7 +164,7 @@ def _message(item: object, number: int) -> tuple[Message, bool | None]:
     if reasoning is not None:
         if not isinstance(reasoning, str):
             raise DataError(f"message {number}: its reasoning is {type(reasoning).__name__}, want a string")
-        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+        message = {"thinking": reasoning, **message, REASONING: reasoning}
     return message, flag
 
 

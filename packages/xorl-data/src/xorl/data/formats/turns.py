@@ -31,11 +31,15 @@ _TELLING_CHARS = 24
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation's text and the characters of it that are trained; `num_unended` turns have no end token."""
+    """A conversation's text and the characters of it that are trained; `num_unended` turns have no end token.
+
+    `lacks_reasoning`: the conversation has some, and the text none of it.
+    """
 
     text: str
     spans: tuple[Span, ...]
     num_unended: int = 0
+    lacks_reasoning: bool = False
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,9 @@ class StreamSample:
         ]
         datasets = [DatasetReceipt(entry.name, count) for entry, count in zip(stream.entries, counts, strict=True)]
         fill = float(self.fills.mean())
-        self.receipt = Receipt(tuple(datasets)).with_bins(num_bins=num_bins, fill=fill, plan_hash=None)
+        self.receipt = Receipt(tuple(datasets)).with_bins(
+            num_bins=num_bins, fill=fill, plan_hash=None, packed={"tokens": sum(tokens)}
+        )
 
     def __len__(self) -> int:
         return len(self.lengths)

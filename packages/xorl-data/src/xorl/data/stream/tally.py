@@ -45,4 +45,6 @@ class Tally:
         ]
         num_bins, num_tokens = values[-2:]
         fill = num_tokens / (max(1, num_bins) * self._stream.options.bin_len)
-        return Receipt(tuple(datasets)).with_bins(num_bins=num_bins, fill=fill, plan_hash=plan_hash)
+        return Receipt(tuple(datasets)).with_bins(
+            num_bins=num_bins, fill=fill, plan_hash=plan_hash, packed={"tokens": num_tokens}
+        )
