@@ -1,6 +1,7 @@
 """Conversations as users have them: odd files, tool calls in every spelling, and templates that want another one."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -8,6 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from xorl.data import DataError, DatasetEntry, load_tokenizer, prepare, stretches, trained_texts
+from xorl.data.stream import StreamOptions, open_stream
 
 USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 RESULT = {"role": "tool", "content": "21", "tool_call_id": "1"}
@@ -176,3 +178,47 @@ def test_reasoning_that_is_not_written_is_counted(text_options, tmp_path, write_
     (tmp_path / "thinks.jinja").write_text(template)
     thinks = DatasetEntry(path, type="chat", chat_template=str(tmp_path / "thinks.jinja"))
     assert prepare([thinks], text_options).receipt.total.unwritten_reasoning == 0
+
+
+VARIABLES = (
+    "{% if thinks is defined and thinks %}T{% endif %}{% if date is not defined %}"
+    "{% set date = strftime_now('%d %b %Y') %}{% endif %}{{ date }} "
+)
+
+
+def test_variables_of_a_template_are_given_by_name(text_options, tmp_path, write_jsonl):
+    """Catches a variable that is accepted and ignored, and a cache that forgets it."""
+    (tmp_path / "own.jinja").write_text(VARIABLES + CALLS.replace("WRITTEN", WRITTEN))
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [USER, ASSISTANT]}])
+
+    def head(**kwargs):
+        entry = {"type": "chat", "chat_template": str(tmp_path / "own.jinja"), "chat_template_kwargs": kwargs}
+        return texts(path, text_options, **entry)[0][0].partition(" <|user|>")[0]
+
+    assert head(thinks=True, date="today") == "Ttoday"
+    assert head(thinks=False, date="today") == "today"
+    assert head(strftime_now="2024-07-26") == "26 Jul 2024"
+    with pytest.raises(DataError, match=r"chat_template_kwargs: enable is no variable of .*own.jinja; it reads date, "):
+        head(enable=True)
+    with pytest.raises(DataError, match=r"strftime_now: tomorrow, want a day such as"):
+        head(strftime_now="tomorrow")
+    with pytest.raises(DataError, match=r"chat_template_kwargs: type text has no template"):
+        texts(path, text_options, type="text", chat_template_kwargs={"date": "today"})
+
+
+def test_a_template_that_writes_the_day_is_said_to_and_not_streamed(text_options, tmp_path, write_jsonl, caplog):
+    """Catches a stream that is another one when it is resumed tomorrow."""
+    (tmp_path / "own.jinja").write_text(VARIABLES + CALLS.replace("WRITTEN", WRITTEN))
+    path = str(write_jsonl(tmp_path / "rows.jsonl", [{"messages": [USER, ASSISTANT]}]))
+    options = StreamOptions(64, tokenizer_folder=text_options.tokenizer_folder)
+    today = DatasetEntry(path, type="chat", chat_template=str(tmp_path / "own.jinja"))
+    prepare([today], text_options)
+    assert "the chat template writes the day of preparing" in caplog.text
+    with pytest.raises(DataError, match=r"data.datasets\[0\].chat_template: it writes the day .*strftime_now: 2026"):
+        open_stream([today], options, index_path=tmp_path)
+    caplog.clear()
+    for kwargs in ({"date": "today"}, {"strftime_now": "2026-01-31"}):
+        dated = replace(today, chat_template_kwargs=kwargs)
+        prepare([dated], text_options)
+        open_stream([dated], options, index_path=tmp_path)
+    assert "writes the day" not in caplog.text

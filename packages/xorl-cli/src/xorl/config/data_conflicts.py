@@ -58,6 +58,11 @@ def _formats_have_their_options(config: Config) -> Iterator[Conflict]:
             yield Conflict(
                 (f"{path}.chat_template", f"{path}.type"), f"type {entry.type} has no chat template: leave it out"
             )
+        if entry.chat_template_kwargs and entry.type != "chat":
+            yield Conflict(
+                (f"{path}.chat_template_kwargs", f"{path}.type"),
+                f"type {entry.type} has no chat template: leave it out",
+            )
         if entry.path == "dummy" and entry.type != "tokenized":
             yield Conflict((f"{path}.type", f"{path}.path"), "made-up rows are tokenized: leave type out")
 

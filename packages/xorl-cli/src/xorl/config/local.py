@@ -62,6 +62,11 @@ class DatasetEntryConfig(Section):
         description="Chat template of type chat: a Jinja file, or one of the tokenizer's templates by name. null means "
         "the tokenizer's own.",
     )
+    chat_template_kwargs: dict[str, bool | int | float | str] = Field(
+        default={},
+        description="Variables of the chat template beside its messages and tools, such as {enable_thinking: false}. "
+        "strftime_now: 2026-01-31 stands for the day that templates ask for, which is otherwise that of preparing.",
+    )
     train_on: TrainOn | None = Field(
         default=None,
         description="Which tokens are trained. assistant: what the assistant says; last_turn: what it says after the "

@@ -347,6 +347,7 @@ def _entry(entry: DatasetEntryConfig, columns: tuple[str, ...] | None) -> Datase
         preprocess_shards=entry.preprocess_shards,
         columns=columns if entry.type in ("tokenized", "auto") else None,
         chat_template=entry.chat_template,
+        chat_template_kwargs=entry.chat_template_kwargs,
         train_on=entry.train_on,
         column_names=entry.columns,
         overflow_limit=entry.overflow_limit,

@@ -84,17 +84,20 @@ def choose_format(
             raise DataError(f"model.tokenizer_path: the tokenizer has no eos_token, which ends a {kind} sample")
         return PromptCompletionFormat(limit, entry.overflow, limit_option, tokenizer, train_on, columns, vocab_size)
     target = entry.train_on if entry.train_on in ("last_turn", "all") else "assistant"
-    return ChatFormat(
+    form = ChatFormat(
         limit,
         entry.overflow,
         limit_option,
         tokenizer,
         template=entry.chat_template,
         template_option=f"{option}.chat_template",
+        template_kwargs=dict(entry.chat_template_kwargs),
         train_on=target,
         columns=columns,
         vocab_size=vocab_size,
     )
+    form.check_template()
+    return form
 
 
 def _kind(entry: DatasetEntry, option: str, source: Sample | None) -> FormatName:
@@ -121,6 +124,8 @@ def _check_options(entry: DatasetEntry, kind: FormatName, option: str) -> None:
         raise DataError(f"{option}.train_on: {entry.train_on} means nothing for type {kind}, which takes {wanted}")
     if entry.chat_template is not None and kind != "chat":
         raise DataError(f"{option}.chat_template: type {kind} has no template; leave it out")
+    if entry.chat_template_kwargs and kind != "chat":
+        raise DataError(f"{option}.chat_template_kwargs: type {kind} has no template; leave it out")
     unknown = [name for name in entry.column_names if name not in COLUMN_KEYS[kind]]
     if unknown:
         wanted = ", ".join(COLUMN_KEYS[kind]) or "nothing: data.select_columns chooses among token columns"

@@ -39,6 +39,7 @@ class DatasetEntry:
     weight: float | None = None
     num_epochs: float | None = None
     chat_template: str | None = None
+    chat_template_kwargs: Mapping[str, bool | int | float | str] = field(default_factory=dict)
     train_on: TrainOn | None = None
     column_names: Mapping[str, str] = field(default_factory=dict)
     overflow_limit: float | None = None

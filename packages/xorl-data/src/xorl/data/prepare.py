@@ -157,6 +157,13 @@ def _prepare_entry(entry: DatasetEntry, options: PrepareOptions, option: str) ->
     )
     if form.tokenizer is not None:
         check_special_tokens(form.tokenizer, options.model_special_ids)
+    if form.writes_the_day:
+        logger.warning(
+            "prepare dataset=%s: the chat template writes the day of preparing; %s.chat_template_kwargs: "
+            "{strftime_now: 2026-01-31} would keep to one",
+            entry.path,
+            option,
+        )
     parts = _parts_of(entry)
     if source is None:
         folders = [find_prepared(options.prepared_path, _request(part, form), option) for part in parts]

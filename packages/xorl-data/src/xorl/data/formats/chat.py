@@ -29,8 +29,9 @@ ChatTarget = Literal["assistant", "last_turn", "all"]
 class ChatFormat:
     """Conversations. `template` is a file, a name among the tokenizer's, or None for the tokenizer's own.
 
-    `train_on` assistant trains every message of the assistant, last_turn those after the last user message, all every
-    token. `columns` maps messages, tools and system to the columns that hold them.
+    `train_on` assistant trains every message of the assistant, last_turn those after the last user message, all
+    every token. `template_kwargs` are variables of the template. `columns` maps messages, tools and system to the
+    columns that hold them.
     """
 
     limit: int
@@ -39,6 +40,7 @@ class ChatFormat:
     tokenizer: TextTokenizer
     template: str | None = None
     template_option: str = "chat_template"
+    template_kwargs: Mapping[str, bool | int | float | str] = field(default_factory=dict)
     train_on: ChatTarget = "assistant"
     columns: Mapping[str, str] = field(default_factory=dict)
     vocab_size: int | None = None
@@ -65,6 +67,7 @@ class ChatFormat:
             "overflow": self.overflow,
             "tokenizer": self.tokenizer.content,
             "template": [self._template.source, self._tool_template.source],
+            "template_kwargs": dict(self.template_kwargs),
             "train_on": self.train_on,
             "columns": dict(self.columns),
         }
@@ -113,6 +116,20 @@ class ChatFormat:
             return self._shapes.render(conversation, turns)
         return render_turns(template, conversation, turns, self._special)
 
+    def check_template(self) -> None:
+        """DataError for a template that cannot be used, or that has no variable of the name of one that is given."""
+        unknown = sorted(self.template_kwargs.keys() - (self._template.variables | self._tool_template.variables))
+        if unknown:
+            raise DataError(
+                f"{self.template_option}_kwargs: {unknown[0]} is no variable of {self._template.name}; it reads "
+                f"{', '.join(sorted(self._template.variables)) or 'none'}"
+            )
+
+    @property
+    def writes_the_day(self) -> bool:
+        """Whether what is rendered depends on the day on which it is."""
+        return self._template.writes_the_day or self._tool_template.writes_the_day
+
     def _turns(self, conversation: Conversation) -> list[int]:
         """The numbers of the messages that are trained."""
         roles = [message["role"] for message in conversation.messages]
@@ -129,11 +146,15 @@ class ChatFormat:
 
     @cached_property
     def _template(self) -> ChatTemplate:
-        return load_template(self.template_option, self.template, self.tokenizer, with_tools=False)
+        return self._load(with_tools=False)
 
     @cached_property
     def _tool_template(self) -> ChatTemplate:
-        return load_template(self.template_option, self.template, self.tokenizer, with_tools=True)
+        return self._load(with_tools=True)
+
+    def _load(self, *, with_tools: bool) -> ChatTemplate:
+        option, kwargs = self.template_option, self.template_kwargs
+        return load_template(option, self.template, self.tokenizer, with_tools=with_tools, kwargs=kwargs)
 
     @cached_property
     def _special(self) -> re.Pattern[str]:

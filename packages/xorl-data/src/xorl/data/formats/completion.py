@@ -57,6 +57,10 @@ class PromptCompletionFormat:
     def masks_prompts(self) -> bool:
         return self.train_on != "all"
 
+    @property
+    def writes_the_day(self) -> bool:
+        return False
+
     def fingerprint(self) -> dict[str, JSON]:
         return {
             "type": "prompt_completion",

@@ -59,6 +59,11 @@ class Format(Protocol):
         """Whether only a part of each sample, what the model is to answer, is meant to be trained."""
         ...
 
+    @property
+    def writes_the_day(self) -> bool:
+        """Whether documents are others tomorrow, since a template writes the day into them."""
+        ...
+
     def fingerprint(self) -> dict[str, JSON]:
         """What decides the documents beside the samples: part of the cache's key."""
         ...

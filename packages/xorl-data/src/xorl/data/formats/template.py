@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -24,6 +26,9 @@ from xorl.data.formats.tokenizer import TextTokenizer
 Message = dict[str, object]
 # Unicode noncharacters, which no text that is exchanged may hold: they mark what stands in {% generation %}.
 _START, _END = "\ufdd0", "\ufdd1"
+# What a template asks for the day, and what it is always given.
+_DAY = "strftime_now"
+_GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}
 _MARKS = re.compile(f"[{_START}{_END}]")
 # What the sandbox lets pass whatever the object holds: all but internals, str.format and what changes a list or a dict.
 _HARMLESS = frozenset(
@@ -39,23 +44,42 @@ class TemplateRefusal(Exception):
 
 
 class ChatTemplate:
-    """A compiled template with the special tokens it may name.
+    """A compiled template with the special tokens it may name, and `kwargs`, variables of its own.
 
-    `marks_generation` says that it tells itself, by {% generation %}, what the model writes.
+    `marks_generation` says that it tells itself, by {% generation %}, what the model writes. `variables` are the names
+    that kwargs may give: strftime_now among them, for which a day stands.
     """
 
-    def __init__(self, source: str, special: Mapping[str, object], name: str) -> None:
+    def __init__(
+        self, source: str, special: Mapping[str, object], name: str, kwargs: Mapping[str, object] = MappingProxyType({})
+    ) -> None:
         self.source = source
         self.name = name
         environment = sandbox()
-        self._names = {**environment.globals, **special}
+        self._asked_for_day = False
+        self._day = _day_of(kwargs.get(_DAY))
+        self._names = {**environment.globals, **special, **kwargs, _DAY: self._format_day}
         try:
             self._compiled = environment.from_string(source)
+            read = meta.find_undeclared_variables(environment.parse(source))
+            self.variables = frozenset(read - special.keys() - environment.globals.keys() - _GIVEN)
         except TemplateSyntaxError as error:
             raise DataError(
                 f"{name}, line {error.lineno}: the chat template has a syntax error: {error.message}"
             ) from (error)
         self.marks_generation = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", source) is not None
+
+    @property
+    def writes_the_day(self) -> bool:
+        """Whether it writes the day on which it is rendered, as far as a short conversation shows."""
+        self._asked_for_day = False
+        with suppress(TemplateRefusal):
+            self.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], None)
+        return self._asked_for_day and self._day is None
+
+    def _format_day(self, form: str) -> str:
+        self._asked_for_day = True
+        return (self._day or datetime.now()).strftime(form)
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[object] | None, *, add_generation_prompt: bool = False
@@ -101,10 +125,17 @@ class ChatTemplate:
             raise TemplateRefusal(f"{type(error).__name__}: {error}") from error
 
 
-def load_template(option: str, value: str | None, tokenizer: TextTokenizer, *, with_tools: bool) -> ChatTemplate:
+def load_template(
+    option: str,
+    value: str | None,
+    tokenizer: TextTokenizer,
+    *,
+    with_tools: bool,
+    kwargs: Mapping[str, object] = MappingProxyType({}),
+) -> ChatTemplate:
     """The template that `value` names: a file, one of the tokenizer's templates, or (None) the one it uses itself.
 
-    DataError where there is none, or its syntax is wrong.
+    `kwargs` are variables for it. DataError where there is none, or its syntax is wrong.
     """
     templates = tokenizer.templates
     place = f"the tokenizer in {tokenizer.folder}"
@@ -116,9 +147,9 @@ def load_template(option: str, value: str | None, tokenizer: TextTokenizer, *, w
                 f"model.tokenizer_path: {place} has no chat template{others}. Set {option} to a template's "
                 "file (Jinja), or use the tokenizer of a chat model"
             )
-        return ChatTemplate(templates[name], tokenizer.special, f"{place}, chat template")
+        return ChatTemplate(templates[name], tokenizer.special, f"{place}, chat template", kwargs)
     if value in templates:
-        return ChatTemplate(templates[value], tokenizer.special, f"{place}, chat template {value}")
+        return ChatTemplate(templates[value], tokenizer.special, f"{place}, chat template {value}", kwargs)
     path = Path(value).expanduser()
     if not path.is_file():
         named = f"; the tokenizer's templates are: {', '.join(templates)}" if templates else ""
@@ -127,7 +158,16 @@ def load_template(option: str, value: str | None, tokenizer: TextTokenizer, *, w
         source = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{option}: {path} cannot be read as UTF-8 text: {error}") from error
-    return ChatTemplate(source, tokenizer.special, str(path))
+    return ChatTemplate(source, tokenizer.special, str(path), kwargs)
+
+
+def _day_of(value: object) -> datetime | None:
+    if value is None:
+        return None
+    try:
+        return datetime.fromisoformat(str(value))
+    except ValueError as error:
+        raise DataError(f"chat_template_kwargs: {_DAY}: {value}, want a day such as 2026-01-31") from error
 
 
 class _GenerationBlocks(Extension):
@@ -160,7 +200,6 @@ def sandbox() -> ImmutableSandboxedEnvironment:
     environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
 
 

@@ -44,6 +44,10 @@ class TextFormat:
     def masks_prompts(self) -> bool:
         return False
 
+    @property
+    def writes_the_day(self) -> bool:
+        return False
+
     def fingerprint(self) -> dict[str, JSON]:
         return {
             "type": "text",

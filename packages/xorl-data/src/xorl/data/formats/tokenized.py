@@ -59,6 +59,10 @@ class TokenizedFormat:
         # Labels are what they are: those that train everything may be meant.
         return False
 
+    @property
+    def writes_the_day(self) -> bool:
+        return False
+
     def fingerprint(self) -> dict[str, JSON]:
         # Without vocab_size: a cache is checked against the model by its largest id.
         columns = None if self.columns is None else list(self.wanted)

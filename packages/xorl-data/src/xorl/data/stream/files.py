@@ -168,6 +168,11 @@ def _open_entry(
         source=_FirstBlocks(files, option),
         tokenizer_folder=options.tokenizer_folder,
     )
+    if form.writes_the_day:
+        raise DataError(
+            f"{option}.chat_template: it writes the day on which it is rendered, so that a stream resumed tomorrow "
+            f"would be another; set {option}.chat_template_kwargs: {{strftime_now: 2026-01-31}}, with a day of your choice"
+        )
     if form.tokenizer is not None:
         check_special_tokens(form.tokenizer, options.model_special_ids)
     return StreamEntry(entry.path, option, files, form, Share(entry.weight, entry.num_epochs), allowed_losses(entry))
