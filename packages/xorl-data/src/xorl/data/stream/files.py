@@ -171,7 +171,7 @@ def _open_entry(
     if form.writes_the_day:
         raise DataError(
             f"{option}.chat_template: it writes the day on which it is rendered, so that a stream resumed tomorrow "
-            f"would be another; set {option}.chat_template_kwargs: {{strftime_now: 2026-01-31}}, with a day of your choice"
+            f"would be another; set {option}.chat_template_kwargs: {{strftime_now: 2026-01-31}}, with a day of yours"
         )
     if form.tokenizer is not None:
         check_special_tokens(form.tokenizer, options.model_special_ids)
