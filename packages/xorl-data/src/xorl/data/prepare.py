@@ -353,7 +353,7 @@ def _write_all(source: Source, form: Format, writer: FlatStoreWriter, num_proc: 
             if now - reported > _REPORT_EVERY_S:
                 reported, rate = now, num_bytes / (now - started)
                 left = max(0.0, total_bytes - num_bytes) / rate
-                line = "prepare dataset=%s phase=encode samples=%d mib=%d of=%d mib_per_s=%.0f left_s=%.0f"
+                line = "prepare dataset=%s phase=encode samples=%d mib=%d of=%d mib_per_s=%.1f left_s=%.0f"
                 logger.info(line, source.name, counts.samples, num_bytes >> 20, total_bytes >> 20, rate / 2**20, left)
     return counts, largest
 

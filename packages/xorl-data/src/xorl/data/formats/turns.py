@@ -16,7 +16,7 @@ import json
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from xorl.data.errors import DataError
 from xorl.data.formats.messages import Conversation
@@ -39,7 +39,7 @@ class Rendered:
     text: str
     spans: tuple[Span, ...]
     num_unended: int = 0
-    lacks_reasoning: bool = False
+    lacks_reasoning: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)
