@@ -182,3 +182,21 @@ def test_an_adapter_of_another_base_stops_the_run(folder: Path, tmp_path: Path, 
     (adapter / WEIGHTS).write_bytes((adapter / WEIGHTS).read_bytes()[:-1] + b"\0")
     [damaged] = run_ranks(lambda: refusal_of(runs[2]), 1)
     assert re.match(rf"lora.adapter_path: (?s:.*){WEIGHTS} has another content", damaged)
+
+
+@pytest.mark.multi
+def test_a_base_that_was_merged_into_is_exported_and_not_taken_for_another(
+    folder: Path, tmp_path: Path, run_ranks
+) -> None:
+    # Catches an adapter that is put on the base as it was before adapters were merged into it.
+    output = tmp_path / "output"
+    merging = config_of(folder, output, {"merge_lora_interval": 2})
+    run_ranks(lambda: run(merging), 2)
+    merged = export_saved(str(output), str(tmp_path / "merged"), merge=True, verify=True)
+    written, wanted = (load_file(path / "model.safetensors") for path in (merged, last(output) / "hf"))
+    torch.testing.assert_close(written, wanted, rtol=0, atol=1e-6)
+    with pytest.raises(ValueError, match="--verify: PEFT needs the base model"):
+        export_saved(str(output), str(tmp_path / "adapter"), verify=True)
+    further = config_of(folder, tmp_path / "further", {"adapter_path": str(last(output))})
+    [told] = run_ranks(lambda: refusal_of(further), 1)
+    assert "with adapters merged into it while training" in told

@@ -210,6 +210,13 @@ def entry(**options: Any) -> dict[str, Any]:
         ({"lora": {"reset_optimizer_on_merge": True}}, "lora.reset_optimizer_on_merge", "needs merge_lora_interval"),
         ({"lora": {"use_dora": True}}, "lora.use_dora", "enable_lora is true"),
         ({"lora": {"enable_lora": True, "lora_target_modules": []}}, "lora.lora_target_modules", "the list is empty"),
+        ({"lora": {"adapter_path": "a"}}, "lora.adapter_path", "enable_lora is true"),
+        ({"lora": {"enable_lora": True, "adapter_path": "a", "lora_rank": 8}}, "lora.lora_rank", "says it"),
+        (
+            {"model": {"config_path": "c", "model_path": None}, "lora": {"enable_lora": True, "save_lora_only": True}},
+            "lora.save_lora_only",
+            "random weights that would be nowhere",
+        ),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(changes: Options, path: str, message: str) -> None:

@@ -63,6 +63,11 @@ def add_adapters(module: Decoder, lora: LoraConfig, default_targets: tuple[str, 
         if spec is not None:
             inject(module, spec)
     except ValueError as error:
+        if str(error).startswith("lora.adapter_path"):
+            raise
+        if lora.adapter_path is not None:
+            # What the message names is said by the adapter's files, not by options.
+            raise ValueError(f"lora.adapter_path: {lora.adapter_path}: {error}") from error
         message = str(error)
         field = re.split(r"\W", message, maxsplit=1)[0]
         raise ValueError(f"lora.{OPTIONS.get(field, field)}: {message.removeprefix(f'{field}: ')}") from error

@@ -355,14 +355,18 @@ def _checkpoints(
     if adapters(engine.model.module):
         spec = adapter_spec(lora, architecture.spec.adapter_targets)
         assert spec is not None, "where there are adapters, they were asked for"
-        files = AdapterFiles.of(engine.model, spec, config.model.model_path, recipes)
+        base = config.model.model_path
+        if lora.merge_lora_interval:
+            # No other tool has this base: whoever looks for it finds out, as does `check_name`.
+            base = f"{base or config.model.config_path} (with adapters merged into it while training)"
+        files = AdapterFiles.of(engine.model, spec, base, recipes)
     export: ModelExport | AdapterExport | None = None
     if train.save_hf_weights and lora.save_lora_only:
         assert files is not None, "the configuration was checked"
         export = AdapterExport(files, architecture.spec)
     elif train.save_hf_weights:
         dtype = torch.bfloat16 if train.enable_mixed_precision else None
-        export = ModelExport(engine.model, recipes, architecture.hf_config, architecture.tokenizer_folder, dtype)
+        export = ModelExport(engine.model, recipes, architecture, dtype, files)
     return Checkpoints(
         checkpointer,
         engine,

@@ -7,55 +7,89 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from xorl.ckpt import CARD_FILE, WeightRecipe, agreed, export_hf, published, this_rank, write_file
 from xorl.core.models import ModelSpec
-from xorl.core.parallel import ParallelModel
-from xorl.lora import adapters, base_parameters, merged_rows
+from xorl.core.nn import Embedding, Linear
+from xorl.core.parallel import ParallelModel, shard_groups
+from xorl.lora import QuantizedLinear, adapters, base_parameters, merged_rows, quantized_linears
+from xorl.lora.peft import AdapterConfig
+from xorl.lora.quantized import local_rows
 from xorl.train.adapter_files import AdapterFiles
+from xorl.train.model import Architecture
 from xorl.train.model_card import adapter_facts, model_card
 
 
 @dataclass(frozen=True)
 class ModelExport:
-    """Everything that an export needs: the placed model, how its weights are named elsewhere, config and tokenizer."""
+    """Everything that an export needs: the placed model, how its weights are named elsewhere, and what it is.
+
+    Attributes:
+        dtype: that of the weights; None keeps what the parameters have, and fp32 for quantised ones.
+        adapters: those of the model, for README.md; None where it has none.
+    """
 
     model: ParallelModel
     recipes: Mapping[str, WeightRecipe]
-    hf_config: Mapping[str, object]
-    tokenizer_folder: Path | None
+    architecture: Architecture
     dtype: torch.dtype | None
+    adapters: AdapterFiles | None
 
     def write(self, folder: Path) -> None:
         """Write safetensors, config and tokenizer files to a new `folder`; collective. Adapters are folded in."""
         # What an evaluation left gathered is rounded to the compute dtype, or in fp8 and not in the parameter at all.
         self.model.drop_gathered()
         module = self.model.module
-        weights = base_parameters(module)
-        adapted = {f"{adapter.path}.weight": adapter.layer for adapter in adapters(module).values()}
+        own = base_parameters(module)
+        weights: dict[str, Tensor] = {name: own[name] for name in self.recipes}
+        quantized = {f"{path}.weight": layer for path, layer in quantized_linears(module).items()}
+        for name, layer in quantized.items():
+            weights[name] = torch.empty(layer.out_features, layer.in_features, device="meta")
+        adapted = {f"{adapter.path}.weight": adapter.layer for adapter in adapters(module).values()} | quantized
 
         def whole(name: str) -> Tensor:
-            weight: Tensor = weights[name]
             # Made when it is written, so that there is never more than one weight beside the model.
-            values = merged_rows(adapted[name]) if name in adapted else weight.detach()
-            if not isinstance(weight, DTensor):
-                return values
-            if not isinstance(values, DTensor):
-                shape, stride = weight.shape, weight.stride()
-                values = DTensor.from_local(values, weight.device_mesh, weight.placements, shape=shape, stride=stride)
-            return values.full_tensor()
+            return _whole(weights[name]) if name not in adapted else _whole_merged(adapted[name])
 
         export_hf(
             weights,
             self.recipes,
             folder,
-            hf_config=self.hf_config,
+            hf_config=self.architecture.hf_config,
             dtype=self.dtype,
-            tokenizer_folder=self.tokenizer_folder,
+            tokenizer_folder=self.architecture.tokenizer_folder,
+            model_card=None if self.adapters is None else self._card(self.adapters.config),
             whole=whole,
         )
+
+    def _card(self, config: AdapterConfig) -> str:
+        folded = {"adapter": "folded in, in fp32, and rounded once"}
+        facts = {"architecture": self.architecture.spec.architecture, **adapter_facts(config.spec), **folded}
+        return model_card("Model", base=config.base, is_adapter=False, facts=facts, verified=None)
+
+
+def _whole(weight: Tensor) -> Tensor:
+    return weight.full_tensor().detach() if isinstance(weight, DTensor) else weight.detach()
+
+
+def _whole_merged(layer: Linear | Embedding) -> Tensor:
+    """The weight of a layer with its adapters, in fp32; collective where it is sharded."""
+    rows, weight = merged_rows(layer), layer.weight
+    if isinstance(layer, QuantizedLinear):
+        # Shards of codes are no shards of the weight: each rank adds the rows that it has.
+        values = torch.zeros(layer.out_features, layer.in_features, device=rows.device)
+        first, last = local_rows(layer)
+        values[first:last] = rows
+        for group in shard_groups(weight):
+            dist.all_reduce(values, group=group)
+        return values
+    if not isinstance(weight, DTensor):
+        return rows
+    shape, stride = weight.shape, weight.stride()
+    return DTensor.from_local(rows, weight.device_mesh, weight.placements, shape=shape, stride=stride).full_tensor()
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from xorl.core.models import DecoderConfig
 from xorl.core.parallel import ParallelModel
 from xorl.core.runtime import rng_state, set_rng_state
 from xorl.kernels.layout import SequenceLayout
-from xorl.train.adapters import add_adapters
+from xorl.train.adapters import adapter_spec, add_adapters
 from xorl.train.model import DTYPES, Architecture, build_model
 
 logger = logging.getLogger(__name__)
@@ -224,6 +224,8 @@ def _for_few_layers(lora: LoraConfig, part: Architecture) -> LoraConfig:
     """`lora`, or adapters on all that there is where it names layers by numbers that the first few do not have."""
     with torch.device("meta"):
         module = part.spec.build(part.config)
+    if lora.adapter_path is not None:
+        lora = _by_options(lora)
     try:
         add_adapters(module, lora, part.spec.adapter_targets)
     except ValueError:
@@ -231,6 +233,21 @@ def _for_few_layers(lora: LoraConfig, part: Architecture) -> LoraConfig:
             update={"lora_target_modules": "all-linear", "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": []}
         )
     return lora
+
+
+def _by_options(lora: LoraConfig) -> LoraConfig:
+    """Adapters of the size of those that `lora.adapter_path` names, which are for a model with all of its layers."""
+    spec = adapter_spec(lora, ())
+    assert spec is not None, "there are adapters to go on from"
+    return lora.model_copy(
+        update={
+            "adapter_path": None,
+            "lora_rank": max(spec.rank_of(name) for name in spec.targets),
+            "lora_target_modules": sorted({name.rpartition(".")[2] for name in spec.targets}),
+            "use_dora": spec.use_dora,
+            "modules_to_save": list(spec.modules_to_save),
+        }
+    )
 
 
 def _first_layers(config: DecoderConfig, num_layers: int) -> DecoderConfig:

@@ -79,6 +79,8 @@ def open_saved(path: str, base: str | None = None) -> SavedModel:
         recipes = architecture.recipes(merge_qkv=merge_qkv)
         if SavedParameters.holds(folder, MODEL, recipes):
             weights = SavedParameters(folder, MODEL, recipes)
+            if adapter is not None and adapter.base != base_path:
+                base_path = None  # the run changed its base
             return SavedModel(folder, architecture, weights, base_path, adapter, step)
         base = base_path
     base = base or (None if adapter is None else adapter.base)
