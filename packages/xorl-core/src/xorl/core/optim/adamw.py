@@ -71,7 +71,7 @@ class AdamW(torch.optim.Optimizer):
             return
         parameters = [group["params"][place] for place in places]
         states = [self.state[parameter] for parameter in parameters]
-        grad_scale, skip = controls(self, parameters[0].device)
+        grad_scale, skip = controls(self, local(parameters[0]).device)
         count_steps_(states, skip)
         noises = None
         if "keys" in group:

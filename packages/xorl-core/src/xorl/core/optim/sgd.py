@@ -37,7 +37,7 @@ class SGD(torch.optim.Optimizer):
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not parameters:
                 continue
-            grad_scale, skip = controls(self, parameters[0].device)
+            grad_scale, skip = controls(self, local(parameters[0]).device)
             for parameter in parameters:
                 descend_(
                     local(parameter),
