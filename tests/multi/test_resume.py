@@ -121,6 +121,7 @@ def final_state(output: Path) -> dict[str, Tensor]:
 # Merges happen on both sides of the step that is resumed from.
 LORA = ["--lora.enable_lora=true", "--lora.lora_rank=4", "--lora.lora_dropout=0.2", "--lora.use_dora=true"]
 LORA += ["--lora.merge_lora_interval=5", "--lora.reset_optimizer_on_merge=true"]
+QLORA = ["--lora.enable_qlora=true", "--lora.lora_rank=4", "--lora.enable_aqn=true", "--lora.merge_lora_interval=5"]
 HALF = ["--train.param_dtype", "bf16", "--train.enable_mixed_precision", "true", "--train.lr", "3e-3"]
 
 
@@ -133,8 +134,9 @@ HALF = ["--train.param_dtype", "bf16", "--train.enable_mixed_precision", "true",
         ("none", 1, [*HALF, "--train.optimizer", "anyprecision_adamw"]),
         ("fsdp2", 2, [*HALF, "--train.optimizer", "muon"]),
         ("fsdp2", 2, LORA),
+        ("fsdp2", 2, QLORA),
     ],
-    ids=["none-adamw", "fsdp2-adamw", "none-anyprecision_adamw", "fsdp2-muon", "fsdp2-lora"],
+    ids=["none-adamw", "fsdp2-adamw", "none-anyprecision_adamw", "fsdp2-muon", "fsdp2-lora", "fsdp2-qlora"],
 )
 def test_killed_and_resumed_run_is_the_same_to_the_bit(
     mode: str, world_size: int, overrides: list[str], folder: Path, tmp_path: Path, run_ranks

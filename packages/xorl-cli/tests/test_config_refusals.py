@@ -22,8 +22,6 @@ EXAMPLES: dict[str, object] = {
     "train.pipeline_parallel_schedule": "GPipe",
     "train.cp_fsdp_mode": "none",
     "train.moe_checkpoint_method": "moe_act",
-    "lora.quant_format": "nf4",
-    "lora.exclude_modules": ["lm_head"],
 }
 # What else is needed so that a value is wrong for no other reason.
 COMPANIONS: dict[str, dict[str, Any]] = {

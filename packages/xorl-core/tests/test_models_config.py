@@ -60,7 +60,6 @@ def test_an_unknown_architecture_lists_the_known_ones(architectures):
             r"mrope_section: \[1\] is not supported",
         ),
         ("LlamaForCausalLM", {"rope_parameters": 3}, "rope_parameters must be a mapping, got 3"),
-        ("LlamaForCausalLM", {"quantization_config": {"bits": 4}}, "quantization_config: .*quantised"),
         ("Qwen3ForCausalLM", {"rope_scaling": BANDED}, "rope_type: 'llama3' is not supported; supported: default"),
         ("Qwen3ForCausalLM", {"layer_types": ["full_attention"]}, "number of layer_types: 1 is not supported"),
         ("Qwen2ForCausalLM", {"layer_types": ["sliding_attention"] * 4}, "'sliding_attention' is not supported"),

@@ -159,6 +159,13 @@ NEEDS: tuple[Need, ...] = (
         "null: the adapter that it names says it",
         lambda config: config.lora.adapter_path is None,
     ),
+    Need(
+        ("lora.quant_format", "lora.quant_group_size", "lora.exclude_modules", "lora.enable_aqn"),
+        "lora.enable_qlora",
+        "true",
+        lambda config: config.lora.enable_qlora,
+    ),
+    Need(("lora.aqn_alpha",), "lora.enable_aqn", "true", lambda config: config.lora.enable_aqn),
     # Beside an explicit enable_profiling: false they wait for the run that sets it on the command line.
     Need(
         (
@@ -351,6 +358,21 @@ def _adapters_are_on(config: Config) -> Iterator[Conflict]:
         )
 
 
+def _quantized_weights_stay_as_they_are(config: Config) -> Iterator[Conflict]:
+    if not config.lora.enable_qlora:
+        return
+    if config.train.fp8 != "none":
+        yield Conflict(
+            ("train.fp8", "lora.enable_qlora"),
+            "quantized layers multiply with their dequantized weights, in the compute dtype: leave train.fp8 at none",
+        )
+    if config.train.enable_cpu_offload:
+        yield Conflict(
+            ("train.enable_cpu_offload", "lora.enable_qlora"),
+            "quantized weights are kept on the device, where they take little: leave enable_cpu_offload at false",
+        )
+
+
 CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
     _model_is_named,
     _needs_are_met,
@@ -366,6 +388,7 @@ CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
     _determinism_may_block_launches,
     _the_profile_has_a_length,
     _adapters_are_on,
+    _quantized_weights_stay_as_they_are,
 )
 
 

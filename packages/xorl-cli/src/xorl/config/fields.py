@@ -293,21 +293,26 @@ class LoraFields(Section):
         "not the model with the adapter folded in. Checkpoints hold the adapter as PEFT reads it in any case.",
     )
     enable_qlora: bool = Field(
-        default=False, description="Quantize the base weights and train adapters over them. Implies enable_lora."
+        default=False,
+        description="Keep the linear layers of the base quantized and train adapters over them (QLoRA). Implies "
+        "enable_lora. Weights are quantized as they are read; checkpoints that are quantized already are read as they "
+        "are.",
     )
     quant_format: QuantFormat = Field(
         default="nvfp4",
         description="Format of quantized base weights: nvfp4 (4-bit float), block_fp8 (8-bit float in blocks) or nf4 "
-        "(4-bit normal float).",
+        "(4-bit normal float, as bitsandbytes has it). The first two need a GPU of compute capability 8.9 or more.",
     )
     quant_group_size: AtLeastOne | None = Field(
         default=None,
-        description="Weights that share one quantization scale. null means 16 for nvfp4, 128 for block_fp8, 64 for "
-        "nf4.",
+        description="Weights of a row that share one quantization scale, or in block_fp8 the side of a block. null "
+        "means 16 for nvfp4, 128 for block_fp8, 64 for nf4.",
     )
     exclude_modules: list[str] | None = Field(
         default=None,
-        description="Names of the modules that stay unquantized. null means those that the checkpoint's config names.",
+        description="Modules that stay unquantized, by the last parts of their names in the checkpoint, or patterns "
+        "with * of whole names. null means those that the checkpoint's config names. Embeddings, the head and norms "
+        "always stay so.",
     )
     merge_lora_interval: AtLeastZero = Field(
         default=0,
@@ -318,6 +323,8 @@ class LoraFields(Section):
         default=False, description="Clear the optimizer state after each merge. Needs merge_lora_interval."
     )
     enable_aqn: bool = Field(
-        default=False, description="Add calibrated noise to quantized weights in the forward pass to reduce their bias."
+        default=False,
+        description="Add noise to quantized weights in training, another in each step, of aqn_alpha times half a "
+        "quantization step of their group.",
     )
     aqn_alpha: NonNegative = Field(default=1.0, description="Scale of the noise of enable_aqn.")

@@ -90,11 +90,6 @@ REFUSALS: tuple[Refusal, ...] = (
         values=("dcp",),
     ),
     Refusal("train.save_async", "saving in the background is not built", "leave it at false"),
-    Refusal("lora.enable_qlora", "quantized base weights are not built", "use enable_lora"),
-    Refusal("lora.quant_*", "quantized base weights are not built", "leave it out"),
-    Refusal("lora.exclude_modules", "quantized base weights are not built", "leave it at null"),
-    Refusal("lora.enable_aqn", "quantized base weights are not built", "leave it at false"),
-    Refusal("lora.aqn_alpha", "quantized base weights are not built", "leave it out"),
 )
 
 

@@ -22,7 +22,7 @@ from xorl.core.parallel import ParallelModel
 from xorl.core.runtime import Runtime
 from xorl.data import DataPlan, StepLoader
 from xorl.data.stream import Stream, StreamPlan
-from xorl.lora import adapters
+from xorl.lora import AdaptiveNoise, adapters, quantized_linears
 from xorl.train.adapter_files import AdapterFiles
 from xorl.train.adapters import AdapterMerging, adapter_spec, flops_of
 from xorl.train.checkpoints import (
@@ -75,7 +75,7 @@ class Run:
     schedule: Schedule
     observer: Observer
     checkpoints: Checkpoints
-    merging: AdapterMerging | None
+    before_step: tuple[Callable[[int], None], ...]
     profiler: Profiler
     output_dir: Path
     num_steps: int
@@ -167,7 +167,7 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None) -> Run:
             place.device, place.world_size, _sinks(config, output_dir, plan, start_step, place), engine.timer
         ),
         checkpoints=checkpoints,
-        merging=_merging(config, engine),
+        before_step=_before_step(config, engine),
         profiler=_profiler(config, place, start_step),
         output_dir=output_dir,
         num_steps=plan.num_steps,
@@ -381,18 +381,23 @@ def _checkpoints(
     )
 
 
-def _merging(config: Config, engine: Engine) -> AdapterMerging | None:
-    lora = config.lora
-    # A peer of a benchmark has none of our adapters.
-    if not lora.merge_lora_interval or not adapters(engine.model.module):
-        return None
-    return AdapterMerging(
-        engine.model,
-        engine.optimizer,
-        interval=lora.merge_lora_interval,
-        seed=config.train.seed,
-        resets_optimizer=lora.reset_optimizer_on_merge,
-    )
+def _before_step(config: Config, engine: Engine) -> tuple[Callable[[int], None], ...]:
+    """What is called with the number of each step, from 1, before it; each is collective."""
+    lora, model = config.lora, engine.model.module
+    calls: list[Callable[[int], None]] = []
+    # A peer of a benchmark has none of our adapters, and none of our layers.
+    if lora.merge_lora_interval and adapters(model):
+        merging = AdapterMerging(
+            engine.model,
+            engine.optimizer,
+            interval=lora.merge_lora_interval,
+            seed=config.train.seed,
+            resets_optimizer=lora.reset_optimizer_on_merge,
+        )
+        calls.append(merging.before)
+    if lora.enable_aqn and quantized_linears(model):
+        calls.append(AdaptiveNoise(model, alpha=lora.aqn_alpha, seed=config.train.seed).before)
+    return tuple(calls)
 
 
 def _sinks(config: Config, output_dir: Path, plan: Plan, start_step: int, place: Runtime) -> list[Sink]:

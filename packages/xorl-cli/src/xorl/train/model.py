@@ -28,9 +28,10 @@ from xorl.core.nn import FusedKernel, choose_kernels
 from xorl.core.parallel import ParallelModel, ParallelPolicy, Recompute, local_part, parallelize
 from xorl.kernels.attention import AttentionRequest, resolve_attention
 from xorl.kernels.quant import fp8_refusal
-from xorl.lora import adapters, base_parameters, init_adapters
+from xorl.lora import adapters, init_adapters, quantized_rows
 from xorl.train.adapter_folder import AdapterFolder, check_name, check_shapes, load_adapter
 from xorl.train.adapters import add_adapters, starting_adapter
+from xorl.train.quantization import Quantization, base_targets, log_quantized, quantize_base, read_options
 
 logger = logging.getLogger(__name__)
 
@@ -138,14 +139,18 @@ def build_model(
     if start is not None:
         _check_adapter(start, architecture, model)
     add_adapters(module, lora, architecture.spec.adapter_targets)
+    quantization = read_options(lora, architecture.hf_config, device)
     module.compute_dtype = compute_dtype
     for parameter in module.parameters():
         parameter.data = parameter.data.to(DTYPES[train.param_dtype] if parameter.requires_grad else compute_dtype)
+    if quantization is not None:
+        quantize_base(module, quantization)
 
     def fill(unfilled: nn.Module) -> None:
         assert unfilled is module
         if fill_ is None:
-            _fill(module, architecture, model, train, start, device)
+            _fill(module, architecture, model, train, start, quantization, device)
+            log_quantized(module)
         else:
             fill_(module)
 
@@ -173,13 +178,14 @@ def _fill(
     model: ModelConfig,
     train: TrainConfig,
     start: AdapterFolder | None,
+    quantization: Quantization | None,
     device: torch.device,
 ) -> None:
     """Give the parameters, sharded or whole, their first values.
 
     Those of the base are from `model.model_path`, or drawn by the seed; those of adapters from `start`, or drawn.
     """
-    _fill_base(module, architecture, model, train, device)
+    _fill_base(module, architecture, model, train, quantization, device)
     if found := adapters(module):
         init_adapters(module, seed=train.seed)
         trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
@@ -190,21 +196,24 @@ def _fill(
 
 
 def _fill_base(
-    module: Decoder, architecture: Architecture, model: ModelConfig, train: TrainConfig, device: torch.device
+    module: Decoder,
+    architecture: Architecture,
+    model: ModelConfig,
+    train: TrainConfig,
+    quantization: Quantization | None,
+    device: torch.device,
 ) -> None:
     if model.model_path is None:
-        module.init_weights(train.seed, local_part=local_part, device=device)
+        targets = quantized_rows(module)
+        module.init_weights(train.seed, local_part=local_part, device=device, targets=targets)
         logger.info("weights=random seed=%d parameters=%d", train.seed, sum(p.numel() for p in module.parameters()))
         return
     assert train.load_weights_mode in ("broadcast", "all_ranks"), "the other names are resolved or refused before"
-    report = load_weights(
-        base_parameters(module),
-        architecture.recipes(merge_qkv=model.merge_qkv),
-        architecture.spec.checkpoint_view(
-            architecture.config, SafetensorsSource(_folder("model.model_path", model.model_path))
-        ),
-        mode=train.load_weights_mode,
+    source = architecture.spec.checkpoint_view(
+        architecture.config, SafetensorsSource(_folder("model.model_path", model.model_path))
     )
+    recipes = architecture.recipes(merge_qkv=model.merge_qkv)
+    report = load_weights(*base_targets(module, recipes, source, quantization), mode=train.load_weights_mode)
     logger.info("weights=%s mode=%s %s", model.model_path, train.load_weights_mode, report)
 
 

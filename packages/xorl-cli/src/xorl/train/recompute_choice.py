@@ -25,8 +25,10 @@ from xorl.core.models import DecoderConfig
 from xorl.core.parallel import ParallelModel
 from xorl.core.runtime import rng_state, set_rng_state
 from xorl.kernels.layout import SequenceLayout
+from xorl.lora import stored_parameters
 from xorl.train.adapters import adapter_spec, add_adapters
 from xorl.train.model import DTYPES, Architecture, build_model
+from xorl.train.quantization import quantize_base, read_options
 
 logger = logging.getLogger(__name__)
 
@@ -136,38 +138,44 @@ def placed_bytes(config: Config, architecture: Architecture, mesh: Mesh) -> floa
     with torch.device("meta"):
         module = architecture.spec.build(architecture.config, merge_qkv=config.model.merge_qkv)
     add_adapters(module, config.lora, architecture.spec.adapter_targets)
-    whole, layers = _Size.of(module), _Size.of(module.layers)
-    rest = _Size(whole.trained - layers.trained, whole.frozen - layers.frozen)
+    quantization = read_options(config.lora, architecture.hf_config, torch.device("cpu"))
+    if quantization is not None:
+        quantize_base(module, quantization)
     compute = 2 if train.enable_mixed_precision else 4
+    whole, layers = _Size.of(module, compute), _Size.of(module.layers, compute)
+    rest = _Size(whole.trained - layers.trained, whole.frozen_bytes - layers.frozen_bytes)
     kept = DTYPES[train.param_dtype].itemsize
     state = kept if train.optimizer == "adamw" else DTYPES[train.optimizer_dtype].itemsize
-    placed = whole.trained * (2 * kept + NUM_STATES[train.optimizer] * state) + whole.frozen * compute
+    placed = whole.trained * (2 * kept + NUM_STATES[train.optimizer] * state) + whole.frozen_bytes
     if train.data_parallel_mode != "fsdp2":
         return placed
     # The layer that computes and the one gathered ahead; their gradients, whole and in fp32 on their way to be reduced.
     two_layers = 2 / len(module.layers)
-    gathered = rest.total + (two_layers if train.reshard_after_forward else 1) * layers.total
+    gathered = rest.gathered(compute) + (two_layers if train.reshard_after_forward else 1) * layers.gathered(compute)
     in_flight = (rest.trained + two_layers * layers.trained) * (compute + 4)
     sharded = 0.0 if train.enable_cpu_offload else placed / mesh.dims.dp_shard
-    return sharded + gathered * compute + in_flight
+    return sharded + gathered + in_flight
 
 
 @dataclass(frozen=True)
 class _Size:
-    """Numbers of parameters."""
+    """The number of trained parameters, and the bytes of frozen ones: those in floating point in the compute dtype."""
 
     trained: int
-    frozen: int
+    frozen_bytes: int
 
-    @property
-    def total(self) -> int:
-        return self.trained + self.frozen
+    def gathered(self, compute: int) -> int:
+        """Bytes in a compute dtype of this size."""
+        return self.trained * compute + self.frozen_bytes
 
     @classmethod
-    def of(cls, module: nn.Module) -> _Size:
-        parameters = list(module.parameters())
+    def of(cls, module: nn.Module, compute: int) -> _Size:
+        stored = stored_parameters(module).values()
+        apart = {id(parameter) for parameter in stored}
+        parameters = [parameter for parameter in module.parameters() if id(parameter) not in apart]
         trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-        return cls(trained, sum(parameter.numel() for parameter in parameters) - trained)
+        frozen = sum(parameter.numel() for parameter in parameters) - trained
+        return cls(trained, frozen * compute + sum(value.numel() * value.element_size() for value in stored))
 
 
 def activation_bytes(
@@ -226,6 +234,9 @@ def _for_few_layers(lora: LoraConfig, part: Architecture) -> LoraConfig:
         module = part.spec.build(part.config)
     if lora.adapter_path is not None:
         lora = _by_options(lora)
+    if lora.exclude_modules:
+        # What they leave unquantised takes no memory of its own in the passes that are measured.
+        lora = lora.model_copy(update={"exclude_modules": None})
     try:
         add_adapters(module, lora, part.spec.adapter_targets)
     except ValueError:

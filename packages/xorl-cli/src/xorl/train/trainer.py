@@ -27,8 +27,8 @@ def train(run: Run) -> int:
         for index, batches in observer.fetched(run.loader.steps(start=run.start_step)):
             step = index + 1
             lr = run.schedule(step)
-            if run.merging is not None:
-                run.merging.before(step)
+            for prepare in run.before_step:
+                prepare(step)
             losses = engine.forward_backward(batches, run.loss_fn)
             update = engine.optim_step(lr, divisor=losses.num_trained_tokens.clamp(min=1))
             observer.step(step, losses, update, lr=lr)

@@ -11,6 +11,13 @@ from xorl.lora.inject import (
     load_adapter_state_dict,
 )
 from xorl.lora.merge import fold_, magnitude, merge_, merged_rows, set_magnitude_
+from xorl.lora.prequantized import (
+    CheckpointQuantization,
+    read_quantization,
+    stored_parameters,
+    stored_recipes,
+    stored_source,
+)
 from xorl.lora.quantized import (
     AdaptiveNoise,
     QuantizedLinear,
@@ -26,6 +33,7 @@ __all__ = [
     "Adapter",
     "AdapterSpec",
     "AdaptiveNoise",
+    "CheckpointQuantization",
     "QuantizedLinear",
     "adapter_parameters",
     "adapter_state_dict",
@@ -43,5 +51,9 @@ __all__ = [
     "quantize_linears",
     "quantized_linears",
     "quantized_rows",
+    "read_quantization",
     "set_magnitude_",
+    "stored_parameters",
+    "stored_recipes",
+    "stored_source",
 ]

@@ -10,13 +10,15 @@ logger = logging.getLogger(__name__)
 
 ValueT = TypeVar("ValueT", bool, int, float, str)
 
-# Describe files, tokens, generation or the writing software; none changes what a trained model computes.
+# Describe files, tokens, generation or the writing software; none changes what a trained model computes. Whether
+# quantised weights can be read is for their loader to say.
 _INERT = """
 _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path architectures auto_map bos_token_id
 chunk_size_feed_forward decoder_start_token_id dtype eos_token_id finetuning_task forced_bos_token_id
 forced_eos_token_id gradient_checkpointing id2label is_decoder is_encoder_decoder keys_to_ignore_at_inference
 label2id max_length model_type n_ctx output_attentions output_hidden_states pad_token_id pretraining_tp
-problem_type return_dict sep_token_id task_specific_params tokenizer_class torch_dtype transformers_version
+problem_type quantization_config return_dict
+sep_token_id task_specific_params tokenizer_class torch_dtype transformers_version
 use_cache use_return_dict
 """
 INERT_KEYS = frozenset(_INERT.split())

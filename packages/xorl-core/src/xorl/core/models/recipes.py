@@ -48,7 +48,7 @@ class WeightRecipe(Protocol):
         """Rows [start, stop) of the native parameter."""
         ...
 
-    def split(self, tensor: Tensor) -> dict[str, Tensor]:
+    def split(self, tensor: Tensor) -> Mapping[str, Tensor]:
         """The checkpoint tensors (or parts of them) that the whole native parameter holds."""
         ...
 

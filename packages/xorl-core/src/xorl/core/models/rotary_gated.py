@@ -36,7 +36,6 @@ def read_config(
     default_head_dim: int | None = None,
 ) -> DecoderConfig:
     """Translate the keys these families share; what differs between them comes as arguments."""
-    hf.refuse("quantization_config", "the weights are quantised; train from the unquantised model")
     num_layers = hf.positive("num_hidden_layers")
     num_heads = hf.positive("num_attention_heads")
     hidden_size = hf.positive("hidden_size")

@@ -1,0 +1,204 @@
+"""QLoRA from its options: base weights quantised in a built model, from any checkpoint, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from xorl.config import LoraConfig, ModelConfig, TrainConfig
+from xorl.config.resolve import GROUP_SIZES
+from xorl.core import runtime
+from xorl.core.mesh import Mesh, ParallelDims
+from xorl.kernels.quant import GROUP_SIZES as KERNEL_GROUP_SIZES
+from xorl.kernels.quant import nvfp4_global_scale, quantize_block_fp8, quantize_nf4, quantize_nvfp4
+from xorl.lora import quantized_linears
+from xorl.train.model import build_model, read_architecture
+
+CPU = torch.device("cpu")
+HF_CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.05,
+}
+SKIPPED = ["lm_head", "model.layers.1.mlp.down_proj"]
+CONFIGS = {
+    "block_fp8": {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": SKIPPED},
+    "nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "model.layers.1.mlp.down_*"]},
+    "nf4": {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "llm_int8_skip_modules": SKIPPED,
+    },
+}
+
+
+@pytest.fixture
+def mesh():
+    runtime.init("cpu")
+    yield Mesh(ParallelDims.resolve("none", 1), "cpu")
+    runtime.shutdown()
+
+
+def write_model(folder, quant_format=None, *, nested=False):
+    """A checkpoint in Hugging Face's names, quantised as other tools do it; returns its weights in bf16."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(HF_CONFIG))
+    architecture = read_architecture(ModelConfig(model_path=str(folder)))
+    model = architecture.spec.build(architecture.config, merge_qkv=False)
+    model.init_weights(0)
+    recipes = architecture.recipes(merge_qkv=False)
+    dense = {}
+    for name, parameter in model.named_parameters():
+        dense |= recipes[name].split(parameter.detach().bfloat16())
+    tensors = dict(dense)
+    for name in [name for name in dense if name.endswith("_proj.weight")] if quant_format else []:
+        module = name.removesuffix(".weight")
+        if module not in SKIPPED:
+            tensors |= QUANTIZERS[quant_format](module, tensors.pop(name), nested)
+    if quant_format:
+        stored = HF_CONFIG | {"quantization_config": CONFIGS[quant_format]}
+        (folder / "config.json").write_text(json.dumps(stored))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return dense
+
+
+def block_fp8(module, weight, nested):
+    codes, scales = quantize_block_fp8(weight, 128)
+    return {f"{module}.weight": codes, f"{module}.weight_scale_inv": scales}
+
+
+def nvfp4(module, weight, nested):
+    scale = nvfp4_global_scale(weight.abs().amax())
+    codes, scales = quantize_nvfp4(weight, scale.expand(len(weight)), 16)
+    extra = {f"{module}.weight_scale_2": scale, f"{module}.input_scale": torch.tensor(0.5)}
+    return {f"{module}.weight": codes, f"{module}.weight_scale": scales, **extra}
+
+
+def nf4(module, weight, nested):
+    codes, absmax = quantize_nf4(weight, 64)
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(weight.shape)}
+    made = {f"{module}.weight": codes.reshape(-1, 1), f"{module}.weight.quant_map": torch.zeros(16)}
+    if nested:
+        # A table and blocks that hold the scales exactly, so that what is read can be compared to the bit.
+        absmax = (absmax * 2048).round().clamp(1, 255) / 2048
+        made[f"{module}.weight.absmax"] = (absmax * 2048 - 1).flatten().to(torch.uint8)
+        made[f"{module}.weight.nested_quant_map"] = torch.arange(256) / 1024
+        made[f"{module}.weight.nested_absmax"] = torch.full((-(-absmax.numel() // 128),), 0.5)
+        state |= {"nested_blocksize": 128, "nested_offset": 1 / 2048}
+    else:
+        made[f"{module}.weight.absmax"] = absmax.flatten()
+    packed = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    return made | {f"{module}.weight.quant_state.bitsandbytes__nf4": packed}
+
+
+QUANTIZERS = {"block_fp8": block_fp8, "nvfp4": nvfp4, "nf4": nf4}
+
+
+def build(folder, mesh, *, merge_qkv=True, random=False, **lora):
+    options = LoraConfig(**{"enable_lora": True, "enable_qlora": True, **lora})
+    if options.enable_qlora and options.quant_group_size is None:
+        options = options.model_copy(update={"quant_group_size": GROUP_SIZES[options.quant_format]})
+    model = ModelConfig(
+        config_path=str(folder),
+        model_path=None if random else str(folder),
+        merge_qkv=merge_qkv,
+        attn_implementation="eager",
+    )
+    train = TrainConfig(
+        output_dir="o",
+        data_parallel_mode="none",
+        load_weights_mode="all_ranks",
+        enable_mixed_precision=False,
+        enable_compile=False,
+        reshard_after_forward=True,
+    )
+    return build_model(read_architecture(model), model, train, options, mesh, CPU).module
+
+
+@pytest.mark.parametrize("merge_qkv", [True, False])
+@pytest.mark.parametrize("quant_format", list(CONFIGS))
+def test_a_quantised_checkpoint_is_read_as_it_is(quant_format, merge_qkv, tmp_path, mesh):
+    # Catches codes that are unpacked otherwise, scales of another matrix of a stack, one that is quantised again, and
+    # modules that the checkpoint leaves unquantised.
+    write_model(tmp_path / "dense")
+    write_model(tmp_path / "stored", quant_format)
+    stored = build(tmp_path / "stored", mesh, merge_qkv=merge_qkv, quant_format=quant_format)
+    made = build(
+        tmp_path / "dense",
+        mesh,
+        merge_qkv=merge_qkv,
+        quant_format=quant_format,
+        exclude_modules=["model.layers.1.mlp.down_proj"],
+    )
+    assert len(quantized_linears(stored)) == (11 if not merge_qkv else 7)
+    assert dict(stored.named_parameters()).keys() == dict(made.named_parameters()).keys()
+    for name, parameter in made.named_parameters():
+        assert torch.equal(dict(stored.named_parameters())[name], parameter), name
+
+
+def test_scales_that_are_quantised_in_turn_are_read(tmp_path, mesh):
+    # Catches a table, an offset or a block of the nested scales that is another's.
+    dense = write_model(tmp_path, "nf4", nested=True)
+    layer = quantized_linears(build(tmp_path, mesh, quant_format="nf4"))["model.layers.0.self_attn.qkv_proj"]
+    names = [f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv"]
+    absmax = torch.cat([quantize_nf4(dense[name], 64)[1] for name in names])
+    assert torch.allclose(layer.weight_scale, (absmax * 2048).round().clamp(1, 255) / 2048, atol=1e-9)
+
+
+def test_random_weights_are_quantised_as_they_are_drawn(tmp_path, mesh):
+    # Catches bytes of memory as it was found, and trained parameters among what is quantised.
+    write_model(tmp_path)
+    model = build(
+        tmp_path, mesh, random=True, quant_format="nf4", modules_to_save=["o_proj"], lora_target_modules=["q_proj"]
+    )
+    layers = quantized_linears(model)
+    assert len(layers) == 6
+    weight = layers["model.layers.0.mlp.down_proj"].dense_weight(torch.float32)
+    assert weight.std().item() == pytest.approx(0.05, rel=0.05)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert "model.layers.0.self_attn.o_proj.weight" in trained
+    assert all(parameter.is_floating_point() for parameter in model.parameters() if parameter.requires_grad)
+
+
+@pytest.mark.parametrize(
+    ("stored", "lora", "told"),
+    [
+        (None, {"quant_group_size": 24}, r"lora.quant_group_size: 24 is no group of nvfp4"),
+        (None, {"quant_format": "nf4", "quant_group_size": 256}, r"lora.quant_group_size: .*rows of 128 weights"),
+        (None, {"exclude_modules": ["c_attn"]}, r"lora.exclude_modules: no module is named c_attn"),
+        (None, {"exclude_modules": ["q_proj"]}, r"lora.exclude_modules: .*model.merge_qkv"),
+        (None, {"exclude_modules": ["model.layers.*"]}, r"lora.exclude_modules: no linear layer is left"),
+        ("nf4", {"enable_qlora": False}, r"the weights are quantised \(nf4 .*lora.quant_format: nf4"),
+        ("nf4", {"quant_format": "nvfp4"}, r"lora.quant_format: nvfp4, and the checkpoint .*set it to nf4"),
+        ("nf4", {"quant_format": "nf4", "quant_group_size": 32}, r"lora.quant_group_size: 32, .*set it to 64"),
+        ("nf4", {"quant_format": "nf4", "exclude_modules": ["o_proj"]}, r"lora.exclude_modules: the checkpoint is"),
+        ({"quant_method": "gptq"}, {}, r"model.model_path: .*quant_method 'gptq' is not supported"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_its_option(stored, lora, told, tmp_path, mesh):
+    # Catches a run that fails in its first step, or trains over other weights than were asked for.
+    write_model(tmp_path)
+    if stored:
+        config = CONFIGS.get(stored) if isinstance(stored, str) else stored
+        (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG | {"quantization_config": config}))
+    with pytest.raises(ValueError, match=re.compile(told, re.DOTALL)):
+        build(tmp_path, mesh, **lora)
+
+
+def test_group_sizes_are_the_same_where_they_are_written_twice():
+    # The configuration cannot import what the kernels say. Catches a default that the kernels do not know.
+    assert GROUP_SIZES == KERNEL_GROUP_SIZES

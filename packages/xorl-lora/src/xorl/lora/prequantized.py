@@ -1,0 +1,251 @@
+"""Checkpoints whose weights are quantised already, read as they are: what their config says, and their tensors as ours.
+
+    block_fp8   `quant_method: fp8` of Hugging Face: `weight` in E4M3 and `weight_scale_inv`
+    nvfp4       `quant_algo: NVFP4` of NVIDIA's ModelOpt: `weight`, `weight_scale` and the scalar `weight_scale_2`
+    nf4         bitsandbytes: flat `weight` and `weight.absmax`, the scales maybe quantised in turn (nested)
+
+Shapes: O output features, I input features, G group size, U units of rows (see `QuantScheme.stored`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from xorl.core.models import WeightRecipe, WeightSource
+from xorl.core.models.recipes import Rows
+from xorl.kernels.quant import QuantScheme
+from xorl.lora.quantized import quantized_linears
+
+CONFIG_KEY = "quantization_config"
+# The tensors of each format beside a module's weight, by the last part of their names.
+EXTRA = (
+    ".weight_scale_inv",
+    ".weight_scale",
+    ".weight_scale_2",
+    ".input_scale",
+    ".weight.absmax",
+    ".weight.quant_map",
+    ".weight.nested_absmax",
+    ".weight.nested_quant_map",
+    ".weight.quant_state.bitsandbytes__nf4",
+)
+STATE = ".weight.quant_state.bitsandbytes__nf4"
+
+
+@dataclass(frozen=True)
+class CheckpointQuantization:
+    """How a checkpoint's weights are quantised: the scheme, and the modules that are not, by names and patterns."""
+
+    scheme: QuantScheme
+    exclude: tuple[str, ...]
+
+
+def read_quantization(hf_config: Mapping[str, object]) -> CheckpointQuantization | None:
+    """What a config.json says, or None where the weights are not quantised.
+
+    Raises ValueError, which begins with the key, for a way of quantising that is none of the three.
+    """
+    stored = hf_config.get(CONFIG_KEY)
+    if not stored:
+        return None
+    if not isinstance(stored, Mapping):
+        raise ValueError(f"{CONFIG_KEY} must be a mapping, got {stored!r}")
+    method = str(stored.get("quant_method"))
+    if method == "fp8":
+        return _block_fp8(stored)
+    if method == "bitsandbytes":
+        return _nf4(stored)
+    if method == "modelopt" or "quant_algo" in stored:
+        return _nvfp4(stored)
+    raise _unsupported(f"quant_method {method!r}")
+
+
+def _block_fp8(stored: Mapping[str, object]) -> CheckpointQuantization:
+    size = stored.get("weight_block_size")
+    if not isinstance(size, list) or len(size) != 2 or size[0] != size[1]:
+        raise _unsupported(f"fp8 with weight_block_size {size!r}")
+    return CheckpointQuantization(QuantScheme("block_fp8", int(size[0])), _names(stored, "modules_to_not_convert"))
+
+
+def _nf4(stored: Mapping[str, object]) -> CheckpointQuantization:
+    if not stored.get("load_in_4bit") or stored.get("bnb_4bit_quant_type") != "nf4":
+        kind = "8 bits" if stored.get("load_in_8bit") else str(stored.get("bnb_4bit_quant_type"))
+        raise _unsupported(f"bitsandbytes with {kind}")
+    return CheckpointQuantization(QuantScheme("nf4", 64), _names(stored, "llm_int8_skip_modules"))
+
+
+def _nvfp4(stored: Mapping[str, object]) -> CheckpointQuantization:
+    algorithm = stored.get("quant_algo")
+    if algorithm != "NVFP4":
+        raise _unsupported(f"ModelOpt's {algorithm!r}")
+    size = stored.get("group_size", 16)
+    if not isinstance(size, int):
+        raise _unsupported(f"NVFP4 with group_size {size!r}")
+    return CheckpointQuantization(QuantScheme("nvfp4", size), _names(stored, "ignore", "exclude_modules"))
+
+
+def _unsupported(what: str) -> ValueError:
+    return ValueError(
+        f"{CONFIG_KEY}: {what} is not supported; fp8 in square blocks, ModelOpt's NVFP4 and bitsandbytes' nf4 are"
+    )
+
+
+def _names(stored: Mapping[str, object], *keys: str) -> tuple[str, ...]:
+    """The first of these lists that is there."""
+    for key in keys:
+        value = stored.get(key)
+        if isinstance(value, list):
+            return tuple(str(name) for name in value)
+    return ()
+
+
+def stored_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that hold quantised weights of `model`, by name."""
+    return {
+        f"{path}.{name}": parameter
+        for path, layer in quantized_linears(model).items()
+        for name in layer.stored
+        if (parameter := getattr(layer, name)) is not None
+    }
+
+
+def stored_recipes(model: nn.Module, recipes: Mapping[str, WeightRecipe]) -> dict[str, WeightRecipe]:
+    """`recipes`, but those of quantised weights make the parameters that hold them, of a `StoredSource`.
+
+    Raises ValueError for a weight whose blocks would not be those of the matrices that it stacks.
+    """
+    made = dict(recipes)
+    for path, layer in quantized_linears(model).items():
+        recipe = made.pop(f"{path}.weight")
+        if not isinstance(recipe, Rows):
+            raise ValueError(f"{path} is kept in another layout by its family, which no quantised checkpoint has")
+        unit = layer.scheme.unit_rows
+        if len(recipe.row_counts) > 1 and any(count % unit for count in recipe.row_counts):
+            raise ValueError(
+                f"model.merge_qkv: {path} stacks matrices of {', '.join(map(str, recipe.row_counts))} rows, and the "
+                f"checkpoint's blocks of {unit} rows end within them: set it to false"
+            )
+        units = tuple(math.ceil(count / unit) for count in recipe.row_counts)
+        modules = tuple(name.removesuffix(".weight") for name in recipe.sources)
+        for name in layer.stored:
+            parameter = getattr(layer, name)
+            if parameter is not None:
+                sources = tuple(f"{module}.{name}" for module in modules)
+                made[f"{path}.{name}"] = Rows(sources, units, tuple(parameter.shape[1:]))
+    return made
+
+
+class StoredSource:
+    """A `WeightSource` of a quantised checkpoint that has each module's weight as a `QuantizedLinear` keeps it.
+
+    The codes are `{module}.weight`, scales `{module}.weight_scale` and `{module}.weight_global_scale`, by units of
+    rows; what else quantised modules have is left out. Other tensors are as they were.
+    """
+
+    def __init__(self, source: WeightSource, scheme: QuantScheme, shapes: Mapping[str, tuple[int, int]]) -> None:
+        """shapes: [O, I] of each quantised module, by its name in the checkpoint."""
+        self._source = source
+        self._scheme = scheme
+        self._shapes = dict(shapes)
+        held = set(source.names())
+        fields = {"codes": "weight", "scales": "weight_scale", "global_scale": "weight_global_scale"}
+        self._stored = {
+            f"{module}.{fields[field]}": (module, field, shape, dtype)
+            for module, (rows, columns) in self._shapes.items()
+            if f"{module}.weight" in held
+            for field, (shape, dtype) in scheme.stored(rows, columns).items()
+        }
+        self._names = {name for name in held if not name.endswith(EXTRA)} | self._stored.keys()
+        self._states: dict[str, Mapping[str, object]] = {}
+
+    def names(self) -> Collection[str]:
+        return self._names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name not in self._stored:
+            return self._source.shape(name)
+        module, field, shape, _ = self._stored[name]
+        # What is not laid out as the format says shows its own shape, and is refused by it.
+        actual = self._source.shape(f"{module}.weight")
+        return shape if field != "codes" or math.prod(actual) == self._num_codes(module) else actual
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._stored[name][3] if name in self._stored else self._source.dtype(name)
+
+    def read(self, name: str, start: int | None = None, stop: int | None = None) -> Tensor:
+        if name not in self._stored:
+            return self._source.read(name, start, stop)
+        module, field, shape, _ = self._stored[name]
+        start, stop = start or 0, shape[0] if stop is None else stop
+        if self._scheme.quant_format == "nf4":
+            return self._nf4(module, field, start, stop)
+        if self._scheme.quant_format == "nvfp4":
+            return self._nvfp4(module, field, start, stop)
+        return self._block_fp8(module, field, start, stop)
+
+    def _num_codes(self, module: str) -> int:
+        """Elements of the checkpoint's tensor of codes."""
+        rows, columns = self._shapes[module]
+        return rows * columns if self._scheme.quant_format == "block_fp8" else rows * columns // 2
+
+    def _block_fp8(self, module: str, field: str, start: int, stop: int) -> Tensor:
+        if field == "scales":
+            return self._source.read(f"{module}.weight_scale_inv", start, stop).float()
+        side, (num_rows, num_columns) = self._scheme.group_size, self._shapes[module]
+        codes = self._source.read(f"{module}.weight", start * side, min(stop * side, num_rows)).view(torch.uint8)
+        padded = codes.new_zeros(((stop - start) * side, num_columns))
+        padded[: len(codes)] = codes
+        return padded.view(-1, side, num_columns)
+
+    def _nvfp4(self, module: str, field: str, start: int, stop: int) -> Tensor:
+        if field == "codes":
+            return self._source.read(f"{module}.weight", start, stop)
+        if field == "scales":
+            return self._source.read(f"{module}.weight_scale", start, stop).view(torch.uint8)
+        return self._source.read(f"{module}.weight_scale_2").float().reshape(1).expand(stop - start)
+
+    def _nf4(self, module: str, field: str, start: int, stop: int) -> Tensor:
+        width = self._shapes[module][1]
+        if field == "codes":
+            half = width // 2
+            return self._source.read(f"{module}.weight", start * half, stop * half).reshape(stop - start, half)
+        groups = width // self._scheme.group_size
+        first, last = start * groups, stop * groups
+        scales = self._source.read(f"{module}.weight.absmax", first, last)
+        if scales.dtype == torch.uint8:
+            scales = self._nested(module, scales, first)
+        return scales.float().reshape(stop - start, groups)
+
+    def _nested(self, module: str, codes: Tensor, first: int) -> Tensor:
+        """Scales that are quantised themselves, to eight bits in blocks, less their mean (arXiv:2305.14314)."""
+        state = self._state(module)
+        block = int(cast(int, state["nested_blocksize"]))
+        values = self._source.read(f"{module}.weight.nested_quant_map").float()[codes.int()]
+        largest = self._source.read(f"{module}.weight.nested_absmax").float()
+        places = torch.arange(first, first + len(codes)) // block
+        return values * largest[places] + float(cast(float, state["nested_offset"]))
+
+    def _state(self, module: str) -> Mapping[str, object]:
+        if module not in self._states:
+            state = json.loads(bytes(self._source.read(f"{module}{STATE}").tolist()))
+            self._states[module] = state
+        return self._states[module]
+
+
+def stored_source(model: nn.Module, recipes: Mapping[str, WeightRecipe], source: WeightSource) -> StoredSource:
+    """`source`, a quantised checkpoint under the names of `recipes`, for the recipes that `stored_recipes` gives."""
+    shapes: dict[str, tuple[int, int]] = {}
+    layers = quantized_linears(model)
+    for path, layer in layers.items():
+        recipe = recipes[f"{path}.weight"]
+        assert isinstance(recipe, Rows), "stored_recipes refuses others"
+        for name, count in zip(recipe.sources, recipe.row_counts, strict=True):
+            shapes[name.removesuffix(".weight")] = (count, layer.in_features)
+    return StoredSource(source, next(iter(layers.values())).scheme, shapes)
