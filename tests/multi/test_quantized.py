@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from xorl.ckpt import SafetensorsSource, load_weights
+from xorl.config import load_config
 from xorl.core.loss import cross_entropy
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.models import Decoder, spec_for
@@ -34,6 +36,8 @@ from xorl.lora import (
     quantized_rows,
 )
 from xorl.train.engine import Engine
+from xorl.train.export_saved import export_saved
+from xorl.train.run import run_training
 
 pytestmark = pytest.mark.multi
 
@@ -222,3 +226,45 @@ def test_weights_are_gathered_as_bytes_under_compiled_layers(run_ranks) -> None:
     [compiled] = run_ranks(lambda: losses("fsdp2-1", "eager"), 1)
     [whole_weights] = run_ranks(lambda: losses("none", None), 1)
     assert compiled == plain == whole_weights
+
+
+CONFIG = """
+model: {{config_path: {folder}}}
+data:
+  datasets: [{{path: {folder}/train.jsonl}}]
+  dataset_prepared_path: {folder}/prepared
+  sample_packing_sequence_len: 64
+  pad_to_multiple_of: 16
+  dataloader_num_workers: 0
+train:
+  output_dir: {folder}/out
+  data_parallel_mode: fsdp2
+  micro_batch_size: 1
+  max_steps: 3
+  lr: 1e-2
+  enable_mixed_precision: false
+  enable_gradient_checkpointing: false
+  enable_compile: false
+  save_hf_weights: true
+  log_format: structured
+  use_wandb: false
+lora: {{enable_qlora: true, quant_format: block_fp8, quant_group_size: 32, lora_rank: 4, merge_lora_interval: 2}}
+"""
+
+
+def test_exports_of_a_run_and_of_its_checkpoint_are_what_it_computes_with(tmp_path: Path, run_ranks) -> None:
+    # Catches bytes that are exported as weights, rows of other shards, and a merge into the base as it was at first.
+    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG))
+    ids = list(range(1, 40))
+    rows = [json.dumps({"input_ids": ids, "labels": ids})] * 20
+    (tmp_path / "train.jsonl").write_text("\n".join(rows))
+    (tmp_path / "run.yaml").write_text(CONFIG.format(folder=tmp_path))
+    assert run_ranks(lambda: run_training(load_config(tmp_path / "run.yaml", [])), 2) == [0, 0]
+    exported = load_file(tmp_path / "out" / "checkpoints" / "global_step_3" / "hf" / "model.safetensors")
+    folder = export_saved(str(tmp_path / "out"), str(tmp_path / "merged"), merge=True, dtype=torch.float32)
+    again = load_file(folder / "model.safetensors")
+    assert exported.keys() == again.keys()
+    for name, tensor in exported.items():
+        torch.testing.assert_close(again[name], tensor, rtol=1e-5, atol=1e-6)
+    config = json.loads((folder / "config.json").read_text())
+    assert "quantization_config" not in config

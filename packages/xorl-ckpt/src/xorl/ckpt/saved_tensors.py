@@ -1,6 +1,6 @@
 """The tensors of a checkpoint, one at a time and whole, for those who want no training state: exports."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -11,6 +11,8 @@ from xorl.ckpt.layout import read_manifest
 from xorl.ckpt.metadata import read_metadata
 from xorl.ckpt.reader import WeightRecipe, source_shapes
 
+Dense = Callable[[str, Callable[[str], torch.Tensor | None]], torch.Tensor | None]
+
 
 class SavedParameters:
     """The parameters of a checkpoint's model under the names that they have outside, as a `WeightSource`.
@@ -18,8 +20,14 @@ class SavedParameters:
     Parameters are read whole, one at a time; the last is kept, since several tensors may be parts of it.
     """
 
-    def __init__(self, folder: Path, part: str, recipes: Mapping[str, WeightRecipe]) -> None:
-        """`part` is the model's name in the checkpoint's state. Raises CheckpointError where one is not saved."""
+    def __init__(
+        self, folder: Path, part: str, recipes: Mapping[str, WeightRecipe], dense: Dense | None = None
+    ) -> None:
+        """`part` is the model's name in the checkpoint's state. Raises CheckpointError where one is not saved.
+
+        dense: (name, what reads a saved tensor by its name, or None where it is not saved) -> the parameter, of weights
+        that are saved in another form; None takes what is saved by the parameter's name.
+        """
         self._folder = folder
         self._part = part
         self._manifest = read_manifest(folder)
@@ -34,6 +42,7 @@ class SavedParameters:
         self._shapes = source_shapes(recipes)
         self._metadata = read_metadata(folder, self._manifest.files) if self._manifest.storage == "dcp" else None
         self._last: tuple[str, torch.Tensor] | None = None
+        self._dense = dense
 
     @classmethod
     def holds(cls, folder: Path, part: str, names: Iterable[str]) -> bool:
@@ -48,7 +57,9 @@ class SavedParameters:
         return self._shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
-        return getattr(torch, self._manifest.tensors[f"{self._part}.{self._makers[name][0]}"].dtype)
+        dtype: torch.dtype = getattr(torch, self._manifest.tensors[f"{self._part}.{self._makers[name][0]}"].dtype)
+        # What is saved in another form, as bytes, has none of its own.
+        return dtype if dtype.is_floating_point else torch.bfloat16
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> torch.Tensor:
         makers = self._makers[name]
@@ -58,12 +69,19 @@ class SavedParameters:
 
     def _parameter(self, name: str) -> torch.Tensor:
         if self._last is None or self._last[0] != name:
-            record = self._manifest.tensors[f"{self._part}.{name}"]
-            values = torch.empty(record.shape, dtype=getattr(torch, record.dtype))
-            wanted = {f"{self._part}.{name}": values}
-            if self._metadata is None:
-                gathered.read_gathered(wanted, self._folder)
-            else:
-                sharded.read_shards(wanted, self._folder, self._metadata)
+            values = self._saved(name) if self._dense is None else self._dense(name, self._saved)
+            assert values is not None, "all parameters were found"
             self._last = name, values
         return self._last[1]
+
+    def _saved(self, name: str) -> torch.Tensor | None:
+        record = self._manifest.tensors.get(f"{self._part}.{name}")
+        if record is None:
+            return None
+        values = torch.empty(record.shape, dtype=getattr(torch, record.dtype))
+        wanted = {f"{self._part}.{name}": values}
+        if self._metadata is None:
+            gathered.read_gathered(wanted, self._folder)
+        else:
+            sharded.read_shards(wanted, self._folder, self._metadata)
+        return values

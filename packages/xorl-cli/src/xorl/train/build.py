@@ -53,6 +53,7 @@ from xorl.train.model import DTYPES, Architecture, build_model, read_architectur
 from xorl.train.observe import MetricsFile, Observer, Sink, StructuredLines
 from xorl.train.profile import Profiler
 from xorl.train.progress import Phases, ProgressBar
+from xorl.train.quantization import scheme_of
 from xorl.train.recompute_choice import MicroBatch, choose_recomputation
 from xorl.train.saved_model import describe_model
 
@@ -373,7 +374,7 @@ def _checkpoints(
         place,
         due=SavePoints(plan.num_steps, plan.steps_per_epoch, train.save_steps, train.save_epochs),
         data=DataIdentity.of(plan),
-        model=describe_model(config.model, architecture),
+        model=describe_model(config.model, architecture, scheme_of(engine.model.module)),
         export=export,
         adapters=files,
         trained_only=lora.save_lora_only,

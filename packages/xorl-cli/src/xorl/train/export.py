@@ -7,17 +7,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from xorl.ckpt import CARD_FILE, WeightRecipe, agreed, export_hf, published, this_rank, write_file
 from xorl.core.models import ModelSpec
 from xorl.core.nn import Embedding, Linear
-from xorl.core.parallel import ParallelModel, shard_groups
-from xorl.lora import QuantizedLinear, adapters, base_parameters, merged_rows, quantized_linears
+from xorl.core.parallel import ParallelModel
+from xorl.lora import (
+    QUANTIZATION_KEY,
+    QuantizedLinear,
+    adapters,
+    base_parameters,
+    merged_rows,
+    merged_weight,
+    quantized_linears,
+)
 from xorl.lora.peft import AdapterConfig
-from xorl.lora.quantized import local_rows
 from xorl.train.adapter_files import AdapterFiles
 from xorl.train.model import Architecture
 from xorl.train.model_card import adapter_facts, model_card
@@ -58,7 +64,7 @@ class ModelExport:
             weights,
             self.recipes,
             folder,
-            hf_config=self.architecture.hf_config,
+            hf_config={key: value for key, value in self.architecture.hf_config.items() if key != QUANTIZATION_KEY},
             dtype=self.dtype,
             tokenizer_folder=self.architecture.tokenizer_folder,
             model_card=None if self.adapters is None else self._card(self.adapters.config),
@@ -77,15 +83,9 @@ def _whole(weight: Tensor) -> Tensor:
 
 def _whole_merged(layer: Linear | Embedding) -> Tensor:
     """The weight of a layer with its adapters, in fp32; collective where it is sharded."""
-    rows, weight = merged_rows(layer), layer.weight
     if isinstance(layer, QuantizedLinear):
-        # Shards of codes are no shards of the weight: each rank adds the rows that it has.
-        values = torch.zeros(layer.out_features, layer.in_features, device=rows.device)
-        first, last = local_rows(layer)
-        values[first:last] = rows
-        for group in shard_groups(weight):
-            dist.all_reduce(values, group=group)
-        return values
+        return merged_weight(layer)
+    rows, weight = merged_rows(layer), layer.weight
     if not isinstance(weight, DTensor):
         return rows
     shape, stride = weight.shape, weight.stride()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from xorl.ckpt import RowTarget, WeightRecipe, WeightSource
 from xorl.config import LoraConfig
@@ -65,8 +65,7 @@ def read_options(lora: LoraConfig, hf_config: Mapping[str, object], device: torc
     if (refusal := quant_refusal(scheme.quant_format, device)) is not None:
         raise ValueError(f"lora.quant_format: {scheme.quant_format} cannot run here: {refusal}")
     if stored is None:
-        exclude = tuple(lora.exclude_modules or ()) + tuple(lora.modules_to_save)
-        return Quantization(scheme, exclude, is_stored=False, is_explicit=True)
+        return Quantization(scheme, tuple(lora.exclude_modules or ()), is_stored=False, is_explicit=True)
     if scheme.quant_format != stored.scheme.quant_format:
         raise ValueError(
             f"lora.quant_format: {scheme.quant_format}, and the checkpoint is quantised ({_described(stored.scheme)}): "
@@ -90,10 +89,11 @@ def _described(scheme: QuantScheme) -> str:
 
 
 def quantize_base(module: Decoder, quantization: Quantization) -> None:
-    """Let the linear layers of a model without memory keep their weights quantised, in place."""
-    paths = quantizable_linears(
+    """Let the linear layers of a model without memory keep their frozen weights quantised, in place."""
+    named = quantizable_linears(
         module, quantization.exclude, "lora.exclude_modules", ignore_unknown=not quantization.is_explicit
     )
+    paths = [path for path in named if not module.get_parameter(f"{path}.weight").requires_grad]
     if not paths:
         raise ValueError("lora.exclude_modules: no linear layer is left to quantise; use enable_lora without qlora")
     quantize_linears(module, paths, quantization.scheme, "lora.quant_group_size")
@@ -118,6 +118,11 @@ def base_targets(
     for name in stored_parameters(module):
         parameters.pop(name)
     return parameters | quantized_rows(module), recipes, source
+
+
+def scheme_of(module: nn.Module) -> QuantScheme | None:
+    """How the base weights of a model are kept quantised, if they are."""
+    return next((layer.scheme for layer in quantized_linears(module).values()), None)
 
 
 def log_quantized(module: Decoder) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import cast
+
+import torch
+from torch import Tensor
 
 from xorl.ckpt import (
     JSON,
@@ -14,6 +18,7 @@ from xorl.ckpt import (
     Manifest,
     SafetensorsSource,
     SavedParameters,
+    WeightRecipe,
     WeightSource,
     is_complete,
     latest_checkpoint,
@@ -22,6 +27,8 @@ from xorl.ckpt import (
 )
 from xorl.config import ModelConfig
 from xorl.core.models import spec_for
+from xorl.kernels.quant import QuantFormat, QuantizedWeight, QuantScheme
+from xorl.lora import QUANTIZATION_KEY
 from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE
 from xorl.train.adapter_folder import AdapterFolder, check_shapes, is_adapter, open_adapter
 from xorl.train.model import Architecture, architecture_at
@@ -53,14 +60,18 @@ class SavedModel:
     step: int | None
 
 
-def describe_model(model: ModelConfig, architecture: Architecture) -> dict[str, JSON]:
-    """What a checkpoint says of its model, so that it can be exported without the configuration of its run."""
+def describe_model(model: ModelConfig, architecture: Architecture, scheme: QuantScheme | None) -> dict[str, JSON]:
+    """What a checkpoint says of its model, so that it can be exported without the configuration of its run.
+
+    `scheme` is how quantised base weights are kept.
+    """
     tokenizer = architecture.tokenizer_folder
     return {
         "path": model.model_path,
         "hf_config": cast(Mapping[str, JSON], architecture.hf_config),
         "merge_qkv": model.merge_qkv,
         "tokenizer": None if tokenizer is None else str(tokenizer.absolute()),
+        "quantization": None if scheme is None else cast("dict[str, JSON]", asdict(scheme)),
     }
 
 
@@ -75,10 +86,11 @@ def open_saved(path: str, base: str | None = None) -> SavedModel:
     step = None if manifest is None else manifest.step
     described = None if manifest is None else _described(folder, manifest)
     if base is None and described is not None:
-        architecture, merge_qkv, base_path = described
+        architecture, merge_qkv, base_path, scheme = described
         recipes = architecture.recipes(merge_qkv=merge_qkv)
         if SavedParameters.holds(folder, MODEL, recipes):
-            weights = SavedParameters(folder, MODEL, recipes)
+            dense = None if scheme is None else partial(_dequantized, scheme, recipes)
+            weights = SavedParameters(folder, MODEL, recipes, dense)
             if adapter is not None and adapter.base != base_path:
                 base_path = None  # the run changed its base
             return SavedModel(folder, architecture, weights, base_path, adapter, step)
@@ -114,16 +126,37 @@ def _find(path: str) -> Path:
     )
 
 
-def _described(folder: Path, manifest: Manifest) -> tuple[Architecture, bool, str | None]:
-    """What `describe_model` noted: the model, whether its projections are merged, and where it started from."""
+def _dequantized(
+    scheme: QuantScheme, recipes: Mapping[str, WeightRecipe], name: str, read: Callable[[str], Tensor | None]
+) -> Tensor | None:
+    """A parameter of a run with quantised base weights, dequantised to fp32 where it is one."""
+    saved = read(name)
+    path = name.removesuffix(".weight")
+    scales = read(f"{path}.weight_scale")
+    if saved is None or scales is None:
+        return saved
+    weight = QuantizedWeight(saved, scales, read(f"{path}.weight_global_scale"))
+    return scheme.dequantize(weight, recipes[name].shape[0], torch.float32)
+
+
+def _described(folder: Path, manifest: Manifest) -> tuple[Architecture, bool, str | None, QuantScheme | None]:
+    """What `describe_model` noted: the model, whether projections are merged, where it began, how it is quantised."""
     noted = cast("Mapping[str, JSON] | None", manifest.info.get(MODEL))
     if noted is None:
         raise ValueError(f"{folder} does not say what its model is: it was saved by an older xorl, or by other code")
-    hf_config = cast(Mapping[str, object], noted["hf_config"])
+    hf_config = {
+        key: value
+        for key, value in cast(Mapping[str, object], noted["hf_config"]).items()
+        if key != QUANTIZATION_KEY  # what is exported is not
+    }
     spec = spec_for(hf_config)
     tokenizer = None if noted["tokenizer"] is None else Path(str(noted["tokenizer"]))
     if tokenizer is not None and not tokenizer.is_dir():
         logger.warning("tokenizer=%s is not there any more: the export goes without one", tokenizer)
         tokenizer = None
     architecture = Architecture(spec, spec.config_from_hf(hf_config), hf_config, tokenizer)
-    return architecture, bool(noted["merge_qkv"]), cast("str | None", noted["path"])
+    stored = cast("Mapping[str, JSON] | None", noted.get("quantization"))
+    scheme = None
+    if stored is not None:
+        scheme = QuantScheme(cast(QuantFormat, stored["quant_format"]), cast(int, stored["group_size"]))
+    return architecture, bool(noted["merge_qkv"]), cast("str | None", noted["path"]), scheme

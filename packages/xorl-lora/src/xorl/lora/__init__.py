@@ -10,8 +10,9 @@ from xorl.lora.inject import (
     inject,
     load_adapter_state_dict,
 )
-from xorl.lora.merge import fold_, magnitude, merge_, merged_rows, set_magnitude_
+from xorl.lora.merge import fold_, magnitude, merge_, merged_rows, merged_weight, set_magnitude_
 from xorl.lora.prequantized import (
+    QUANTIZATION_KEY,
     CheckpointQuantization,
     read_quantization,
     stored_parameters,
@@ -30,6 +31,7 @@ from xorl.lora.quantized import (
 from xorl.lora.spec import AdapterSpec
 
 __all__ = [
+    "QUANTIZATION_KEY",
     "Adapter",
     "AdapterSpec",
     "AdaptiveNoise",
@@ -47,6 +49,7 @@ __all__ = [
     "magnitude",
     "merge_",
     "merged_rows",
+    "merged_weight",
     "quantizable_linears",
     "quantize_linears",
     "quantized_linears",

@@ -18,7 +18,7 @@ from xorl.core.nn import Embedding, Linear
 from xorl.core.parallel import copy_shard_, local_part
 from xorl.lora.inject import Adapter, adapters
 from xorl.lora.linear import LowRank, TorchEmbedding, TorchLinear, adapter_of
-from xorl.lora.quantized import QuantizedLinear, local_rows, read_rows, row_norms_of, write_rows_
+from xorl.lora.quantized import QuantizedLinear, gather_rows, local_rows, read_rows, write_rows_
 
 
 def merge_(model: nn.Module) -> None:
@@ -72,6 +72,12 @@ def merged_rows(layer: Linear | Embedding) -> Tensor:
     return rows
 
 
+@torch.no_grad()
+def merged_weight(layer: QuantizedLinear) -> Tensor:
+    """The whole weight of a quantised layer [O, I] in fp32, its adapters folded in; collective where it is sharded."""
+    return gather_rows(layer, merged_rows(layer))
+
+
 def _base_rows(layer: Linear | Embedding) -> tuple[Tensor, int]:
     """This rank's rows of the weight, in fp32 (fp64 for fp64), in memory of their own; and the first one's number."""
     if isinstance(layer, QuantizedLinear):
@@ -112,7 +118,7 @@ def set_magnitude_(adapter: Adapter, values: Tensor) -> None:
 def _base_norms(adapter: Adapter) -> Tensor:
     layer = adapter.layer
     if isinstance(layer, QuantizedLinear):
-        norms = row_norms_of(layer)
+        norms = gather_rows(layer, torch.linalg.vector_norm(read_rows(layer), dim=1))
     else:
         norms = _whole(torch.linalg.vector_norm(layer.weight.float(), dim=1))
     return norms[adapter.pair.start : adapter.pair.stop]

@@ -23,7 +23,7 @@ from xorl.core.models.recipes import Rows
 from xorl.kernels.quant import QuantScheme
 from xorl.lora.quantized import quantized_linears
 
-CONFIG_KEY = "quantization_config"
+QUANTIZATION_KEY = "quantization_config"
 # The tensors of each format beside a module's weight, by the last part of their names.
 EXTRA = (
     ".weight_scale_inv",
@@ -52,11 +52,11 @@ def read_quantization(hf_config: Mapping[str, object]) -> CheckpointQuantization
 
     Raises ValueError, which begins with the key, for a way of quantising that is none of the three.
     """
-    stored = hf_config.get(CONFIG_KEY)
+    stored = hf_config.get(QUANTIZATION_KEY)
     if not stored:
         return None
     if not isinstance(stored, Mapping):
-        raise ValueError(f"{CONFIG_KEY} must be a mapping, got {stored!r}")
+        raise ValueError(f"{QUANTIZATION_KEY} must be a mapping, got {stored!r}")
     method = str(stored.get("quant_method"))
     if method == "fp8":
         return _block_fp8(stored)
@@ -93,7 +93,7 @@ def _nvfp4(stored: Mapping[str, object]) -> CheckpointQuantization:
 
 def _unsupported(what: str) -> ValueError:
     return ValueError(
-        f"{CONFIG_KEY}: {what} is not supported; fp8 in square blocks, ModelOpt's NVFP4 and bitsandbytes' nf4 are"
+        f"{QUANTIZATION_KEY}: {what} is not supported; fp8 in square blocks, ModelOpt's NVFP4 and bitsandbytes' nf4 are"
     )
 
 

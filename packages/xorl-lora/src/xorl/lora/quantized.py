@@ -207,14 +207,14 @@ def write_rows_(layer: QuantizedLinear, rows: Tensor) -> None:
 
 
 @torch.no_grad()
-def row_norms_of(layer: QuantizedLinear) -> Tensor:
-    """The norm of each row of the weight, fp32 [O], whole on every rank; collective where the weight is sharded."""
+def gather_rows(layer: QuantizedLinear, rows: Tensor) -> Tensor:
+    """Whole [O, ...], of what each rank has for its rows of the weight [N, ...]; collective where it is sharded."""
     first, last = local_rows(layer)
-    norms = torch.zeros(layer.out_features, device=layer.weight.device)
-    norms[first:last] = torch.linalg.vector_norm(read_rows(layer), dim=1)
+    whole = rows.new_zeros((layer.out_features, *rows.shape[1:]))
+    whole[first:last] = rows
     for group in shard_groups(layer.weight):
-        dist.all_reduce(norms, group=group)
-    return norms
+        dist.all_reduce(whole, group=group)
+    return whole
 
 
 def _global_scale(layer: QuantizedLinear, rows: Tensor, first: int) -> Tensor:
