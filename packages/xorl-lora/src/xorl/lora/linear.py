@@ -118,19 +118,8 @@ class LinearAdapter(_Adapter):
     def _factors(self, dtype: torch.dtype, out_features: int) -> tuple[Tensor, Tensor]:
         """(scale * A [R, I], B [O, R]) of the layer."""
         pairs = self.pairs()
-        if len(pairs) == 1 and pairs[0].stop - pairs[0].start == out_features:
-            return pairs[0].scaled_a(dtype), pairs[0].B.to(dtype)
-        down = torch.cat([pair.scaled_a(dtype) for pair in pairs])
-        total, before, row = down.shape[0], 0, 0
-        blocks: list[Tensor] = []
-        for pair in pairs:
-            # The rows that no adapter changes go with those below them.
-            sides = (before, total - before - pair.rank, pair.start - row, 0)
-            blocks.append(F.pad(pair.B.to(dtype), sides))
-            before, row = before + pair.rank, pair.stop
-        if row < out_features:
-            blocks.append(torch.zeros(out_features - row, total, dtype=dtype, device=down.device))
-        return down, torch.cat(blocks)
+        downs, ups = [pair.scaled_a(dtype) for pair in pairs], [pair.B.to(dtype) for pair in pairs]
+        return join_parts(downs, ups, [(pair.start, pair.stop) for pair in pairs], out_features)
 
     def _norm_ratio(self, layer: Linear, down: Tensor, up: Tensor) -> Tensor | None:
         """Of DoRA, what each output is multiplied by, [O] fp32: one where there is no adapter."""
@@ -145,6 +134,31 @@ class LinearAdapter(_Adapter):
             pieces += [base[row : pair.start], base[pair.start : pair.stop] + pair.magnitude_offset]
             row = pair.stop
         return torch.cat([*pieces, base[row:]]) / adapted
+
+
+def join_parts(
+    downs: Sequence[Tensor], ups: Sequence[Tensor], parts: Sequence[tuple[int, int]], out_features: int
+) -> tuple[Tensor, Tensor]:
+    """One pair of factors for the adapters of a layer's parts: [..., R, I] and [..., O, R], R being the sum of ranks.
+
+    Args:
+        downs: of each adapter, in the order of the parts, [..., rank, I].
+        ups: [..., P, rank]; each gets the rows of its part, and zeros stand in the rest.
+        parts: output features (start, stop) of each.
+        out_features: O.
+    """
+    if len(parts) == 1 and parts[0] == (0, out_features):
+        return downs[0], ups[0]
+    down = torch.cat([*downs], dim=-2)
+    total, before, row = down.shape[-2], 0, 0
+    blocks: list[Tensor] = []
+    for up, (start, stop) in zip(ups, parts, strict=True):
+        # The rows that no adapter changes go with those below them.
+        blocks.append(F.pad(up, (before, total - before - up.shape[-1], start - row, 0)))
+        before, row = before + up.shape[-1], stop
+    if row < out_features:
+        blocks.append(down.new_zeros(*down.shape[:-2], out_features - row, total))
+    return down, torch.cat(blocks, dim=-2)
 
 
 @torch.no_grad()
@@ -174,10 +188,9 @@ class EmbeddingAdapter(_Adapter):
 
 
 def adapter_of(layer: nn.Module) -> _Adapter | None:
-    """The adapters on `layer` itself, or None."""
+    """The adapters on `layer` itself, or None; those of a bank (see bank.py) are no one layer's."""
     adapter = layer.adapter if isinstance(layer, (Linear, Embedding)) else None
-    assert adapter is None or isinstance(adapter, _Adapter)
-    return adapter
+    return adapter if isinstance(adapter, _Adapter) else None
 
 
 class TorchLinear(Linear):

@@ -1,0 +1,139 @@
+"""Linear layers with one weight for each group of neighbouring tokens, of which several groups make up a row.
+
+One product serves all groups, however many there are and wherever they end: the ends are on the device, so the host
+waits for nothing, and compiled code knows nothing of them. Operators of torch's own kernels for grouped products on
+GPUs, in bf16; a loop over the groups elsewhere, which is the plain twin.
+
+Shapes: T tokens, S weights, N output features, K input features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+# What torch's kernels need of the strides of their operands.
+ALIGNMENT_BYTES = 16
+
+
+class TokenGroups(NamedTuple):
+    """Which tokens use which of S weights. Tensors on the device of the tokens.
+
+    ends: [S] int32, where the groups end in the row, in its order; groups may be empty, and the last ends at T.
+    order: [S] int64, the weight of each group: every weight once.
+    inverse: [S] int64, the group of each weight.
+    """
+
+    ends: Tensor
+    order: Tensor
+    inverse: Tensor
+
+    @classmethod
+    def of(cls, runs: Sequence[tuple[int, int]], num_weights: int) -> TokenGroups:
+        """On the CPU, from (weight, number of tokens) of each group in the order of the row.
+
+        Raises ValueError for a weight that has two groups, since its tokens must be neighbours.
+        """
+        order = [weight for weight, _ in runs]
+        if len(set(order)) < len(order):
+            raise ValueError(f"tokens of one weight must be neighbours; the row has groups of the weights {order}")
+        order += sorted(set(range(num_weights)) - set(order))
+        lengths = [length for _, length in runs] + [0] * (num_weights - len(runs))
+        indices = torch.tensor(order, dtype=torch.int64)
+        return cls(torch.tensor(list(accumulate(lengths)), dtype=torch.int32), indices, indices.argsort())
+
+
+def grouped_linear(x: Tensor, weight: Tensor, groups: TokenGroups, addend: Tensor | None = None) -> Tensor:
+    """x[t] @ weight[s].T for each token t of the group of weight s, and the addend's row; [T, N] in the dtype of x.
+
+    Products accumulate in fp32 and are rounded once before the sum. A weight without tokens has a gradient of zeros.
+
+    Args:
+        x: [T, K].
+        weight: [S, N, K], in the dtype of x.
+        groups: of T tokens and S weights.
+        addend: [T, N] in the dtype of x, or None.
+    """
+    out = _grouped_linear(x, weight, *groups)
+    return out if addend is None else out + addend
+
+
+@torch.library.custom_op("xorl::grouped_linear", mutates_args=())
+def _grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    return _product(x, weight[order].transpose(1, 2), ends)
+
+
+@_grouped_linear.register_fake
+def _(x: Tensor, weight: Tensor, ends: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+@torch.library.custom_op("xorl::grouped_linear_backward", mutates_args=())
+def _grouped_linear_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, ends: Tensor, order: Tensor, inverse: Tensor
+) -> tuple[Tensor, Tensor]:
+    grad = grad.contiguous()
+    return _product(grad, weight[order], ends), _outer(grad, x, ends)[inverse]
+
+
+@_grouped_linear_backward.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor, ends: Tensor, order: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x, memory_format=torch.contiguous_format), weight.new_empty(weight.shape)
+
+
+def _save(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], output: Tensor) -> None:
+    # The groups may be changed in place for the next row once this one's backward pass is done.
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    x, weight, ends, order, inverse = ctx.saved_tensors  # pyright: ignore[reportAttributeAccessIssue] set above
+    grad_x, grad_weight = _grouped_linear_backward(grad, x, weight, ends, order, inverse)
+    return grad_x, grad_weight, None, None, None
+
+
+_grouped_linear.register_autograd(_differentiate, setup_context=_save)
+
+
+def _product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """x[t] @ weight[g] for the tokens of group g: [T, K] and [S, K, N] to [T, N]."""
+    x = x.contiguous()
+    if _has_kernel(x, x.shape[1], weight.shape[2]):
+        return torch._grouped_mm(x, weight, offs=ends)
+    out = x.new_empty(x.shape[0], weight.shape[2])
+    for group, tokens in enumerate(_slices(ends, x.shape[0])):
+        torch.mm(x[tokens], weight[group], out=out[tokens])
+    return out
+
+
+def _outer(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    """grad.T @ x over the tokens of each group: [T, N] and [T, K] to [S, N, K]."""
+    x = x.contiguous()
+    if _has_kernel(x, x.shape[1], grad.shape[1]):
+        outer = torch._grouped_mm(grad.t(), x, offs=ends)
+        # Whatever the kernel leaves where it sums over no token.
+        return outer.masked_fill_((ends.diff(prepend=ends.new_zeros(1)) == 0)[:, None, None], 0)
+    outer = x.new_zeros(len(ends), grad.shape[1], x.shape[1])
+    for group, tokens in enumerate(_slices(ends, x.shape[0])):
+        if tokens.stop > tokens.start:
+            torch.mm(grad[tokens].t(), x[tokens], out=outer[group])
+    return outer
+
+
+def _slices(ends: Tensor, num_tokens: int) -> list[slice]:
+    stops = ends.tolist()
+    assert stops[-1] == num_tokens, f"the groups have {stops[-1]} tokens, the row {num_tokens}"
+    return [slice(start, stop) for start, stop in zip([0, *stops[:-1]], stops, strict=True)]
+
+
+def _has_kernel(x: Tensor, *widths: int) -> bool:
+    """Whether torch multiplies such groups at once, without asking the host where they end."""
+    if x.device.type != "cuda" or x.dtype != torch.bfloat16:
+        return False
+    is_aligned = all(width * x.element_size() % ALIGNMENT_BYTES == 0 for width in widths)
+    return is_aligned and torch.cuda.get_device_capability(x.device)[0] >= 9
