@@ -1,5 +1,6 @@
 """LoRA: small trained matrices beside the frozen weights of any torch module, and of xorl's decoder."""
 
+from xorl.lora.bank import Adam, AdapterBank, StepOutcome
 from xorl.lora.inject import (
     Adapter,
     adapter_parameters,
@@ -28,15 +29,20 @@ from xorl.lora.quantized import (
     quantized_linears,
     quantized_rows,
 )
+from xorl.lora.snapshot import AdapterSnapshot
 from xorl.lora.spec import AdapterSpec
 
 __all__ = [
     "QUANTIZATION_KEY",
+    "Adam",
     "Adapter",
+    "AdapterBank",
+    "AdapterSnapshot",
     "AdapterSpec",
     "AdaptiveNoise",
     "CheckpointQuantization",
     "QuantizedLinear",
+    "StepOutcome",
     "adapter_parameters",
     "adapter_state_dict",
     "adapters",

@@ -1,0 +1,335 @@
+"""AdapterBank: many adapters over one frozen base, each trained by an optimizer of its own, mixed in one pass.
+
+Each process has a bank of its own, whole: what its tokens add to the gradients is its own until `step` sums one
+adapter's over all. Which adapters are on the device is a matter of each process too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from xorl.core.models.initial import fill_uniform_, key_of
+from xorl.core.optim import gradient_scale
+from xorl.kernels.grouped_linear import TokenGroups
+from xorl.kernels.optim import adamw_
+from xorl.lora.bank_layer import BankedLinear
+from xorl.lora.bank_slots import Slots
+from xorl.lora.inject import Adapter, adapters
+from xorl.lora.linear import LowRank, initial_bound
+from xorl.lora.pages import Pages
+from xorl.lora.snapshot import GRAD, STATES, VALUE, AdapterSnapshot
+from xorl.lora.spec import AdapterSpec
+from xorl.lora.targets import plain, resolve
+
+
+@dataclass(frozen=True)
+class Adam:
+    """Hyperparameters of one step of AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101). Raises ValueError."""
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must be at least 0 and below 1, got {self.betas}")
+        if not self.eps > 0:
+            raise ValueError(f"eps must be above 0, got {self.eps}")
+        if not (math.isfinite(self.lr) and self.lr >= 0 and math.isfinite(self.weight_decay)):
+            raise ValueError(f"lr and weight_decay must be finite, and lr at least 0: {self.lr}, {self.weight_decay}")
+
+
+class StepOutcome(NamedTuple):
+    """0-dim fp32 tensors on the device: the norm of the divided gradient, and 1 where it was not finite, 0 elsewhere.
+
+    Then nothing was changed.
+    """
+
+    grad_norm: Tensor
+    skipped: Tensor
+
+
+@dataclass
+class _Entry:
+    """An adapter: its spec, which places it adapts, and whether gradients wait for a step."""
+
+    spec: AdapterSpec
+    places: tuple[int, ...]
+    has_gradient: bool = False
+
+
+class AdapterBank:
+    """Adapters on the linear layers of `model`, which it freezes, by the names that they were added under.
+
+    At most `num_resident` adapters are on the device, with gradients and optimizer state 16 bytes a value; what is
+    needed comes back by itself, and the one that was not used for longest leaves for it.
+
+    Args:
+        model: placed, sharded or replicated already, and not run yet; nn.Linear layers become layers that take
+            adapters, where they are.
+        targets: the layers that adapters of this bank may be on; each adapter is on all of them or on some.
+        num_resident: how many fit on the device.
+        max_rank: largest rank of an adapter; every slot has room for it.
+        device: where the model computes.
+        host_limit, folder: see `Pages`. Several processes need folders of their own.
+        group: the ranks whose gradients `step` sums; None for this process alone.
+
+    Raises ValueError for targets that no adapter can go on or a bank cannot hold, and if `model` has adapters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        targets: Sequence[str] | str = "all-linear",
+        num_resident: int,
+        max_rank: int,
+        device: torch.device | str,
+        host_limit: int | None = None,
+        folder: Path | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if num_resident < 1:
+            raise ValueError(f"num_resident must be at least 1, got {num_resident}")
+        if adapters(model) or any(isinstance(module, BankedLinear) for module in model.modules()):
+            raise ValueError(f"{type(model).__name__} already has adapters; a bank takes a model without")
+        sites = resolve(
+            AdapterSpec(rank=max_rank, targets="all-linear" if targets == "all-linear" else tuple(targets)), model
+        )
+        if embeddings := [site.name for site in sites if not site.is_linear]:
+            raise ValueError(f"targets: a bank adapts linear layers, and {', '.join(embeddings)} is an embedding")
+        self._model = model
+        self._max_rank = max_rank
+        self._group = group
+        self._pages = Pages(host_limit=host_limit, folder=folder)
+        model.requires_grad_(False)
+        # One slot more, which stays zero: tokens of the base alone use it.
+        self._slots = Slots(model, sites, num_slots=num_resident + 1, max_rank=max_rank, device=device)
+        self._base_slot = num_resident
+        self._free = list(range(num_resident))[::-1]
+        self._entries: dict[str, _Entry] = {}
+        self._resident: OrderedDict[str, int] = OrderedDict()
+        groups = TokenGroups.of([(self._base_slot, 0)], num_resident + 1)
+        self._groups = TokenGroups(*(tensor.to(device) for tensor in groups))
+        self._slots.attach(self._groups)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All adapters, in the order in which they were added."""
+        return tuple(self._entries)
+
+    @property
+    def resident(self) -> tuple[str, ...]:
+        """Those on the device, the one that was not used for longest first."""
+        return tuple(self._resident)
+
+    def spec(self, name: str) -> AdapterSpec:
+        """What an adapter is."""
+        return self._entry(name).spec
+
+    def num_values(self, name: str) -> int:
+        """How many values of an adapter are trained."""
+        entry = self._entry(name)
+        return sum(math.prod(shape) for _, shape in self._slots.names(entry.spec, entry.places))
+
+    def add(self, name: str, spec: AdapterSpec, *, seed: int = 0) -> None:
+        """A new adapter, with the values that `inject` with this spec and seed would give it.
+
+        Raises ValueError for a name that is taken and for a spec that this bank has no room for.
+        """
+        if name in self._entries:
+            raise ValueError(f"there is an adapter {name!r} already")
+        entry = _Entry(spec, self._fitting(spec))
+        slot = self._enter(name, entry)
+        for place in (self._slots.places[index] for index in entry.places):
+            part, _ = self._slots.views(VALUE, slot, place, spec)
+            key = key_of(seed, f"{place.site.name}.lora_A", part.shape)
+            fill_uniform_(part, bound=initial_bound(part.shape[1]), key=key, shape=part.shape, offset=(0, 0))
+
+    def restore(self, name: str, snapshot: AdapterSnapshot) -> None:
+        """An adapter as it was in `snapshot`, optimizer and all, new or in place of the one of this name.
+
+        Raises ValueError, before anything is changed, where it does not fit.
+        """
+        spec = snapshot.spec
+        entry = _Entry(spec, self._fitting(spec))
+        snapshot = AdapterSnapshot.of_tensors(spec, self._slots.names(spec, entry.places), snapshot.tensors())
+        entry.has_gradient = GRAD in snapshot.values
+        if name in self._entries:
+            self.remove(name)
+        self._slots.write(self._enter(name, entry), entry.places, snapshot)
+
+    def remove(self, name: str) -> None:
+        """Forget an adapter."""
+        self._entry(name)
+        if name in self._resident:
+            self._release(name)
+        self._pages.drop(name)
+        del self._entries[name]
+
+    def activate(self, runs: Sequence[tuple[str | None, int]]) -> None:
+        """Say whose the tokens of the next forward pass are: (adapter, number of tokens) along the row.
+
+        None stands for the base alone. It holds until the next call; a backward pass must come before that. Gradients,
+        where there are any, add up until `step` or `zero_grad`.
+
+        Raises ValueError for an adapter that is not there, one whose tokens are not neighbours, and for more adapters
+        than are on the device at once.
+        """
+        wanted = [name for name, _ in runs if name is not None]
+        if len(set(wanted)) > self._base_slot:
+            raise ValueError(f"{len(set(wanted))} adapters in one pass, and the bank holds {self._base_slot} at once")
+        for name in wanted:
+            self._entry(name)
+        for name in wanted:
+            self._load(name, keep=wanted)
+            self._entries[name].has_gradient |= torch.is_grad_enabled()
+        numbered = [(self._base_slot if name is None else self._resident[name], length) for name, length in runs]
+        for target, source in zip(self._groups, TokenGroups.of(numbered, self._base_slot + 1), strict=True):
+            on_gpu = target.device.type == "cuda"
+            target.copy_(source.pin_memory() if on_gpu else source, non_blocking=on_gpu)
+
+    @torch.no_grad()
+    def step(
+        self, name: str, adam: Adam, *, divisor: Tensor | float = 1.0, max_norm: float | None = None
+    ) -> StepOutcome:
+        """Sum one adapter's gradient over the ranks, divide it, clip it to `max_norm`, step and zero it. Collective.
+
+        A gradient that is not finite changes nothing but is zeroed; the host does not wait to learn of it.
+        """
+        slot = self._load(name)
+        values, exp_avg, exp_avg_sq = (self._slots.rows[kind][slot] for kind in (VALUE, *STATES))
+        values = values.detach()
+        values.grad = self._slots.gradient(slot)
+        if self._group is not None:
+            dist.all_reduce(values.grad, group=self._group)
+        norm, scale = gradient_scale([values], divisor, max_norm)
+        skipped = (~torch.isfinite(norm)).float()
+        count = self._slots.steps[slot]
+        count += 1 - skipped
+        adamw_(
+            [values],
+            [values.grad],
+            [exp_avg],
+            [exp_avg_sq],
+            [count],
+            lr=adam.lr,
+            betas=adam.betas,
+            eps=adam.eps,
+            weight_decay=adam.weight_decay,
+            grad_scale=scale,
+            skip=skipped,
+            noises=None,
+        )
+        self.zero_grad(name)
+        return StepOutcome(norm, skipped)
+
+    def zero_grad(self, name: str) -> None:
+        """Forget what was accumulated for one adapter."""
+        self._slots.zero_gradient(self._load(name))
+        self._entries[name].has_gradient = False
+
+    def gradients(self, name: str) -> dict[str, Tensor]:
+        """What this rank has accumulated for one adapter, by `{layer}.lora_A` and `{layer}.lora_B`: views."""
+        entry = self._entry(name)
+        return self._slots.tensors(GRAD, self._load(name), entry.spec, entry.places)
+
+    def adapters(self, name: str) -> dict[str, Adapter]:
+        """One adapter's parts by the names of the adapted layers, as `xorl.lora.adapters` gives those of a model.
+
+        They share memory with the bank until the adapter leaves the device: use them before other calls.
+        """
+        slot, entry = self._load(name), self._entries[name]
+        found: dict[str, Adapter] = {}
+        for place in (self._slots.places[index] for index in entry.places):
+            site = place.site
+            pair = LowRank(
+                site.name,
+                rank=entry.spec.rank_of(site.name),
+                alpha=entry.spec.alpha_of(site.name),
+                scale=entry.spec.scale_of(site.name),
+                part=(site.start, site.stop),
+                in_features=place.layer.in_features,
+                use_dora=False,
+                device=torch.device("meta"),
+            )
+            pair.A, pair.B = (nn.Parameter(view) for view in self._slots.views(VALUE, slot, place, entry.spec))
+            found[site.name] = Adapter(site.name, pair, place.layer, plain(site.path))
+        return found
+
+    def snapshot(self, name: str) -> AdapterSnapshot:
+        """One adapter with its optimizer state, copied to host memory, without gradients; it stays where it is."""
+        entry, kinds = self._entry(name), (VALUE, *STATES)
+        if name in self._resident:
+            return self._slots.read(self._resident[name], entry.spec, entry.places, kinds)
+        away = self._pages.look(name)
+        return AdapterSnapshot(away.spec, away.step, away.names, {kind: away.values[kind] for kind in kinds})
+
+    def save(self, name: str, path: Path) -> None:
+        """Write one adapter with its optimizer state to a file, which appears whole or not at all."""
+        self.snapshot(name).write(path)
+
+    def load(self, name: str, path: Path) -> None:
+        """An adapter from a file of `save`, to the bit. Raises ValueError where it is none or does not fit."""
+        self.restore(name, AdapterSnapshot.read(path))
+
+    def _load(self, name: str, keep: Sequence[str] = ()) -> int:
+        """The slot of an adapter, which is on the device then; for it, none of `keep` leaves."""
+        entry = self._entry(name)
+        if name not in self._resident:
+            snapshot = self._pages.look(name)
+            self._slots.write(self._enter(name, entry, keep), entry.places, snapshot)
+            self._pages.drop(name)
+        self._resident.move_to_end(name)
+        return self._resident[name]
+
+    def _enter(self, name: str, entry: _Entry, keep: Sequence[str] = ()) -> int:
+        """An empty slot for an adapter, for which one that is not in `keep` leaves, if it must."""
+        if not self._free:
+            self._put_away(next(other for other in self._resident if other not in keep))
+        slot = self._free.pop()
+        self._slots.take(slot, entry.spec, entry.places)
+        self._entries[name] = entry
+        self._resident[name] = slot
+        return slot
+
+    def _put_away(self, name: str) -> None:
+        entry = self._entries[name]
+        kinds = (VALUE, *STATES, *([GRAD] if entry.has_gradient else []))
+        snapshot = self._slots.read(self._resident[name], entry.spec, entry.places, kinds)
+        self._release(name)
+        self._pages.put(name, snapshot)
+
+    def _release(self, name: str) -> None:
+        slot = self._resident.pop(name)
+        self._slots.clear(slot)
+        self._free.append(slot)
+
+    def _entry(self, name: str) -> _Entry:
+        if name not in self._entries:
+            raise ValueError(f"there is no adapter {name!r}; there are {', '.join(map(repr, self._entries)) or 'none'}")
+        return self._entries[name]
+
+    def _fitting(self, spec: AdapterSpec) -> tuple[int, ...]:
+        """The places that `spec` adapts. Raises ValueError where this bank cannot hold it."""
+        for option in ("dropout", "use_dora", "modules_to_save"):
+            if getattr(spec, option):
+                raise ValueError(f"{option} is {getattr(spec, option)}: adapters of a bank have none")
+        numbered = {place.site.name: index for index, place in enumerate(self._slots.places)}
+        chosen = [site.name for site in resolve(spec, self._model)]
+        if outside := [name for name in chosen if name not in numbered]:
+            raise ValueError(f"targets: {', '.join(outside[:5])} is not among the targets of the bank")
+        for name in chosen:
+            if spec.rank_of(name) > self._max_rank:
+                raise ValueError(f"rank of {name} is {spec.rank_of(name)}, and the bank has room for {self._max_rank}")
+        return tuple(numbered[name] for name in chosen)

@@ -1,0 +1,97 @@
+"""What the adapters of a bank compute beside a linear layer: many adapters, each on its own tokens, in one pass.
+
+Shapes: S slots, I input features, O output features of a layer, P those of a part, R rank that a slot has room for (of
+a layer: the sum over its parts), T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from xorl.core.nn import Linear
+from xorl.kernels.grouped_linear import TokenGroups, grouped_linear
+from xorl.lora.linear import join_parts
+
+
+class StackedPair(nn.Module):
+    """The adapters of all slots on one part of a layer; A is [S, R, I] and B [S, P, R], fp32.
+
+    An adapter of a smaller rank, or one that leaves this layer alone, has zeros in the rest of its slot: their gradient
+    is zero too, since what A gives is multiplied with zeros of B and the other way round, so they stay.
+
+    Neither is a parameter of the model: they are leaves that the bank trains, and nothing that places, shards or saves
+    the model's parameters sees them.
+
+    Attributes:
+        name: the adapted layer's, as checkpoints know it.
+        start, stop: the part's output features among those of the layer.
+        scale: [S] fp32, what B @ A of each slot is multiplied by.
+    """
+
+    def __init__(self, name: str, part: tuple[int, int], a: Tensor, b: Tensor, scale: Tensor) -> None:
+        super().__init__()
+        self.name = name
+        self.start, self.stop = part
+        self.A = a
+        self.B = b
+        self.scale = scale
+
+    def scaled_a(self, dtype: torch.dtype) -> Tensor:
+        """scale * A [S, R, I] in `dtype`, rounded as the scaled A of a single adapter is."""
+        return (self.A.to(dtype) * self.scale[:, None, None]).to(dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.name}, slots={self.A.shape[0]}, rank={self.A.shape[1]}"
+
+
+class BankedLinear(nn.Module):
+    """y + scale * (x @ A.T) @ B.T on the output of a linear layer, A and B being those of each token's adapter.
+
+    One grouped product for all As and one for all Bs, whatever the number of adapters; computed in the dtype of x.
+    `groups` is shared by all layers of a bank, which changes it in place before each forward pass. Leading dimensions
+    of x are flattened to the T tokens that `groups` is about.
+    """
+
+    def __init__(self, pairs: Sequence[StackedPair], groups: TokenGroups) -> None:
+        super().__init__()
+        self.stacked = nn.ModuleList(pairs)
+        self.groups = groups
+
+    def pairs(self) -> list[StackedPair]:
+        """In the order of their output features."""
+        pairs: list[StackedPair] = []
+        for pair in self.stacked:
+            assert isinstance(pair, StackedPair)
+            pairs.append(pair)
+        return pairs
+
+    def forward(self, x: Tensor, y: Tensor, layer: Linear) -> Tensor:
+        down, up = self._factors(x.dtype, layer.out_features)
+        low = grouped_linear(x.reshape(-1, layer.in_features), down, self.groups)  # [T, R]
+        return grouped_linear(low, up, self.groups, y.reshape(-1, layer.out_features)).view(y.shape)
+
+    def operands(self, x: Tensor, layer: Linear) -> tuple[Tensor, Tensor]:
+        """x [T, I + S * R] and the weight [O, I + S * R], whose product is the output.
+
+        Beside x stands what A gives, in the columns of the token's slot and zero in the others, and beside the weight
+        the Bs of all slots. One who trains the head with values that are not finite spoils the others' gradients here,
+        as they are summed over all tokens.
+        """
+        down, up = self._factors(x.dtype, layer.out_features)
+        low = grouped_linear(x, down, self.groups)  # [T, R]
+        num_slots, _, rank = up.shape
+        tokens = torch.arange(x.shape[0], device=x.device, dtype=torch.int32)
+        slots = self.groups.order[torch.searchsorted(self.groups.ends, tokens, right=True)]
+        is_own = slots[:, None, None] == torch.arange(num_slots, device=x.device)[:, None]  # [T, S, 1]
+        spread = torch.where(is_own, low[:, None, :], 0).reshape(-1, num_slots * rank)
+        ups = up.transpose(0, 1).reshape(-1, num_slots * rank)
+        return torch.cat([x, spread], dim=1), torch.cat([layer.dense_weight(x.dtype), ups], dim=1)
+
+    def _factors(self, dtype: torch.dtype, out_features: int) -> tuple[Tensor, Tensor]:
+        """(scale * A [S, R, I], B [S, O, R]) of the layer."""
+        pairs = self.pairs()
+        downs, ups = [pair.scaled_a(dtype) for pair in pairs], [pair.B.to(dtype) for pair in pairs]
+        return join_parts(downs, ups, [(pair.start, pair.stop) for pair in pairs], out_features)

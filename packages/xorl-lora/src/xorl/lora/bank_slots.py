@@ -1,0 +1,171 @@
+"""The device memory of a bank: a slot for each adapter that is there, and what of it each layer computes with.
+
+A slot is one flat row of values and of each state of AdamW, so that an optimizer step is one operation, whatever the
+number of layers. Gradients lie layer by layer, all slots together, since autograd wants those of a leaf contiguous.
+
+Shapes: S slots, N values that a slot has room for, R largest rank, I input and P output features of a part of a layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from xorl.core.nn import Linear
+from xorl.kernels.grouped_linear import TokenGroups
+from xorl.lora.bank_layer import BankedLinear, StackedPair
+from xorl.lora.linear import TorchLinear
+from xorl.lora.snapshot import GRAD, STATES, VALUE, AdapterSnapshot, Names, split_at
+from xorl.lora.spec import AdapterSpec
+from xorl.lora.targets import Site
+
+# Grouped products want rows of whole 16 bytes, of bf16.
+RANK_MULTIPLE = 8
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a part of a layer lies in a slot: A [R, I] from `start_a` on, B [P, R] from `start_b` to `stop`."""
+
+    site: Site
+    layer: Linear
+    start_a: int
+    start_b: int
+    stop: int
+
+    @property
+    def num_outputs(self) -> int:
+        """P."""
+        return self.site.stop - self.site.start
+
+
+class Slots:
+    """`num_slots` slots with room for adapters of `max_rank` on `sites`, which are linear layers of `model`.
+
+    nn.Linear layers become layers that take adapters. Slots are zero until they are written.
+    """
+
+    def __init__(
+        self, model: nn.Module, sites: Sequence[Site], *, num_slots: int, max_rank: int, device: torch.device | str
+    ) -> None:
+        self.room = -(-max_rank // RANK_MULTIPLE) * RANK_MULTIPLE
+        self.places = _places(model, sites, self.room)
+        shape = (num_slots, self.places[-1].stop)
+        self.rows = {kind: torch.zeros(shape, dtype=torch.float32, device=device) for kind in (VALUE, *STATES)}
+        self._grads = torch.zeros(math.prod(shape), device=device)
+        self.steps = torch.zeros(num_slots, device=device)
+        self._scales = torch.zeros(len(self.places), num_slots, device=device)
+
+    def attach(self, groups: TokenGroups) -> None:
+        """Put what computes onto the layers: leaves that share the slots' memory, and whose gradients do too."""
+        by_layer: dict[Linear, list[StackedPair]] = {}
+        for place, scale in zip(self.places, self._scales, strict=True):
+            a, b = (self._leaf(*part) for part in self._parts(place))
+            part = (place.site.start, place.site.stop)
+            by_layer.setdefault(place.layer, []).append(StackedPair(place.site.name, part, a, b, scale))
+        for layer, pairs in by_layer.items():
+            layer.adapter = BankedLinear(pairs, groups)
+
+    def names(self, spec: AdapterSpec, places: Sequence[int]) -> Names:
+        """The tensors of an adapter on these places."""
+        names: list[tuple[str, tuple[int, ...]]] = []
+        for place in (self.places[index] for index in places):
+            rank = spec.rank_of(place.site.name)
+            names.append((f"{place.site.name}.lora_A", (rank, place.layer.in_features)))
+            names.append((f"{place.site.name}.lora_B", (place.num_outputs, rank)))
+        return names
+
+    def tensors(self, kind: str, slot: int, spec: AdapterSpec, places: Sequence[int]) -> dict[str, Tensor]:
+        """Views of what is in a slot, by the names of `names`."""
+        pairs = [self.views(kind, slot, self.places[index], spec) for index in places]
+        views = [view for pair in pairs for view in pair]
+        return dict(zip((name for name, _ in self.names(spec, places)), views, strict=True))
+
+    def views(self, kind: str, slot: int, place: Place, spec: AdapterSpec) -> tuple[Tensor, Tensor]:
+        """A [rank, I] and B [P, rank] of one part, in the memory of a slot."""
+        rank = spec.rank_of(place.site.name)
+        a, b = (self._stacked(kind, *part)[slot] for part in self._parts(place))
+        return a[:rank], b[:, :rank]
+
+    def gradient(self, slot: int) -> Tensor:
+        """A copy of the gradient of a slot, laid out as its row of values."""
+        return torch.cat([grad.reshape(-1) for grad in self._gradients(slot)])
+
+    def zero_gradient(self, slot: int) -> None:
+        """Forget the gradient of a slot."""
+        torch._foreach_zero_(self._gradients(slot))
+
+    def take(self, slot: int, spec: AdapterSpec, places: Sequence[int]) -> None:
+        """Let an empty slot be an adapter's."""
+        for index in places:
+            self._scales[index, slot] = spec.scale_of(self.places[index].site.name)
+
+    def clear(self, slot: int) -> None:
+        """Empty a slot."""
+        for rows in self.rows.values():
+            rows[slot].zero_()
+        self.zero_gradient(slot)
+        self._scales[:, slot] = 0
+        self.steps[slot] = 0
+
+    @torch.no_grad()
+    def read(self, slot: int, spec: AdapterSpec, places: Sequence[int], kinds: Sequence[str]) -> AdapterSnapshot:
+        """Copy what is in a slot to host memory."""
+        # One copy a kind: a large adapter has hundreds of tensors.
+        flat = {
+            kind: torch.cat([part.reshape(-1) for part in self.tensors(kind, slot, spec, places).values()]).cpu()
+            for kind in kinds
+        }
+        return AdapterSnapshot(spec, int(self.steps[slot]), self.names(spec, places), flat)
+
+    @torch.no_grad()
+    def write(self, slot: int, places: Sequence[int], snapshot: AdapterSnapshot) -> None:
+        """Copy what `read` gave into a slot that was taken for it."""
+        bounds = split_at(snapshot.names)
+        for kind, flat in snapshot.values.items():
+            moved = flat.to(self.steps.device)
+            for view, (start, stop) in zip(
+                self.tensors(kind, slot, snapshot.spec, places).values(), bounds, strict=True
+            ):
+                view.copy_(moved[start:stop].view(view.shape))
+        self.steps[slot] = snapshot.step
+
+    def _parts(self, place: Place) -> tuple[tuple[int, tuple[int, int]], tuple[int, tuple[int, int]]]:
+        """Where A [R, I] and B [P, R] of a place begin in a row, and their shapes."""
+        a, b = (self.room, place.layer.in_features), (place.num_outputs, self.room)
+        return (place.start_a, a), (place.start_b, b)
+
+    def _stacked(self, kind: str, start: int, shape: tuple[int, int]) -> Tensor:
+        """What begins at `start` in a row, of all slots: [S, *shape]."""
+        num_slots, size = len(self.steps), math.prod(shape)
+        if kind == GRAD:
+            return self._grads[start * num_slots : (start + size) * num_slots].view(num_slots, *shape)
+        return self.rows[kind][:, start : start + size].view(num_slots, *shape)
+
+    def _gradients(self, slot: int) -> list[Tensor]:
+        return [self._stacked(GRAD, *part)[slot] for place in self.places for part in self._parts(place)]
+
+    def _leaf(self, start: int, shape: tuple[int, int]) -> Tensor:
+        leaf = self._stacked(VALUE, start, shape).detach().requires_grad_()
+        leaf.grad = self._stacked(GRAD, start, shape)
+        return leaf
+
+
+def _places(model: nn.Module, sites: Sequence[Site], room: int) -> list[Place]:
+    places: list[Place] = []
+    start = 0
+    for site in sites:
+        layer = model.get_submodule(site.path)
+        if isinstance(layer, nn.Linear):
+            layer = TorchLinear(layer)
+            model.set_submodule(site.path, layer)
+        assert isinstance(layer, Linear)
+        start_b = start + room * layer.in_features
+        stop = start_b + (site.stop - site.start) * room
+        places.append(Place(site, layer, start, start_b, stop))
+        start = stop
+    return places

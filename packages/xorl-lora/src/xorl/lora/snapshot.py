@@ -1,0 +1,117 @@
+"""One adapter of a bank with its optimizer state, off the device: in memory, and as a file of tensors."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from xorl.lora.spec import AdapterSpec
+
+# What is kept of every value of an adapter; the values themselves have no suffix. A gradient is there while a step is
+# still to come.
+VALUE, EXP_AVG, EXP_AVG_SQ, GRAD = "", "exp_avg", "exp_avg_sq", "grad"
+STATES = (EXP_AVG, EXP_AVG_SQ)
+STEP = "step"
+
+Names = Sequence[tuple[str, tuple[int, ...]]]
+"""The tensors of an adapter in their order: name and shape."""
+
+
+@dataclass(frozen=True)
+class AdapterSnapshot:
+    """An adapter at one moment; fp32 on the CPU.
+
+    Attributes:
+        spec: what it is.
+        step: how often its optimizer has stepped.
+        names: `{layer}.lora_A` and `{layer}.lora_B` of each adapted layer, with their shapes.
+        values: by kind, all tensors of that kind one after the other, flat.
+    """
+
+    spec: AdapterSpec
+    step: int
+    names: Names
+    values: Mapping[str, Tensor]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Views by name: `{layer}.lora_A`, `{layer}.lora_A.exp_avg` and so on, and `step` (0-dim, int64)."""
+        sizes = [prod(shape) for _, shape in self.names]
+        found = {
+            f"{name}.{kind}" if kind else name: part.view(shape)
+            for kind, flat in self.values.items()
+            for (name, shape), part in zip(self.names, flat.split(sizes), strict=True)
+        }
+        return {**found, STEP: torch.tensor(self.step)}
+
+    @classmethod
+    def of_tensors(cls, spec: AdapterSpec, names: Names, tensors: Mapping[str, Tensor]) -> AdapterSnapshot:
+        """What `tensors()` gave. Raises ValueError, with the names, where it does not fit `names`."""
+        shapes = dict(names)
+        kinds = [VALUE, *STATES]
+        if names and f"{names[0][0]}.{GRAD}" in tensors:
+            kinds.append(GRAD)
+        wanted = {f"{name}.{kind}" if kind else name: shapes[name] for kind in kinds for name in shapes} | {STEP: ()}
+        problems = [f"{name} is missing" for name in wanted.keys() - tensors.keys()]
+        problems += [f"{name} is unknown" for name in tensors.keys() - wanted.keys()]
+        problems += [
+            f"{name} has shape {list(tensors[name].shape)}, want {list(shape)}"
+            for name, shape in wanted.items()
+            if name in tensors and tuple(tensors[name].shape) != shape
+        ]
+        if problems:
+            raise ValueError(f"the adapter does not fit ({len(problems)} problems): {'; '.join(sorted(problems)[:5])}")
+        values = {
+            kind: torch.cat([tensors[f"{name}.{kind}" if kind else name].reshape(-1) for name in shapes])
+            for kind in kinds
+        }
+        return cls(spec, int(tensors[STEP]), names, values)
+
+    def write(self, path: Path) -> None:
+        """Write one safetensors file, which is there whole and durable, or as it was before."""
+        header = {"spec": json.dumps(asdict(self.spec)), "names": json.dumps([*self.names])}
+        content = save({name: tensor.contiguous() for name, tensor in self.tensors().items()}, metadata=header)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            with temporary.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    @classmethod
+    def read(cls, path: Path) -> AdapterSnapshot:
+        """Read what `write` wrote. Raises ValueError, with the file, for anything else."""
+        try:
+            with safe_open(path, framework="pt") as file:
+                header = file.metadata() or {}
+                stored = file.keys()  # not a mapping: it cannot be iterated over itself
+                tensors = {name: file.get_tensor(name) for name in stored}
+            names = [(str(name), tuple(map(int, shape))) for name, shape in json.loads(header["names"])]
+            return cls.of_tensors(_spec(json.loads(header["spec"])), names, tensors)
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is no adapter that a bank saved: {error}") from error
+
+
+def _spec(content: Mapping[str, Any]) -> AdapterSpec:
+    """JSON has no tuples."""
+    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in content.items()}
+    return AdapterSpec(**fields)
+
+
+def split_at(names: Names) -> list[tuple[int, int]]:
+    """Where each of these tensors begins and ends in a flat tensor of them all."""
+    ends = [*accumulate(prod(shape) for _, shape in names)]
+    return list(zip([0, *ends[:-1]], ends, strict=True))

@@ -1,0 +1,329 @@
+"""A bank of adapters: each is what it would be alone, whoever shares its batches, its memory and its device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from xorl.core.loss import cross_entropy
+from xorl.core.models import SPECS, Decoder
+from xorl.core.parallel.compile import compile_layers
+from xorl.kernels.layout import SequenceLayout
+from xorl.lora import Adam, AdapterBank, AdapterSnapshot, AdapterSpec, adapter_parameters, adapters, inject
+
+SIZES: dict[str, object] = {
+    "vocab_size": 37,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "attention_bias": True,
+}
+WITH_HEAD = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head")
+MEMBERS = {
+    "r4": AdapterSpec(rank=4, alpha=8.0, targets=WITH_HEAD),
+    "r64": AdapterSpec(rank=64, alpha=32.0),
+    "rs": AdapterSpec(rank=8, alpha=8.0, targets=WITH_HEAD, use_rslora=True),
+    "mlp": AdapterSpec(rank=16, targets=("gate_up_proj", "down_proj")),
+    "attention": AdapterSpec(rank=5, targets=("q_proj", "v_proj")),
+    "patterns": AdapterSpec(rank=6, rank_pattern={"k_proj": 12}, alpha_pattern={"up_proj": 3.0}),
+    "head": AdapterSpec(rank=32, targets=("lm_head",)),
+    "all": AdapterSpec(rank=24),
+}
+LENGTHS = (9, 1, 14, 5, 7, 3, 8, 6)
+
+
+def decoder() -> Decoder:
+    spec = SPECS["LlamaForCausalLM"]
+    model = spec.build(spec.config_from_hf(SIZES), merge_qkv=True)
+    model.init_weights(0)
+    return model
+
+
+def bank_over(model: nn.Module, **options) -> AdapterBank:
+    return AdapterBank(model, **{"targets": WITH_HEAD, "num_resident": 8, "max_rank": 64, "device": "cpu", **options})
+
+
+def as_if_trained(parameters: dict[str, Tensor], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, parameter in sorted(parameters.items()):
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
+
+
+def values_of(bank: AdapterBank, name: str) -> dict[str, Tensor]:
+    found = {f"{layer}.lora_A": part.A for layer, part in bank.adapters(name).items()}
+    return found | {f"{layer}.lora_B": part.B for layer, part in bank.adapters(name).items()}
+
+
+def loss_of(model: Decoder, lengths: Sequence[int], seed: int = 0) -> Tensor:
+    layout = SequenceLayout.from_lengths(lengths)
+    ids = torch.randint(37, (layout.num_tokens,), generator=torch.Generator().manual_seed(seed))
+    return model(ids, layout, loss=lambda hidden, head: cross_entropy(hidden, head, {"labels": ids}).sum)
+
+
+def document(index: int) -> tuple[Tensor, SequenceLayout]:
+    length = LENGTHS[index]
+    ids = torch.randint(37, (length,), generator=torch.Generator().manual_seed(index))
+    return ids, SequenceLayout.from_lengths([length])
+
+
+def run(model: Decoder, ids: Tensor, layout: SequenceLayout) -> Tensor:
+    return model(ids, layout, loss=lambda hidden, head: cross_entropy(hidden, head, {"labels": ids}).sum)
+
+
+def run_mixed(bank: AdapterBank, model: Decoder, names: Sequence[str]) -> Tensor:
+    indices = [list(MEMBERS).index(name) for name in names]
+    bank.activate([(name, LENGTHS[index]) for name, index in zip(names, indices, strict=True)])
+    ids = torch.cat([document(index)[0] for index in indices])
+    return run(model, ids, SequenceLayout.from_lengths([LENGTHS[index] for index in indices]))
+
+
+def alone(name: str) -> tuple[Decoder, dict[str, nn.Parameter]]:
+    """The adapter by itself, injected, and its gradients in its own run."""
+    index, model = list(MEMBERS).index(name), decoder()
+    inject(model, MEMBERS[name], seed=index)
+    parameters = adapter_parameters(model)
+    as_if_trained(dict(parameters), index)
+    return model, parameters
+
+
+def fill(bank: AdapterBank, names: Sequence[str] = tuple(MEMBERS)) -> None:
+    for name in names:
+        index = list(MEMBERS).index(name)
+        bank.add(name, MEMBERS[name], seed=index)
+        as_if_trained(values_of(bank, name), index)
+
+
+@pytest.mark.parametrize("order", [tuple(MEMBERS), ("head", "r64", "all", "r4", "patterns", "attention", "rs", "mlp")])
+def test_each_gradient_of_a_mixed_batch_is_that_of_a_run_alone(order):
+    """Catches tokens that meet another's matrices, ranks and scales that leak, and a gradient in the wrong slot."""
+    model = decoder()
+    bank = bank_over(model)
+    fill(bank)
+    run_mixed(bank, model, order).backward()
+    for index, name in enumerate(MEMBERS):
+        own, parameters = alone(name)
+        run(own, *document(index)).backward()
+        gradients = bank.gradients(name)
+        assert gradients.keys() == parameters.keys()
+        for key, parameter in parameters.items():
+            assert (gradients[key] - parameter.grad).norm() <= 1e-5 * parameter.grad.norm(), (name, key)
+
+
+def test_training_together_is_training_alone():
+    """Catches shared step counts, learning rates, clipping and weight decay, and padding that moves."""
+    model = decoder()
+    bank = bank_over(model)
+    fill(bank)
+    hyper = {name: Adam(lr=1e-2 / (1 + index), weight_decay=0.1 * index) for index, name in enumerate(MEMBERS)}
+    for step in range(3):
+        # Some sit a step out, so that counts differ.
+        names = [name for index, name in enumerate(MEMBERS) if step != 1 or index % 2]
+        for _ in range(2):
+            run_mixed(bank, model, names).backward()
+        for name in names:
+            bank.step(name, hyper[name], divisor=3.0, max_norm=1.0)
+    for index, name in enumerate(MEMBERS):
+        own, parameters = alone(name)
+        adam = hyper[name]
+        optimizer = torch.optim.AdamW(parameters.values(), lr=adam.lr, weight_decay=adam.weight_decay)
+        for _ in range(3 if index % 2 else 2):
+            for _ in range(2):
+                run(own, *document(index)).backward()
+            for parameter in parameters.values():
+                parameter.grad /= 3.0
+            nn.utils.clip_grad_norm_(parameters.values(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        values = values_of(bank, name)
+        for key, parameter in parameters.items():
+            torch.testing.assert_close(values[key].detach(), parameter.detach(), rtol=1e-4, atol=2e-6, msg=key)
+
+
+def test_one_adapter_is_trained_and_others_keep_every_bit():
+    """Catches a forward, backward or optimizer step that touches values, states or gradients of another adapter."""
+    model = decoder()
+    bank = bank_over(model)
+    fill(bank, ("r4", "mlp"))
+    run_mixed(bank, model, ("r4", "mlp")).backward()
+    bank.step("mlp", Adam(lr=1e-2))
+    run_mixed(bank, model, ("mlp",)).backward()
+    before = {key: value.clone() for key, value in bank.gradients("mlp").items()}
+    snapshot = bank.snapshot("mlp")
+    run_mixed(bank, model, ("r4",)).backward()
+    bank.step("r4", Adam(lr=1e-2))
+    assert all(torch.equal(before[key], value) for key, value in bank.gradients("mlp").items())
+    after = bank.snapshot("mlp").tensors()
+    assert all(torch.equal(value, after[key]) for key, value in snapshot.tensors().items())
+
+
+def test_a_gradient_that_is_not_finite_harms_nobody():
+    """Catches a diverged adapter that spoils the others in its batch, and an update with such a gradient."""
+    model = decoder()
+    bank = bank_over(model, targets="all-linear")
+    fill(bank, ("attention", "mlp"))
+    with torch.no_grad():
+        next(iter(values_of(bank, "mlp").values())).fill_(float("nan"))
+    held = bank.snapshot("mlp").tensors()
+    run_mixed(bank, model, ("attention", "mlp")).backward()
+    outcomes = {name: bank.step(name, Adam(lr=1e-2)) for name in ("attention", "mlp")}
+    assert [outcome.skipped.item() for outcome in outcomes.values()] == [0, 1]
+    kept = bank.snapshot("mlp").tensors()
+    assert all(torch.equal(value.nan_to_num(), kept[key].nan_to_num()) for key, value in held.items())
+    assert kept["step"] == 0
+
+
+def test_paged_adapters_come_back_to_the_bit(tmp_path: Path):
+    """Catches states, counts and waiting gradients that eviction loses, in memory and on disk."""
+    roomy_model, tight_model = decoder(), decoder()
+    options = {"targets": "all-linear"}  # a head's sums are over all slots, and round as their number is
+    roomy = bank_over(roomy_model, **options)
+    tight = bank_over(tight_model, num_resident=2, host_limit=1, folder=tmp_path, **options)
+    names = ("patterns", "mlp", "all", "attention", "r64")
+    for bank in (roomy, tight):
+        fill(bank, names)
+    for step in range(4):
+        for bank, model in ((roomy, roomy_model), (tight, tight_model)):
+            for name in names:
+                run_mixed(bank, model, (name,)).backward()
+            for name in reversed(names[step % 2 :]):
+                bank.step(name, Adam(lr=1e-2))
+    assert len(tight.resident) == 2
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2
+    for name in names:
+        wanted, got = roomy.snapshot(name).tensors(), tight.snapshot(name).tensors()
+        assert wanted.keys() == got.keys()
+        assert all(torch.equal(value, got[key]) for key, value in wanted.items()), name
+    for name in names:
+        tight.remove(name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_adapter_that_was_not_used_for_longest_leaves():
+    """Catches an eviction of what the same pass needs, or of what was just used."""
+    model = decoder()
+    bank = bank_over(model, num_resident=3)
+    fill(bank, ("r4", "mlp", "rs"))
+    run_mixed(bank, model, ("r4",))
+    bank.add("head", MEMBERS["head"])
+    assert set(bank.resident) == {"rs", "r4", "head"}
+    run_mixed(bank, model, ("rs", "mlp", "head"))
+    assert set(bank.resident) == {"rs", "mlp", "head"}
+    with pytest.raises(ValueError, match="4 adapters in one pass, and the bank holds 3"):
+        run_mixed(bank, model, ("rs", "mlp", "head", "r4"))
+
+
+def test_saved_adapters_go_on_to_the_bit_in_another_bank(tmp_path: Path):
+    """Catches a file that lacks the optimizer, or that depends on the bank's slots and largest rank."""
+    first_model, second_model = decoder(), decoder()
+    first, second = bank_over(first_model), bank_over(second_model)
+    small = bank_over(decoder(), num_resident=1, max_rank=16)
+    fill(first, ("r4", "rs"))
+    second.add("other", MEMBERS["mlp"])
+    run_mixed(first, first_model, ("rs", "r4")).backward()
+    first.step("rs", Adam(lr=1e-2))
+    first.save("rs", tmp_path / "rs.safetensors")
+    for bank in (second, small):
+        bank.load("rs", tmp_path / "rs.safetensors")
+    kept = small.snapshot("rs").tensors()
+    assert all(torch.equal(value, kept[key]) for key, value in first.snapshot("rs").tensors().items())
+    assert second.spec("rs") == MEMBERS["rs"]
+    first.zero_grad("r4")
+    for bank, model in ((first, first_model), (second, second_model)):
+        run_mixed(bank, model, ("rs",)).backward()
+        bank.step("rs", Adam(lr=1e-2))
+    wanted, got = first.snapshot("rs").tensors(), second.snapshot("rs").tensors()
+    assert all(torch.equal(value, got[key]) for key, value in wanted.items())
+    assert wanted["step"] == 2
+    (tmp_path / "rs.safetensors").write_bytes((tmp_path / "rs.safetensors").read_bytes()[:-5])
+    with pytest.raises(ValueError, match=r"rs\.safetensors is no adapter"):
+        second.load("rs", tmp_path / "rs.safetensors")
+    snapshot = first.snapshot("r4")
+    with pytest.raises(ValueError, match="1 problems"):
+        AdapterSnapshot.of_tensors(
+            snapshot.spec, snapshot.names, {k: v for k, v in snapshot.tensors().items() if k != "step"}
+        )
+
+
+def test_tokens_of_the_base_alone_see_no_adapter():
+    """Catches a base that is not reachable once there are adapters, as a reference policy must be."""
+    model = decoder()
+    with torch.no_grad():
+        expected = loss_of(model, [4, 6])
+    bank = bank_over(model, num_resident=1)
+    fill(bank, ("all",))
+    bank.activate([(None, 10)])
+    torch.testing.assert_close(loss_of(model, [4, 6]).detach(), expected)
+    bank.activate([("all", 4), (None, 6)])
+    assert not torch.allclose(loss_of(model, [4, 6]).detach(), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "spec", "message"),
+    [
+        ({"targets": ("embed_tokens",)}, None, "embed_tokens is an embedding"),
+        ({"num_resident": 0}, None, "num_resident must be at least 1"),
+        ({"host_limit": 1}, None, "name a folder"),
+        ({}, AdapterSpec(rank=65), "has room for 64"),
+        ({}, AdapterSpec(dropout=0.1), "dropout is 0.1"),
+        ({}, AdapterSpec(use_dora=True), "use_dora"),
+        ({"targets": ("q_proj",)}, AdapterSpec(targets=("v_proj",)), "not among the targets of the bank"),
+        ({}, AdapterSpec(targets=("c_proj",)), "match no layer"),
+    ],
+)
+def test_what_a_bank_cannot_hold_is_refused_by_name(options, spec, message):
+    """Catches adapters that would silently compute something else than their spec says."""
+    with pytest.raises(ValueError, match=message):
+        bank_over(decoder(), **options).add("new", spec or AdapterSpec())
+
+
+def test_one_compilation_serves_every_mixture():
+    """Catches adapters, splits or layers that compiled code was specialised on.
+
+    The first layer's input has no gradient, the others' has: two in all.
+    """
+    compilations = 0
+
+    def counting(graph, example_inputs):
+        nonlocal compilations
+        compilations += 1
+        return graph
+
+    model = decoder()
+    compile_layers(list(model.layers), backend=counting, device_type="cpu")
+    bank = bank_over(model, num_resident=4)
+    fill(bank, ("r4", "r64", "mlp", "attention"))
+    for names in (("r4", "mlp"), ("mlp",), ("attention", "r4", "mlp", "r64")):
+        run_mixed(bank, model, names).backward()
+    assert compilations == 2
+    bank.add("rs", MEMBERS["rs"])
+    run_mixed(bank, model, ("rs", "r64")).backward()
+    assert compilations == 2
+
+
+def test_any_module_takes_a_bank():
+    """Catches a bank that needs the decoder: rows of a batch are tokens of any module's linear layers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 3))
+    plain, x = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 3)), torch.randn(2, 5, 6)
+    plain.load_state_dict(model.state_dict())
+    bank = AdapterBank(model, num_resident=2, max_rank=4, device="cpu")
+    bank.add("a", AdapterSpec(rank=2))
+    bank.add("b", AdapterSpec(rank=4))
+    with torch.no_grad():
+        for parameter in values_of(bank, "b").values():
+            parameter.fill_(0.1)
+    bank.activate([("a", 5), ("b", 5)])
+    y, expected = model(x), plain(x)
+    torch.testing.assert_close(y[0], expected[0])
+    assert not torch.allclose(y[1], expected[1])
+    assert not adapters(model)
