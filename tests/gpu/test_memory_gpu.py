@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from xorl.config import Config
+from xorl.config import config_from_mapping
 from xorl.core import runtime
 from xorl.core.loss import cross_entropy
 from xorl.core.mesh import Mesh, ParallelDims
@@ -111,17 +111,19 @@ def place() -> Iterator[Runtime]:
     runtime.shutdown()
 
 
+@pytest.mark.parametrize("adapts", [False, True])
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_probe_foretells_the_peak(setting: str, place: Runtime, tmp_path: Path) -> None:
+def test_probe_foretells_the_peak(setting: str, adapts: bool, place: Runtime, tmp_path: Path) -> None:
     # Catches an estimate of recompute_policy: auto that is off by more than the margin it leaves.
     (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG))
-    config = Config.model_validate(
+    config = config_from_mapping(
         {
             "model": {"config_path": str(tmp_path)},
             "data": {"datasets": [{"path": "a"}], "sample_packing_sequence_len": NUM_TOKENS},
-            "train": {"output_dir": "o", "data_parallel_mode": "none", "reshard_after_forward": True},
+            "train": {"output_dir": "o", "data_parallel_mode": "none"},
+            "lora": {"enable_lora": adapts},
         }
-    )
+    ).config
     batch = MicroBatch(NUM_TOKENS, NUM_TOKENS)
     architecture = read_architecture(config.model)
     mesh = Mesh(ParallelDims.resolve("none", 1), "cuda")
@@ -131,7 +133,7 @@ def test_probe_foretells_the_peak(setting: str, place: Runtime, tmp_path: Path) 
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     model = build_model(architecture, config.model, train, config.lora, mesh, place.device)
-    parameters = list(model.module.parameters())
+    parameters = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, fused=True)
     layout, ids = batch.layout(place.device), torch.zeros(NUM_TOKENS, dtype=torch.int64, device=place.device)
     for _ in range(2):

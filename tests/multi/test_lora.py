@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from xorl.config import Config, config_from_mapping
 from xorl.core.loss import cross_entropy
 from xorl.core.mesh import Mesh, ParallelDims
-from xorl.core.optim import scale_and_clip_
 from xorl.data import Document, collate
 from xorl.lora import adapter_parameters, base_parameters, load_adapter_state_dict
 from xorl.train.adapter_files import AdapterFiles, trained_whole
@@ -114,11 +113,10 @@ def whole(tensor: Tensor) -> Tensor:
 def gradient(engine: Engine, micro_batch_size: int) -> dict[str, Tensor]:
     losses = engine.forward_backward(batches(engine, micro_batch_size), cross_entropy)
     trained = {name: p for name, p in engine.model.module.named_parameters() if p.requires_grad}
-    scale_and_clip_(list(trained.values()), losses.num_trained_tokens, None)
     assert not [
         name for name, p in engine.model.module.named_parameters() if not p.requires_grad and p.grad is not None
     ]
-    return {name: whole(p.grad) for name, p in trained.items()}
+    return {name: whole(p.grad) / losses.num_trained_tokens for name, p in trained.items()}
 
 
 def assert_same(expected: dict[str, Tensor], measured: dict[str, Tensor], limit: float) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from xorl.config import Config
+from xorl.config import Config, config_from_mapping
 from xorl.core import runtime
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.runtime import Runtime
@@ -46,15 +46,16 @@ def place() -> Iterator[Runtime]:
     runtime.shutdown()
 
 
-def config_with(folder: Path, **train: object) -> Config:
+def config_with(folder: Path, *, lora: dict[str, object] | None = None, **train: object) -> Config:
     (folder / "config.json").write_text(json.dumps(SHAPE))
-    return Config.model_validate(
+    return config_from_mapping(
         {
             "model": {"config_path": str(folder)},
             "data": {"datasets": [{"path": "a"}], "sample_packing_sequence_len": 60, "pad_to_multiple_of": 16},
-            "train": {"output_dir": "o", "reshard_after_forward": True, "enable_mixed_precision": False, **train},
+            "train": {"output_dir": "o", "enable_mixed_precision": False, **train},
+            "lora": lora or {},
         }
-    )
+    ).config
 
 
 @pytest.mark.parametrize(
@@ -79,13 +80,17 @@ def test_table_names_what_is_taken() -> None:
 @pytest.mark.parametrize("setting", [name for name in SETTINGS if "offload" not in name])
 def test_probe_runs_on_the_largest_micro_batch_and_draws_nothing(setting: str, place: Runtime, tmp_path: Path) -> None:
     # Catches a slice that cannot be built from a model's configuration, and a probe that changes what is trained.
-    config = config_with(tmp_path, recompute_policy="auto", micro_batch_size=2)
+    # The second layer has an adapter of its own rank, and a slice of the model may not have that layer.
+    lora = {"enable_lora": True, "rank_pattern": {"layers.1.mlp.down_proj": 3}}
+    config = config_with(tmp_path, lora=lora, recompute_policy="auto", micro_batch_size=2)
     batch = MicroBatch.of(config, longest=50)
     assert batch == MicroBatch(128, 50)
     assert batch.layout(torch.device("cpu")).lengths == (50, 50, 28)
     before = torch.get_rng_state()
     mesh = Mesh(ParallelDims.resolve("fsdp2", 1), "cpu")
-    assert measure_slice(config, setting, read_architecture(config.model), 2, mesh, place.device, batch) == 0.0
+    for num_layers in (1, 2):
+        architecture = read_architecture(config.model)
+        assert measure_slice(config, setting, architecture, num_layers, mesh, place.device, batch) == 0.0
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -96,6 +101,7 @@ def test_probe_runs_on_the_largest_micro_batch_and_draws_nothing(setting: str, p
         ({"data_parallel_mode": "none", "optimizer": "sgd"}, 8, 8),
         ({}, 17, 40),
         ({"enable_cpu_offload": True}, 1, 24),
+        ({"data_parallel_mode": "none", "lora": {"enable_lora": True, "lora_rank": 1}}, 4, 6),
     ],
 )
 def test_what_is_placed_is_counted(train: dict, low: float, high: float, place: Runtime, tmp_path: Path) -> None:

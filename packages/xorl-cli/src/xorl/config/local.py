@@ -307,12 +307,13 @@ class MemoryFields(Section):
         default=True,
         description="Compute in bf16 with parameters, reductions and accumulation in fp32; false computes in fp32.",
     )
-    param_dtype: ParameterDtype = Field(
-        default="fp32",
-        description="Precision that parameters are kept in. bf16 halves their memory and that of their gradients; "
-        "reductions and the accumulation of micro-batches stay in fp32. Of the optimizers, anyprecision_adamw and muon "
-        "train such parameters as well as fp32 ones, while adamw and sgd round updates to nearest and lose small ones. "
-        "With lora.enable_lora it is that of what is trained.",
+    param_dtype: ParameterDtype | None = Field(
+        default=None,
+        description="Precision that parameters are kept in. null means fp32. bf16 halves their memory and that of "
+        "their gradients; reductions and the accumulation of micro-batches stay in fp32. Of the optimizers, "
+        "anyprecision_adamw and muon train such parameters as well as fp32 ones, while adamw and sgd round updates to "
+        "nearest and lose small ones. With lora.enable_lora it is that of the frozen weights, null means that which is "
+        "computed in, and what is trained is fp32; fp32 weights are of use where adapters are merged into them.",
     )
     fp8: Fp8Recipe = Field(
         default="none",

@@ -195,7 +195,8 @@ def type_text(annotation: object, metadata: Iterable[object] = ()) -> str:
     if origin is list:
         return f"list of {_plural(arguments[0])}"
     if origin is dict:
-        return "mapping"
+        is_plain = get_origin(arguments[1]) is Annotated
+        return f"mapping to {type_text(arguments[1])}" if is_plain else "mapping"
     bounds = [
         f"{sign} {_number(getattr(item, attribute))}"
         for kind, attribute, sign in BOUNDS

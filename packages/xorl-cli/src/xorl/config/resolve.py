@@ -29,6 +29,10 @@ def resolve(config: Config) -> tuple[Config, dict[str, str]]:
         follow("data.dataloader_prefetch_factor", None, "default, data.dataloader_num_workers is 0")
     if train.reshard_after_forward is None:
         follow("train.reshard_after_forward", train.enable_full_shard, "default, train.enable_full_shard")
+    if train.param_dtype is None:
+        is_frozen_in_half = (lora.enable_lora or lora.enable_qlora) and train.enable_mixed_precision
+        reason = "default, lora.enable_lora" if lora.enable_lora or lora.enable_qlora else ""
+        follow("train.param_dtype", "bf16" if is_frozen_in_half else "fp32", reason)
     if train.load_checkpoint_path == "":
         follow("train.load_checkpoint_path", None, "")
     if train.load_weights_mode in ("auto", "safetensors"):

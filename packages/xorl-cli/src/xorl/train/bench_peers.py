@@ -1,5 +1,7 @@
 """Other trainers in xorl's place in a benchmark: transformers, with Liger's kernels, FlashAttention 4 or compilation.
 
+Where the configuration trains adapters, so do peers, by PEFT.
+
 A peer is an engine: it takes the same batches and the same schedule, and does with them what its users would do. It
 draws its own weights, steps with torch's fused AdamW and clips with torch's own function.
 """
@@ -17,15 +19,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from xorl.config import Config
+from xorl.config import Config, LoraConfig
 from xorl.core.loss import LossFn, LossOutput
 from xorl.core.mesh import Mesh
-from xorl.core.models import training_flops
+from xorl.core.models import matmul_parameters, training_flops
 from xorl.core.optim import WideAccumulation
 from xorl.core.parallel import ParallelModel, replicate, shard
 from xorl.data import PackedBatch
 from xorl.kernels.attention import AttentionFn, AttentionRequest, resolve_attention
 from xorl.kernels.layout import SequenceLayout
+from xorl.train.adapters import adapter_spec
 from xorl.train.build import EngineMaker
 from xorl.train.engine import Engine, StepLosses, Update
 from xorl.train.model import DTYPES, Architecture
@@ -66,6 +69,8 @@ class Peer:
         for part, module in PARTS.items():
             if part in self.parts and module is not None and find_spec(module) is None:
                 return f"{module} is not installed"
+        if config.lora.enable_lora and find_spec("peft") is None:
+            return "peft is not installed"
         if "liger" in self.parts and not torch.cuda.is_available():
             return "its kernels need a GPU"
         if self.backend is not None:
@@ -155,6 +160,7 @@ def _engine(
 
     train = config.train
     compute_dtype = torch.bfloat16 if train.enable_mixed_precision else torch.float32
+    assert train.param_dtype is not None, "resolved by the configuration"
     param_dtype = DTYPES[train.param_dtype]
     attention = "sdpa"
     if peer.backend is not None:
@@ -163,6 +169,10 @@ def _engine(
     with device:
         model: nn.Module = AutoModelForCausalLM.from_config(hf_config, dtype=param_dtype, attn_implementation=attention)
     layers = list(model.get_submodule("model.layers").children())
+    num_frozen, num_added = 0, 0
+    if config.lora.enable_lora:
+        model, num_added = _with_adapters(model, config.lora, architecture)
+        num_frozen = matmul_parameters(architecture.config)
     if train.enable_gradient_checkpointing:
         model.gradient_checkpointing_enable()  # pyright: ignore[reportCallIssue]
     if "compile" in peer.parts:
@@ -175,16 +185,48 @@ def _engine(
         )
     elif train.data_parallel_mode == "ddp":
         forward = replicate(model, mesh)
-    parameters = list(model.parameters())
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    casts = train.data_parallel_mode != "fsdp2" and {param_dtype, parameters[0].dtype} != {compute_dtype}
     return PeerEngine(
         ParallelModel(model, forward, mesh),
         torch.optim.AdamW(parameters, lr=train.lr, weight_decay=train.weight_decay, fused=True),
         device,
         max_grad_norm=train.max_grad_norm,
-        flops=lambda lengths: training_flops(architecture.config, lengths),
-        autocast=compute_dtype if train.data_parallel_mode != "fsdp2" and param_dtype != compute_dtype else None,
+        flops=lambda lengths: training_flops(architecture.config, lengths, num_frozen=num_frozen, num_added=num_added),
+        autocast=compute_dtype if casts else None,
         takes_layout=peer.backend is not None,
     )
+
+
+def _with_adapters(model: nn.Module, lora: LoraConfig, architecture: Architecture) -> tuple[nn.Module, int]:
+    """`model` with PEFT's adapters of the same targets and sizes, and the number of their parameters.
+
+    Raises ValueError for an option that PEFT has no counterpart of.
+    """
+    from peft import LoraConfig as PeftConfig  # noqa: PLC0415
+    from peft import get_peft_model  # noqa: PLC0415  (for peers alone)
+
+    spec = adapter_spec(lora, architecture.spec.adapter_targets)
+    assert spec is not None
+    if lora.merge_lora_interval or lora.modules_to_save:
+        raise ValueError(
+            "lora.merge_lora_interval / modules_to_save: a peer has nothing to compare with; leave them out"
+        )
+    model.enable_input_require_grads()  # pyright: ignore[reportCallIssue]  # a frozen embedding's output has no gradient
+    adapted = get_peft_model(
+        model,
+        PeftConfig(
+            r=spec.rank,
+            lora_alpha=spec.alpha,  # pyright: ignore[reportArgumentType]
+            target_modules=spec.targets if isinstance(spec.targets, str) else list(spec.targets),
+            lora_dropout=spec.dropout,
+            use_rslora=spec.use_rslora,
+            use_dora=spec.use_dora,
+            rank_pattern=dict(spec.rank_pattern),
+            alpha_pattern=dict(spec.alpha_pattern),
+        ),
+    )
+    return adapted, sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
 
 
 def register_attention(attention: AttentionFn) -> str:

@@ -93,6 +93,20 @@ def _folder(option: str, path: str, patterns: Sequence[str] | None = None) -> Pa
         raise type(error)(f"{option}: {error}") from error
 
 
+@dataclass(frozen=True)
+class KeptDtypes:
+    """What parameters are kept in: beside adapters, which are fp32, frozen ones may be in half precision."""
+
+    trained: torch.dtype
+    frozen: torch.dtype
+
+    @classmethod
+    def of(cls, train: TrainConfig, lora: LoraConfig) -> KeptDtypes:
+        assert train.param_dtype is not None, "resolved by the configuration"
+        own = DTYPES[train.param_dtype]
+        return cls(torch.float32 if lora.enable_lora else own, own)
+
+
 def build_model(
     architecture: Architecture,
     model: ModelConfig,
@@ -105,8 +119,7 @@ def build_model(
     """Build, place and fill the model; collective where it is placed on several ranks. `fill_` replaces its weights.
 
     Parameters come into being on the meta device and are placed before they have memory, so that no rank ever holds
-    more than its part; `train.init_device` cpu or cuda fills them first, whole, on that device. What adapters leave
-    frozen is kept in the compute dtype, which it would be cast to in each pass.
+    more than its part; `train.init_device` cpu or cuda fills them first, whole, on that device.
     """
     config = architecture.config
     compute_dtype = torch.bfloat16 if train.enable_mixed_precision else torch.float32
@@ -140,9 +153,10 @@ def build_model(
         _check_adapter(start, architecture, model)
     add_adapters(module, lora, architecture.spec.adapter_targets)
     quantization = read_options(lora, architecture.hf_config, device)
+    dtypes = KeptDtypes.of(train, lora)
     module.compute_dtype = compute_dtype
     for parameter in module.parameters():
-        parameter.data = parameter.data.to(DTYPES[train.param_dtype] if parameter.requires_grad else compute_dtype)
+        parameter.data = parameter.data.to(dtypes.trained if parameter.requires_grad else dtypes.frozen)
     if quantization is not None:
         quantize_base(module, quantization)
 

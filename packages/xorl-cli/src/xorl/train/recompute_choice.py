@@ -27,7 +27,7 @@ from xorl.core.runtime import rng_state, set_rng_state
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import stored_parameters
 from xorl.train.adapters import adapter_spec, add_adapters
-from xorl.train.model import DTYPES, Architecture, build_model
+from xorl.train.model import DTYPES, Architecture, KeptDtypes, build_model
 from xorl.train.quantization import quantize_base, read_options
 
 logger = logging.getLogger(__name__)
@@ -142,9 +142,10 @@ def placed_bytes(config: Config, architecture: Architecture, mesh: Mesh) -> floa
     if quantization is not None:
         quantize_base(module, quantization)
     compute = 2 if train.enable_mixed_precision else 4
-    whole, layers = _Size.of(module, compute), _Size.of(module.layers, compute)
+    dtypes = KeptDtypes.of(train, config.lora)
+    whole, layers = (_Size.of(part, dtypes.frozen.itemsize) for part in (module, module.layers))
     rest = _Size(whole.trained - layers.trained, whole.frozen_bytes - layers.frozen_bytes)
-    kept = DTYPES[train.param_dtype].itemsize
+    kept = dtypes.trained.itemsize
     state = kept if train.optimizer == "adamw" else DTYPES[train.optimizer_dtype].itemsize
     placed = whole.trained * (2 * kept + NUM_STATES[train.optimizer] * state) + whole.frozen_bytes
     if train.data_parallel_mode != "fsdp2":
@@ -159,7 +160,7 @@ def placed_bytes(config: Config, architecture: Architecture, mesh: Mesh) -> floa
 
 @dataclass(frozen=True)
 class _Size:
-    """The number of trained parameters, and the bytes of frozen ones: those in floating point in the compute dtype."""
+    """The number of trained parameters, and the bytes of frozen ones as they are kept."""
 
     trained: int
     frozen_bytes: int
@@ -169,13 +170,14 @@ class _Size:
         return self.trained * compute + self.frozen_bytes
 
     @classmethod
-    def of(cls, module: nn.Module, compute: int) -> _Size:
+    def of(cls, module: nn.Module, itemsize: int) -> _Size:
+        """itemsize: bytes of a frozen parameter that is not quantised."""
         stored = stored_parameters(module).values()
         apart = {id(parameter) for parameter in stored}
         parameters = [parameter for parameter in module.parameters() if id(parameter) not in apart]
         trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
         frozen = sum(parameter.numel() for parameter in parameters) - trained
-        return cls(trained, frozen * compute + sum(value.numel() * value.element_size() for value in stored))
+        return cls(trained, frozen * itemsize + sum(value.numel() * value.element_size() for value in stored))
 
 
 def activation_bytes(

@@ -199,6 +199,9 @@ class DecoderTrunk(nn.Module):
                     f"cut documents to max_seq_len: {limit} or less"
                 )
             hidden = hidden + self.embed_positions(layout.positions).to(compute_dtype)
+        if torch.is_grad_enabled() and not hidden.requires_grad:
+            # Beside a frozen embedding: the first layer is then compiled and recomputed as the others are.
+            hidden.requires_grad_(any(parameter.requires_grad for parameter in self.layers.parameters()))
         rope = None if self.rotary is None else self.rotary.tables(layout, input_ids.device)
         for layer in self.layers:
             hidden = layer(hidden, layout, rope)

@@ -64,21 +64,14 @@ def _recomputing(kind: type[nn.Module], reentrant: bool, is_selective: bool, dra
     plain = kind.forward
 
     def whole(self: nn.Module, *inputs: object) -> object:
-        return checkpoint(plain, self, *inputs, use_reentrant=False, preserve_rng_state=draws)
-
-    def reentrantly(self: nn.Module, hidden: Tensor, *inputs: object) -> object:
-        if torch.is_grad_enabled() and not hidden.requires_grad:
-            # This form looks at its inputs alone to see whether anything is trained, and the first layer's input has no
-            # gradient where the embedding is frozen.
-            hidden = hidden.detach().requires_grad_(any(parameter.requires_grad for parameter in self.parameters()))
-        return checkpoint(plain, self, hidden, *inputs, use_reentrant=True, preserve_rng_state=draws)
+        return checkpoint(plain, self, *inputs, use_reentrant=reentrant, preserve_rng_state=draws)
 
     def selective(self: nn.Module, *inputs: object) -> object:
         return checkpoint(
             plain, self, *inputs, use_reentrant=False, preserve_rng_state=draws, context_fn=_kept_operations
         )
 
-    forward = selective if is_selective else reentrantly if reentrant else whole
+    forward = selective if is_selective else whole
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 

@@ -1,0 +1,69 @@
+"""Compiled layers with adapters: one graph, shared by equal layers, with the gradients of plain ones."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from xorl.core.loss import cross_entropy
+from xorl.core.models import SPECS, Decoder
+from xorl.core.parallel.activations import Recompute, recompute_layers
+from xorl.core.parallel.compile import compile_layers
+from xorl.kernels.layout import SequenceLayout
+from xorl.lora import AdapterSpec, adapter_parameters, inject
+
+SIZES: dict[str, object] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+}
+PACKS = [[32], [3, 9, 1, 20], [17, 5], [40, 2, 2]]
+
+
+def decoder(spec: AdapterSpec, recompute: Recompute, backend: CompileCounterWithBackend | None) -> Decoder:
+    family = SPECS["Qwen3ForCausalLM"]
+    model = family.build(family.config_from_hf(SIZES))
+    model.init_weights(0)
+    inject(model, spec)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in adapter_parameters(model).values():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
+    recompute_layers(model.layers, recompute, reentrant=False)
+    if backend is not None:
+        compile_layers(list(model.layers), backend=backend, device_type="cpu")
+    return model
+
+
+def gradients(model: Decoder) -> dict[str, Tensor]:
+    for lengths in PACKS:
+        layout = SequenceLayout.from_lengths(lengths)
+        ids = torch.arange(layout.num_tokens) % 64
+        model(ids, layout, partial(cross_entropy, targets={"labels": ids})).sum.backward()
+    return {name: parameter.grad for name, parameter in adapter_parameters(model).items()}
+
+
+@pytest.mark.parametrize(
+    ("options", "recompute"),
+    [({}, "none"), ({"use_dora": True, "targets": ("q_proj", "v_proj", "up_proj")}, "operation"), ({}, "layer")],
+)
+def test_a_layer_with_adapters_is_one_graph(options: dict, recompute: Recompute) -> None:
+    # Catches a break in the graph, and a name or a number of an adapter that makes each layer a graph of its own.
+    spec = AdapterSpec(rank=3, alpha=4.0, **options)
+    expected = gradients(decoder(spec, "none", None))
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    measured = gradients(decoder(spec, recompute, counter))
+    assert counter.frame_count == 1
+    for name, gradient in expected.items():
+        assert (measured[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
