@@ -99,14 +99,19 @@ def open_saved(path: str, base: str | None = None) -> SavedModel:
     if base is None:
         raise ValueError(f"--base: {folder} does not say what its base model is; name its folder or Hub id")
     architecture = architecture_at("--base", base)
-    try:
-        source = SafetensorsSource(resolve_folder(base))
-    except CheckpointError as error:
-        raise CheckpointError(f"--base: {error}") from error
-    weights = architecture.spec.checkpoint_view(architecture.config, source)
+    weights = weights_at("--base", base, architecture)
     if adapter is not None:
         check_shapes(adapter, "--base", base, {name: weights.shape(name) for name in weights.names()})
     return SavedModel(folder, architecture, weights, base, adapter, step)
+
+
+def weights_at(option: str, path: str, architecture: Architecture) -> WeightSource:
+    """The weights of the model whose folder or Hub id `option` gives, under the names of its recipes."""
+    try:
+        source = SafetensorsSource(resolve_folder(path))
+    except CheckpointError as error:
+        raise CheckpointError(f"{option}: {error}") from error
+    return architecture.spec.checkpoint_view(architecture.config, source)
 
 
 def _find(path: str) -> Path:

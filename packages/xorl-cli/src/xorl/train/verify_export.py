@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import cast
@@ -23,7 +24,7 @@ from xorl.lora import inject
 from xorl.lora.peft import WEIGHTS_FILE
 from xorl.train.adapter_folder import load_adapter
 from xorl.train.model_card import Figures
-from xorl.train.saved_model import SavedModel
+from xorl.train.saved_model import SavedModel, weights_at
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,9 @@ def verify_adapter(folder: Path, saved: SavedModel, dtype: torch.dtype) -> Figur
             f"--verify: PEFT needs the base model, and that of {saved.folder} is in the checkpoint alone: use --merge"
         )
     num_modules = _nothing_is_zero(folder, saved)
-    ids, wanted = _trainer_logits(saved)
+    # An adapter is for the base that it names, whatever a checkpoint holds, such as a quantised one.
+    named = weights_at("--base", saved.base_path, saved.architecture)
+    ids, wanted = _trainer_logits(replace(saved, base=named))
     with _quiet():
         base = AutoModelForCausalLM.from_pretrained(saved.base_path, dtype=torch.float32)
         model = peft.PeftModel.from_pretrained(base, folder)
