@@ -1,5 +1,6 @@
 """What stops a run before its first step, and what an entry may ask for in its place."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -75,6 +76,11 @@ def test_prompts_that_are_trained_unasked_stop_a_run(tmp_path, text_options, wri
     path = str(write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "", "completion": "abc"}] * 5))
     with pytest.raises(DataError, match=r"in 5 of the 5 samples of .* every token is trained, the prompt included"):
         prepare([DatasetEntry(path, type="prompt_completion")], text_options)
+    # A prompt of one token is a prompt, unless that is what every text begins with.
+    for prompt, stops in (("a", False), ("<|begin|>", True)):
+        short = str(write_jsonl(tmp_path / f"{stops}.jsonl", [{"prompt": prompt, "completion": "abc"}] * 5))
+        with pytest.raises(DataError, match="every token is trained") if stops else nullcontext():
+            prepare([DatasetEntry(short, type="prompt_completion")], text_options)
     assert (
         prepare([DatasetEntry(path, type="prompt_completion", train_on="all")], text_options).receipt.total.samples == 5
     )

@@ -157,7 +157,7 @@ def fit(rows: Rows, piece: Piece, form: Format) -> EncodedDocuments:
         trained_tokens=int(num_trained.sum()),
         lost_tokens=int((rows.lengths - kept_lengths).sum()),
         split_tokens=int(rows.lengths[long].sum()) if form.overflow == "split" else 0,
-        all_trained=int(np.count_nonzero(rows.has_labels & (rows.lengths > 1) & (trained_before == rows.lengths - 1))),
+        all_trained=_count_all_trained(rows, trained_before, form.tokenizer),
     )
     return EncodedDocuments(
         fitted.input_ids,
@@ -170,6 +170,19 @@ def fit(rows: Rows, piece: Piece, form: Format) -> EncodedDocuments:
         largest_id=largest,
         largest_id_row=largest_row,
     )
+
+
+def _count_all_trained(rows: Rows, num_trained: np.ndarray, tokenizer: TextTokenizer | None) -> int:
+    """Rows that mask nothing, given the trained tokens of each [R]. The first token never is: where it is a word, and
+    no BOS, it is a prompt of one token."""
+    if rows.labels is None:
+        return int(np.count_nonzero(rows.has_labels & (rows.lengths > 1)))
+    whole = (rows.lengths > 1) & (num_trained == rows.lengths - 1)
+    if tokenizer is not None:
+        first = (np.cumsum(rows.lengths) - rows.lengths)[whole]
+        special = np.isin(rows.input_ids[first], tokenizer.special_ids)
+        return int(np.count_nonzero((rows.labels[first] != IGNORE) | special))
+    return int(np.count_nonzero(whole))
 
 
 def _largest_id(rows: Rows) -> tuple[int, int]:
