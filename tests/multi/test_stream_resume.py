@@ -11,6 +11,7 @@ import torch
 
 from xorl.ckpt import CheckpointError, read_manifest
 from xorl.config import load_config
+from xorl.data import DataError
 from xorl.data.stream import files, lane, order
 from xorl.train.run import run_training
 
@@ -114,3 +115,23 @@ def test_a_stream_over_other_files_is_not_continued(folder: Path, run_ranks) -> 
         return "no error"
 
     assert "the data is not what this checkpoint was trained on" in run_ranks(refused, 1)[0]
+
+
+@pytest.mark.multi
+def test_a_stream_that_fails_before_its_first_checkpoint_leaves_a_receipt(folder: Path, run_ranks) -> None:
+    # Catches a run of which nothing tells what it was to train on.
+    output = folder / "output"
+    with (folder / "train.jsonl").open("a") as file:
+        file.write('{"input_ids": ["word"]}\n')
+
+    def refused() -> str:
+        try:
+            run(folder, output, 10)
+        except DataError as error:
+            return str(error)
+        return "no error"
+
+    assert "train.jsonl, line 251" in run_ranks(refused, 1)[0]
+    receipt = json.loads((output / "data_receipt.json").read_text())["train"]
+    assert receipt["plan_hash"]
+    assert (receipt["num_bins"], receipt["total"]["samples"]) == (0, 0)

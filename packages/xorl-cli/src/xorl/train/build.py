@@ -202,7 +202,10 @@ def _loader(
     if manifest is not None and before is None:
         logger.warning("stream: the checkpoint has no counts, so the data receipt begins at step=%d", manifest.step)
     write = partial(write_receipt, Path(config.train.output_dir) / RECEIPT, data, plan)
-    return loader, StreamState(data.train, loader, mesh, place.device, before=before, write=write)
+    stream = StreamState(data.train, loader, mesh, place.device, before=before, write=write)
+    if place.is_main:
+        stream.write_receipt()  # a run that ends before its next checkpoint has one, too: that of the last
+    return loader, stream
 
 
 def _resume_from(checkpointer: Checkpointer, option: str | None) -> Path | None:

@@ -176,8 +176,8 @@ def plan_steps(config: Config, data: PackedDocuments | Stream, dp_size: int, res
 def write_receipt(path: Path, data: RunData, plan: Plan, streamed: Receipt | None = None) -> None:
     """Say what became of every sample, and store it: where a model came from is asked long after the run.
 
-    `streamed` is the receipt of a stream, whose samples are counted while they are read: it is written with each
-    checkpoint and at the end, that of prepared data before the first step.
+    It is written before the first step, and that of a stream, `streamed`, again with each checkpoint and at the end,
+    since samples are counted while they are read.
     """
     stored: dict[str, object] = {}
     parts = {"train": (data.train, plan.hash), "held_out": (data.held_out, None)}
