@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from typer.testing import CliRunner
 
 from xorl.cli.export import app
+from xorl.train.adapter_folder import is_same_base
 from xorl.train.export_saved import export_saved
 from xorl.train.verify_export import VerificationError
 
@@ -115,3 +116,18 @@ def test_the_base_is_found_by_its_name(folders: Path, tmp_path: Path) -> None:
         export_saved(str(tmp_path / "adapter"), None, merge=True)
     folder = export_saved(str(tmp_path / "adapter"), None, base=str(folders / "base"), merge=True)
     assert folder == tmp_path / "adapter-merged"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("org/base", "org/base", True),
+        ("org/base", "/data/base", True),
+        ("org/base", "/cache/models--org--base/snapshots/0123abc", True),
+        ("org/base", "org/base-instruct", False),
+        ("/gone/base", "org/other", False),
+    ],
+)
+def test_names_of_one_base_are_known_as_such(one: str, other: str, same: bool) -> None:
+    # Catches an adapter that is refused on a copy of its base, or taken for that of a model of the same shapes.
+    assert is_same_base(one, other) == is_same_base(other, one) == same

@@ -200,3 +200,18 @@ def test_a_base_that_was_merged_into_is_exported_and_not_taken_for_another(
     further = config_of(folder, tmp_path / "further", {"adapter_path": str(last(output))})
     [told] = run_ranks(lambda: refusal_of(further), 1)
     assert "with adapters merged into it while training" in told
+
+
+@pytest.mark.multi
+def test_adapters_over_a_quantised_base_are_for_the_base_that_they_name(
+    folder: Path, tmp_path: Path, run_ranks
+) -> None:
+    # Catches an adapter that is held against the quantised weights of its checkpoint, which PEFT has not.
+    output = tmp_path / "output"
+    qlora = config_of(folder, output, {"enable_qlora": True, "quant_format": "nf4", "quant_group_size": 16})
+    run_ranks(lambda: run(qlora), 2)
+    export_saved(str(output), str(tmp_path / "adapter"), verify=True)
+    merged = export_saved(str(output), str(tmp_path / "merged"), merge=True, dtype=torch.float32, verify=True)
+    written, wanted = (load_file(path / "model.safetensors") for path in (merged, last(output) / "hf"))
+    torch.testing.assert_close(written, wanted, rtol=0, atol=1e-6)
+    assert "nf4" in (merged / "README.md").read_text()

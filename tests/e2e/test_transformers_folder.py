@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from xorl.ckpt import CheckpointError
 from xorl.config import config_from_mapping
 from xorl.train.export_saved import export_saved
 from xorl.train.run import run_training
@@ -106,3 +107,7 @@ def test_folder_is_loaded_trained_and_exported(
     written, wanted = (load_file(folder / "model.safetensors") for folder in (again, hf))
     torch.testing.assert_close(written, wanted, rtol=0, atol=0)
     assert json.loads((again / "config.json").read_text()) == json.loads((hf / "config.json").read_text())
+    shard = next((output / "checkpoints" / "global_step_12").glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\1")
+    with pytest.raises(CheckpointError, match=rf"{shard.name} has another content"):
+        export_saved(str(output), str(tmp_path / "damaged"))

@@ -134,4 +134,9 @@ def is_same_base(one: str, other: str) -> bool:
     first, second = Path(one).expanduser(), Path(other).expanduser()
     if first.is_dir() and second.is_dir():
         return first.samefile(second)
-    return first.name == second.name
+    return _own_name(first) == _own_name(second)
+
+
+def _own_name(path: Path) -> str:
+    """The last part of a name; of a folder in the Hub's cache, models--ORG--NAME/snapshots/COMMIT, that of its id."""
+    return path.parent.parent.name.rpartition("--")[2] if path.parent.name == "snapshots" else path.name

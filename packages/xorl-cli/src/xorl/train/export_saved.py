@@ -105,6 +105,8 @@ def _card(title: str, saved: SavedModel, as_adapter: bool, dtype: torch.dtype, f
     if saved.adapter is not None:
         layout = saved.adapter.layout
         facts |= {**adapter_facts(layout.config.spec), "adapted modules": len(layout.modules)}
+        if saved.scheme is not None:
+            facts["base while training"] = f"{saved.scheme.quant_format} in groups of {saved.scheme.group_size}"
         if not as_adapter:
             facts["adapter"] = "folded in, in fp32, and rounded once"
     return model_card(title, base=saved.base_path, is_adapter=as_adapter, facts=facts, verified=figures)

@@ -24,6 +24,7 @@ from xorl.ckpt import (
     latest_checkpoint,
     read_manifest,
     resolve_folder,
+    verify,
 )
 from xorl.config import ModelConfig
 from xorl.core.models import spec_for
@@ -50,6 +51,7 @@ class SavedModel:
         base_path: the folder or Hub id of these weights, None where they are in the checkpoint alone.
         adapter: what stands on them.
         step: of a checkpoint.
+        scheme: how the base was quantised while the adapter was trained, where it was.
     """
 
     folder: Path
@@ -58,6 +60,7 @@ class SavedModel:
     base_path: str | None
     adapter: AdapterFolder | None
     step: int | None
+    scheme: QuantScheme | None
 
 
 def describe_model(model: ModelConfig, architecture: Architecture, scheme: QuantScheme | None) -> dict[str, JSON]:
@@ -78,22 +81,24 @@ def describe_model(model: ModelConfig, architecture: Architecture, scheme: Quant
 def open_saved(path: str, base: str | None = None) -> SavedModel:
     """Find a checkpoint (or the newest of a run's folder) or an adapter, and its base; `base` names another one.
 
-    Raises ValueError that says what is missing, or why an adapter does not fit its base.
+    Raises ValueError that says what is missing or damaged, or why an adapter does not fit its base.
     """
     folder = _find(path)
     adapter = open_adapter("PATH", str(folder)) if is_adapter(folder) else None
     manifest = read_manifest(folder) if is_complete(folder) else None
     step = None if manifest is None else manifest.step
     described = None if manifest is None else _described(folder, manifest)
+    scheme = None if described is None else described[3]
     if base is None and described is not None:
-        architecture, merge_qkv, base_path, scheme = described
+        architecture, merge_qkv, base_path, _ = described
         recipes = architecture.recipes(merge_qkv=merge_qkv)
         if SavedParameters.holds(folder, MODEL, recipes):
+            verify(folder)
             dense = None if scheme is None else partial(_dequantized, scheme, recipes)
             weights = SavedParameters(folder, MODEL, recipes, dense)
             if adapter is not None and adapter.base != base_path:
                 base_path = None  # the run changed its base
-            return SavedModel(folder, architecture, weights, base_path, adapter, step)
+            return SavedModel(folder, architecture, weights, base_path, adapter, step, scheme)
         base = base_path
     base = base or (None if adapter is None else adapter.base)
     if base is None:
@@ -102,7 +107,7 @@ def open_saved(path: str, base: str | None = None) -> SavedModel:
     weights = weights_at("--base", base, architecture)
     if adapter is not None:
         check_shapes(adapter, "--base", base, {name: weights.shape(name) for name in weights.names()})
-    return SavedModel(folder, architecture, weights, base, adapter, step)
+    return SavedModel(folder, architecture, weights, base, adapter, step, scheme)
 
 
 def weights_at(option: str, path: str, architecture: Architecture) -> WeightSource:

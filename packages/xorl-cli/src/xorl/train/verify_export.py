@@ -18,7 +18,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from xorl.ckpt import SafetensorsSource, load_weights
+from xorl.ckpt import SafetensorsSource, WeightSource, load_weights
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import inject
 from xorl.lora.peft import WEIGHTS_FILE
@@ -112,7 +112,7 @@ def _trainer_logits(saved: SavedModel) -> tuple[Tensor, Tensor]:
         decoder = saved.architecture.spec.build(config)
     decoder = decoder.to_empty(device=device)
     recipes = saved.architecture.recipes(merge_qkv=True)
-    load_weights(dict(decoder.named_parameters()), recipes, saved.base, mode="all_ranks")
+    load_weights(dict(decoder.named_parameters()), recipes, _InFp32(saved.base), mode="all_ranks")
     if saved.adapter is not None:
         inject(decoder, saved.adapter.layout.spec)
         load_adapter(decoder, saved.adapter, recipes)
@@ -122,6 +122,25 @@ def _trainer_logits(saved: SavedModel) -> tuple[Tensor, Tensor]:
     layout = SequenceLayout.from_lengths([length] * NUM_ROWS, device=device)
     logits = decoder.eval()(ids.flatten().to(device), layout)
     return ids, logits.float().cpu().unflatten(0, ids.shape)
+
+
+class _InFp32:
+    """A source whose values are not rounded on their way, also where they are made, as those of quantised weights."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+
+    def names(self) -> Collection[str]:
+        return self._source.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return torch.float32
+
+    def read(self, name: str, start: int | None = None, stop: int | None = None) -> Tensor:
+        return self._source.read(name, start, stop)
 
 
 def _logits_of(model: nn.Module, ids: Tensor) -> Tensor:
