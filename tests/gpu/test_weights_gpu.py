@@ -1,11 +1,14 @@
-"""Quantised weights on a GPU: kernels that do what their plain twins do, to the bit."""
+"""Quantised weights on a GPU: kernels that do what their plain twins do, layers over them, and runs of `xorl train`."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from xorl.core.nn import Linear
 from xorl.kernels.quant import (
+    GROUP_SIZES,
+    QuantScheme,
     WeightNoise,
     dequantize_block_fp8,
     dequantize_nf4,
@@ -17,6 +20,8 @@ from xorl.kernels.quant import (
     quantize_nvfp4,
 )
 from xorl.kernels.testing import nan_poisoned_empty
+from xorl.lora import QuantizedLinear
+from xorl.lora.quantized import write_rows_
 
 CUDA = torch.device("cuda")
 REFUSAL = "torch finds no CUDA GPU here" if not torch.cuda.is_available() else quant_refusal("nvfp4", CUDA)
@@ -117,3 +122,65 @@ def test_more_than_two_to_the_31_weights():
     assert_bitwise([codes[-8:], absmax[-8:]], [part.cpu() for part in quantize_nf4(tail, 64)])
     last = dequantize_nf4(codes, absmax, torch.bfloat16)[-8:]
     assert_bitwise([last], [dequantize_nf4(codes[-8:], absmax[-8:], torch.bfloat16).cpu()])
+
+
+QLORA = ["--lora.enable_qlora", "true", "--lora.lora_rank", "8", "--train.lr", "1e-2"]
+
+
+@pytest.mark.parametrize("compiled", ["true", "false"])
+@pytest.mark.parametrize("quant_format", ["nf4", "nvfp4", "block_fp8"])
+def test_training_follows_adapters_on_the_base_itself(quant_format: str, compiled: str, train) -> None:
+    # Catches quantised layers that break a graph, keep what was dequantised, or pass on another gradient.
+    compile_option = ["--train.enable_compile", compiled]
+    plain = train(f"lora_{compiled}", "--lora.enable_lora", "true", *QLORA[2:], *compile_option)
+    losses = train(f"{quant_format}_{compiled}", *QLORA, "--lora.quant_format", quant_format, *compile_option)
+    assert losses == pytest.approx(plain, rel=3e-2)
+    assert losses != plain
+
+
+@pytest.mark.parametrize("quant_format", ["nf4", "nvfp4", "block_fp8"])
+def test_resumed_run_with_noise_and_merges_is_the_same_to_the_bit(quant_format: str, train) -> None:
+    # Catches noise that depends on more than the step, and a base that a checkpoint does not hold.
+    exact = ["--train.enable_full_determinism", "true", "--train.allow_cuda_launch_blocking", "true"]
+    more = ["--lora.quant_format", quant_format, "--lora.enable_aqn", "true", "--lora.merge_lora_interval", "3"]
+    options = [*QLORA, *exact, *more]
+    straight = train(f"{quant_format}_straight", *options)
+    train(f"{quant_format}_resumed", *options, "--train.max_steps", "5")
+    assert train(f"{quant_format}_resumed", *options) == straight
+
+
+@pytest.mark.parametrize("quant_format", ["nf4", "nvfp4", "block_fp8"])
+@pytest.mark.parametrize("compiled", ["true", "false"])
+def test_two_gpus_agree_with_one(quant_format: str, compiled: str, train) -> None:
+    # Catches bytes that NCCL or FSDP2's mixed precision changes, and graphs that keep gathered memory.
+    if torch.cuda.device_count() < 2:
+        pytest.skip("this host has one GPU")
+    options = [*QLORA, "--lora.quant_format", quant_format, "--train.enable_compile", compiled]
+    options += ["--train.data_parallel_mode", "fsdp2"]
+    name = f"{quant_format}_{compiled}"
+    one = train(f"{name}_one", *options, "--train.gradient_accumulation_steps", "4")
+    assert train(f"{name}_two", *options, gpus=2) == pytest.approx(one, rel=2e-2)
+
+
+@pytest.mark.parametrize("quant_format", ["nf4", "nvfp4", "block_fp8"])
+def test_a_layer_keeps_no_weight_for_the_backward_pass(quant_format: str) -> None:
+    # Catches a dequantised weight, or a copy of the codes, that a compiled layer keeps between its passes.
+    scheme = QuantScheme(quant_format, GROUP_SIZES[quant_format])
+    plain = Linear(4096, 8192, bias=False).cuda().requires_grad_(False)
+    with torch.no_grad():
+        plain.weight.normal_(std=0.02)
+    layer = QuantizedLinear(plain, scheme)
+    write_rows_(layer, plain.weight.detach())
+    x = torch.randn(16, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    for forward in (layer.forward, torch.compile(layer.forward, fullgraph=True)):
+        forward(x).sum().backward()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        y = forward(x)
+        assert torch.cuda.memory_allocated() - before <= 2 * y.numel() * y.element_size() + x.numel() * 2 + (1 << 20)
+        y.sum().backward()
+    weight = layer.dense_weight(torch.bfloat16)
+    grad = torch.ones(16, 8192, device="cuda", dtype=torch.bfloat16)
+    x.grad = None
+    layer(x).backward(grad)
+    assert torch.equal(x.grad, grad @ weight)

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from xorl.ckpt import SafetensorsSource, load_weights
+from xorl.ckpt import CheckpointError, SafetensorsSource, load_weights
 from xorl.config import load_config
+from xorl.core import runtime
 from xorl.core.loss import cross_entropy
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.models import Decoder, spec_for
@@ -120,6 +121,19 @@ def engine_for(
     return Engine(placed, optimizer, CPU, max_grad_norm=None, flops=sum)
 
 
+def write_weights(folder: Path) -> None:
+    """A checkpoint in bf16 under Hugging Face's names."""
+    spec = spec_for(HF_CONFIG)
+    config = spec.config_from_hf(HF_CONFIG)
+    model = spec.build(config, merge_qkv=True)
+    model.init_weights(3)
+    tensors: dict[str, Tensor] = {}
+    recipes = spec.recipes(config, merge_qkv=True)
+    for name, parameter in model.named_parameters():
+        tensors |= recipes[name].split(parameter.detach().bfloat16())
+    save_file(tensors, folder / "model.safetensors")
+
+
 def whole(tensor: Tensor | None) -> Tensor:
     assert tensor is not None
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
@@ -186,15 +200,7 @@ def test_bytes_gradients_and_merged_bytes_do_not_depend_on_the_placement(quant_f
 def test_weights_from_a_checkpoint_are_quantised_alike_by_any_rank(quant_format, modes, tmp_path, run_ranks) -> None:
     # Catches rows of a neighbouring shard, chunks that are quantised before a matrix is whole, and a broadcast in which
     # ranks meet in different collectives.
-    spec = spec_for(HF_CONFIG)
-    config = spec.config_from_hf(HF_CONFIG)
-    model = spec.build(config, merge_qkv=True)
-    model.init_weights(3)
-    tensors: dict[str, Tensor] = {}
-    recipes = spec.recipes(config, merge_qkv=True)
-    for name, parameter in model.named_parameters():
-        tensors |= recipes[name].split(parameter.detach().bfloat16())
-    save_file(tensors, tmp_path / "model.safetensors")
+    write_weights(tmp_path)
     [reference] = run_ranks(lambda: stored(engine_for("none", quant_format, weights=(tmp_path, "all_ranks"))), 1)
     path = "model.layers.1.self_attn.qkv_proj"
     assert reference[f"{path}.weight"].any()
@@ -202,6 +208,32 @@ def test_weights_from_a_checkpoint_are_quantised_alike_by_any_rank(quant_format,
         read = partial(engine_for, "fsdp2-3", quant_format, weights=(tmp_path, mode))
         for measured in run_ranks(lambda read=read: stored(read()), 3):
             assert all(torch.equal(measured[name], value) for name, value in reference.items())
+
+
+@pytest.mark.parametrize("mode", ["all_ranks", "broadcast"])
+def test_a_rank_that_cannot_read_fails_every_rank(mode: str, tmp_path: Path, run_ranks) -> None:
+    # Catches ranks that wait for ever in the collective of a weight that another never came to.
+    write_weights(tmp_path)
+
+    def load() -> str:
+        read, num_reads = SafetensorsSource.read, 0
+
+        def fail(self: SafetensorsSource, *arguments) -> Tensor:
+            nonlocal num_reads
+            num_reads += 1
+            if num_reads == 8 and runtime.global_rank() == (1 if mode == "all_ranks" else 0):
+                raise CheckpointError("the disk is gone")
+            return read(self, *arguments)
+
+        SafetensorsSource.read = fail
+        try:
+            engine_for("fsdp2-2", "nvfp4", weights=(tmp_path, mode))
+        except CheckpointError as error:
+            return str(error)
+        return "loaded"
+
+    for told in run_ranks(load, 2):
+        assert "the disk is gone" in told
 
 
 def test_weights_are_gathered_as_bytes_under_compiled_layers(run_ranks) -> None:

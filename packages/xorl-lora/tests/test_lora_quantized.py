@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -263,3 +264,55 @@ def test_shapes_that_do_not_fit_are_refused_before_anything_changes():
         quantize_linears(model, paths, QuantScheme("nf4", 64), "lora.quant_group_size")
     assert not quantized_linears(model)
     assert "powers of two" in str(QuantScheme("nvfp4", 24).group_refusal())
+
+
+def chain(seed: int, num_tokens: int) -> Tensor:
+    """Tokens that each depend on the one before, by a table of the seed's: something to learn."""
+    generator = torch.Generator().manual_seed(seed)
+    odds = (2.5 * torch.randn(61, 61, generator=generator)).softmax(dim=1)
+    ids = [0]
+    for _ in range(num_tokens - 1):
+        ids.append(int(torch.multinomial(odds[ids[-1]], 1, generator=generator)))
+    return torch.tensor(ids)
+
+
+def train(model: Decoder, parameters: Sequence[nn.Parameter], ids: Tensor, num_steps: int, lr: float) -> float:
+    """The mean loss of the last tenth of the steps."""
+    optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
+    layout = SequenceLayout.from_lengths([128])
+    losses = []
+    for step in range(num_steps):
+        row = ids[step * 128 : step * 128 + 129]
+
+        def loss(hidden: Tensor, head: Tensor, row: Tensor = row) -> Tensor:
+            return cross_entropy(hidden, head, {"labels": row[1:]}).sum
+
+        optimizer.zero_grad()
+        value = model(row[:-1], layout, loss) / 128
+        value.backward()
+        optimizer.step()
+        losses.append(float(value.detach()))
+    return sum(losses[-num_steps // 10 :]) / len(losses[-num_steps // 10 :])
+
+
+def test_every_format_learns_as_well_as_adapters_on_the_base_itself():
+    # Catches errors of a format that adapters do not make up for. (docs/benchmarks.md has 300 steps of a larger model.)
+    base = decoder()
+    train(base, list(base.parameters()), chain(1, 100 * 128 + 1), 100, lr=1e-2)
+    ids = chain(2, 60 * 128 + 1)
+    results = {}
+    for quant_format in (None, *FORMATS):
+        model = decoder(quant_format)
+        trained = dict(base.named_parameters())
+        targets = quantized_rows(model)
+        with torch.no_grad():
+            for name, target in targets.items():
+                target.put(0, trained[name].detach())
+                target.finish()
+            for name, parameter in dense_parameters(model):
+                parameter.copy_(trained[name])
+        inject(model, AdapterSpec(rank=8, alpha=16.0))
+        results[quant_format] = train(model, list(adapter_parameters(model).values()), ids, 60, lr=1e-2)
+    assert results[None] < 3.4, "adapters learn nothing here that could be lost"
+    for quant_format in FORMATS:
+        assert abs(results[quant_format] / results[None] - 1) <= 0.02, results

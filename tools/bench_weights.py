@@ -1,0 +1,123 @@
+"""Times quantised weights, and linear layers over them beside bf16: `uv run tools/bench_weights.py`.
+
+The shapes are those of Qwen3-8B's layers. A layer is a forward pass and the gradient of its input, as over a frozen
+base; the reference is the same with the weight in bf16. Rates count the bytes that are read and written. Medians of
+runs that each wait for the device. Prints Markdown. On a machine without a GPU it runs the plain twins at tiny sizes,
+which says nothing of speed.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from bench_fp8 import SHAPES, TINY, Row, measure
+from xorl.core.nn import Linear
+from xorl.kernels.quant import (
+    GROUP_SIZES,
+    QuantizedWeight,
+    QuantScheme,
+    WeightNoise,
+    dequantized,
+    nvfp4_global_scale,
+    quant_refusal,
+)
+from xorl.lora import QuantizedLinear
+from xorl.lora.quantized import write_rows_
+
+
+def weight_rows(name: str, linear: Linear, scheme: QuantScheme, repeats: int) -> list[Row]:
+    """Quantising and dequantising a weight, with noise and without."""
+    weight = linear.weight.detach()
+    device = weight.device
+    num_out = weight.shape[0]
+    scale = nvfp4_global_scale(weight.abs().amax()).expand(num_out).contiguous()
+    quantized: QuantizedWeight = scheme.quantize(weight, scale)
+    stored = sum(part.numel() * part.element_size() for part in quantized if part is not None)
+    place = torch.tensor([1, 1], device=device)
+    arguments = (*quantized, scheme.quant_format, scheme.group_size, num_out, torch.bfloat16)
+
+    def row(what: str, function: object) -> Row:
+        assert callable(function)
+        milliseconds = measure(function, device, repeats)
+        moved = stored + 2 * weight.numel()
+        return Row(name, f"{scheme.quant_format}, {what}", milliseconds, 1e-6 * moved / milliseconds, "GB/s")
+
+    noise = WeightNoise(1.0, place)
+    return [
+        row("quantise", lambda: scheme.quantize(weight, scale)),
+        row("dequantise", lambda: scheme.dequantize(quantized, num_out, torch.bfloat16)),
+        row("dequantise, by the operator", lambda: dequantized(*arguments)),
+        row("dequantise with noise", lambda: scheme.dequantize(quantized, num_out, torch.bfloat16, noise)),
+    ]
+
+
+def layer_row(name: str, what: str, layer: Linear, num_tokens: int, repeats: int) -> Row:
+    """Forward and the gradient of the input."""
+    device = layer.weight.device
+    x = torch.randn(num_tokens, layer.in_features, device=device, dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn(num_tokens, layer.out_features, device=device, dtype=torch.bfloat16)
+
+    def step() -> None:
+        x.grad = None
+        layer(x).backward(grad)
+
+    milliseconds = measure(step, device, repeats)
+    tflops = 4e-9 * num_tokens * layer.in_features * layer.out_features / milliseconds
+    return Row(name, f"layer, {what}", milliseconds, tflops, "TFLOP/s")
+
+
+def markdown(rows: Sequence[Row], title: str) -> str:
+    """A table of the rows, and the time of all layers beside that of bf16."""
+    lines = [title, "", "| layer | what | ms | rate |", "|---|---|---|---|"]
+    lines += [
+        f"| {row.layer} | {row.what} | {row.milliseconds:.3f} | {row.rate:,.0f} {row.rate_unit} |" for row in rows
+    ]
+    sums: dict[str, float] = {}
+    for row in rows:
+        if row.what.startswith("layer, "):
+            sums[row.what] = sums.get(row.what, 0.0) + row.milliseconds
+    lines += ["", "| all layers above | ms | of bf16 |", "|---|---|---|"]
+    lines += [f"| {what} | {total:.3f} | {sums['layer, bf16'] / total:.3f} x |" for what, total in sums.items()]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Parses the command line and returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, help="tokens of a micro-batch; 8192, or 64 without a GPU")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--json", type=Path, help="where to write the rows as JSON as well")
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if (refusal := quant_refusal("nvfp4", device)) is not None:
+        print(f"error: {refusal}", file=sys.stderr)
+        return 1
+    on_gpu = device.type == "cuda"
+    num_tokens = options.tokens or (8192 if on_gpu else 64)
+    rows: list[Row] = []
+    for name, (num_out, num_in) in (SHAPES if on_gpu else TINY).items():
+        linear = Linear(num_in, num_out, bias=False).to(device, torch.bfloat16).requires_grad_(False)
+        nn.init.normal_(linear.weight, std=0.02)
+        rows.append(layer_row(name, "bf16", linear, num_tokens, options.repeats))
+        for quant_format, group_size in GROUP_SIZES.items():
+            # The tiny shapes of a machine without a GPU have shorter rows than some groups.
+            scheme = QuantScheme(quant_format, group_size if on_gpu else 16)
+            layer = QuantizedLinear(linear, scheme)
+            write_rows_(layer, linear.weight.detach())
+            rows += weight_rows(name, linear, scheme, options.repeats)
+            rows.append(layer_row(name, quant_format, layer, num_tokens, options.repeats))
+    machine = torch.cuda.get_device_name(device) if on_gpu else "CPU, plain twins: these are no speeds of the kernels"
+    title = f"{num_tokens} tokens, {machine}, torch {torch.__version__}"
+    print(markdown(rows, title))
+    if options.json is not None:
+        options.json.write_text(json.dumps({"title": title, "rows": [row._asdict() for row in rows]}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
