@@ -76,6 +76,9 @@ def test_an_adapter_is_written_again_as_peft_reads_it(folders: Path, tmp_path: P
     ]
     written, wanted = (load_file(path / "adapter_model.safetensors") for path in (folder, folders / "adapter"))
     torch.testing.assert_close(written, wanted, rtol=0, atol=0)
+    half = export_saved(str(folders / "adapter"), str(tmp_path / "half"), dtype=torch.bfloat16, verify=True)
+    rounded = {name: tensor.bfloat16() for name, tensor in wanted.items()}
+    torch.testing.assert_close(load_file(half / "adapter_model.safetensors"), rounded, rtol=0, atol=0)
 
 
 def test_what_is_wrong_is_said_and_nothing_is_left(folders: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from xorl.lora.peft import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     AdapterConfig,
+    HeldTensors,
     MergedWeights,
     ReplacedTensors,
     adapter_tensors,
@@ -63,22 +64,6 @@ def write_adapter(model: PreTrainedModel, folder: Path, **options: object) -> nn
     return adapted
 
 
-class Weights(dict):
-    """A state dict as a source."""
-
-    def names(self):
-        return self.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self[name].shape)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self[name].dtype
-
-    def read(self, name: str, start: int | None = None, stop: int | None = None) -> Tensor:
-        return self[name][start:stop]
-
-
 CASES = {
     "lora": (qwen3, {"r": 4, "target_modules": ["q_proj", "down_proj"]}),
     "rslora": (qwen3, {"r": 4, "target_modules": ["v_proj"], "use_rslora": True}),
@@ -106,14 +91,14 @@ CASES = {
 def test_merged_rows_of_a_file_that_peft_wrote_are_those_that_peft_merges(case: str, tmp_path: Path) -> None:
     # Catches a scale, a pattern, a magnitude or an orientation that is read as another one than PEFT's.
     make, options = CASES[case]
-    base = Weights({name: tensor.clone() for name, tensor in make().state_dict().items()})
+    base = {name: tensor.clone() for name, tensor in make().state_dict().items()}
     adapted = write_adapter(make(), tmp_path, **options)
     merged = {name: tensor for name, tensor in adapted.merge_and_unload().state_dict().items() if name in base}
     config = AdapterConfig.from_json(json.loads((tmp_path / CONFIG_FILE).read_text()))
     with SafetensorsSource(tmp_path, single_file=WEIGHTS_FILE) as source:
         layout = read_layout(config, source)
         assert differences(layout, {name: tensor.shape for name, tensor in base.items()}) == []
-        weights = MergedWeights.of_file(base, layout, source)
+        weights = MergedWeights.of_file(HeldTensors(base), layout, source)
         changed = 0
         for name, wanted in merged.items():
             num_rows = wanted.shape[0]
@@ -129,7 +114,7 @@ def decoder_of(model: PreTrainedModel) -> Decoder:
     hf_config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
     spec = spec_for(hf_config)
     decoder = spec.build(spec.config_from_hf(hf_config))
-    view = spec.checkpoint_view(decoder.config, Weights(model.state_dict()))
+    view = spec.checkpoint_view(decoder.config, HeldTensors(model.state_dict()))
     load_weights(dict(decoder.named_parameters()), recipes_of(decoder), view, mode="all_ranks")
     return decoder
 

@@ -11,6 +11,7 @@ from xorl.lora import AdapterSpec
 from xorl.lora.peft import (
     AdapterConfig,
     AdapterValues,
+    HeldTensors,
     differences,
     fold,
     keys_of,
@@ -22,19 +23,13 @@ from xorl.lora.peft import (
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
 
 
-class Shapes(dict):
-    """Shapes of tensors, as a source that is never read."""
-
-    def names(self):
-        return self.keys()
-
-    def shape(self, name):
-        return self[name]
+def held(shapes):
+    return HeldTensors({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
 
 
 def shapes(module="layers.0.q_proj", a=(2, 8), b=(4, 2), **others):
     a_key, b_key, _ = keys_of(module)
-    return Shapes({a_key: a, b_key: b} | {key.replace("__", "."): shape for key, shape in others.items()})
+    return held({a_key: a, b_key: b} | {key.replace("__", "."): shape for key, shape in others.items()})
 
 
 @pytest.mark.parametrize(
@@ -80,12 +75,12 @@ def test_a_configuration_returns_as_it_was():
         (shapes(a=(3, 8)), "says that the rank is 2"),
         (shapes(b=(4, 3)), "says that the rank is 2"),
         (shapes(a=(16,)), "both must be matrices"),
-        (Shapes({keys_of("q_proj")[0]: (2, 8)}), "it has no lora_B"),
+        (held({keys_of("q_proj")[0]: (2, 8)}), "it has no lora_B"),
         (shapes(base_model__model__q_proj__lora_A__default__weight=(2, 8)), "no tensor of an adapter ends so"),
         (shapes(_orig_mod__q_proj__lora_A__weight=(2, 8)), "begin with base_model.model."),
         (shapes(base_model__model__lm_head__weight=(4, 8)), r"modules_to_save \[\] does not name"),
         (shapes(base_model__model__layers__0__q_proj__lora_magnitude_vector=(4,)), "use_dora is false"),
-        (Shapes(), "it holds no tensor"),
+        (held({}), "it holds no tensor"),
     ],
 )
 def test_files_that_are_not_whole_are_refused(tensors, message):

@@ -123,7 +123,10 @@ def _find(path: str) -> Path:
     """The folder of the checkpoint or the adapter that `path` means."""
     given = Path(path).expanduser()
     if not given.is_dir():
-        return resolve_folder(path, patterns=(CONFIG_FILE, WEIGHTS_FILE))
+        try:
+            return resolve_folder(path, patterns=(CONFIG_FILE, WEIGHTS_FILE))
+        except CheckpointError as error:
+            raise CheckpointError(f"PATH: {error}") from error
     if is_adapter(given) or is_complete(given):
         return given.absolute()
     for root in (given, given / "checkpoints"):
@@ -132,7 +135,7 @@ def _find(path: str) -> Path:
             return latest.absolute()
     hint = "; it holds a model that is exported already" if (given / "config.json").is_file() else ""
     raise ValueError(
-        f"{path} is no checkpoint, no adapter ({CONFIG_FILE}) and no run's folder with checkpoints in it{hint}"
+        f"PATH: {path} is no checkpoint, no adapter ({CONFIG_FILE}) and no run's folder with checkpoints in it{hint}"
     )
 
 

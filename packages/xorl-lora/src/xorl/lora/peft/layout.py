@@ -83,6 +83,25 @@ class AdapterLayout:
         return {key: value for key, value in patterns.items() if any(fits(key, name) for name in self.modules)}
 
 
+class HeldTensors:
+    """A `WeightSource`: tensors in memory, by name."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def names(self) -> Collection[str]:
+        return self._tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors[name].dtype
+
+    def read(self, name: str, start: int | None = None, stop: int | None = None) -> Tensor:
+        return self._tensors[name][start:stop]
+
+
 class ReplacedTensors:
     """A `WeightSource`: the tensors of the base that a file of adapters brings whole, under the base's names."""
 
