@@ -68,7 +68,8 @@ class BankedLinear(nn.Module):
             pairs.append(pair)
         return pairs
 
-    def forward(self, x: Tensor, y: Tensor, layer: Linear) -> Tensor:
+    def forward(self, x: Tensor, layer: Linear) -> Tensor:
+        y = layer.base(x)
         down, up = self._factors(x.dtype, layer.out_features)
         low = grouped_linear(x.reshape(-1, layer.in_features), down, self.groups)  # [T, R]
         return grouped_linear(low, up, self.groups, y.reshape(-1, layer.out_features)).view(y.shape)

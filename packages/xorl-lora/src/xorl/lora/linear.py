@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from xorl.core.nn import Embedding, Linear
+from xorl.kernels.low_rank import adapted_linear
 
 
 class LowRank(nn.Module):
@@ -94,10 +95,16 @@ class LinearAdapter(_Adapter):
     row, where no gradient flows through the norm. Norms are fp32.
     """
 
-    def forward(self, x: Tensor, y: Tensor, layer: Linear) -> Tensor:
+    def forward(self, x: Tensor, layer: Linear) -> Tensor:
         down, up = self._factors(x.dtype, layer.out_features)
-        low = F.linear(x if self.dropout is None else self.dropout(x), down)  # [..., R]
-        added = torch.addmm(y.reshape(-1, layer.out_features), low.reshape(-1, low.shape[-1]), up.t()).view(y.shape)
+        rows = x.reshape(-1, layer.in_features)
+        if self.dropout is None and _is_frozen_product(layer):
+            bias = None if layer.bias is None else layer.bias.to(x.dtype)
+            added = adapted_linear(rows, layer.weight.to(x.dtype), bias, down, up)
+        else:
+            low = F.linear(rows if self.dropout is None else self.dropout(rows), down)
+            added = torch.addmm(layer.base(x).reshape(-1, layer.out_features), low, up.t())
+        added = added.view(*x.shape[:-1], layer.out_features)
         ratio = self._norm_ratio(layer, down, up)
         if ratio is None:
             return added
@@ -134,6 +141,11 @@ class LinearAdapter(_Adapter):
             pieces += [base[row : pair.start], base[pair.start : pair.stop] + pair.magnitude_offset]
             row = pair.stop
         return torch.cat([*pieces, base[row:]]) / adapted
+
+
+def _is_frozen_product(layer: Linear) -> bool:
+    """Whether `layer` multiplies with the values of its weight, which is not trained."""
+    return type(layer).base is Linear.base and not layer.weight.requires_grad
 
 
 def join_parts(

@@ -41,8 +41,8 @@ SWIGLU_ACTIVATIONS = ("silu", "swish")
 class LinearAddition(Protocol):
     """What trains beside a linear layer: a module that changes the layer's output."""
 
-    def __call__(self, x: Tensor, y: Tensor, layer: Linear) -> Tensor:
-        """The output of `layer` for x, given what it computes alone, y."""
+    def __call__(self, x: Tensor, layer: Linear) -> Tensor:
+        """The output of `layer` for x; without the adapter it would be `layer.base(x)`."""
         ...
 
     def operands(self, x: Tensor, layer: Linear) -> tuple[Tensor, Tensor]:
@@ -83,8 +83,7 @@ class Linear(nn.Module):
         self.adapter = None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.base(x)
-        return y if self.adapter is None else self.adapter(x, y, self)
+        return self.base(x) if self.adapter is None else self.adapter(x, self)
 
     def base(self, x: Tensor) -> Tensor:
         """The output of the layer without its adapter."""

@@ -1,0 +1,64 @@
+"""A frozen linear layer with a low-rank product beside it, whose sums are made by the products themselves.
+
+Shapes: T tokens, I input features, O output features, R rank.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn import functional as F
+
+
+def adapted_linear(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor) -> Tensor:
+    """x @ weight.T + bias + (x @ down.T) @ up.T, [T, I] to [T, O]; weight [O, I] and bias are taken as constants.
+
+    All are of one dtype; products accumulate as torch's do in it. Written as a sum, both passes would write the small
+    product and read both again, or copy one of them; here compiled code adds it to the large one where that lies.
+    """
+    y = _AdaptedLinear.apply(x, weight, bias, down, up)
+    assert isinstance(y, Tensor)
+    return y
+
+
+class _Context(FunctionCtx):
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+
+class _AdaptedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _Context, x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor) -> Tensor:
+        low = x @ down.t()  # [T, R]
+        ctx.save_for_backward(x, weight, down, up, low)
+        return _add_product(F.linear(x, weight, bias), low, up.t())
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] the decorator has no types
+        ctx: _Context, grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        x, weight, down, up, low = ctx.saved_tensors
+        grad_low = grad @ up  # [T, R]
+        grad_x = _add_product(grad @ weight, grad_low, down) if ctx.needs_input_grad[0] else None
+        return grad_x, None, None, grad_low.t() @ x, grad.t() @ low
+
+
+def _add_product(summand: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """summand + a @ b, where compiled code may do as it likes with the memory of `summand`."""
+    if not torch.compiler.is_compiling():
+        # Recomputation may keep the summand, and would find it changed.
+        return torch.addmm(summand, a, b)
+    _add_product_(summand, a, b)
+    return summand
+
+
+@torch.library.custom_op("xorl::add_product_", mutates_args=("out",))
+def _add_product_(out: Tensor, a: Tensor, b: Tensor) -> None:
+    out.addmm_(a, b)
+
+
+@_add_product_.register_fake
+def _(out: Tensor, a: Tensor, b: Tensor) -> None:
+    return None
