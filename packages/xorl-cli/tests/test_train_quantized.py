@@ -122,6 +122,7 @@ def build(folder, mesh, *, merge_qkv=True, random=False, **lora):
         output_dir="o",
         data_parallel_mode="none",
         load_weights_mode="all_ranks",
+        param_dtype="fp32",
         enable_mixed_precision=False,
         enable_compile=False,
         reshard_after_forward=True,
