@@ -107,13 +107,20 @@ def test_a_layer_computes_with_its_dequantised_weight_and_keeps_codes_alone(quan
     assert not any(parameter.requires_grad for name, parameter in layer.named_parameters() if name != "bias")
 
 
-@pytest.mark.parametrize("quant_format", ["nf4", "nvfp4"])
-def test_four_bits_take_at_most_0_57_bytes(quant_format):
-    # Catches scales in a wider dtype than they are stored in.
+@pytest.mark.parametrize(("quant_format", "gib"), [("nf4", 5.958), ("nvfp4", 5.963), ("block_fp8", 8.790)])
+def test_a_base_of_8_billion_parameters_takes_what_its_formats_say(quant_format, gib):
+    # Catches scales in a wider dtype than they are stored in, and layers that stay unquantised.
+    shape = {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    spec = SPECS["Qwen3ForCausalLM"]
     with torch.device("meta"):
-        layer = QuantizedLinear(Linear(4096, 6144, bias=False), scheme_of(quant_format))
-    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in layer.parameters())
-    assert num_bytes <= 0.57 * 4096 * 6144
+        model = spec.build(spec.config_from_hf({**CONFIG, **shape, **heads}), merge_qkv=True).bfloat16()
+    quantize_linears(model, quantizable_linears(model, (), "exclude"), scheme_of(quant_format), "format")
+    sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in model.named_parameters()}
+    assert sum(sizes.values()) / 2**30 == pytest.approx(gib, abs=1e-3)
+    num_weights = sum(layer.out_features * layer.in_features for layer in quantized_linears(model).values())
+    stored = sum(sizes.values()) - sum(sizes[name] for name, _ in dense_parameters(model))
+    assert stored / num_weights <= (1.001 if quant_format == "block_fp8" else 0.57)
 
 
 def test_stacked_matrices_have_their_own_global_scales():
