@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from xorl.kernels.low_rank import adapted_linear
+from xorl.kernels.quant import GROUP_SIZES, QuantScheme, adapted_quantized_linear, quantized_linear
 
 
 def plain(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor) -> Tensor:
@@ -40,6 +41,34 @@ def test_output_and_gradients_are_those_of_the_summed_weight(
     for measured, expected in zip(*results, strict=True):
         assert measured.dtype == dtype
         assert (measured.double() - expected).norm() <= tolerance * expected.norm()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("quant_format", ["nf4", "block_fp8"])
+def test_over_quantised_weights_it_is_the_sum_of_two_products(quant_format: str, compiled: bool) -> None:
+    # Catches a gradient of x that lacks one of its two parts, and arguments of the two products that differ.
+    generator = torch.Generator().manual_seed(0)
+    scheme = QuantScheme(quant_format, GROUP_SIZES[quant_format])
+    weight = scheme.quantize(torch.randn(128, 128, generator=generator), None)
+    arguments = (weight.codes, weight.scales, None, quant_format, GROUP_SIZES[quant_format], 128)
+
+    def summed(x: Tensor, down: Tensor, up: Tensor) -> Tensor:
+        return quantized_linear(x, *arguments) + (x @ down.t()) @ up.t()
+
+    def adapted(x: Tensor, down: Tensor, up: Tensor) -> Tensor:
+        return adapted_quantized_linear(x, down, up, *arguments)
+
+    torch._dynamo.reset()
+    function = torch.compile(adapted, fullgraph=True, backend="aot_eager") if compiled else adapted
+    values = [torch.randn(shape, generator=generator) for shape in ((9, 128), (4, 128), (128, 4))]
+    results = []
+    for each in (function, summed):
+        leaves = [value.clone().requires_grad_() for value in values]
+        y = each(*leaves)
+        y.square().sum().backward()
+        results.append([y.detach(), *(leaf.grad for leaf in leaves)])
+    for measured, expected in zip(*results, strict=True):
+        assert (measured - expected).norm() <= 1e-5 * expected.norm()
 
 
 def test_nothing_but_the_operands_and_the_small_product_is_kept() -> None:

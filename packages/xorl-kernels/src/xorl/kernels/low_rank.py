@@ -32,7 +32,7 @@ class _AdaptedLinear(torch.autograd.Function):
     def forward(ctx: _Context, x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor) -> Tensor:
         low = x @ down.t()  # [T, R]
         ctx.save_for_backward(x, weight, down, up, low)
-        return _add_product(F.linear(x, weight, bias), low, up.t())
+        return add_product(F.linear(x, weight, bias), low, up.t())
 
     @staticmethod
     @once_differentiable
@@ -41,24 +41,24 @@ class _AdaptedLinear(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         x, weight, down, up, low = ctx.saved_tensors
         grad_low = grad @ up  # [T, R]
-        grad_x = _add_product(grad @ weight, grad_low, down) if ctx.needs_input_grad[0] else None
+        grad_x = add_product(grad @ weight, grad_low, down) if ctx.needs_input_grad[0] else None
         return grad_x, None, None, grad_low.t() @ x, grad.t() @ low
 
 
-def _add_product(summand: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def add_product(summand: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """summand + a @ b, where compiled code may do as it likes with the memory of `summand`."""
     if not torch.compiler.is_compiling():
         # Recomputation may keep the summand, and would find it changed.
         return torch.addmm(summand, a, b)
-    _add_product_(summand, a, b)
+    _add_in_place(summand, a, b)
     return summand
 
 
 @torch.library.custom_op("xorl::add_product_", mutates_args=("out",))
-def _add_product_(out: Tensor, a: Tensor, b: Tensor) -> None:
+def _add_in_place(out: Tensor, a: Tensor, b: Tensor) -> None:
     out.addmm_(a, b)
 
 
-@_add_product_.register_fake
+@_add_in_place.register_fake
 def _(out: Tensor, a: Tensor, b: Tensor) -> None:
     return None

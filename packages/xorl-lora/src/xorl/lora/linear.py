@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from xorl.core.nn import Embedding, Linear
-from xorl.kernels.low_rank import adapted_linear
 
 
 class LowRank(nn.Module):
@@ -98,12 +97,10 @@ class LinearAdapter(_Adapter):
     def forward(self, x: Tensor, layer: Linear) -> Tensor:
         down, up = self._factors(x.dtype, layer.out_features)
         rows = x.reshape(-1, layer.in_features)
-        if self.dropout is None and _is_frozen_product(layer):
-            bias = None if layer.bias is None else layer.bias.to(x.dtype)
-            added = adapted_linear(rows, layer.weight.to(x.dtype), bias, down, up)
+        if self.dropout is None:
+            added = layer.base_plus(rows, down, up)
         else:
-            low = F.linear(rows if self.dropout is None else self.dropout(rows), down)
-            added = torch.addmm(layer.base(x).reshape(-1, layer.out_features), low, up.t())
+            added = torch.addmm(layer.base(rows), F.linear(self.dropout(rows), down), up.t())
         added = added.view(*x.shape[:-1], layer.out_features)
         ratio = self._norm_ratio(layer, down, up)
         if ratio is None:
@@ -141,11 +138,6 @@ class LinearAdapter(_Adapter):
             pieces += [base[row : pair.start], base[pair.start : pair.stop] + pair.magnitude_offset]
             row = pair.stop
         return torch.cat([*pieces, base[row:]]) / adapted
-
-
-def _is_frozen_product(layer: Linear) -> bool:
-    """Whether `layer` multiplies with the values of its weight, which is not trained."""
-    return type(layer).base is Linear.base and not layer.weight.requires_grad
 
 
 def join_parts(

@@ -25,6 +25,7 @@ from xorl.core.parallel import local_part, shard_groups
 from xorl.kernels.quant import (
     QuantizedWeight,
     QuantScheme,
+    adapted_quantized_linear,
     dequantized,
     nvfp4_global_scale,
     quantized_linear,
@@ -79,6 +80,12 @@ class QuantizedLinear(Linear):
         rows = x.reshape(-1, self.in_features)  # [T, I]
         y = quantized_linear(rows, *self._arguments(), noise, self.noise_alpha)
         y = y if x.dim() == 2 else y.unflatten(0, x.shape[:-1])
+        return y if self.bias is None else y + self.bias.to(x.dtype)
+
+    def base_plus(self, x: Tensor, down: Tensor, up: Tensor) -> Tensor:
+        """base(x) + (x @ down.T) @ up.T for x [T, I], down [R, I] and up [O, R], all of one dtype."""
+        noise = self.noise if self.training else None
+        y = adapted_quantized_linear(x, down, up, *self._arguments(), noise, self.noise_alpha)
         return y if self.bias is None else y + self.bias.to(x.dtype)
 
     def dense_weight(self, dtype: torch.dtype) -> Tensor:

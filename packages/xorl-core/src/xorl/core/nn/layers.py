@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from xorl.core.nn.kernels import LayerKernels
+from xorl.kernels.low_rank import adapted_linear
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -61,7 +62,8 @@ class EmbeddingAddition(Protocol):
 class Linear(nn.Module):
     """x @ weight.T + bias in the dtype of x. weight is [out, in].
 
-    Subclasses keep or compute the product in another way: they replace `base` and `dense_weight`, and nothing else.
+    Subclasses keep or compute the product in another way: they replace `base` and `dense_weight`, and `base_plus` where
+    they have a faster one.
 
     Attributes:
         adapter: None, or a module that stands beside the weight; parameters of the layer keep their names.
@@ -89,6 +91,13 @@ class Linear(nn.Module):
         """The output of the layer without its adapter."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return F.linear(x, self.weight.to(x.dtype), bias)
+
+    def base_plus(self, x: Tensor, down: Tensor, up: Tensor) -> Tensor:
+        """base(x) + (x @ down.T) @ up.T for x [T, in], down [R, in] and up [out, R], all of one dtype."""
+        if type(self).base is Linear.base and not self.weight.requires_grad:
+            bias = None if self.bias is None else self.bias.to(x.dtype)
+            return adapted_linear(x, self.weight.to(x.dtype), bias, down, up)
+        return torch.addmm(self.base(x), x @ down.t(), up.t())
 
     def dense_weight(self, dtype: torch.dtype) -> Tensor:
         """The weight that `base` multiplies with, [out, in], in `dtype`."""

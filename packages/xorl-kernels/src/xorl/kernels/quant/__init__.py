@@ -19,7 +19,7 @@ from xorl.kernels.quant.fp8 import (
 from xorl.kernels.quant.nf4 import dequantize_nf4, quantize_nf4
 from xorl.kernels.quant.noise import WeightNoise, normal_pairs
 from xorl.kernels.quant.nvfp4 import dequantize_nvfp4, nvfp4_global_scale, quantize_nvfp4
-from xorl.kernels.quant.products import dequantized, quantized_linear
+from xorl.kernels.quant.products import adapted_quantized_linear, dequantized, quantized_linear
 from xorl.kernels.quant.weights import GROUP_SIZES, QuantizedWeight, QuantScheme
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "QuantScheme",
     "QuantizedWeight",
     "WeightNoise",
+    "adapted_quantized_linear",
     "amax",
     "cast_axiswise",
     "cast_columnwise",

@@ -13,8 +13,9 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
+from torch.autograd.function import FunctionCtx, once_differentiable
 
+from xorl.kernels.low_rank import add_product
 from xorl.kernels.quant.device import QuantFormat
 from xorl.kernels.quant.noise import WeightNoise
 from xorl.kernels.quant.weights import QuantizedWeight, QuantScheme
@@ -95,6 +96,30 @@ def dequantized(
     return scheme.dequantize(weight, out_features, dtype, None if noise is None else WeightNoise(noise_alpha, noise))
 
 
+def adapted_quantized_linear(
+    x: Tensor,
+    down: Tensor,
+    up: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    global_scale: Tensor | None,
+    quant_format: str,
+    group_size: int,
+    out_features: int,
+    noise: Tensor | None = None,
+    noise_alpha: float = 0.0,
+) -> Tensor:
+    """`quantized_linear` plus (x @ down.T) @ up.T, given down [R, I] and up [O, R] in the dtype of x.
+
+    As in `xorl.kernels.low_rank`, compiled code makes no pass for the sums.
+    """
+    y = _AdaptedQuantizedLinear.apply(
+        x, down, up, codes, scales, global_scale, quant_format, group_size, out_features, noise, noise_alpha
+    )
+    assert isinstance(y, Tensor)
+    return y
+
+
 def num_columns(codes: Tensor, quant_format: str) -> int:
     """I of a weight with these codes."""
     return codes.shape[-1] if quant_format == "block_fp8" else 2 * codes.shape[-1]
@@ -102,6 +127,7 @@ def num_columns(codes: Tensor, quant_format: str) -> int:
 
 class _Context(FunctionCtx):
     saved_tensors: tuple[Tensor | None, ...]
+    needs_input_grad: tuple[bool, ...]
     scheme: tuple[str, int]
     alpha: float
 
@@ -119,6 +145,43 @@ def _differentiate(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, ...]:
     width = num_columns(codes, ctx.scheme[0])
     grad_x = quantized_linear_grad(grad, codes, scales, global_scale, *ctx.scheme, width, noise, ctx.alpha)
     return grad_x, *(None,) * 8
+
+
+class _AdaptedQuantizedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: _Context,
+        x: Tensor,
+        down: Tensor,
+        up: Tensor,
+        codes: Tensor,
+        scales: Tensor,
+        global_scale: Tensor | None,
+        quant_format: str,
+        group_size: int,
+        out_features: int,
+        noise: Tensor | None,
+        noise_alpha: float,
+    ) -> Tensor:
+        low = x @ down.t()  # [T, R]
+        ctx.save_for_backward(x, down, up, low, codes, scales, global_scale, noise)
+        ctx.scheme, ctx.alpha = (quant_format, group_size), noise_alpha
+        y = quantized_linear(x, codes, scales, global_scale, quant_format, group_size, out_features, noise, noise_alpha)
+        return add_product(y, low, up.t())
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] the decorator has no types
+        ctx: _Context, grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        x, down, up, low, codes, scales, global_scale, noise = cast(tuple[Tensor, ...], ctx.saved_tensors)
+        grad_low = grad @ up  # [T, R]
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            width = num_columns(codes, ctx.scheme[0])
+            grad_x = quantized_linear_grad(grad, codes, scales, global_scale, *ctx.scheme, width, noise, ctx.alpha)
+            grad_x = add_product(grad_x, grad_low, down)
+        return grad_x, grad_low.t() @ x, grad.t() @ low, *(None,) * 8
 
 
 quantized_linear.register_autograd(_differentiate, setup_context=_keep)
