@@ -259,6 +259,55 @@ def test_options_that_agree_are_accepted(changes: Options) -> None:
     loaded_with(**changes)
 
 
+def swept(*members: dict[str, Any], **lora: Any) -> dict[str, Any]:
+    named = [{"name": f"m{index}", **member} for index, member in enumerate(members)]
+    return {"lora": {"enable_lora": True, "sweep": named, **lora}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "path", "message"),
+    [
+        ({"lora": {"sweep": [{"name": "a"}]}}, "lora.sweep", "does nothing unless lora.enable_lora is true"),
+        ({"lora": {"enable_lora": True, "sweep_members_per_pass": 2}}, "lora.sweep_members_per_pass", "lora.sweep is"),
+        (swept({}, {"name": "m0"}), "lora.sweep.1.name", "there is a member m0 already"),
+        (swept({"name": "../up"}), "lora.sweep.0.name", "wants string"),
+        (swept({"rank": 3}), "lora.sweep.0.rank", "unknown option"),
+        (swept({"datasets": []}), "lora.sweep.0.datasets", "the list is empty"),
+        (swept({"datasets": [{"path": "b", "shards": 2}]}), "lora.sweep.0.datasets.0.shards", "needs shards_idx"),
+        (swept({"datasets": [{"path": "b", "typ": "chat"}]}), "lora.sweep.0.datasets.0.typ", "did you mean"),
+        (swept({"lora_target_modules": []}), "lora.sweep.0.lora_target_modules", "the list is empty"),
+        (
+            swept({"lr": 1e-6}) | {"train": {"lr_min": 1e-5, "lr_decay_style": "cosine"}},
+            "lora.sweep.0.lr",
+            "above this member's lr",
+        ),
+        (swept({}, use_dora=True), "lora.use_dora", "lora.sweep is empty: the members of a sweep are plain adapters"),
+        (swept({}) | {"train": {"optimizer": "muon"}}, "train.optimizer", "trained by AdamW"),
+        (
+            swept({}) | {"train": {"recompute_policy": "auto"}},
+            "train.recompute_policy",
+            "choose module or operation",
+        ),
+    ],
+)
+def test_members_of_a_sweep_are_checked_as_runs_of_their_own(
+    changes: dict[str, dict[str, Any]], path: str, message: str
+) -> None:
+    # Would catch a member whose options are accepted where the same options of a run would not be.
+    with pytest.raises(ConfigError) as caught:
+        loaded_with(**changes)
+    found = [problem for problem in caught.value.problems if problem.path == path]
+    assert [problem for problem in found if message in problem.message], caught.value
+
+
+def test_a_sweep_beside_what_it_can_stand_with_is_accepted() -> None:
+    # Would catch a default that conflicts with a sweep, and members that are compared with another's data.
+    loaded = loaded_with(**swept({"lr": 1e-3, "seed": 4}, {"datasets": [{"path": "b", "weight": 1.0}]}, lora_rank=4))
+    assert [member.name for member in loaded.config.lora.sweep] == ["m0", "m1"]
+    assert loaded.origins["lora.sweep.0.lr"] != "default"
+    assert loaded.origins["lora.sweep.1.datasets.0.type"] == "default"
+
+
 def config_with(**train: Any) -> Config:
     """A configuration whose sizes may be refused elsewhere."""
     options: Any = {"data": {"datasets": [{"path": "a"}]}, "train": {"output_dir": "o", **train}}

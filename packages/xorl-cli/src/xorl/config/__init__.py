@@ -4,9 +4,11 @@ Nothing here imports torch, so that a mistake is reported at once.
 """
 
 from xorl.config.conflicts import check_world_size
+from xorl.config.entries import DatasetEntryConfig, SweepMemberConfig
 from xorl.config.load import LoadedConfig, config_from_mapping, load_config
-from xorl.config.local import Config, DataConfig, DatasetEntryConfig, LoraConfig, ModelConfig, TrainConfig
+from xorl.config.local import Config, DataConfig, LoraConfig, ModelConfig, TrainConfig
 from xorl.config.problems import ConfigError, Origin, Problem
+from xorl.config.sweep import member_config
 
 __all__ = [
     "Config",
@@ -18,8 +20,10 @@ __all__ = [
     "ModelConfig",
     "Origin",
     "Problem",
+    "SweepMemberConfig",
     "TrainConfig",
     "check_world_size",
     "config_from_mapping",
     "load_config",
+    "member_config",
 ]

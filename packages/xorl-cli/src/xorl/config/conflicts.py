@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from xorl.config.data_conflicts import DATA_CHECKS
 from xorl.config.local import Config
 from xorl.config.problems import Conflict
+from xorl.config.sweep import sweep_conflicts
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,7 @@ NEEDS: tuple[Need, ...] = (
             "lora.modules_to_save",
             "lora.merge_lora_interval",
             "lora.adapter_path",
+            "lora.sweep",
         ),
         "lora.enable_lora",
         "true",
@@ -166,6 +168,33 @@ NEEDS: tuple[Need, ...] = (
         lambda config: config.lora.enable_qlora,
     ),
     Need(("lora.aqn_alpha",), "lora.enable_aqn", "true", lambda config: config.lora.enable_aqn),
+    Need(
+        ("lora.sweep",), "lora.enable_lora", "true", lambda config: config.lora.enable_lora or config.lora.enable_qlora
+    ),
+    Need(("lora.sweep_members_per_pass",), "lora.sweep", "a list of members", lambda config: bool(config.lora.sweep)),
+    Need(
+        (
+            "data.streaming",
+            "data.push_dataset_to_hub",
+            "data.skip_prepare_dataset",
+            "train.optimizer",
+            "train.no_decay_modules",
+            "train.no_decay_params",
+            "train.param_dtype",
+            "train.enable_cpu_offload",
+            "train.enable_reentrant",
+            "lora.lora_dropout",
+            "lora.use_dora",
+            "lora.modules_to_save",
+            "lora.adapter_path",
+            "lora.save_lora_only",
+            "lora.merge_lora_interval",
+            "lora.enable_aqn",
+        ),
+        "lora.sweep",
+        "empty: the members of a sweep are plain adapters, trained by AdamW in fp32",
+        lambda config: not config.lora.sweep,
+    ),
     # Beside an explicit enable_profiling: false they wait for the run that sets it on the command line.
     Need(
         (
@@ -389,6 +418,7 @@ CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
     _the_profile_has_a_length,
     _adapters_are_on,
     _quantized_weights_stay_as_they_are,
+    sweep_conflicts,
 )
 
 

@@ -3,7 +3,8 @@
 import re
 from collections.abc import Callable, Iterator
 
-from xorl.config.local import Config, DatasetEntryConfig
+from xorl.config.entries import DatasetEntryConfig
+from xorl.config.local import Config
 from xorl.config.problems import Conflict
 
 # What train_on and columns may say for each type of dataset entry.

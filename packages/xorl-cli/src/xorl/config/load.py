@@ -7,7 +7,7 @@ from pathlib import Path
 
 from xorl.config.document import Document, Node, node_of, read_document
 from xorl.config.local import Config
-from xorl.config.options import ENTRIES, ENTRY_LISTS, all_options
+from xorl.config.options import all_options, entries_of
 from xorl.config.overrides import apply_overrides_, parse_overrides
 from xorl.config.problems import ConfigError, Origin, Problem
 from xorl.config.resolve import resolve
@@ -98,13 +98,7 @@ def _origins(config: Config, root: Node, reasons: Mapping[str, str]) -> dict[str
     """Returns where the value of each option is from, by concrete path."""
     origins: dict[str, str] = {}
     for option in all_options().values():
-        paths = [option.path]
-        if option.section == ENTRIES:
-            paths = [
-                f"{entries}.{index}.{option.name}"
-                for entries in ENTRY_LISTS
-                for index in range(len(getattr(config.data, entries.removeprefix("data."))))
-            ]
+        paths = [f"{section}.{option.name}" for section, _ in entries_of(config, option.section)]
         for path in paths:
             parts = [int(part) if part.isdecimal() else part for part in path.split(".")]
             node = root.find(parts)

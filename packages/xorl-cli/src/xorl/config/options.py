@@ -17,11 +17,14 @@ from annotated_types import BaseMetadata, Ge, Gt, Le, Lt, MinLen, MultipleOf
 from pydantic.fields import FieldInfo
 
 from xorl.config.document import resolve_scalar
+from xorl.config.entries import SweepMemberConfig
 from xorl.config.fields import Section
 from xorl.config.local import Config
 
 ENTRIES = "data.datasets[]"
 ENTRY_LISTS = ("data.datasets", "data.test_datasets")
+MEMBERS = "lora.sweep[]"
+MEMBER_LIST = "lora.sweep"
 # What other trainers call it, where the names are too unlike for a guess.
 OTHER_NAMES = {
     "batch_size": "micro_batch_size",
@@ -89,8 +92,31 @@ def find_option(path: str) -> Option | None:
 
 
 def general_path(path: str) -> str:
-    """Turns `data.test_datasets.0.path` into `data.datasets[].path`, and leaves other paths alone."""
-    return re.sub(r"^data\.(test_)?datasets\.\d+(?=\.|$)", ENTRIES, path)
+    """Turns `data.test_datasets.0.path` into `data.datasets[].path`, and leaves other paths alone.
+
+    The datasets of a sweep's members are such entries too.
+    """
+    path = re.sub(r"^(data\.(test_)?|lora\.sweep\.\d+\.)datasets\.\d+(?=\.|$)", ENTRIES, path)
+    return re.sub(r"^lora\.sweep\.\d+(?=\.|$)", MEMBERS, path)
+
+
+def entries_of(config: Config, section: str) -> Iterator[tuple[str, Section]]:
+    """Yields (path, options) of every section that is documented as `section`: one, or each entry of its lists."""
+    if section == MEMBERS:
+        yield from ((f"{MEMBER_LIST}.{index}", member) for index, member in enumerate(config.lora.sweep))
+    elif section == ENTRIES:
+        lists = {"data.datasets": config.data.datasets, "data.test_datasets": config.data.test_datasets}
+        for index, member in enumerate(config.lora.sweep):
+            lists[f"{MEMBER_LIST}.{index}.datasets"] = member.datasets or []
+        for path, entries in lists.items():
+            yield from ((f"{path}.{index}", entry) for index, entry in enumerate(entries))
+    else:
+        yield section, getattr(config, section)
+
+
+def is_entry(path: str) -> bool:
+    """Whether a path is that of an entry of a list, without an option of it."""
+    return general_path(path) in (ENTRIES, MEMBERS)
 
 
 def sections() -> tuple[str, ...]:
@@ -131,8 +157,8 @@ def suggest_choice(option: Option, value: str) -> str | None:
 
 
 def _place(option: Option) -> str:
-    is_entry = option.section == ENTRIES
-    return f"the entries of {ENTRY_LISTS[0]}" if is_entry else f"section {option.section}"
+    owners = {ENTRIES: ENTRY_LISTS[0], MEMBERS: MEMBER_LIST}
+    return f"the entries of {owners[option.section]}" if option.section in owners else f"section {option.section}"
 
 
 def _options_of(section: type[Section], prefix: str) -> Iterator[Option]:
@@ -151,8 +177,9 @@ def _options_of(section: type[Section], prefix: str) -> Iterator[Option]:
             description=info.description or "",
             annotation=info.annotation,
         )
-        if entry and path == ENTRY_LISTS[0]:
-            entries = list(_options_of(entry, f"{ENTRIES}."))
+        # Those of nested lists, which are dataset entries, are documented where they stand first.
+        if entry and path in (ENTRY_LISTS[0], MEMBER_LIST):
+            entries = list(_options_of(entry, f"{path}[]."))
     yield from entries
 
 
@@ -217,7 +244,9 @@ def _number(value: object) -> str:
 def _plural(annotation: object) -> str:
     if annotation is str:
         return "strings"
-    return ", ".join(map(str, get_args(annotation))) if get_origin(annotation) is Literal else "dataset entries"
+    if get_origin(annotation) is Literal:
+        return ", ".join(map(str, get_args(annotation)))
+    return "sweep members" if annotation is SweepMemberConfig else "dataset entries"
 
 
 def _literals(annotation: object) -> Iterator[object]:

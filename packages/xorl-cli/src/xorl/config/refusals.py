@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from xorl.config.local import Config
-from xorl.config.options import ENTRIES, ENTRY_LISTS, Option, all_options, yaml_text
+from xorl.config.options import ENTRIES, Option, all_options, entries_of, yaml_text
 
 
 @dataclass(frozen=True)
@@ -109,12 +109,7 @@ def refused_in(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _values(config: Config, option: Option) -> Iterator[tuple[str, object, object]]:
-    """Yields (path, value, default) of an option: once, or for each dataset entry."""
-    if option.section == ENTRIES:
-        for entries_path in ENTRY_LISTS:
-            for index, entry in enumerate(getattr(config.data, entries_path.removeprefix("data."))):
-                default = type(entry).model_fields[option.name].default
-                yield f"{entries_path}.{index}.{option.name}", getattr(entry, option.name), default
-    else:
-        section = getattr(config, option.section)
-        yield option.path, getattr(section, option.name), type(section).model_fields[option.name].default
+    """Yields (path, value, default) of an option: once, or for each entry of a list."""
+    for path, section in entries_of(config, option.section):
+        default = type(section).model_fields[option.name].default
+        yield f"{path}.{option.name}", getattr(section, option.name), default

@@ -2,7 +2,7 @@
 
 from xorl.config.load import LoadedConfig
 from xorl.config.local import Config
-from xorl.config.options import ENTRY_LISTS, yaml_text
+from xorl.config.options import ENTRY_LISTS, MEMBER_LIST, yaml_text
 
 MAX_COMMENT_COLUMN = 56  # a longer value pushes its own comment out, not those of all others
 
@@ -15,7 +15,7 @@ def show(loaded: LoadedConfig) -> str:
         rows.append((f"{section}:", ""))
         for name in type(options).model_fields:
             path, value = f"{section}.{name}", getattr(options, name)
-            if path in ENTRY_LISTS and value:
+            if path in (*ENTRY_LISTS, MEMBER_LIST) and value:
                 rows.append((f"  {name}:", ""))
                 for index, entry in enumerate(value):
                     rows += [

@@ -13,9 +13,21 @@ from pydantic import ValidationError
 
 from xorl.config.conflicts import conflicts_in
 from xorl.config.document import Node, Plain, resolve_scalar
+from xorl.config.entries import DatasetEntryConfig, SweepMemberConfig
 from xorl.config.fields import Section
-from xorl.config.local import Config, DatasetEntryConfig
-from xorl.config.options import ENTRY_LISTS, Option, find_option, general_path, suggest_choice, suggestion, yaml_text
+from xorl.config.local import Config
+from xorl.config.options import (
+    ENTRY_LISTS,
+    MEMBER_LIST,
+    MEMBERS,
+    Option,
+    find_option,
+    general_path,
+    is_entry,
+    suggest_choice,
+    suggestion,
+    yaml_text,
+)
 from xorl.config.problems import Origin, Problem
 from xorl.config.refusals import refused_in
 
@@ -119,18 +131,16 @@ def _type_message(path: Path, data: Plain) -> str:
     if option is None:
         # An entry of a list or mapping, whose option is further up.
         owner = next((found for end in range(len(path), 0, -1) if (found := find_option(_dotted(path[:end])))), None)
-        if _is_entry(path):
-            fields = ", ".join(DatasetEntryConfig.model_fields)
-            hint = f"\nwrite - path: {yaml_text(value)}" if isinstance(value, str) else ""
-            return f"wants a dataset entry, a mapping with {fields}; got {_shown(value)}{hint}"
+        if is_entry(_dotted(path)):
+            is_member = general_path(_dotted(path)) == MEMBERS
+            fields = ", ".join((SweepMemberConfig if is_member else DatasetEntryConfig).model_fields)
+            kind, key = ("sweep member", "name") if is_member else ("dataset entry", "path")
+            hint = f"\nwrite - {key}: {yaml_text(value)}" if isinstance(value, str) else ""
+            return f"wants a {kind}, a mapping with {fields}; got {_shown(value)}{hint}"
         wanted = owner.type if owner else f"mapping of options (see `xorl config docs {_dotted(path)}`)"
         hint = _hint(owner, value) if owner else ""
         return f"wants {wanted}; got {_shown(value)}{hint}"
     return f"wants {option.type}; got {_shown(value)}{_hint(option, value)}"
-
-
-def _is_entry(path: Path) -> bool:
-    return len(path) == 3 and _dotted(path[:2]) in ENTRY_LISTS
 
 
 def _shown(value: Plain) -> str:
@@ -201,8 +211,8 @@ def _without(data: Plain, failing: set[Path]) -> Plain:
         parent = _at(path[:-1], kept)
         if isinstance(parent, dict):
             parent.pop(str(path[-1]), None)
-        elif isinstance(parent, list) and _is_entry(path):
-            parent[int(path[-1])] = {"path": PLACEHOLDER}
+        elif isinstance(parent, list) and is_entry(_dotted(path)):
+            parent[int(path[-1])] = {}
         elif isinstance(parent, list):
             owner = _at(path[:-2], kept)
             if isinstance(owner, dict):
@@ -214,12 +224,23 @@ def _without(data: Plain, failing: set[Path]) -> Plain:
     assert isinstance(data_section, dict)
     train.setdefault("output_dir", PLACEHOLDER)
     data_section.setdefault("datasets", [{"path": PLACEHOLDER}])
-    for path in ENTRY_LISTS:
-        entries = _at(_parts(path), kept)
-        for entry in entries if isinstance(entries, list) else []:
-            if isinstance(entry, dict):
-                entry.setdefault("path", PLACEHOLDER)
+    _name_entries_(kept)
     return kept
+
+
+def _name_entries_(data: Plain) -> None:
+    """Puts placeholders where entries of lists lack what they must have."""
+    members = _at(_parts(MEMBER_LIST), data)
+    num_members = len(members) if isinstance(members, list) else 0
+    required = {MEMBER_LIST: "name"} | dict.fromkeys(
+        (*ENTRY_LISTS, *(f"{MEMBER_LIST}.{index}.datasets" for index in range(num_members))), "path"
+    )
+    for path, key in required.items():
+        entries = _at(_parts(path), data)
+        for index, entry in enumerate(entries if isinstance(entries, list) else []):
+            if isinstance(entry, dict):
+                # Names are compared with each other, so that placeholders must differ.
+                entry.setdefault(key, f"placeholder{index}" if key == "name" else PLACEHOLDER)
 
 
 def _at(path: Path, data: Plain) -> Plain:

@@ -24,7 +24,7 @@ from xorl.ckpt import (
 )
 from xorl.core.models.recipes import Part
 from xorl.core.parallel import ParallelModel
-from xorl.lora import AdapterSpec, adapters, base_parameters
+from xorl.lora import Adapter, AdapterSpec, adapters, base_parameters
 from xorl.lora.peft import (
     CONFIG_FILE,
     PREFIX,
@@ -38,24 +38,34 @@ from xorl.lora.peft import (
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """What it takes to write a model's adapters at any time; `config` says what they are."""
+    """What it takes to write adapters at any time: those of a model, or one of a bank.
+
+    `config` says what they are, and `found` which; they may lie in the memory of a bank.
+    """
 
     model: ParallelModel
     config: AdapterConfig
     recipes: Mapping[str, WeightRecipe]
+    found: Mapping[str, Adapter]
 
     @classmethod
     def of(
-        cls, model: ParallelModel, spec: AdapterSpec, base: str | None, recipes: Mapping[str, WeightRecipe]
+        cls,
+        model: ParallelModel,
+        spec: AdapterSpec,
+        base: str | None,
+        recipes: Mapping[str, WeightRecipe],
+        found: Mapping[str, Adapter] | None = None,
     ) -> AdapterFiles:
-        """`spec` put the adapters there, on the base model `base`."""
+        """`spec` put the adapters there, on the base model `base`; `found` is one of a bank's."""
+        found = adapters(model.module) if found is None else found
         turned = {
             recipe.source.removesuffix(".weight")
             for recipe in recipes.values()
             if isinstance(recipe, Part) and recipe.transposed
         }
-        transposed = turned & adapters(model.module).keys()
-        return cls(model, config_of(model.module, spec, base=base, transposed=transposed), recipes)
+        transposed = turned & found.keys()
+        return cls(model, config_of(model.module, spec, base=base, transposed=transposed, found=found), recipes, found)
 
     @torch.no_grad()
     def write(self, folder: Path) -> dict[str, FileRecord]:
@@ -77,7 +87,7 @@ class AdapterFiles:
         return files
 
     def _groups(self) -> list[TensorGroup]:
-        groups = [_group(key, tensor) for key, tensor in adapter_tensors(self.model.module).items()]
+        groups = [_group(key, tensor) for key, tensor in adapter_tensors(self.model.module, self.found).items()]
         whole = trained_whole(self.model.module)
         if whole:
             groups += [_with_prefix(group) for group in parameter_groups(whole, self.recipes, dtype=torch.float32)]

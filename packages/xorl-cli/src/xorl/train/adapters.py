@@ -56,8 +56,13 @@ def adapter_spec(lora: LoraConfig, default_targets: tuple[str, ...]) -> AdapterS
 def add_adapters(module: Decoder, lora: LoraConfig, default_targets: tuple[str, ...]) -> None:
     """Put the adapters of `lora` into a model that is not placed yet, and freeze the rest, where it asks for any.
 
+    The adapters of a sweep are a bank's, which comes once the model is placed: here its base is frozen alone.
+
     Raises ValueError that begins with the option at fault.
     """
+    if lora.sweep:
+        module.requires_grad_(False)
+        return
     try:
         spec = adapter_spec(lora, default_targets)
         if spec is not None:

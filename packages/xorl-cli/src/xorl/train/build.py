@@ -113,22 +113,22 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None) -> Run:
         runtime.refuse_launch_blocking()
     prepare_root(output_dir := Path(train.output_dir), "train.output_dir")
     checkpointer = Checkpointer(output_dir / "checkpoints", manager=train.ckpt_manager, root_option="train.output_dir")
-    resumed = _resume_from(checkpointer, train.load_checkpoint_path)
+    resumed = resume_from(checkpointer, train.load_checkpoint_path)
     architecture = read_architecture(config.model)
     with phases("data", f"prepared_path={config.data.dataset_prepared_path}"):
         vocab_size = architecture.config.vocab_size
         data = prepare_data(config, vocab_size, architecture.tokenizer_folder, architecture.hf_config)
-        _check_lengths(data, architecture.config, config.data.pad_to_multiple_of)
+        check_lengths(data, architecture.config, config.data.pad_to_multiple_of)
 
     with phases("join", f"world_size={runtime.world_size()}"):
         place = runtime.init()
         runtime.seed_everything(train.seed, place.rank)
-        mesh = Mesh(_dims(config, place.world_size), place.device.type)
-    _require_agreement("train.output_dir / load_checkpoint_path", str(resumed))
+        mesh = Mesh(parallel_dims(config, place.world_size), place.device.type)
+    require_agreement("train.output_dir / load_checkpoint_path", str(resumed))
     manifest = None if resumed is None else read_manifest(resumed)
-    plan = _plan(config, data, mesh, None if manifest is None else saved_data(manifest))
+    plan = plan_of(config, data, mesh, None if manifest is None else saved_data(manifest))
     held_out_content = None if data.held_out is None else data.held_out.documents.fingerprint
-    _require_agreement("data", f"training {plan.hash} of {plan.num_steps} steps, held out {held_out_content}")
+    require_agreement("data", f"training {plan.hash} of {plan.num_steps} steps, held out {held_out_content}")
     if place.is_main and not isinstance(data.train, Stream):
         write_receipt(output_dir / RECEIPT, data, plan)
     if resumed is not None and manifest is not None and manifest.step >= plan.num_steps:
@@ -163,13 +163,13 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None) -> Run:
         score_fn=partial(score_tokens, **head_options),
         loader=loader,
         eval_loader=held_out,
-        schedule=_schedule(config, plan),
+        schedule=schedule_of(config, plan),
         observer=Observer(
-            place.device, place.world_size, _sinks(config, output_dir, plan, start_step, place), engine.timer
+            place.device, place.world_size, sinks_of(config, output_dir, plan, start_step, place), engine.timer
         ),
         checkpoints=checkpoints,
         before_step=_before_step(config, engine),
-        profiler=_profiler(config, place, start_step),
+        profiler=profiler_of(config, place, start_step),
         output_dir=output_dir,
         num_steps=plan.num_steps,
         start_step=start_step,
@@ -208,7 +208,7 @@ def _loader(
     return loader, stream
 
 
-def _resume_from(checkpointer: Checkpointer, option: str | None) -> Path | None:
+def resume_from(checkpointer: Checkpointer, option: str | None) -> Path | None:
     """The checkpoint that `train.load_checkpoint_path` asks for; None starts fresh.
 
     Raises CheckpointError where the run would later meet checkpoints that it did not write: they are never overwritten.
@@ -228,7 +228,7 @@ def _resume_from(checkpointer: Checkpointer, option: str | None) -> Path | None:
     return resumed
 
 
-def _require_agreement(option: str, found: str) -> None:
+def require_agreement(option: str, found: str) -> None:
     """Collective. Ranks that found different things would wait in different collectives, or train on a mixture."""
     if not runtime.all_ranks_agree(found):
         raise ValueError(
@@ -237,7 +237,7 @@ def _require_agreement(option: str, found: str) -> None:
         )
 
 
-def _check_lengths(data: RunData, model: DecoderConfig, pad_to_multiple_of: int) -> None:
+def check_lengths(data: RunData, model: DecoderConfig, pad_to_multiple_of: int) -> None:
     """Raises ValueError for documents that the model has no positions for: the first would end the run when met."""
     if model.rope is None and pad_to_multiple_of > model.max_position_embeddings:
         raise ValueError(
@@ -268,7 +268,8 @@ def _longest_document(data: PackedDocuments | Stream) -> int:
     return int(data.documents.lengths.max())
 
 
-def _dims(config: Config, world_size: int) -> ParallelDims:
+def parallel_dims(config: Config, world_size: int) -> ParallelDims:
+    """How the processes of a run are arranged."""
     train = config.train
     return ParallelDims.resolve(
         train.data_parallel_mode,
@@ -278,7 +279,8 @@ def _dims(config: Config, world_size: int) -> ParallelDims:
     )
 
 
-def _plan(config: Config, data: RunData, mesh: Mesh, saved: DataIdentity | None) -> Plan:
+def plan_of(config: Config, data: RunData, mesh: Mesh, saved: DataIdentity | None) -> Plan:
+    """The order of the bins; raises CheckpointError where it is not `saved`, that of the checkpoint to resume from."""
     plan = plan_steps(config, data.train, mesh.dp_size, None if saved is None else saved.bins_per_step)
     if saved is not None and saved != DataIdentity.of(plan):
         raise CheckpointError(
@@ -328,7 +330,8 @@ def _muon_options(train: TrainConfig, model: ParallelModel) -> MuonOptions:
     )
 
 
-def _schedule(config: Config, plan: Plan) -> Schedule:
+def schedule_of(config: Config, plan: Plan) -> Schedule:
+    """The learning rate of each step, which is logged at ten points."""
     train = config.train
     schedule = Schedule(
         plan.num_steps,
@@ -404,7 +407,8 @@ def _before_step(config: Config, engine: Engine) -> tuple[Callable[[int], None],
     return tuple(calls)
 
 
-def _sinks(config: Config, output_dir: Path, plan: Plan, start_step: int, place: Runtime) -> list[Sink]:
+def sinks_of(config: Config, output_dir: Path, plan: Plan, start_step: int, place: Runtime) -> list[Sink]:
+    """Where the metrics of a run go; nowhere but in the main process."""
     if not place.is_main:
         return []
     train = config.train
@@ -428,7 +432,8 @@ def _sinks(config: Config, output_dir: Path, plan: Plan, start_step: int, place:
     return sinks
 
 
-def _profiler(config: Config, place: Runtime, start_step: int) -> Profiler:
+def profiler_of(config: Config, place: Runtime, start_step: int) -> Profiler:
+    """What records traces, in the processes that are to."""
     train = config.train
     return Profiler(
         enabled=train.enable_profiling and (place.is_main or not train.profile_rank0_only),

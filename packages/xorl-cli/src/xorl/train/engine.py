@@ -146,17 +146,26 @@ class Engine:
         }
 
     def _call(self, batch: PackedBatch, loss_fn: LossFn) -> LossOutput:
-        batch = batch.to(self.device, non_blocking=True)
-        layout = SequenceLayout(batch.cu_seqlens, batch.positions, batch.lengths)
-        targets = {"labels": batch.labels, **batch.extras}
-        return self.model.forward(batch.input_ids, layout, loss=lambda hidden, weight: loss_fn(hidden, weight, targets))
+        return call_model(self.model, batch, loss_fn, self.device)
 
     def _counts(self, batches: Sequence[PackedBatch]) -> Tensor:
         """Trained tokens, tokens and FLOPs of this rank's micro-batches, on the device."""
         trained = sum(batch.num_trained_tokens for batch in batches)
         tokens = sum(batch.num_tokens for batch in batches)
         flops = sum(self._flops(batch.document_lengths) for batch in batches)
-        # From pageable memory the copy would make the host wait for all work queued before it.
-        on_gpu = self.device.type == "cuda"
-        counts = torch.tensor([trained, tokens, flops], dtype=torch.float64, pin_memory=on_gpu)
-        return counts.to(self.device, non_blocking=True)
+        return to_device([trained, tokens, flops], self.device)
+
+
+def call_model(model: ParallelModel, batch: PackedBatch, loss_fn: LossFn, device: torch.device) -> LossOutput:
+    """The loss of one micro-batch on this rank, which autograd follows where it is on."""
+    batch = batch.to(device, non_blocking=True)
+    layout = SequenceLayout(batch.cu_seqlens, batch.positions, batch.lengths)
+    targets = {"labels": batch.labels, **batch.extras}
+    return model.forward(batch.input_ids, layout, loss=lambda hidden, weight: loss_fn(hidden, weight, targets))
+
+
+def to_device(numbers: Sequence[float] | Sequence[Sequence[float]], device: torch.device) -> Tensor:
+    """Numbers as fp64 on the device, for which the host does not wait."""
+    # From pageable memory the copy would make the host wait for all work queued before it.
+    values = torch.tensor(numbers, dtype=torch.float64, pin_memory=device.type == "cuda")
+    return values.to(device, non_blocking=True)

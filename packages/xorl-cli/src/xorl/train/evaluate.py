@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xorl.core.loss import IGNORE, LossFn, score_tokens
+from xorl.core.loss import IGNORE, LossFn, LossOutput, score_tokens
+from xorl.core.parallel import ParallelModel
 from xorl.data import PackedBatch, StepLoader
-from xorl.train.engine import Engine
 
 
-def evaluate(engine: Engine, loader: StepLoader, score_fn: LossFn = score_tokens) -> dict[str, float]:
+class Scorer(Protocol):
+    """What an evaluation needs of an engine."""
+
+    @property
+    def model(self) -> ParallelModel: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def forward(self, batch: PackedBatch, loss_fn: LossFn) -> LossOutput: ...
+
+
+def evaluate(engine: Scorer, loader: StepLoader, score_fn: LossFn = score_tokens) -> dict[str, float]:
     """Score the whole held-out set once with `score_tokens`, or it with options of its own; collective.
 
     Returns eval_loss (nats, mean over trained tokens), eval_token_accuracy (fraction of trained tokens that are the

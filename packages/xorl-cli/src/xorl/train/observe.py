@@ -119,14 +119,14 @@ class _Pending:
     """A step that was launched and is not yet reported; what it holds can be read once `end` has come."""
 
     step: int
-    lr: float
+    lr: float | None
     scalars: torch.Tensor
     marks: StepMarks
     end: Moment
     host_s: dict[str, float]
 
 
-def _queue_copy(values: torch.Tensor) -> torch.Tensor:
+def queue_copy(values: torch.Tensor) -> torch.Tensor:
     """`values` on the host, once the device has come so far: behind what makes them and before what is queued next."""
     if not values.is_cuda:
         return values
@@ -183,12 +183,12 @@ class Observer:
             yield item
             begin = time.perf_counter()
 
-    def step(self, step: int, losses: StepLosses, update: Update, *, lr: float) -> None:
+    def step(self, step: int, losses: StepLosses, update: Update, *, lr: float | None) -> None:
         """Take in step `step`, just launched, and report the one before (on a CPU, this one)."""
         self.flush()
         sums = [losses.loss_sum, losses.num_trained_tokens, losses.num_tokens, losses.flops]
         outcome = [update.grad_norm.double(), update.skipped.double()]
-        scalars = _queue_copy(torch.stack([*sums, *outcome]))
+        scalars = queue_copy(torch.stack([*sums, *outcome]))
         end = self.timer.clock.now()
         self._pending = _Pending(step, lr, scalars, self.timer.take(), end, self._host_s)
         self._host_s = {"data_s": 0.0, "checkpoint_s": 0.0}

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import signal
 
-from xorl.config import LoadedConfig
+from xorl.config import Config, LoadedConfig
 from xorl.core import runtime
 from xorl.train.adapter_folder import is_adapter
 from xorl.train.build import Run, RunComplete, build_run
 from xorl.train.observe import Observer
 from xorl.train.progress import set_up_logging
+from xorl.train.sweep import train_sweep
+from xorl.train.sweep_build import build_sweep
+from xorl.train.sweep_saving import MEMBERS
 from xorl.train.trainer import train
 
 logger = logging.getLogger(__name__)
@@ -24,12 +27,7 @@ def run_training(loaded: LoadedConfig) -> int:
     config = loaded.config
     set_up_logging(config.train.log_format, is_main=runtime.global_rank() == 0)
     try:
-        run = build_run(config)
-        try:
-            signal_number = train(run)
-        finally:
-            run.observer.close()
-        _summarise(run, signal_number)
+        signal_number = _run_sweep(config) if config.lora.sweep else _run(config)
         runtime.shutdown()
     except RunComplete as complete:
         logger.info(
@@ -39,6 +37,34 @@ def run_training(loaded: LoadedConfig) -> int:
         runtime.shutdown()
         return 0
     return 128 + signal_number if signal_number else 0
+
+
+def _run(config: Config) -> int:
+    run = build_run(config)
+    try:
+        signal_number = train(run)
+    finally:
+        run.observer.close()
+    _summarise(run, signal_number)
+    return signal_number
+
+
+def _run_sweep(config: Config) -> int:
+    sweep = build_sweep(config)
+    try:
+        signal_number = train_sweep(sweep)
+    finally:
+        sweep.close()
+    for member in sweep.members:
+        first, last = member.first.get("loss"), member.last.get("loss")
+        change = f"{first:.4g} -> {last:.4g}" if first is not None and last is not None else "unknown"
+        folder = sweep.output_dir / MEMBERS / member.name
+        logger.info("%-11s loss %s%s, in %s", member.name, change, ", diverged" * member.diverged, folder)
+    logger.info("checkpoint  %s", sweep.saving.last)
+    if signal_number:
+        name = signal.Signals(signal_number).name
+        logger.info("next        stopped by %s: continue with --train.load_checkpoint_path auto", name)
+    return signal_number
 
 
 def _summarise(run: Run, signal_number: int) -> None:

@@ -210,7 +210,7 @@ class AdapterBank:
         slot = self._load(name)
         values, exp_avg, exp_avg_sq = (self._slots.rows[kind][slot] for kind in (VALUE, *STATES))
         values = values.detach()
-        values.grad = self._slots.gradient(slot)
+        values.grad = self._slots.gradient(slot, self._entries[name].places)
         if self._group is not None:
             dist.all_reduce(values.grad, group=self._group)
         norm, scale = gradient_scale([values], divisor, max_norm)

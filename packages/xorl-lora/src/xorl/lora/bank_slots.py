@@ -91,13 +91,16 @@ class Slots:
         a, b = (self._stacked(kind, *part)[slot] for part in self._parts(place))
         return a[:rank], b[:, :rank]
 
-    def gradient(self, slot: int) -> Tensor:
-        """A copy of the gradient of a slot, laid out as its row of values."""
-        return torch.cat([grad.reshape(-1) for grad in self._gradients(slot)])
+    def gradient(self, slot: int, places: Sequence[int]) -> Tensor:
+        """A copy of the gradient of a slot, laid out as its row of values; zero outside of `places`."""
+        row = torch.zeros_like(self.rows[VALUE][slot])
+        parts = [(start, grad.reshape(-1)) for start, grad in self._gradients(slot, places)]
+        torch._foreach_copy_([row[start : start + len(grad)] for start, grad in parts], [grad for _, grad in parts])
+        return row
 
     def zero_gradient(self, slot: int) -> None:
         """Forget the gradient of a slot."""
-        torch._foreach_zero_(self._gradients(slot))
+        torch._foreach_zero_([grad for _, grad in self._gradients(slot, range(len(self.places)))])
 
     def take(self, slot: int, spec: AdapterSpec, places: Sequence[int]) -> None:
         """Let an empty slot be an adapter's."""
@@ -146,8 +149,10 @@ class Slots:
             return self._grads[start * num_slots : (start + size) * num_slots].view(num_slots, *shape)
         return self.rows[kind][:, start : start + size].view(num_slots, *shape)
 
-    def _gradients(self, slot: int) -> list[Tensor]:
-        return [self._stacked(GRAD, *part)[slot] for place in self.places for part in self._parts(place)]
+    def _gradients(self, slot: int, places: Sequence[int]) -> list[tuple[int, Tensor]]:
+        """(where it begins in a row, the gradient) of each A and B."""
+        parts = [part for index in places for part in self._parts(self.places[index])]
+        return [(start, self._stacked(GRAD, start, shape)[slot]) for start, shape in parts]
 
     def _leaf(self, start: int, shape: tuple[int, int]) -> Tensor:
         leaf = self._stacked(VALUE, start, shape).detach().requires_grad_()

@@ -142,7 +142,9 @@ def parallelize(
         fill(model)
     gather_as_stored(model)
     fp8_weights = Fp8Weights(model) if policy.fp8 == "tensorwise" else None
-    forward = replicate(model, mesh) if policy.data_parallel_mode == "ddp" else model
+    # Where nothing is trained there are no gradients to exchange, and DDP takes no such model.
+    is_replica = policy.data_parallel_mode == "ddp" and any(weight.requires_grad for weight in model.parameters())
+    forward = replicate(model, mesh) if is_replica else model
     return ParallelModel(model, forward, mesh, fp8_weights)
 
 

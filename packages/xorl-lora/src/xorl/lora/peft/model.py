@@ -1,6 +1,6 @@
 """The adapters in a model, as PEFT's files hold them, and those of a file in a model; both whole or sharded."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
@@ -28,14 +28,20 @@ class FileTensor:
 
 
 def config_of(
-    model: nn.Module, spec: AdapterSpec, *, base: str | None, transposed: Collection[str] = ()
+    model: nn.Module,
+    spec: AdapterSpec,
+    *,
+    base: str | None,
+    transposed: Collection[str] = (),
+    found: Mapping[str, Adapter] | None = None,
 ) -> AdapterConfig:
     """What adapter_config.json says of the adapters in `model`, which `spec` put there.
 
     Targets, ranks and alphas are those that are there, under names as short as others can tell apart. `transposed` are
-    the adapted linear layers whose weight is kept as [in, out] in the base's files: all, or none.
+    the adapted linear layers whose weight is kept as [in, out] in the base's files: all, or none. `found` are the
+    adapters, where they are one of a bank.
     """
-    found = adapters(model)
+    found = adapters(model) if found is None else found
     linear = {name for name, adapter in found.items() if not adapter.is_embedding}
     turned = linear & set(transposed)
     if turned and turned != linear:
@@ -57,10 +63,13 @@ def config_of(
     return AdapterConfig(written, base, fan_in_fan_out=bool(turned))
 
 
-def adapter_tensors(model: nn.Module) -> dict[str, FileTensor]:
-    """The tensors of the adapters in `model` by their names in a file. Modules trained whole are not among them."""
+def adapter_tensors(model: nn.Module, found: Mapping[str, Adapter] | None = None) -> dict[str, FileTensor]:
+    """The tensors of the adapters in `model`, or of `found`, as one of a bank, by their names in a file.
+
+    Modules trained whole are not among them.
+    """
     tensors: dict[str, FileTensor] = {}
-    for name, adapter in adapters(model).items():
+    for name, adapter in (adapters(model) if found is None else found).items():
         a, b, magnitudes = keys_of(name, _kind(adapter))
         tensors[a] = FileTensor(tuple(adapter.A.shape), partial(_whole, adapter.A))
         tensors[b] = FileTensor(tuple(adapter.B.shape), partial(_whole, adapter.B))

@@ -1,0 +1,228 @@
+"""From a configuration to a Sweep: what build.py does for one run, for each member, and once for the base."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from xorl.ckpt import Checkpointer, CheckpointError, Manifest, read_manifest
+from xorl.ckpt.layout import prepare_root
+from xorl.config import Config, member_config
+from xorl.core import runtime
+from xorl.core.loss import LOSSES, score_tokens
+from xorl.core.mesh import Mesh
+from xorl.core.models import matmul_parameters, training_flops
+from xorl.core.runtime import Runtime
+from xorl.data import DataPlan
+from xorl.lora import AdapterBank, AdapterSpec
+from xorl.lora.targets import resolve
+from xorl.train.adapter_files import AdapterFiles
+from xorl.train.adapters import adapter_spec
+from xorl.train.bank_engine import BankEngine
+from xorl.train.build import (
+    RECEIPT,
+    RunComplete,
+    check_lengths,
+    parallel_dims,
+    plan_of,
+    profiler_of,
+    require_agreement,
+    resume_from,
+    schedule_of,
+    sinks_of,
+)
+from xorl.train.checkpoints import SavePoints
+from xorl.train.data import DataIdentity, PackedDocuments, RunData, build_loader, eval_plan, prepare_data, write_receipt
+from xorl.train.model import Architecture, build_model, read_architecture
+from xorl.train.observe import MetricsFile, Observer
+from xorl.train.progress import Phases
+from xorl.train.quantization import scheme_of
+from xorl.train.saved_model import describe_model
+from xorl.train.sweep import Member, Sweep
+from xorl.train.sweep_saving import MEMBERS, SweepSaving, adapter_folder, saved_members
+
+logger = logging.getLogger(__name__)
+
+
+def build_sweep(config: Config) -> Sweep:
+    """Build everything in this process's part of the job; collective, and it prepares the data before it joins.
+
+    Raises ValueError for what the user can mend, RunComplete where every member has taken all its steps.
+    """
+    train, phases = config.train, Phases()
+    if train.enable_full_determinism:
+        runtime.enable_determinism()
+    elif not train.allow_cuda_launch_blocking:
+        runtime.refuse_launch_blocking()
+    prepare_root(output_dir := Path(train.output_dir), "train.output_dir")
+    checkpointer = Checkpointer(output_dir / "checkpoints", manager=train.ckpt_manager, root_option="train.output_dir")
+    resumed = resume_from(checkpointer, train.load_checkpoint_path)
+    architecture = read_architecture(config.model)
+    own = {member.name: member_config(config, member) for member in config.lora.sweep}
+    with phases("data", f"prepared_path={config.data.dataset_prepared_path}"):
+        data = {name: _prepare(member, architecture) for name, member in own.items()}
+    with phases("join", f"world_size={runtime.world_size()}"):
+        place = runtime.init()
+        runtime.seed_everything(train.seed, place.rank)
+        mesh = Mesh(parallel_dims(config, place.world_size), place.device.type)
+    require_agreement("train.output_dir / load_checkpoint_path", str(resumed))
+    manifest = None if resumed is None else read_manifest(resumed)
+    plans = _plans(own, data, mesh, manifest)
+    require_agreement("data", f"training {[(name, plan.hash, plan.num_steps) for name, plan in plans.items()]}")
+    num_steps = max(plan.num_steps for plan in plans.values())
+    if manifest is not None and resumed is not None and manifest.step >= num_steps:
+        lacks_export = train.save_hf_weights and not all(adapter_folder(output_dir, name).exists() for name in own)
+        if manifest.step > num_steps or not lacks_export:
+            raise RunComplete(resumed)
+    with phases("model", f"architecture={architecture.spec.architecture} device={place.device}"):
+        engine = _build_engine(config, own, architecture, mesh, place.device)
+    saving = _saving(config, checkpointer, engine, place, plans, architecture)
+    start_step, diverged = 0, list[str]()
+    if resumed is not None:
+        with phases("resume", f"path={resumed}"):
+            start_step, diverged = saving.restore(resumed)
+    for name, plan in plans.items():
+        if place.is_main:
+            (output_dir / MEMBERS / name).mkdir(parents=True, exist_ok=True)
+            write_receipt(output_dir / MEMBERS / name / RECEIPT, data[name], plan)
+    members = [_member(name, own[name], data[name], plans[name], mesh, place, architecture, start_step) for name in own]
+    for member in members:
+        member.diverged = member.name in diverged
+    longest = max(plans.values(), key=lambda plan: plan.num_steps)
+    head_options = {"logits_fp32": config.model.lm_head_fp32, "whole_logits": train.ce_mode == "eager"}
+    return Sweep(
+        runtime=place,
+        engine=engine,
+        loss_fn=partial(LOSSES["cross_entropy"], **head_options),
+        score_fn=partial(score_tokens, **head_options),
+        members=members,
+        observer=Observer(
+            place.device, place.world_size, sinks_of(config, output_dir, longest, start_step, place), engine.timer
+        ),
+        saving=saving,
+        profiler=profiler_of(config, place, start_step),
+        config=config,
+        output_dir=output_dir,
+        num_steps=num_steps,
+        start_step=start_step,
+    )
+
+
+def _prepare(config: Config, architecture: Architecture) -> RunData:
+    data = prepare_data(config, architecture.config.vocab_size, architecture.tokenizer_folder, architecture.hf_config)
+    check_lengths(data, architecture.config, config.data.pad_to_multiple_of)
+    return data
+
+
+def _plans(
+    own: Mapping[str, Config], data: Mapping[str, RunData], mesh: Mesh, manifest: Manifest | None
+) -> dict[str, DataPlan]:
+    """The order of each member's data. Raises CheckpointError where a checkpoint is of other members or data."""
+    saved = {} if manifest is None else saved_members(manifest)
+    if manifest is not None and set(saved) != set(own):
+        held = f"a sweep of {', '.join(sorted(saved))}" if saved else "no sweep"
+        raise CheckpointError(
+            f"train.load_checkpoint_path: the checkpoint is of {held}, and lora.sweep has {', '.join(sorted(own))}: "
+            "restore the members, or start anew in another train.output_dir"
+        )
+    plans: dict[str, DataPlan] = {}
+    for name, config in own.items():
+        plan = plan_of(config, data[name], mesh, saved.get(name))
+        assert isinstance(plan, DataPlan), "a sweep does not stream"
+        plans[name] = plan
+    return plans
+
+
+def _build_engine(
+    config: Config, own: Mapping[str, Config], architecture: Architecture, mesh: Mesh, device: torch.device
+) -> BankEngine:
+    model = build_model(architecture, config.model, config.train, config.lora, mesh, device)
+    specs: dict[str, AdapterSpec] = {}
+    for name, member in own.items():
+        spec = adapter_spec(member.lora, architecture.spec.adapter_targets)
+        assert spec is not None, "checked by the configuration"
+        specs[name] = spec
+    ranks = [rank for spec in specs.values() for rank in (spec.rank, *spec.rank_pattern.values())]
+    try:
+        bank = AdapterBank(
+            model.module,
+            targets=sorted({site.name for spec in specs.values() for site in resolve(spec, model.module)}),
+            num_resident=len(specs),
+            max_rank=max(ranks),
+            device=device,
+            group=mesh.dp_group,
+        )
+        for name, spec in specs.items():
+            bank.add(name, spec, seed=own[name].train.seed)
+    except ValueError as error:
+        raise ValueError(f"lora.sweep / lora.lora_target_modules: {error}") from error
+    logger.info("sweep=%d trained_parameters=%d", len(specs), sum(bank.num_values(name) for name in specs))
+    num_frozen = matmul_parameters(architecture.config)
+
+    def flops(name: str, lengths: Sequence[int]) -> int:
+        return training_flops(architecture.config, lengths, num_frozen=num_frozen, num_added=bank.num_values(name))
+
+    return BankEngine(model, bank, device, flops=flops)
+
+
+def _member(
+    name: str,
+    config: Config,
+    data: RunData,
+    plan: DataPlan,
+    mesh: Mesh,
+    place: Runtime,
+    architecture: Architecture,
+    start_step: int,
+) -> Member:
+    hidden_size = architecture.config.hidden_size
+    assert isinstance(data.train, PackedDocuments), "a sweep does not stream"
+    held_out = data.held_out
+    return Member(
+        name,
+        config,
+        loader=build_loader(config, data.train, plan, mesh, hidden_size),
+        eval_loader=None
+        if held_out is None
+        else build_loader(config, held_out, eval_plan(config, held_out, mesh.dp_size), mesh, hidden_size),
+        schedule=schedule_of(config, plan),
+        num_steps=plan.num_steps,
+        metrics=MetricsFile(Path(config.train.output_dir) / MEMBERS / name / "metrics.jsonl", start_step)
+        if place.is_main
+        else None,
+    )
+
+
+def _saving(
+    config: Config,
+    checkpointer: Checkpointer,
+    engine: BankEngine,
+    place: Runtime,
+    plans: Mapping[str, DataPlan],
+    architecture: Architecture,
+) -> SweepSaving:
+    train, bank = config.train, engine.bank
+    recipes = architecture.recipes(merge_qkv=config.model.merge_qkv)
+
+    def files(name: str) -> AdapterFiles:
+        return AdapterFiles.of(
+            engine.model, bank.spec(name), config.model.model_path, recipes, found=bank.adapters(name)
+        )
+
+    longest = max(plans.values(), key=lambda plan: plan.num_steps)
+    return SweepSaving(
+        checkpointer,
+        bank,
+        place,
+        due=SavePoints(longest.num_steps, longest.steps_per_epoch, train.save_steps, train.save_epochs),
+        data={name: DataIdentity.of(plan) for name, plan in plans.items()},
+        model=describe_model(config.model, architecture, scheme_of(engine.model.module)),
+        files=files,
+        spec=architecture.spec,
+        output_dir=Path(train.output_dir),
+        exports=train.save_hf_weights,
+    )

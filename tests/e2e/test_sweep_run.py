@@ -1,0 +1,167 @@
+"""A sweep: each member learns what a run of its own would, is resumed to the bit, and is exported for PEFT."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from xorl.config import LoadedConfig, config_from_mapping
+from xorl.train import build_run, train
+from xorl.train.run import run_training
+
+NUM_STEPS = 4
+WEIGHTS = "adapter_model.safetensors"
+MEMBERS: dict[str, dict[str, object]] = {
+    "small": {"lora_rank": 2, "lora_alpha": 4.0, "lr": 0.01, "seed": 7},
+    "large": {"lora_rank": 12, "lora_target_modules": ["q_proj", "v_proj", "lm_head"], "weight_decay": 0.3},
+    "other-data": {"lr": 0.03},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`base`, a model of transformers, and two files in which a token is the one before plus one, or two."""
+    root = tmp_path_factory.mktemp("sweep")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 64}
+    config = Qwen3Config(**sizes, **heads, initializer_range=0.2, tie_word_embeddings=False)
+    Qwen3ForCausalLM(config).save_pretrained(root / "base")
+    for step in (1, 2):
+        with (root / f"by_{step}.jsonl").open("w") as file:
+            for index in range(40):
+                ids = [(index + step * offset) % 60 for offset in range(6 + index % 7)]
+                file.write(json.dumps({"input_ids": ids}) + "\n")
+    return root
+
+
+def config_of(
+    folder: Path, output: Path, lora: Mapping[str, object], data: str = "by_1.jsonl", **options: object
+) -> LoadedConfig:
+    return config_from_mapping(
+        {
+            "model": {"model_path": str(folder / "base")},
+            "data": {
+                "datasets": [{"path": str(folder / data)}],
+                "test_datasets": [{"path": str(folder / "by_1.jsonl")}],
+                "dataset_prepared_path": str(folder / "prepared"),
+                "sample_packing_sequence_len": 32,
+                "dataloader_num_workers": 0,
+                "pad_to_multiple_of": 8,
+            },
+            "train": {
+                "output_dir": str(output),
+                "max_steps": NUM_STEPS,
+                "gradient_accumulation_steps": 2,
+                "lr": 0.02,
+                "enable_mixed_precision": False,
+                "log_format": "structured",
+                "use_wandb": False,
+                "save_epochs": 0.0,
+                "save_steps": 2,
+                **options,
+            },
+            "lora": {"enable_lora": True, **lora},
+        }
+    )
+
+
+def swept(folder: Path, output: Path, **options: object) -> LoadedConfig:
+    members = [{"name": name, **own} for name, own in MEMBERS.items()]
+    members[2]["datasets"] = [{"path": str(folder / "by_2.jsonl")}]
+    members_per_pass = options.pop("sweep_members_per_pass", None)
+    lora = {"lora_rank": 4, "sweep": members, "sweep_members_per_pass": members_per_pass}
+    return config_of(folder, output, lora, **options)
+
+
+@pytest.fixture(scope="module")
+def output(folder: Path) -> Path:
+    """The results of a whole sweep."""
+    assert run_training(swept(folder, folder / "out")) == 0
+    return folder / "out"
+
+
+def lines_of(path: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_each_member_is_its_own_separate_run(folder: Path, output: Path, name: str, tmp_path: Path):
+    """Catches data, seeds, schedules, clipping or decay that members share, and divisors that count others' tokens."""
+    own = dict(MEMBERS[name])
+    options = {key: own.pop(key) for key in ("lr", "weight_decay", "seed") if key in own}
+    data = "by_2.jsonl" if name == "other-data" else "by_1.jsonl"
+    alone = build_run(config_of(folder, tmp_path, {"lora_rank": 4, **own}, data, **options).config)
+    assert train(alone) == 0
+    alone.observer.close()
+    wanted, got = lines_of(tmp_path), lines_of(output / "sweep" / name)
+    assert len(wanted) == len(got) == NUM_STEPS + 2
+    for one, other in zip(wanted, got, strict=True):
+        for key, value in other.items():
+            assert one[key] == pytest.approx(value, rel=1e-4), (one["step"], key)
+    assert alone.checkpoints.last is not None
+    values = load_file(alone.checkpoints.last / WEIGHTS)
+    exported = load_file(output / "sweep" / name / "adapter" / WEIGHTS)
+    assert values.keys() == exported.keys()
+    for key, value in values.items():
+        torch.testing.assert_close(exported[key], value, rtol=1e-3, atol=1e-5)
+    assert any(value.abs().max() > 1e-3 for key, value in exported.items() if "lora_B" in key)
+    saved = load_file(output / "checkpoints" / f"global_step_{NUM_STEPS}" / "adapters" / name / WEIGHTS)
+    assert all(torch.equal(value, saved[key]) for key, value in exported.items())
+
+
+@pytest.mark.parametrize("members_per_pass", [None, 2])
+def test_a_resumed_sweep_goes_on_to_the_bit(folder: Path, output: Path, tmp_path: Path, members_per_pass: int | None):
+    """Catches optimizer states, counts or places in the data that a checkpoint lacks, and passes that change sums."""
+    path = str(output / "checkpoints" / "global_step_2")
+    loaded = swept(folder, tmp_path, load_checkpoint_path=path, sweep_members_per_pass=members_per_pass)
+    assert run_training(loaded) == 0
+    for name in MEMBERS:
+        exported = load_file(tmp_path / "sweep" / name / "adapter" / WEIGHTS)
+        for key, value in load_file(output / "sweep" / name / "adapter" / WEIGHTS).items():
+            if members_per_pass is None:
+                assert torch.equal(value, exported[key]), (name, key)
+            else:
+                torch.testing.assert_close(value, exported[key], rtol=1e-3, atol=1e-5)
+
+
+def test_a_complete_sweep_says_so_and_other_members_are_refused(folder: Path, output: Path):
+    """Catches a sweep that trains beyond its end, and one that goes on with another's states."""
+    assert run_training(swept(folder, output, load_checkpoint_path="auto")) == 0
+    other = {"sweep": [{"name": "small"}]}
+    with pytest.raises(ValueError, match=r"the checkpoint is of a sweep of large, other-data, small, and lora\.sweep"):
+        run_training(config_of(folder, output, other, load_checkpoint_path="auto"))
+
+
+def test_peft_reads_each_export(folder: Path, output: Path):
+    """Catches an export under the bank's ranks or names, in place of the adapter's own."""
+    for name in MEMBERS:
+        model = AutoModelForCausalLM.from_pretrained(folder / "base")
+        ids = torch.arange(20)[None] % 60
+        before = model(ids).logits
+        peft = PeftModel.from_pretrained(model, output / "sweep" / name / "adapter")
+        assert (peft(ids).logits - before).abs().max() > 1e-2
+
+
+def test_a_member_that_diverges_leaves_the_others_alone(folder: Path, output: Path, tmp_path: Path):
+    """Catches a bad learning rate of one member that ends or spoils the runs of the others."""
+    loaded = swept(folder, tmp_path)
+    members = [
+        member.model_copy(update={"lr": 1e30} if member.name == "other-data" else {})
+        for member in loaded.config.lora.sweep
+    ]
+    config = loaded.config.model_copy(update={"lora": loaded.config.lora.model_copy(update={"sweep": members})})
+    assert run_training(LoadedConfig(config, loaded.origins, None)) == 0
+    assert not (tmp_path / "sweep" / "other-data" / "adapter").exists()
+    assert len(lines_of(tmp_path / "sweep" / "other-data")) < NUM_STEPS + 2
+    for name in ("small", "large"):
+        exported = load_file(tmp_path / "sweep" / name / "adapter" / WEIGHTS)
+        for key, value in load_file(output / "sweep" / name / "adapter" / WEIGHTS).items():
+            torch.testing.assert_close(value, exported[key], rtol=1e-3, atol=1e-5)

@@ -1,0 +1,156 @@
+"""Banks of adapters on several ranks: what a sweep learns, and gradients of adapters that other ranks do not have."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from xorl.config import Config, config_from_mapping
+from xorl.core.loss import cross_entropy
+from xorl.core.mesh import Mesh, ParallelDims
+from xorl.data import Document, collate
+from xorl.lora import Adam, AdapterBank, AdapterSpec
+from xorl.train.bank_engine import BankEngine, MixedBatch
+from xorl.train.model import build_model, read_architecture
+from xorl.train.sweep import train_sweep
+from xorl.train.sweep_build import build_sweep
+
+HF_CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+}
+QLORA = {"enable_qlora": True, "quant_format": "nf4"}
+LAYOUTS: dict[str, tuple[int, dict[str, object], dict[str, object]]] = {
+    # name: (ranks, options of section train, of section lora)
+    "none": (1, {"data_parallel_mode": "none"}, {}),
+    "ddp-2": (2, {"data_parallel_mode": "ddp"}, {}),
+    "zero3-2": (2, {}, {}),
+    "zero2-2 recomputed": (2, {"enable_full_shard": False, "enable_gradient_checkpointing": True}, {}),
+    "none quantised": (1, {"data_parallel_mode": "none"}, QLORA),
+    "zero3-2 quantised": (2, {}, QLORA),
+}
+NAMES = ("a", "b")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG))
+    with (tmp_path / "data.jsonl").open("w") as file:
+        for index in range(32):
+            ids = [(index + offset) % 60 for offset in range(6 + index % 9)]
+            file.write(json.dumps({"input_ids": ids}) + "\n")
+    return tmp_path
+
+
+def config_of(folder: Path, layout: str) -> Config:
+    num_ranks, train, lora = LAYOUTS[layout]
+    return config_from_mapping(
+        {
+            "model": {"config_path": str(folder)},
+            "data": {
+                "datasets": [{"path": str(folder / "data.jsonl")}],
+                "dataset_prepared_path": str(folder / "prepared"),
+                "sample_packing_sequence_len": 32,
+                "dataloader_num_workers": 0,
+                "pad_to_multiple_of": 8,
+            },
+            "train": {
+                "output_dir": str(folder / layout),
+                "enable_mixed_precision": False,
+                "enable_gradient_checkpointing": False,
+                "gradient_accumulation_steps": 4 // num_ranks,
+                "max_steps": 2,
+                "lr": 0.01,
+                "log_format": "structured",
+                "use_wandb": False,
+                **train,
+            },
+            "lora": {
+                "enable_lora": True,
+                "sweep": [{"name": "a", "lora_rank": 3}, {"name": "b", "lora_rank": 8, "lr": 0.02, "seed": 3}],
+                **lora,
+            },
+        }
+    ).config
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    "layouts", [("none", "ddp-2", "zero3-2", "zero2-2 recomputed"), ("none quantised", "zero3-2 quantised")]
+)
+def test_a_sweep_learns_the_same_on_every_placement(layouts: Sequence[str], folder: Path, run_ranks) -> None:
+    # Catches gradients of a bank that are not summed over ranks, or are summed twice, and a base that is trained.
+    found: dict[str, dict[str, Tensor]] = {}
+    for layout in layouts:
+
+        def run(layout: str = layout) -> list[str]:
+            sweep = build_sweep(config_of(folder, layout))
+            assert not [name for name, p in sweep.engine.model.module.named_parameters() if p.requires_grad]
+            assert train_sweep(sweep) == 0
+            sweep.close()
+            # The same on every rank, to the bit, although each steps for itself.
+            values = [sweep.engine.bank.snapshot(name).values[""] for name in NAMES]
+            return [str(value.double().sum().item()) for value in values]
+
+        sums = run_ranks(run, LAYOUTS[layout][0])
+        assert all(own == sums[0] for own in sums)
+        found[layout] = {
+            f"{name}.{key}": value
+            for name in NAMES
+            for key, value in load_file(
+                folder / layout / "sweep" / name / "adapter" / "adapter_model.safetensors"
+            ).items()
+        }
+    expected = found[layouts[0]]
+    for layout in layouts[1:]:
+        for key, value in expected.items():
+            torch.testing.assert_close(found[layout][key], value, rtol=1e-3, atol=1e-5, msg=f"{layout} {key}")
+
+
+@pytest.mark.multi
+def test_ranks_may_have_tokens_of_different_adapters(folder: Path, run_ranks) -> None:
+    # Catches residency that ranks must share, and an update from one rank's tokens alone.
+    def batch(seed: int) -> list[Document]:
+        ids = torch.randint(0, 64, (7 + seed,), generator=torch.Generator().manual_seed(seed)).numpy()
+        return [Document(ids, ids)]
+
+    def values(layout: str, own: Sequence[Sequence[tuple[str, int]]]) -> dict[str, Tensor]:
+        config = config_of(folder, layout)
+        dims = ParallelDims.resolve(
+            config.train.data_parallel_mode, LAYOUTS[layout][0], shard_size=-1, replicate_size=1
+        )
+        mesh = Mesh(dims, "cpu")
+        device = torch.device("cpu")
+        model = build_model(read_architecture(config.model), config.model, config.train, config.lora, mesh, device)
+        bank = AdapterBank(model.module, num_resident=2, max_rank=4, device=device, group=mesh.dp_group)
+        for seed, name in enumerate("abc"):
+            bank.add(name, AdapterSpec(rank=2 + seed), seed=seed)
+        engine = BankEngine(model, bank, device, flops=lambda name, lengths: 0.0)
+        for _ in range(2):
+            mine = own[mesh.dp_rank :: mesh.dp_size]
+            mixed = [MixedBatch.of([(name, collate(batch(seed))) for name, seed in parts]) for parts in mine]
+            losses = engine.forward_backward(mixed, cross_entropy, "abc")
+            for name in "cab":
+                engine.optim_step(name, Adam(lr=1e-2), losses[name].num_trained_tokens, 1.0)
+        return {name: bank.snapshot(name).values[""].clone() for name in "abc"}
+
+    passes = [[("a", 1), ("b", 2)], [("c", 3)], [("b", 4)], [("c", 5), ("b", 6)]]
+    [expected] = run_ranks(lambda: values("none", passes), 1)
+    for measured in run_ranks(lambda: values("zero3-2", passes), 2):
+        for name, value in expected.items():
+            torch.testing.assert_close(measured[name], value, rtol=1e-4, atol=1e-6)
