@@ -246,7 +246,7 @@ def test_failure_of_one_rank_is_the_failure_of_all(manager, tmp_path, run_ranks)
     assert "rank 1: AttributeError" in first[1]
     assert f"rank {1 if manager == 'dcp' else 0}: OSError: [Errno 27] File too large" in first[2]
     assert first[3] == "global_step_1,latest"
-    assert first[4].startswith("train.output_dir: checkpoints cannot be written to")
+    assert first[4].startswith("train.output_dir: cannot write to")
     assert first[5] == "global_step_2"
 
 
