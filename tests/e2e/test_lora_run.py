@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 from xorl.ckpt import read_manifest, verify
 from xorl.config import LoadedConfig, config_from_mapping
@@ -46,12 +46,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(
-    folder: Path, output: Path, lora: Mapping[str, object], max_steps: object = NUM_STEPS, **options: object
+    folder: Path,
+    output: Path,
+    lora: Mapping[str, object],
+    max_steps: object = NUM_STEPS,
+    base: str = "base",
+    **options: object,
 ) -> LoadedConfig:
     data = str(folder / "data.jsonl")
     return config_from_mapping(
         {
-            "model": {"model_path": str(folder / "base")},
+            "model": {"model_path": str(folder / base)},
             "data": {
                 "datasets": [{"path": data}],
                 "test_datasets": [{"path": data}],
@@ -145,6 +150,20 @@ def test_adapters_alone_are_enough_to_resume_and_to_export(folder: Path, tmp_pat
     assert names == ["README.md", "adapter_config.json", WEIGHTS]
     torch.testing.assert_close(load_file(folders[0] / "hf" / WEIGHTS), load_file(folders[0] / WEIGHTS), rtol=0, atol=0)
     export_saved(str(folders[0] / "hf"), str(tmp_path / "merged"), merge=True, verify=True)
+
+
+@pytest.mark.multi
+def test_weights_that_are_kept_the_other_way_are_adapted_as_peft_does(folder: Path, tmp_path: Path, run_ranks) -> None:
+    # Catches a matrix [in, out] whose adapter is named for another orientation, or folded in lying down.
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
+    GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).save_pretrained(folder / "turned")
+    output = tmp_path / "output"
+    loaded = config_of(folder, output, KINDS["plain"], max_steps=1, base="turned")
+    run_ranks(lambda: run(loaded), 1)
+    adapter = export_saved(str(output), str(tmp_path / "adapter"), verify=True)
+    assert json.loads((adapter / "adapter_config.json").read_text())["fan_in_fan_out"] is True
+    export_saved(str(output), str(tmp_path / "merged"), merge=True, verify=True)
 
 
 def refusal_of(loaded: LoadedConfig) -> str:
