@@ -106,7 +106,11 @@ def record_of(*rates: tuple[str, list[float]]) -> Record:
         command="xorl bench",
         environment={"gpus": None, "driver": None, "torch": "2.11"},
         work=bench_report.Work("A", 10**9, 2, 4096.0, 512, 300.5, 1, 4),
-        config={"train": {"optimizer": "adamw", "enable_compile": True}, "model": {"attn_implementation": "auto"}},
+        config={
+            "train": {"optimizer": "adamw", "enable_compile": True},
+            "model": {"attn_implementation": "auto"},
+            "lora": {"enable_lora": True, "lora_rank": 8, "lora_target_modules": None, "enable_qlora": False},
+        },
         start={"process": 2.0, "first_step": 3.5},
         warmup=1,
         steps=len(rates[0][1]) - 1,

@@ -215,12 +215,21 @@ def _documents(work: Work) -> str:
 
 
 def _settings(record: Record) -> str:
-    train, model = record.config["train"], record.config["model"]
+    train, model, lora = (record.config[section] for section in ("train", "model", "lora"))
     assert isinstance(train, dict)
     assert isinstance(model, dict)
+    assert isinstance(lora, dict)
     shown = ("data_parallel_mode", "optimizer", "param_dtype", "fp8", "enable_compile", "enable_gradient_checkpointing")
     settings = [f"{key} {str(train[key]).lower()}" for key in shown if key in train]
-    return ", ".join([*settings, f"attention {model['attn_implementation']}"])
+    settings.append(f"attention {model['attn_implementation']}")
+    if lora["enable_lora"]:
+        settings += [
+            f"lora_rank {lora['lora_rank']}",
+            f"lora_target_modules {lora['lora_target_modules'] or 'default'}",
+        ]
+    if lora["enable_qlora"]:
+        settings.append(f"quant_format {lora['quant_format']}")
+    return ", ".join(settings)
 
 
 def _system_row(record: Record, system: str) -> tuple[str, ...]:
