@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from placement import LAYOUTS, RECOMPUTE, assert_same, num_ranks, place, whole
 from xorl.ckpt import Checkpointer
-from xorl.core.loss import cross_entropy
+from xorl.core.loss import LossFn, all_reduce_metrics, combine_metrics, cross_entropy, loss_named, read_metrics
 from xorl.core.models import Decoder, spec_for
 from xorl.core.nn import LayerKernels
 from xorl.core.optim import MuonOptions, OptimizerName, build_optimizer, scale_and_clip_
@@ -24,6 +24,9 @@ from xorl.kernels.attention import AttentionRequest, resolve_attention
 from xorl.train.engine import Engine
 
 NUM_ROWS = 16
+# For losses of policy gradients: log-probabilities near those of 64 equal tokens, and advantages.
+EXTRAS = ("logprobs", "advantages", "ref_logprobs")
+OFFSETS = torch.tensor([[-4.2], [0.0], [-4.2]])
 HF_CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -52,7 +55,9 @@ def rows() -> list[list[Document]]:
         for length in (3 + index, 5, 2 + index % 4):
             ids = torch.randint(0, 64, (length,), generator=generator)
             labels = torch.where(torch.rand(length, generator=generator) < index / NUM_ROWS, -100, ids)
-            documents.append(Document(ids.numpy(), labels.numpy()))
+            noise = torch.randn(len(EXTRAS), length, generator=torch.Generator().manual_seed(100 * index + length))
+            extras = dict(zip(EXTRAS, (noise + OFFSETS).numpy(), strict=True))
+            documents.append(Document(ids.numpy(), labels.numpy(), extras))
         bins.append(documents)
     return bins
 
@@ -89,14 +94,21 @@ def step_gradient(
     return gradient_of(engine_for(layout, recompute, units, param_dtype, backend), micro_batch_size)
 
 
-def gradient_of(engine: Engine, micro_batch_size: int) -> tuple[dict[str, Tensor], float]:
+def batches_of(engine: Engine, micro_batch_size: int) -> Sequence[PackedBatch]:
     mesh = engine.model.mesh
     own = rows()[mesh.dp_rank :: mesh.dp_size]
-    batches: Sequence[PackedBatch] = [
-        collate(list(chain.from_iterable(own[start : start + micro_batch_size])), pad_to_multiple_of=8)
+    return [
+        collate(
+            list(chain.from_iterable(own[start : start + micro_batch_size])), pad_to_multiple_of=8, extra_names=EXTRAS
+        )
         for start in range(0, len(own), micro_batch_size)
     ]
-    losses = engine.forward_backward(batches, cross_entropy)
+
+
+def gradient_of(
+    engine: Engine, micro_batch_size: int, loss_fn: LossFn = cross_entropy
+) -> tuple[dict[str, Tensor], float]:
+    losses = engine.forward_backward(batches_of(engine, micro_batch_size), loss_fn)
     parameters = dict(engine.model.module.named_parameters())
     scale_and_clip_(list(parameters.values()), losses.num_trained_tokens, None)
     gradients = {}
@@ -121,6 +133,28 @@ def test_gradient_does_not_depend_on_the_split(layout: str, run_ranks) -> None:
         for gradients, loss in by_size:
             assert_same(reference, gradients)
             assert loss == pytest.approx(reference_loss, rel=1e-6)
+
+
+def policy_step(layout: str, micro_batch_size: int) -> tuple[dict[str, Tensor], float, dict[str, float]]:
+    """Whole gradients, loss and metrics of one step of a loss whose ratios are of whole documents."""
+    loss_fn = loss_named("drgrpo", {"ratio_type": "sequence"})
+    engine = engine_for(layout)
+    outputs = [engine.forward(batch, loss_fn).metrics for batch in batches_of(engine, micro_batch_size)]
+    metrics = read_metrics(all_reduce_metrics(combine_metrics(outputs), engine.model.mesh.dp_group))
+    return *gradient_of(engine, micro_batch_size, loss_fn), metrics
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("layout", ["ddp-2", "zero3-2", "offload-2"])
+def test_gradient_and_metrics_of_a_policy_loss_do_not_depend_on_the_split(layout: str, run_ranks) -> None:
+    # Catches a head whose logits are computed again from weights that are gone, and metrics averaged by rank.
+    [(reference, reference_loss, reference_metrics)] = run_ranks(lambda: policy_step("none", NUM_ROWS), 1)
+    assert reference_metrics["clip_fraction:mean"] > 0
+    for by_size in run_ranks(lambda: [policy_step(layout, size) for size in (1, 4)], 2):
+        for gradients, loss, metrics in by_size:
+            assert_same(reference, gradients)
+            assert loss == pytest.approx(reference_loss, rel=1e-5)
+            assert metrics == pytest.approx(reference_metrics, rel=1e-5)
 
 
 @pytest.mark.multi

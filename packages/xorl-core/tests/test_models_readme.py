@@ -1,14 +1,23 @@
-"""The README's example is the first thing a user runs."""
+"""The README's examples are the first thing a user runs."""
 
 import re
 from pathlib import Path
 
 
+def run_example(index):
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    names = {}
+    exec(compile(re.findall(r"```python\n(.*?)```", readme, re.DOTALL)[index], "README.md", "exec"), names)
+    return names
+
+
 def test_first_example_of_the_readme_runs():
     """Catches a renamed function or argument that the README still shows."""
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    match = re.search(r"```python\n(.*?)```", readme, re.DOTALL)
-    assert match is not None
-    names = {}
-    exec(compile(match.group(1), "README.md", "exec"), names)
-    assert all(parameter.grad.isfinite().all() for parameter in names["model"].parameters())
+    model = run_example(0)["model"]
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def test_example_of_losses_runs(capsys):
+    """Catches a renamed loss, option or metric that the README still shows."""
+    assert run_example(1)["hidden"].grad.isfinite().all()
+    assert "tensor" in capsys.readouterr().out

@@ -87,13 +87,15 @@ def test_gradient_of_the_weight_over_chunks(weight_dtype, chunk_tokens, mean_err
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight", "both"])
-def test_a_frozen_head_or_trunk_gets_no_gradient(frozen):
+@pytest.mark.parametrize("function", [linear_cross_entropy, linear_cross_entropy_sum])
+def test_a_frozen_head_or_trunk_gets_no_gradient(function, frozen):
     """Catches a gradient that is computed, or comes out wrong, where only the other one is asked for."""
     hidden, weight, labels = make_inputs(9, 8, 11, torch.float64, ignored=2)
     results = []
+    is_sum = function is linear_cross_entropy_sum
     for loss_of in (
-        lambda *inputs: linear_cross_entropy_sum(*inputs)[0],
-        lambda *inputs: full_logits(*inputs)[0].sum(),
+        lambda *inputs: function(*inputs)[0] if is_sum else function(*inputs, chunk_tokens=4)[0].square().sum(),
+        lambda *inputs: full_logits(*inputs)[0].sum() if is_sum else full_logits(*inputs)[0].square().sum(),
     ):
         leaves = [hidden.clone(), weight.clone()]
         wanted = [x.requires_grad_() for x, name in zip(leaves, ("hidden", "weight"), strict=True) if name != frozen]
@@ -104,6 +106,25 @@ def test_a_frozen_head_or_trunk_gets_no_gradient(frozen):
             results.append(torch.autograd.grad(loss_of(*leaves, labels), wanted))
     if results:
         torch.testing.assert_close(*results, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_frozen_head_takes_the_gradient_of_each_token_once(dtype):
+    """Catches a gradient from the forward pass that is not multiplied row by row, or not a second time."""
+    inputs = make_inputs(37, 24, 101, dtype, ignored=3)
+    factors = torch.linspace(-2, 3, 37)
+
+    def gradient(states, weight, loss_of):
+        states = states.clone().requires_grad_()
+        total = (loss_of(states, weight, inputs[2])[1] * factors).sum()
+        first, again = (torch.autograd.grad(total, states, retain_graph=True)[0] for _ in range(2))
+        assert torch.equal(first, again)
+        return first
+
+    got = gradient(inputs[0], inputs[1], lambda *args: linear_cross_entropy(*args, chunk_tokens=8))
+    wanted = gradient(inputs[0].double(), inputs[1].double(), full_logits)
+    assert got.dtype == dtype
+    assert_close("gradient", got, wanted, TOLERANCES[dtype])
 
 
 def test_gradient_of_the_sum_multiplies_once():
@@ -147,13 +168,14 @@ def test_scores_say_which_labels_are_the_most_likely():
 
 
 @pytest.mark.parametrize("function", [linear_cross_entropy, linear_cross_entropy_sum])
-def test_a_compiled_caller_gets_the_same(function):
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_compiled_caller_gets_the_same(is_frozen, function):
     """Catches an operator that breaks the graph, or whose shapes are described wrongly."""
     hidden, weight, labels = make_inputs(9, 8, 11, torch.float32, ignored=2)
 
     def gradients(call):
-        leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
-        return torch.autograd.grad(call(*leaves), leaves)
+        leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_(not is_frozen)]
+        return torch.autograd.grad(call(*leaves), leaves[:1] if is_frozen else leaves)
 
     def call(hidden, weight):
         return 2 * function(hidden * 2, weight, labels)[0].sum()

@@ -14,7 +14,7 @@ from xorl.ckpt import Checkpointer, CheckpointError, Manifest, read_manifest
 from xorl.ckpt.layout import prepare_root
 from xorl.config import Config, TrainConfig
 from xorl.core import runtime
-from xorl.core.loss import LOSSES, LossFn, score_tokens
+from xorl.core.loss import LossFn, cross_entropy, score_tokens
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.models import Decoder, DecoderConfig
 from xorl.core.optim import MuonOptions, Schedule, build_optimizer
@@ -159,7 +159,7 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None) -> Run:
     return Run(
         runtime=place,
         engine=engine,
-        loss_fn=partial(LOSSES["cross_entropy"], **head_options),
+        loss_fn=partial(cross_entropy, **head_options),
         score_fn=partial(score_tokens, **head_options),
         loader=loader,
         eval_loader=held_out,

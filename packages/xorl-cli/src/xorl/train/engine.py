@@ -160,7 +160,7 @@ def call_model(model: ParallelModel, batch: PackedBatch, loss_fn: LossFn, device
     """The loss of one micro-batch on this rank, which autograd follows where it is on."""
     batch = batch.to(device, non_blocking=True)
     layout = SequenceLayout(batch.cu_seqlens, batch.positions, batch.lengths)
-    targets = {"labels": batch.labels, **batch.extras}
+    targets = {"labels": batch.labels, "positions": batch.positions, **batch.extras}
     return model.forward(batch.input_ids, layout, loss=lambda hidden, weight: loss_fn(hidden, weight, targets))
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from xorl.config import Config, LoraConfig, TrainConfig
-from xorl.core.loss import LOSSES
+from xorl.core.loss import cross_entropy
 from xorl.core.mesh import Mesh
 from xorl.core.models import DecoderConfig
 from xorl.core.parallel import ParallelModel
@@ -280,8 +280,7 @@ def _fill_with_zeros(module: nn.Module) -> None:
 
 def _pass(model: ParallelModel, device: torch.device, batch: MicroBatch) -> None:
     ids = torch.zeros(batch.num_tokens, dtype=torch.int64, device=device)
-    loss_fn = LOSSES["cross_entropy"]
     output = model.forward(
-        ids, batch.layout(device), loss=lambda hidden, weight: loss_fn(hidden, weight, {"labels": ids})
+        ids, batch.layout(device), loss=lambda hidden, weight: cross_entropy(hidden, weight, {"labels": ids})
     )
     output.sum.backward()

@@ -13,7 +13,7 @@ from xorl.ckpt import Checkpointer, CheckpointError, Manifest, read_manifest
 from xorl.ckpt.layout import prepare_root
 from xorl.config import Config, member_config
 from xorl.core import runtime
-from xorl.core.loss import LOSSES, score_tokens
+from xorl.core.loss import cross_entropy, score_tokens
 from xorl.core.mesh import Mesh
 from xorl.core.models import matmul_parameters, training_flops
 from xorl.core.runtime import Runtime
@@ -97,7 +97,7 @@ def build_sweep(config: Config) -> Sweep:
     return Sweep(
         runtime=place,
         engine=engine,
-        loss_fn=partial(LOSSES["cross_entropy"], **head_options),
+        loss_fn=partial(cross_entropy, **head_options),
         score_fn=partial(score_tokens, **head_options),
         members=members,
         observer=Observer(

@@ -35,8 +35,10 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Loss and log-probability of each token, either of which may be backpropagated with any gradient.
 
-    The backward pass computes the logits a second time. Where the sum of the losses is all that is backpropagated,
-    `linear_cross_entropy_sum` has a fourth less to multiply.
+    A weight that is trained makes the backward pass compute the logits a second time. Where it is frozen, the forward
+    pass takes the gradient by each token's hidden state, and the backward pass multiplies it by that of the token's
+    loss, rounding it once more. Where the sum of the losses is all that is backpropagated, `linear_cross_entropy_sum`
+    has a fourth less to multiply for a weight that is trained.
 
     Args:
         hidden: [T, D].
@@ -52,7 +54,8 @@ def linear_cross_entropy(
         ValueError: the shapes do not fit.
     """
     rows_at_once = _check(hidden, weight, labels, chunk_tokens)
-    loss = _LossPerToken.apply(hidden, weight, labels, logits_fp32, rows_at_once)
+    takes_gradient = torch.is_grad_enabled() and hidden.requires_grad and not weight.requires_grad
+    loss = _LossPerToken.apply(hidden, weight, labels, logits_fp32, rows_at_once, takes_gradient)
     assert isinstance(loss, Tensor)
     return loss, -loss
 
@@ -132,10 +135,18 @@ class _Context(FunctionCtx):
 class _LossPerToken(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: _Context, hidden: Tensor, weight: Tensor, labels: Tensor, logits_fp32: bool, rows_at_once: int
+        ctx: _Context,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        logits_fp32: bool,
+        rows_at_once: int,
+        takes_gradient: bool,
     ) -> Tensor:
-        loss, _, _, _ = _linear_cross_entropy(hidden, weight, labels, None, logits_fp32, rows_at_once, False, False)
-        ctx.save_for_backward(hidden, weight, labels)
+        loss, _, grad_hidden, _ = _linear_cross_entropy(
+            hidden, weight, labels, None, logits_fp32, rows_at_once, takes_gradient, False
+        )
+        ctx.save_for_backward(*([grad_hidden] if takes_gradient else [hidden, weight, labels]))
         ctx.options = (logits_fp32, rows_at_once)
         return loss
 
@@ -143,13 +154,19 @@ class _LossPerToken(torch.autograd.Function):
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride] the decorator has no types
         ctx: _Context, grad_loss: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        hidden, weight, labels = ctx.saved_tensors
+    ) -> tuple[Tensor | None, ...]:
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
-        _, _, grad_hidden, grad_weight = _linear_cross_entropy(
-            hidden, weight, labels, grad_loss, *ctx.options, needs_hidden, needs_weight
-        )
-        return grad_hidden if needs_hidden else None, grad_weight if needs_weight else None, None, None, None
+        if len(ctx.saved_tensors) == 1:
+            (kept,) = ctx.saved_tensors  # [T, D]
+            # Not in place, since whoever keeps the graph may come again; and with no copy in fp32 on the way.
+            grad_hidden, grad_weight = torch.mul(kept, grad_loss[:, None], out=torch.empty_like(kept)), None
+        else:
+            hidden, weight, labels = ctx.saved_tensors
+            _, _, grad_hidden, grad_weight = _linear_cross_entropy(
+                hidden, weight, labels, grad_loss, *ctx.options, needs_hidden, needs_weight
+            )
+        gradients = (grad_hidden if needs_hidden else None, grad_weight if needs_weight else None)
+        return (*gradients, None, None, None, None)
 
 
 class _SumOfLosses(torch.autograd.Function):

@@ -1,8 +1,22 @@
 """Losses: functions of the last hidden states and the head weight, always a sum over tokens; and their table."""
 
-from xorl.core.loss.cross_entropy import cross_entropy, score_tokens
+from xorl.core.loss.cross_entropy import cross_entropy, score_tokens, weighted_cross_entropy
+from xorl.core.loss.metrics import all_reduce_metrics, combine_metrics, read_metrics
 from xorl.core.loss.output import IGNORE, HeadLoss, LossFn, LossOutput
+from xorl.core.loss.table import LOSSES, check_inputs, loss_named
 
-LOSSES: dict[str, HeadLoss] = {"cross_entropy": cross_entropy}
-
-__all__ = ["IGNORE", "LOSSES", "HeadLoss", "LossFn", "LossOutput", "cross_entropy", "score_tokens"]
+__all__ = [
+    "IGNORE",
+    "LOSSES",
+    "HeadLoss",
+    "LossFn",
+    "LossOutput",
+    "all_reduce_metrics",
+    "check_inputs",
+    "combine_metrics",
+    "cross_entropy",
+    "loss_named",
+    "read_metrics",
+    "score_tokens",
+    "weighted_cross_entropy",
+]

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from xorl.core.loss.head import full_logits
+from xorl.core.loss.metrics import token_metrics
 from xorl.core.loss.output import IGNORE, LossOutput
 from xorl.kernels.linear_ce import linear_cross_entropy_scores, linear_cross_entropy_sum
 
@@ -25,19 +27,43 @@ def cross_entropy(
     Args:
         hidden: [T, D].
         head_weight: [V, D].
-        targets: labels [T] int64, already shifted.
+        targets: labels [T] int64, already shifted; nothing else is read.
         logits_fp32: keep logits in fp32, or round them to the dtype of `hidden` first; the softmax and the sum are
             fp32 either way.
         whole_logits: plain torch on the logits of all tokens at once, [T, V], in place of the fused kernel, which holds
             those of a chunk and takes the gradient in the forward pass. Only `sum` may be backpropagated then, once.
     """
-    labels = targets["labels"]
+    labels_alone = {"labels": targets["labels"]}
+    return weighted_cross_entropy(hidden, head_weight, labels_alone, logits_fp32=logits_fp32, whole_logits=whole_logits)
+
+
+def weighted_cross_entropy(
+    hidden: Tensor,
+    head_weight: Tensor,
+    targets: Mapping[str, Tensor],
+    *,
+    logits_fp32: bool = True,
+    whole_logits: bool = False,
+) -> LossOutput:
+    """Sum of -weight * log p(label): `weights` [T] in `targets` are any real numbers, and 1 where there are none.
+
+    Others as for `cross_entropy`. A token of weight 0 is not trained, and has its log-probability all the same.
+    """
+    labels, weights = targets["labels"], targets.get("weights")
     if whole_logits:
-        logits = _whole_logits(hidden, head_weight, logits_fp32)
-        per_token = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
-        return LossOutput(per_token.sum(), per_token.detach(), {})
-    total, per_token = linear_cross_entropy_sum(hidden, head_weight, labels, logits_fp32=logits_fp32)
-    return LossOutput(total, per_token, {})
+        logits = full_logits(hidden, head_weight, logits_fp32)
+        unweighted = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
+        total = (unweighted if weights is None else unweighted * weights).sum()
+        unweighted = unweighted.detach()
+    else:
+        total, unweighted = linear_cross_entropy_sum(
+            hidden, head_weight, labels, token_weight=weights, logits_fp32=logits_fp32
+        )
+    trained = labels != IGNORE
+    if weights is not None:
+        trained = trained & (weights != 0)
+    per_token = unweighted if weights is None else unweighted * weights
+    return LossOutput(total, per_token, token_metrics(per_token, trained), -unweighted)
 
 
 @torch.no_grad()
@@ -55,16 +81,9 @@ def score_tokens(
     """
     labels = targets["labels"]
     if whole_logits:
-        logits = _whole_logits(hidden, head_weight, logits_fp32)
+        logits = full_logits(hidden, head_weight, logits_fp32)
         per_token = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
         correct = logits.argmax(-1) == labels
     else:
         per_token, correct = linear_cross_entropy_scores(hidden, head_weight, labels, logits_fp32=logits_fp32)
-    return LossOutput(per_token.sum(), per_token, {"correct": correct})
-
-
-def _whole_logits(hidden: Tensor, head_weight: Tensor, logits_fp32: bool) -> Tensor:
-    """[T, V] in fp32 (fp64 for fp64): products of values in the dtype of `hidden`, rounded to it where asked to."""
-    weight, wide = head_weight.to(hidden.dtype), torch.promote_types(hidden.dtype, torch.float32)
-    logits = F.linear(hidden.to(wide), weight.to(wide)) if logits_fp32 else F.linear(hidden, weight)
-    return logits.to(wide)
+    return LossOutput(per_token.sum(), per_token, {"correct": correct}, -per_token)

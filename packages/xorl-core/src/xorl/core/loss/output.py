@@ -14,15 +14,18 @@ class LossOutput(NamedTuple):
     """What a loss returns for the T tokens of one micro-batch.
 
     sum: scalar, summed over the trained tokens; what is backpropagated.
-    per_token: [T] fp32, 0 where nothing is trained.
-    metrics: sums over tokens by name, to be reduced with the same divisor as the loss.
+    per_token: [T] fp32, the terms of the sum: 0 where nothing is trained.
+    metrics: scalars named `name:reduction`; see `metrics.py`. `score_tokens` puts a value per token there instead.
+    logprobs: [T] fp32, log p(label) whatever the token's weight, 0 where the label is -100; None where a loss that
+        xorl does not compute gives none.
 
-    A NamedTuple, so that wrappers which look for tensors in a module's output find them.
+    Only `sum` has a gradient. A NamedTuple, so that wrappers which look for tensors in a module's output find them.
     """
 
     sum: Tensor
     per_token: Tensor
     metrics: dict[str, Tensor]
+    logprobs: Tensor | None = None
 
 
 LossFn = Callable[[Tensor, Tensor, Mapping[str, Tensor]], LossOutput]

@@ -1,0 +1,189 @@
+"""The formulas of policy-gradient losses. r is a token's ratio of probabilities, A its advantage, of T tokens each.
+
+Each docstring has the loss of a token; a loss is the sum of them. sg stops the gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from xorl.core.loss.policy import PolicyOptions, PolicyTokens, document_mean, exp_of_log_ratio
+
+
+@dataclass(frozen=True)
+class ClipOptions(PolicyOptions):
+    """The smallest and the largest ratio: ratios themselves, not distances from 1."""
+
+    clip_low_threshold: float = 0.8
+    clip_high_threshold: float = 1.2
+
+    def __post_init__(self) -> None:
+        _check_order("clip_low_threshold", self.clip_low_threshold, "clip_high_threshold", self.clip_high_threshold)
+
+
+@dataclass(frozen=True)
+class CispoOptions(ClipOptions):
+    """Wider than those of `ppo`: the ratio only weighs the gradient here, and does not stop it."""
+
+    clip_low_threshold: float = 0.0
+    clip_high_threshold: float = 4.0
+
+
+@dataclass(frozen=True)
+class ClippedPolicyOptions(PolicyOptions):
+    """Distances `eps_clip` and `eps_clip_high` of the clipped ratio from 1, and three corrections, off by default.
+
+    eps_clip_c: the largest loss at a negative advantage, in units of it (https://arxiv.org/abs/1912.09729).
+    use_tis: multiply by the ratio of `logprobs` to `rollout_logprobs`, which an inference engine computed, cut to
+        [tis_clip_low, tis_clip_high] (https://fengyao.notion.site/off-policy-rl). The ratio does not move with the
+        model, whose own change since `logprobs` is r.
+    icepop_beta: leave out tokens whose ratio is outside [1/beta, beta] (https://arxiv.org/abs/2602.15763).
+    """
+
+    eps_clip: float = 0.2
+    eps_clip_high: float = 0.2
+    eps_clip_c: float | None = None
+    use_tis: bool = False
+    tis_clip_low: float = 0.1
+    tis_clip_high: float = 2.0
+    icepop_beta: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_not_negative("eps_clip", self.eps_clip)
+        _check_not_negative("eps_clip_high", self.eps_clip_high)
+        _check_above_1("eps_clip_c", self.eps_clip_c)
+        _check_above_1("icepop_beta", self.icepop_beta)
+        _check_order("tis_clip_low", self.tis_clip_low, "tis_clip_high", self.tis_clip_high)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return ("rollout_logprobs",) if self.use_tis else ()
+
+
+@dataclass(frozen=True)
+class DroOptions(PolicyOptions):
+    """beta: how strongly the model is held to the policy that drew the tokens."""
+
+    beta: float = 0.05
+
+    def __post_init__(self) -> None:
+        _check_not_negative("beta", self.beta)
+
+
+@dataclass(frozen=True)
+class DrgrpoOptions(PolicyOptions):
+    """Distances of the clipped ratio from 1, and a penalty on the divergence from a reference policy.
+
+    beta: of the penalty; 0 asks for no `ref_logprobs`.
+    kl_type: how the divergence of a token is estimated (http://joschu.net/blog/kl-approx.html).
+    ratio_type: of a token, or the geometric mean over the trained tokens of its document.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    beta: float = 0.1
+    kl_type: Literal["k1", "k2", "k3"] = "k3"
+    ratio_type: Literal["token", "sequence"] = "token"
+
+    def __post_init__(self) -> None:
+        _check_not_negative("clip_low", self.clip_low)
+        _check_not_negative("clip_high", self.clip_high)
+        _check_not_negative("beta", self.beta)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return ("ref_logprobs",) if self.beta else ()
+
+
+def importance_sampling(tokens: PolicyTokens, _: PolicyOptions) -> tuple[Tensor, dict[str, Tensor]]:
+    """-r A."""
+    return -exp_of_log_ratio(tokens.log_ratio()) * tokens.advantages, {}
+
+
+def ppo(tokens: PolicyTokens, options: ClipOptions) -> tuple[Tensor, dict[str, Tensor]]:
+    """-min(r A, clip(r) A) (https://arxiv.org/abs/1707.06347)."""
+    ratio = exp_of_log_ratio(tokens.log_ratio())
+    loss, clipped = _clipped(ratio, tokens.advantages, options.clip_low_threshold, options.clip_high_threshold)
+    return loss, {"clip_fraction": clipped}
+
+
+def policy_loss(tokens: PolicyTokens, options: ClippedPolicyOptions) -> tuple[Tensor, dict[str, Tensor]]:
+    """`ppo`, at a negative advantage no more than -c A, times the weights of TIS and of IcePop."""
+    ratio = exp_of_log_ratio(tokens.log_ratio())
+    loss, clipped = _clipped(ratio, tokens.advantages, 1 - options.eps_clip, 1 + options.eps_clip_high)
+    means: dict[str, Tensor] = {}
+    if options.eps_clip_c is not None:
+        largest = torch.where(tokens.advantages < 0, -options.eps_clip_c * tokens.advantages, torch.inf)
+        clipped = clipped | (loss > largest)
+        loss = torch.minimum(loss, largest)
+    if options.use_tis:
+        mismatch = exp_of_log_ratio(tokens.sampled - tokens.known("rollout_logprobs"))
+        weight = mismatch.clamp(options.tis_clip_low, options.tis_clip_high)
+        loss = loss * weight
+        means |= {"tis_mean": mismatch, "tis_clip_fraction": weight != mismatch}
+    if options.icepop_beta is not None:
+        outside = (ratio < 1 / options.icepop_beta) | (ratio > options.icepop_beta)
+        loss = loss.masked_fill(outside, 0.0)
+        means["icepop_fraction"] = outside
+    return loss, {"clip_fraction": clipped} | means
+
+
+def cispo(tokens: PolicyTokens, options: CispoOptions) -> tuple[Tensor, dict[str, Tensor]]:
+    """-sg(clip(r)) log p A (https://arxiv.org/abs/2506.13585)."""
+    ratio = exp_of_log_ratio(tokens.log_ratio()).detach()
+    bounded = ratio.clamp(options.clip_low_threshold, options.clip_high_threshold)
+    return -bounded * tokens.logprobs * tokens.advantages, {"clip_fraction": bounded != ratio}
+
+
+def dro(tokens: PolicyTokens, options: DroOptions) -> tuple[Tensor, dict[str, Tensor]]:
+    """-(log p A - beta/2 (log r)^2) (https://arxiv.org/abs/2405.19107)."""
+    penalty = 0.5 * options.beta * tokens.log_ratio().square()
+    return penalty - tokens.logprobs * tokens.advantages, {}
+
+
+def drgrpo(tokens: PolicyTokens, options: DrgrpoOptions) -> tuple[Tensor, dict[str, Tensor]]:
+    """-min(r A, clip(r) A) + beta KL(model || reference) (https://arxiv.org/abs/2503.20783).
+
+    With `ratio_type` sequence r is that of https://arxiv.org/abs/2507.18071.
+    """
+    log_ratio = tokens.log_ratio()
+    if options.ratio_type == "sequence":
+        log_ratio = document_mean(log_ratio, tokens.trained, tokens.targets["positions"])
+    ratio = exp_of_log_ratio(log_ratio)
+    loss, clipped = _clipped(ratio, tokens.advantages, 1 - options.clip_low, 1 + options.clip_high)
+    means = {"clip_fraction": clipped}
+    if options.beta:
+        log_surplus = tokens.logprobs - tokens.known("ref_logprobs")
+        divergence = {
+            "k1": log_surplus,
+            "k2": 0.5 * log_surplus.square(),
+            "k3": exp_of_log_ratio(-log_surplus) - 1 + log_surplus,
+        }[options.kl_type]
+        loss = loss + options.beta * divergence
+        means["kl_ref"] = divergence
+    return loss, means
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """(-min(r A, clip(r) A), whether clipping made a difference), [T] each."""
+    free, bounded = -ratio * advantages, -ratio.clamp(low, high) * advantages
+    return torch.maximum(free, bounded), bounded > free
+
+
+def _check_order(low_name: str, low: float, high_name: str, high: float) -> None:
+    if not 0 <= low <= high:
+        raise ValueError(f"want 0 <= {low_name} <= {high_name}, got {low} and {high}")
+
+
+def _check_not_negative(name: str, value: float) -> None:
+    if not value >= 0:
+        raise ValueError(f"{name} must not be negative, got {value}")
+
+
+def _check_above_1(name: str, value: float | None) -> None:
+    if value is not None and not value > 1:
+        raise ValueError(f"{name} must be above 1, got {value}")

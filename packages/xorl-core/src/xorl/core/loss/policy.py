@@ -1,0 +1,141 @@
+"""What the losses of policy gradients have in common: their inputs, which tokens count, and their metrics.
+
+The model's log-probabilities are the only thing differentiated, so each loss is an `Objective`, a formula in them, and
+torch takes its gradient. T tokens of one or more packed documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from xorl.core.loss.head import token_logprobs
+from xorl.core.loss.metrics import token_metrics
+from xorl.core.loss.output import IGNORE, LossOutput
+
+# Beyond this a ratio says nothing but that the policies have parted, and its products would overflow.
+MAX_LOG_RATIO = 20.0
+
+
+@dataclass(frozen=True)
+class PolicyTokens:
+    """What an objective is a function of. Where `trained` is False everything else is 0.
+
+    logprobs: [T] fp32, of the model; differentiable.
+    sampled: [T], of the policy that drew the tokens.
+    advantages: [T].
+    trained: [T] bool, the tokens that count.
+    targets: everything that came with the tokens, by name.
+    """
+
+    logprobs: Tensor
+    sampled: Tensor
+    advantages: Tensor
+    trained: Tensor
+    targets: Mapping[str, Tensor]
+
+    def known(self, name: str) -> Tensor:
+        """[T], an input by name, 0 where nothing is trained."""
+        return self.targets[name].masked_fill(~self.trained, 0.0)
+
+    def log_ratio(self) -> Tensor:
+        """[T], log of the model's probability over that of the policy that drew the token."""
+        return self.logprobs - self.sampled
+
+
+@dataclass(frozen=True)
+class PolicyOptions:
+    """What every such loss takes: `compute_kl_stats` gives the divergence from the policy that drew the tokens."""
+
+    compute_kl_stats: bool = True
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Inputs that these options ask for, besides those of every such loss."""
+        return ()
+
+
+OptionsT = TypeVar("OptionsT", bound=PolicyOptions)
+Objective = Callable[[PolicyTokens, OptionsT], tuple[Tensor, dict[str, Tensor]]]
+"""(tokens, options) -> (loss of each token [T], values per token [T] whose means are metrics, by name)."""
+
+
+@dataclass(frozen=True)
+class PolicyLoss(Generic[OptionsT]):
+    """A loss over an objective, called like `cross_entropy`.
+
+    targets: labels [T] int64, already shifted; logprobs [T], of the policy that drew the labels, or old_logprobs where
+        there are these; advantages [T]; and what the objective reads besides. `weights` [T] multiply the loss, and
+        where they are 0 a token is not trained. Without them that is so where advantage and log-probability are both 0,
+        which is how clients write a prompt.
+    """
+
+    name: str
+    objective: Objective[OptionsT]
+    options: OptionsT
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        head_weight: Tensor,
+        targets: Mapping[str, Tensor],
+        *,
+        logits_fp32: bool = True,
+        whole_logits: bool = False,
+    ) -> LossOutput:
+        """Raises ValueError where `targets` lacks what the loss needs."""
+        self.check_inputs(targets)
+        labels, advantages = targets["labels"], targets["advantages"]
+        sampled = targets["old_logprobs" if "old_logprobs" in targets else "logprobs"]
+        weights = targets.get("weights")
+        logprobs = token_logprobs(hidden, head_weight, labels, logits_fp32=logits_fp32, whole_logits=whole_logits)
+        counts = (advantages != 0) | (sampled != 0) if weights is None else weights != 0
+        ignored = ~counts | (labels == IGNORE)
+        tokens = PolicyTokens(
+            logprobs.masked_fill(ignored, 0.0),
+            sampled.masked_fill(ignored, 0.0),
+            advantages.masked_fill(ignored, 0.0),
+            ~ignored,
+            targets,
+        )
+        per_token, means = self.objective(tokens, self.options)
+        per_token = (per_token if weights is None else per_token * weights).masked_fill(ignored, 0.0)
+        log_ratio = tokens.log_ratio().detach()
+        ratio = exp_of_log_ratio(log_ratio)
+        if self.options.compute_kl_stats:
+            # Both estimate KL(sampler || model) by its samples, k3 with less variance: http://joschu.net/blog/kl-approx.html
+            means = means | {"kl_sample_train_k1": -log_ratio, "kl_sample_train_k3": ratio - 1 - log_ratio}
+        metrics = token_metrics(per_token, tokens.trained, means, ratio)
+        return LossOutput(per_token.sum(), per_token.detach(), metrics, logprobs.detach())
+
+    def check_inputs(self, names: Collection[str]) -> None:
+        """Raise ValueError where the loss needs an input that is not among `names`."""
+        if "old_logprobs" in names:
+            names = {*names, "logprobs"}
+        missing = [name for name in ("logprobs", "advantages", *self.options.needs) if name not in names]
+        if missing:
+            raise ValueError(
+                f"loss {self.name!r} needs {' and '.join(missing)} beside the target tokens of each datum, one number "
+                f"per token; there is {', '.join(sorted(names)) or 'nothing'}"
+            )
+
+
+def exp_of_log_ratio(log_ratio: Tensor) -> Tensor:
+    """exp, of at most MAX_LOG_RATIO in either direction; the gradient stays that of a ratio of this size."""
+    return (log_ratio + (log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) - log_ratio).detach()).exp()
+
+
+def document_mean(values: Tensor, trained: Tensor, positions: Tensor) -> Tensor:
+    """[T], for each token the mean of `values` over the trained tokens of its document; differentiable.
+
+    positions: [T], 0 at the first token of each document. Added up in fp64, so that the order does not show.
+    """
+    document = (positions == 0).cumsum(0) - 1
+    sums = torch.zeros(len(values), dtype=torch.float64, device=values.device)
+    totals = sums.index_add(0, document, values.double().masked_fill(~trained, 0.0))
+    counts = sums.index_add(0, document, trained.double()).clamp(min=1.0)
+    return (totals / counts)[document].to(values.dtype)
