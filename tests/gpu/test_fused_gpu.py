@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from xorl.core.loss import loss_named
 from xorl.core.models import SPECS
 from xorl.core.nn import LayerKernels, choose_kernels
 from xorl.kernels.attention import AttentionRequest, resolve_attention
@@ -83,6 +84,47 @@ def test_linear_cross_entropy_needs_less_than_a_gibibyte_and_never_waits():
         torch.cuda.set_sync_debug_mode("default")
     gradients = sum(leaf.grad.nbytes for leaf in leaves)
     assert torch.cuda.max_memory_allocated() - before - gradients < 2**30
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_policy_loss_needs_less_than_a_gibibyte_and_never_waits(is_frozen):
+    # Catches logits that are kept for the backward pass, gradients copied to fp32, and a wait for the device.
+    hidden, weight, labels = make_head(8192, 4096, 151_936, torch.bfloat16, torch.bfloat16)
+    hidden, weight = (hidden / 64).requires_grad_(), weight.requires_grad_(not is_frozen)
+    targets = {
+        "labels": labels,
+        "positions": torch.arange(8192, device="cuda") % 1024,
+        "logprobs": randn(8192, dtype=torch.float32, seed=3) - 12.5,
+        "advantages": randn(8192, dtype=torch.float32, seed=4),
+    }
+    loss = loss_named("drgrpo", {"beta": 0.0, "ratio_type": "sequence"})
+    loss(hidden[:256], weight, {name: values[:256] for name, values in targets.items()}).sum.backward()
+    hidden.grad = weight.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        output = loss(hidden, weight, targets)
+        output.sum.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert output.metrics["valid_tokens:sum"] == (labels != -100).sum()
+    gradients = hidden.grad.nbytes + (hidden.grad.nbytes if is_frozen else weight.grad.nbytes)
+    assert torch.cuda.max_memory_allocated() - before - gradients < 2**30
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_linear_cross_entropy_over_a_frozen_head(dtype):
+    # Catches a gradient of each token that is rounded, or multiplied, otherwise than its twin's.
+    hidden, weight, labels = make_head(300, 64, 9001, dtype, dtype)
+    tolerance = TOLERANCES[dtype] if dtype != torch.float32 else Tolerance(worst=1e-4, mean=1e-4)
+    assert_matches_reference(
+        lambda states: linear_cross_entropy(states, weight, labels)[0],
+        lambda states: full_logits(states, weight.double(), labels),
+        (hidden,),
+        tolerance=tolerance,
+    )
 
 
 def test_linear_cross_entropy_is_the_same_to_the_bit():

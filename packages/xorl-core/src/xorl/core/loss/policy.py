@@ -138,4 +138,4 @@ def document_mean(values: Tensor, trained: Tensor, positions: Tensor) -> Tensor:
     sums = torch.zeros(len(values), dtype=torch.float64, device=values.device)
     totals = sums.index_add(0, document, values.double().masked_fill(~trained, 0.0))
     counts = sums.index_add(0, document, trained.double()).clamp(min=1.0)
-    return (totals / counts)[document].to(values.dtype)
+    return (totals / counts).index_select(0, document).to(values.dtype)
