@@ -20,7 +20,7 @@ from xorl.train.bench_report import Measurement, Record
 from xorl.train.data import prepare_data
 from xorl.train.kernel_summary import summarise
 
-PARAMETERS = {"llama3-8b": 8.030, "qwen3-0.6b": 0.596, "qwen3-1.7b": 1.721, "qwen3-8b": 8.191}
+PARAMETERS = {"llama3-70b": 70.554, "llama3-8b": 8.030, "qwen3-0.6b": 0.596, "qwen3-1.7b": 1.721, "qwen3-8b": 8.191}
 
 
 def work_of(model: str = "tiny", documents: Documents = "single", tokens_per_step: int | None = None) -> Work:

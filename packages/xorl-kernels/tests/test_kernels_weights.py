@@ -46,6 +46,41 @@ def test_kernels_match_their_twins_in_the_interpreter():
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
 
 
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton for this platform")
+def test_the_kernels_compile_for_hopper():
+    # Catches what the interpreter lets pass and a GPU's compiler does not, and stores of single elements.
+    program = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from xorl.kernels.quant import blocks_triton
+
+def show(name, types, values, num_warps):
+    kernel = getattr(blocks_triton, name)
+    signature = dict(zip(kernel.arg_names, types + ["constexpr"] * len(values), strict=True))
+    constants = {(len(types) + index,): value for index, value in enumerate(values)}
+    attributes = {(index,): [["tt.divisibility", 16]] for index, kind in enumerate(types) if kind != "fp32"}
+    source = ASTSource(kernel, signature, constants, attributes)
+    ptx = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}).asm["ptx"]
+    print(name, "st.global.v4.b32" in ptx, "st.global.b16" in ptx)
+
+draws = ["*i64", "fp32"]
+for noise in (False, True):
+    show("_dequantize_nf4", ["*u8", "*fp32", "*fp32", "*bf16", "i32", *draws], [noise, 64, 32], 8)
+    show("_dequantize_nvfp4", ["*u8", "*fp8e4nv", "*fp32", "*bf16", "i32", "i32", *draws], [noise, 256, 8], 8)
+    show("_dequantize_block_fp8", ["*fp8e4nv", "*fp32", "*bf16", "i32", "i32", *draws], [noise, 128, 16], 4)
+show("_quantize_nf4", ["*bf16", "*u8", "*fp32", "*fp32", "i32"], [64, 32], 8)
+show("_quantize_nvfp4", ["*bf16", "*fp32", "*u8", "*fp8e4nv", "i32", "i32"], [256, 8], 8)
+show("_quantize_block_fp8", ["*bf16", "*fp8e4nv", "*fp32", "i32", "i32"], [128], 8)
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert len(lines) == 9
+    for name, is_wide, is_narrow in lines:
+        if name.startswith("_dequantize"):
+            assert (is_wide, is_narrow) == ("True", "False"), name
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("group_size", [32, 64, 256])
 def test_nf4_is_within_its_stated_error(group_size, dtype):

@@ -9,9 +9,8 @@ import torch
 from xorl.kernels.quant import WeightNoise, block_fp8, blocks_triton, nf4, nvfp4
 from xorl.kernels.testing import nan_poisoned_empty
 
-# Fewer groups than a tile, several tiles with a rest, and rows of one group.
-SHAPES = [(3, 64), (37, 320), (130, 64)]
-DTYPES = [torch.float32, torch.bfloat16]
+# Fewer groups than a tile, and several tiles with a rest.
+SHAPES = [(3, 64), (70, 192)]
 OUT_DTYPES = [torch.float32, torch.float16]
 
 
@@ -37,9 +36,8 @@ def noise():
     return WeightNoise(0.5, torch.tensor([12345, 7]))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("group_size", [16, 64])
+@pytest.mark.parametrize(("group_size", "dtype"), [(16, torch.float32), (64, torch.bfloat16)])
 def test_nf4(shape, dtype, group_size):
     # Catches a wrong border of a tile, nibbles swapped, a bound that rounds the other way and noise of other elements.
     x = matrix(shape, dtype)
@@ -53,9 +51,8 @@ def test_nf4(shape, dtype, group_size):
     torch.testing.assert_close(noisy, nf4.dequantize_nf4(codes, absmax, torch.float32, noise()), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("group_size", [16, 32])
+@pytest.mark.parametrize(("group_size", "dtype"), [(16, torch.float32), (32, torch.bfloat16)])
 def test_nvfp4(shape, dtype, group_size):
     # Catches ties that do not go to even, block scales that are rounded otherwise, and a row's scale taken for another.
     x = matrix(shape, dtype)
@@ -74,9 +71,8 @@ def test_nvfp4(shape, dtype, group_size):
     torch.testing.assert_close(noisy, wanted, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(3, 64), (37, 321), (130, 65)], ids=str)
-@pytest.mark.parametrize("group_size", [32, 128])
+@pytest.mark.parametrize("shape", [(3, 64), (37, 161)], ids=str)
+@pytest.mark.parametrize(("group_size", "dtype"), [(32, torch.float32), (128, torch.bfloat16)])
 def test_block_fp8(shape, dtype, group_size):
     # Catches blocks that are cut off at the border, subnormal codes and scales of the neighbouring block.
     x = matrix(shape, dtype)
