@@ -57,6 +57,9 @@ class Slots:
         shape = (num_slots, self.places[-1].stop)
         self.rows = {kind: torch.zeros(shape, dtype=torch.float32, device=device) for kind in (VALUE, *STATES)}
         self._grads = torch.zeros(math.prod(shape), device=device)
+        self._gathered = torch.zeros(self.places[-1].stop, device=device)
+        # By slot: an adapter has hundreds of parts, of which the host would make views in each optimizer step.
+        self._grad_views: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self.steps = torch.zeros(num_slots, device=device)
         self._scales = torch.zeros(len(self.places), num_slots, device=device)
 
@@ -92,15 +95,16 @@ class Slots:
         return a[:rank], b[:, :rank]
 
     def gradient(self, slot: int, places: Sequence[int]) -> Tensor:
-        """A copy of the gradient of a slot, laid out as its row of values; zero outside of `places`."""
-        row = torch.zeros_like(self.rows[VALUE][slot])
-        parts = [(start, grad.reshape(-1)) for start, grad in self._gradients(slot, places)]
-        torch._foreach_copy_([row[start : start + len(grad)] for start, grad in parts], [grad for _, grad in parts])
-        return row
+        """The gradient of a slot, laid out as its row of values, zero outside of `places`; until the next call."""
+        views = self._gradients(slot)
+        parts = [part for index in places for part in views[2 * index : 2 * index + 2]]
+        self._gathered.zero_()
+        torch._foreach_copy_([target for target, _ in parts], [grad for _, grad in parts])
+        return self._gathered
 
     def zero_gradient(self, slot: int) -> None:
         """Forget the gradient of a slot."""
-        torch._foreach_zero_([grad for _, grad in self._gradients(slot, range(len(self.places)))])
+        torch._foreach_zero_([grad for _, grad in self._gradients(slot)])
 
     def take(self, slot: int, spec: AdapterSpec, places: Sequence[int]) -> None:
         """Let an empty slot be an adapter's."""
@@ -149,10 +153,13 @@ class Slots:
             return self._grads[start * num_slots : (start + size) * num_slots].view(num_slots, *shape)
         return self.rows[kind][:, start : start + size].view(num_slots, *shape)
 
-    def _gradients(self, slot: int, places: Sequence[int]) -> list[tuple[int, Tensor]]:
-        """(where it begins in a row, the gradient) of each A and B."""
-        parts = [part for index in places for part in self._parts(self.places[index])]
-        return [(start, self._stacked(GRAD, start, shape)[slot]) for start, shape in parts]
+    def _gradients(self, slot: int) -> list[tuple[Tensor, Tensor]]:
+        """(its part of `_gathered`, the gradient), flat, of A and B of each place in turn."""
+        if slot not in self._grad_views:
+            parts = [part for place in self.places for part in self._parts(place)]
+            grads = [(start, self._stacked(GRAD, start, shape)[slot].reshape(-1)) for start, shape in parts]
+            self._grad_views[slot] = [(self._gathered[start : start + len(grad)], grad) for start, grad in grads]
+        return self._grad_views[slot]
 
     def _leaf(self, start: int, shape: tuple[int, int]) -> Tensor:
         leaf = self._stacked(VALUE, start, shape).detach().requires_grad_()
