@@ -151,6 +151,18 @@ def test_a_quantised_checkpoint_is_read_as_it_is(quant_format, merge_qkv, tmp_pa
         assert torch.equal(dict(stored.named_parameters())[name], parameter), name
 
 
+def test_modelopts_own_file_says_it_too(tmp_path, mesh):
+    # Catches a checkpoint whose config.json is silent, and which is then read as bytes that no parameter uses.
+    write_model(tmp_path, "nvfp4")
+    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG))
+    stored = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": SKIPPED, "kv_cache_quant_algo": None}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": stored}))
+    assert len(quantized_linears(build(tmp_path, mesh))) == 7
+    (tmp_path / "hf_quant_config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"model.model_path: .*hf_quant_config.json: it has no mapping"):
+        build(tmp_path, mesh)
+
+
 def test_scales_that_are_quantised_in_turn_are_read(tmp_path, mesh):
     # Catches a table, an offset or a block of the nested scales that is another's.
     dense = write_model(tmp_path, "nf4", nested=True)

@@ -28,7 +28,7 @@ from xorl.core.nn import FusedKernel, choose_kernels
 from xorl.core.parallel import ParallelModel, ParallelPolicy, Recompute, local_part, parallelize
 from xorl.kernels.attention import AttentionRequest, resolve_attention
 from xorl.kernels.quant import fp8_refusal
-from xorl.lora import adapters, init_adapters, quantized_rows
+from xorl.lora import MODELOPT_FILE, adapters, init_adapters, quantized_rows, with_modelopt_file
 from xorl.train.adapter_folder import AdapterFolder, check_name, check_shapes, load_adapter
 from xorl.train.adapters import add_adapters, starting_adapter
 from xorl.train.quantization import Quantization, base_targets, log_quantized, quantize_base, read_options
@@ -81,6 +81,12 @@ def _read_config(option: str, file: Path, tokenizer_folder: Path) -> Architectur
         hf_config = json.loads(file.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{option}: {file}:{error.lineno} is not JSON: {error.msg}") from error
+    beside = file.parent / MODELOPT_FILE
+    if beside.is_file():
+        try:
+            hf_config = with_modelopt_file(hf_config, json.loads(beside.read_text()))
+        except ValueError as error:
+            raise ValueError(f"{option}: {beside}: {error}") from error
     spec = spec_for(hf_config)
     return Architecture(spec, spec.config_from_hf(hf_config), hf_config, tokenizer_folder)
 

@@ -13,12 +13,14 @@ from xorl.lora.inject import (
 )
 from xorl.lora.merge import fold_, magnitude, merge_, merged_rows, merged_weight, set_magnitude_
 from xorl.lora.prequantized import (
+    MODELOPT_FILE,
     QUANTIZATION_KEY,
     CheckpointQuantization,
     read_quantization,
     stored_parameters,
     stored_recipes,
     stored_source,
+    with_modelopt_file,
 )
 from xorl.lora.quantized import (
     AdaptiveNoise,
@@ -33,6 +35,7 @@ from xorl.lora.snapshot import AdapterSnapshot
 from xorl.lora.spec import AdapterSpec
 
 __all__ = [
+    "MODELOPT_FILE",
     "QUANTIZATION_KEY",
     "Adam",
     "Adapter",
@@ -65,4 +68,5 @@ __all__ = [
     "stored_parameters",
     "stored_recipes",
     "stored_source",
+    "with_modelopt_file",
 ]

@@ -24,12 +24,16 @@ from xorl.kernels.quant import QuantScheme
 from xorl.lora.quantized import quantized_linears
 
 QUANTIZATION_KEY = "quantization_config"
-# The tensors of each format beside a module's weight, by the last part of their names.
+# Where ModelOpt says the same beside a config.json that does not.
+MODELOPT_FILE = "hf_quant_config.json"
+# The tensors of each format beside a module's weight, and of quantised activations, by the last part of their names.
 EXTRA = (
     ".weight_scale_inv",
     ".weight_scale",
     ".weight_scale_2",
     ".input_scale",
+    ".k_scale",
+    ".v_scale",
     ".weight.absmax",
     ".weight.quant_map",
     ".weight.nested_absmax",
@@ -65,6 +69,14 @@ def read_quantization(hf_config: Mapping[str, object]) -> CheckpointQuantization
     if method == "modelopt" or "quant_algo" in stored:
         return _nvfp4(stored)
     raise _unsupported(f"quant_method {method!r}")
+
+
+def with_modelopt_file(hf_config: Mapping[str, object], content: object) -> dict[str, object]:
+    """A config.json's mapping with what ModelOpt's own file says in it, under the key where others say it."""
+    quantization = content.get("quantization") if isinstance(content, Mapping) else None
+    if not isinstance(quantization, Mapping):
+        raise ValueError("it has no mapping 'quantization'")
+    return {QUANTIZATION_KEY: {"quant_method": "modelopt", **quantization}, **hf_config}
 
 
 def _block_fp8(stored: Mapping[str, object]) -> CheckpointQuantization:
