@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import ClassVar
 
 import torch
@@ -226,7 +226,7 @@ def gather_rows(layer: QuantizedLinear, rows: Tensor) -> Tensor:
 
 def _global_scale(layer: QuantizedLinear, rows: Tensor, first: int) -> Tensor:
     """The global scale of each of this rank's rows, which begin at row `first`: fp32 [N]."""
-    starts = torch.tensor([0, *layer.part_rows]).cumsum(0).tolist()
+    starts = [0, *accumulate(layer.part_rows)]
     largest = torch.zeros(len(layer.part_rows), device=rows.device)
     for index, (start, stop) in enumerate(pairwise(starts)):
         part = rows[max(start - first, 0) : max(stop - first, 0)]
@@ -234,8 +234,9 @@ def _global_scale(layer: QuantizedLinear, rows: Tensor, first: int) -> Tensor:
             largest[index] = part.abs().amax().float()
     for group in shard_groups(layer.weight):
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    part_rows = torch.tensor(layer.part_rows, device=rows.device)
-    return nvfp4_global_scale(largest).repeat_interleave(part_rows)[first : first + len(rows)]
+    scales = nvfp4_global_scale(largest).unbind()
+    by_row = [scale.expand(count) for scale, count in zip(scales, layer.part_rows, strict=True)]
+    return torch.cat(by_row)[first : first + len(rows)]
 
 
 def _local(layer: QuantizedLinear) -> QuantizedWeight:
