@@ -164,7 +164,8 @@ class _AdaptedQuantizedLinear(torch.autograd.Function):
         noise_alpha: float,
     ) -> Tensor:
         low = x @ down.t()  # [T, R]
-        ctx.save_for_backward(x, down, up, low, codes, scales, global_scale, noise)
+        # torch takes None as well.
+        ctx.save_for_backward(x, down, up, low, codes, scales, cast(Tensor, global_scale), cast(Tensor, noise))
         ctx.scheme, ctx.alpha = (quant_format, group_size), noise_alpha
         y = quantized_linear(x, codes, scales, global_scale, quant_format, group_size, out_features, noise, noise_alpha)
         return add_product(y, low, up.t())
