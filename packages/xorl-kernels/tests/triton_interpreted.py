@@ -6,7 +6,7 @@ bf16 is left to tests/gpu: in the interpreter it is not what a GPU computes.
 import pytest
 import torch
 
-from xorl.kernels.fused import cross_entropy, device, heads, reference, rms_norm, swiglu
+from xorl.kernels.fused import cross_entropy, device, heads, partial, reference, rms_norm, swiglu
 from xorl.kernels.fused.reference import HeadNorms, HeadShape
 from xorl.kernels.testing import TOLERANCES, assert_close, assert_matches_reference, nan_poisoned_empty
 
@@ -138,9 +138,11 @@ def test_split_heads(num_tokens, shape, has_norms, has_rope, merged, dtype):
 
 
 def test_more_rows_than_programs(monkeypatch):
-    # Catches a second row of a program that is left out, or whose share of the weights' gradient is.
-    monkeypatch.setattr(device, "MAX_PROGRAMS", 4)
-    shape, rope = HeadShape(1, 1, 2), rope_tables(7, 2)
+    # Catches a second row of a program that is left out, or whose share of the weights' gradient is, and borders of
+    # what is loaded ahead and of what several programs have summed.
+    monkeypatch.setattr(device, "NUM_PROCESSORS", 1)
+    monkeypatch.setattr(partial, "MAX_ROWS", 4)
+    shape, rope = HeadShape(3, 1, 2), rope_tables(19, 2)
 
     def run(function, qkv, q_weight, k_weight):
         return function((qkv,), shape, HeadNorms(q_weight, k_weight, EPS), rope)
@@ -148,13 +150,14 @@ def test_more_rows_than_programs(monkeypatch):
     assert_matches_reference(
         lambda *inputs: run(heads.split_heads, *inputs),
         lambda *inputs: run(reference.split_heads, *inputs),
-        (randn(7, 6), randn(2, seed=1), randn(2, seed=2)),
+        (randn(19, 10), randn(2, seed=1), randn(2, seed=2)),
     )
-    assert_matches_reference(
-        lambda x, weight: rms_norm.rms_norm(x, weight, EPS),
-        lambda x, weight: reference.rms_norm(x, weight, EPS),
-        (randn(7, 3), randn(3, seed=1)),
-    )
+    for width in (3, 700):  # rows of which the next one is loaded ahead, and rows too long for it
+        assert_matches_reference(
+            lambda x, residual, weight: rms_norm.add_rms_norm(x, residual, weight, EPS),
+            lambda x, residual, weight: reference.add_rms_norm(x, residual, weight, EPS),
+            (randn(35, width), randn(35, width, seed=2), randn(width, seed=1)),
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -60,7 +60,7 @@ def scale_(x: Tensor, factor: Tensor) -> None:
     assert x.is_contiguous()
     if x.numel():
         # Few programs, since all of them start even where there is nothing to do.
-        blocks = rows_per_program(math.ceil(x.numel() / SCALE_BLOCK))
+        blocks = rows_per_program(math.ceil(x.numel() / SCALE_BLOCK), 2)
         grid = (math.ceil(x.numel() / SCALE_BLOCK / blocks),)
         launch(_scale, grid, x, factor, x.numel(), BLOCKS=blocks, BLOCK=SCALE_BLOCK, num_warps=NUM_WARPS)
 

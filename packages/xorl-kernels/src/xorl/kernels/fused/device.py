@@ -4,8 +4,8 @@ import importlib.util
 import math
 from functools import cache
 
-# Of kernels with sums over rows: about two for each of 132 processors.
-MAX_PROGRAMS = 264
+# Of the GPU whose work is shared out below; on another the shares are a little too small or too large.
+NUM_PROCESSORS = 132
 
 
 @cache
@@ -28,11 +28,11 @@ def power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def rows_per_program(num_rows: int) -> int:
-    """Rows that each program of a kernel with sums over rows takes, so that there are at most MAX_PROGRAMS.
+def rows_per_program(num_rows: int, programs_per_processor: int) -> int:
+    """Rows that each program of a kernel with sums over rows takes, so that each processor has that many at most.
 
     Only the three leading bits of the number differ from zero, so that a kernel compiled for it serves many lengths.
     """
-    rows = max(math.ceil(num_rows / MAX_PROGRAMS), 1)
+    rows = max(math.ceil(num_rows / (programs_per_processor * NUM_PROCESSORS)), 1)
     step = 1 << max(rows.bit_length() - 3, 0)
     return math.ceil(rows / step) * step

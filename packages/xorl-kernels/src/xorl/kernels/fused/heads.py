@@ -16,11 +16,15 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from xorl.kernels.fused.device import launch, power_of_2, rows_per_program
+from xorl.kernels.fused.partial import sum_of_programs
 from xorl.kernels.fused.reference import HeadNorms, HeadShape, RopeTables
 from xorl.kernels.fused.reference import split_heads as plain_split_heads
 
 TILE = 1024  # values of half a head times heads: 8 a thread
 NUM_WARPS = 4
+# Of the backward pass, for queries and as many for keys: what it waits for is memory, so there are many.
+PROGRAMS_PER_PROCESSOR = 8
+COPIED_AT_ONCE = tl.constexpr(4)
 
 
 def split_heads(
@@ -206,8 +210,9 @@ def _qkv_norm_rope_backward(
     grad_qkv = _like(qkv)
     out_q, out_k, out_v = plain_split_heads((grad_qkv,), shape, None, None)
     q, k, _ = plain_split_heads((qkv,), shape, None, None)
-    out_v.copy_(grad_v)
-    weights = _launch_backward(grad_q, grad_k, q, k, q_weight, k_weight, cos, sin, eps, out_q, out_k)
+    weights = _launch_backward(
+        grad_q, grad_k, q, k, q_weight, k_weight, cos, sin, eps, out_q, out_k, (_with_whole_heads(grad_v), out_v)
+    )
     return grad_qkv, *weights
 
 
@@ -241,40 +246,47 @@ def _launch_backward(
     eps: float,
     out_q: Tensor,
     out_k: Tensor,
+    values: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Write the gradients by q and k into `out_q` and `out_k`; returns those by the weights."""
+    """Write the gradients by q and k into `out_q` and `out_k`; returns those by the weights.
+
+    `values` are a tensor like grad_k and where the same launch copies it to.
+    """
     q, k, grad_q, grad_k = (_with_whole_heads(x) for x in (q, k, grad_q, grad_k))
     num_tokens, _, head_dim = q.shape
-    tokens = rows_per_program(num_tokens)
+    tokens = rows_per_program(num_tokens, PROGRAMS_PER_PROCESSOR)
     num_programs = math.ceil(num_tokens / tokens)
     partial = torch.empty(2, num_programs, head_dim, dtype=torch.float32, device=q.device)
+    grad_v, out_v = values or (grad_k, out_k)
     if num_programs:
         launch(
             _backward,
-            (num_programs,),
+            (num_programs, 2),
             *_pointers(q, k, q_weight, k_weight, cos, sin),
             grad_q,
             grad_k,
+            grad_v,
             out_q,
             out_k,
+            out_v,
             partial,
             q.stride(0),
             k.stride(0),
             grad_q.stride(0),
             grad_k.stride(0),
+            grad_v.stride(0),
             out_q.stride(0),
             out_k.stride(0),
             num_tokens,
-            num_programs,
             eps,
             **_constants(q, k, q_weight, cos),
+            HAS_VALUES=values is not None,
             TOKENS=tokens,
             num_warps=NUM_WARPS,
         )
     if q_weight is None or k_weight is None:
         return _like_weight(q, None), _like_weight(k, None)
-    grad_q_weight, grad_k_weight = partial.sum(dim=1)
-    return grad_q_weight.to(q_weight.dtype, copy=True), grad_k_weight.to(k_weight.dtype, copy=True)
+    return sum_of_programs(partial[0], q_weight.dtype), sum_of_programs(partial[1], k_weight.dtype)
 
 
 def _with_whole_heads(x: Tensor) -> Tensor:
@@ -391,17 +403,19 @@ def _backward(
     sin_ptr: tl.tensor,
     grad_q_ptr: tl.tensor,
     grad_k_ptr: tl.tensor,
+    grad_v_ptr: tl.tensor,
     out_q_ptr: tl.tensor,
     out_k_ptr: tl.tensor,
+    out_v_ptr: tl.tensor,
     partial_ptr: tl.tensor,
     q_stride: int,
     k_stride: int,
     grad_q_stride: int,
     grad_k_stride: int,
+    grad_v_stride: int,
     out_q_stride: int,
     out_k_stride: int,
     num_tokens: int,
-    num_programs: int,
     eps: float,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -411,71 +425,93 @@ def _backward(
     HALF_BLOCK: tl.constexpr,
     Q_BLOCK: tl.constexpr,
     K_BLOCK: tl.constexpr,
+    HAS_VALUES: tl.constexpr,
     TOKENS: tl.constexpr,
 ) -> None:
+    """Queries by programs whose second index is 0, keys and values by the others: fewer registers, so more warps."""
     program = tl.program_id(0).to(tl.int64)
-    # By index: a type checker takes the result of a jitted function for nothing that could be unpacked.
-    q_weight = _load_weight(q_weight_ptr, q_ptr, HEAD_DIM, HAS_NORM, HALF_BLOCK)
-    k_weight = _load_weight(k_weight_ptr, k_ptr, HEAD_DIM, HAS_NORM, HALF_BLOCK)
-    q_first = tl.zeros([HALF_BLOCK], tl.float32)
-    q_second = tl.zeros([HALF_BLOCK], tl.float32)
-    k_first = tl.zeros([HALF_BLOCK], tl.float32)
-    k_second = tl.zeros([HALF_BLOCK], tl.float32)
-    for index in range(TOKENS):
-        token = program * TOKENS + index
-        is_token = token < num_tokens
-        cos, sin = _load_tables(cos_ptr, sin_ptr, token, is_token, HEAD_DIM, HAS_ROPE, HALF_BLOCK)
-        for head in range(0, NUM_HEADS, Q_BLOCK):
-            first, second = _turn_back(
-                q_ptr + token * q_stride,
-                grad_q_ptr + token * grad_q_stride,
-                out_q_ptr + token * out_q_stride,
-                q_weight[0],
-                q_weight[1],
-                cos,
-                sin,
-                head,
-                is_token,
-                eps,
-                NUM_HEADS,
-                HEAD_DIM,
-                HAS_NORM,
-                HAS_ROPE,
-                HALF_BLOCK,
-                Q_BLOCK,
+    start = program * TOKENS
+    if tl.program_id(1) == 0:
+        _turn_back_tokens(
+            q_ptr,
+            grad_q_ptr,
+            out_q_ptr,
+            q_weight_ptr,
+            cos_ptr,
+            sin_ptr,
+            partial_ptr + program * HEAD_DIM,
+            q_stride,
+            grad_q_stride,
+            out_q_stride,
+            start,
+            num_tokens,
+            eps,
+            NUM_HEADS,
+            HEAD_DIM,
+            HAS_NORM,
+            HAS_ROPE,
+            HALF_BLOCK,
+            Q_BLOCK,
+            TOKENS,
+        )
+    else:
+        if HAS_VALUES:
+            _copy_tokens(
+                grad_v_ptr,
+                out_v_ptr,
+                grad_v_stride,
+                out_k_stride,
+                start,
+                num_tokens,
+                NUM_KV_HEADS * HEAD_DIM,
+                2 * K_BLOCK * HALF_BLOCK,
+                TOKENS,
             )
-            q_first += first
-            q_second += second
-        for head in range(0, NUM_KV_HEADS, K_BLOCK):
-            first, second = _turn_back(
-                k_ptr + token * k_stride,
-                grad_k_ptr + token * grad_k_stride,
-                out_k_ptr + token * out_k_stride,
-                k_weight[0],
-                k_weight[1],
-                cos,
-                sin,
-                head,
-                is_token,
-                eps,
-                NUM_KV_HEADS,
-                HEAD_DIM,
-                HAS_NORM,
-                HAS_ROPE,
-                HALF_BLOCK,
-                K_BLOCK,
-            )
-            k_first += first
-            k_second += second
-    if HAS_NORM:
-        lanes = tl.arange(0, HALF_BLOCK)
-        is_lane = lanes < HEAD_DIM // 2
-        partial_ptr += program * HEAD_DIM
-        tl.store(partial_ptr + lanes, q_first, mask=is_lane)
-        tl.store(partial_ptr + HEAD_DIM // 2 + lanes, q_second, mask=is_lane)
-        partial_ptr += num_programs * HEAD_DIM
-        tl.store(partial_ptr + lanes, k_first, mask=is_lane)
-        tl.store(partial_ptr + HEAD_DIM // 2 + lanes, k_second, mask=is_lane)
+        _turn_back_tokens(
+            k_ptr,
+            grad_k_ptr,
+            out_k_ptr,
+            k_weight_ptr,
+            cos_ptr,
+            sin_ptr,
+            partial_ptr + (tl.num_programs(0) + program) * HEAD_DIM,
+            k_stride,
+            grad_k_stride,
+            out_k_stride,
+            start,
+            num_tokens,
+            eps,
+            NUM_KV_HEADS,
+            HEAD_DIM,
+            HAS_NORM,
+            HAS_ROPE,
+            HALF_BLOCK,
+            K_BLOCK,
+            TOKENS,
+        )
+
+
+@triton.jit
+def _copy_tokens(
+    source_ptr: tl.tensor,
+    target_ptr: tl.tensor,
+    source_stride: int,
+    target_stride: int,
+    start: tl.tensor,
+    num_tokens: int,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+) -> None:
+    """Copy TOKENS tokens from `start` on, several at once: no load is moved before a store by the compiler."""
+    for index in range(0, TOKENS, COPIED_AT_ONCE):
+        tokens = start + index + tl.arange(0, COPIED_AT_ONCE)[:, None]
+        is_token = (tokens < num_tokens) & (tokens < start + TOKENS)
+        for first in range(0, WIDTH, BLOCK):
+            lanes = first + tl.arange(0, BLOCK)[None, :]
+            is_inside = (lanes < WIDTH) & is_token
+            values = tl.load(source_ptr + tokens * source_stride + lanes, mask=is_inside)
+            tl.store(target_ptr + tokens * target_stride + lanes, values, mask=is_inside)
 
 
 @triton.jit
@@ -544,7 +580,7 @@ def _turn(
     first = tl.load(source_ptr + offsets, mask=is_inside, other=0.0).to(tl.float32)
     second = tl.load(source_ptr + HEAD_DIM // 2 + offsets, mask=is_inside, other=0.0).to(tl.float32)
     if HAS_NORM:
-        rstd = tl.rsqrt((tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / HEAD_DIM + eps)[:, None]
+        rstd = tl.rsqrt(tl.sum(first * first + second * second, axis=1) / HEAD_DIM + eps)[:, None]
         first = first * rstd * weight_first[None, :]
         second = second * rstd * weight_second[None, :]
     if HAS_ROPE:
@@ -554,6 +590,54 @@ def _turn(
     dtype = target_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue] it is a pointer
     tl.store(target_ptr + offsets, first.to(dtype), mask=is_inside)
     tl.store(target_ptr + HEAD_DIM // 2 + offsets, second.to(dtype), mask=is_inside)
+
+
+@triton.jit
+def _turn_back_tokens(
+    source_ptr: tl.tensor,
+    grad_ptr: tl.tensor,
+    target_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    partial_ptr: tl.tensor,
+    source_stride: int,
+    grad_stride: int,
+    target_stride: int,
+    start: tl.tensor,
+    num_tokens: int,
+    eps: float,
+    NUM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_ROPE: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+) -> None:
+    """The gradient of `_turn` for all heads of TOKENS tokens from `start` on, and what they add to the weight's."""
+    # By index: a type checker takes the result of a jitted function for nothing that could be unpacked.
+    weight = _load_weight(weight_ptr, source_ptr, HEAD_DIM, HAS_NORM, HALF_BLOCK)
+    # Kept apart by head up to the end: a sum over heads makes warps wait for one another.
+    sum_first = tl.zeros([HEAD_BLOCK, HALF_BLOCK], tl.float32)
+    sum_second = tl.zeros([HEAD_BLOCK, HALF_BLOCK], tl.float32)
+    NUM_BLOCKS: tl.constexpr = (NUM + HEAD_BLOCK - 1) // HEAD_BLOCK
+    for index in range(TOKENS * NUM_BLOCKS):
+        token = start + index // NUM_BLOCKS
+        is_token = token < num_tokens
+        tables = _load_tables(cos_ptr, sin_ptr, token, is_token, HEAD_DIM, HAS_ROPE, HALF_BLOCK)
+        added = _turn_back(
+            source_ptr + token * source_stride, grad_ptr + token * grad_stride, target_ptr + token * target_stride,
+            weight[0], weight[1], tables[0], tables[1], index % NUM_BLOCKS * HEAD_BLOCK, is_token, eps,
+            NUM, HEAD_DIM, HAS_NORM, HAS_ROPE, HALF_BLOCK, HEAD_BLOCK,
+        )  # fmt: skip
+        sum_first += added[0]
+        sum_second += added[1]
+    if HAS_NORM:
+        lanes = tl.arange(0, HALF_BLOCK)
+        is_lane = lanes < HEAD_DIM // 2
+        tl.store(partial_ptr + lanes, tl.sum(sum_first, axis=0), mask=is_lane)
+        tl.store(partial_ptr + HEAD_DIM // 2 + lanes, tl.sum(sum_second, axis=0), mask=is_lane)
 
 
 @triton.jit
@@ -575,33 +659,36 @@ def _turn_back(
     HALF_BLOCK: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The gradient of `_turn`; returns what these heads add to that of the weight's halves, [HALF_BLOCK] each."""
+    """The gradient of `_turn`; returns what each head adds to that of the weight's halves, [HEAD_BLOCK, HALF_BLOCK]."""
     heads = first_head + tl.arange(0, HEAD_BLOCK)
     lanes = tl.arange(0, HALF_BLOCK)
     is_inside = (heads < NUM)[:, None] & (lanes < HEAD_DIM // 2)[None, :] & is_token
     offsets = heads[:, None] * HEAD_DIM + lanes[None, :]
     grad_first = tl.load(grad_ptr + offsets, mask=is_inside, other=0.0).to(tl.float32)
     grad_second = tl.load(grad_ptr + HEAD_DIM // 2 + offsets, mask=is_inside, other=0.0).to(tl.float32)
+    first = tl.zeros([HEAD_BLOCK, HALF_BLOCK], tl.float32)
+    second = tl.zeros([HEAD_BLOCK, HALF_BLOCK], tl.float32)
+    if HAS_NORM:
+        first = tl.load(source_ptr + offsets, mask=is_inside, other=0.0).to(tl.float32)
+        second = tl.load(source_ptr + HEAD_DIM // 2 + offsets, mask=is_inside, other=0.0).to(tl.float32)
     if HAS_ROPE:
         turned = grad_first * cos[None, :] + grad_second * sin[None, :]
         grad_second = grad_second * cos[None, :] - grad_first * sin[None, :]
         grad_first = turned
-    sum_first = tl.zeros([HALF_BLOCK], tl.float32)
-    sum_second = tl.zeros([HALF_BLOCK], tl.float32)
+    added_first = grad_first
+    added_second = grad_second
     if HAS_NORM:
-        first = tl.load(source_ptr + offsets, mask=is_inside, other=0.0).to(tl.float32)
-        second = tl.load(source_ptr + HEAD_DIM // 2 + offsets, mask=is_inside, other=0.0).to(tl.float32)
-        rstd = tl.rsqrt((tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / HEAD_DIM + eps)[:, None]
+        rstd = tl.rsqrt(tl.sum(first * first + second * second, axis=1) / HEAD_DIM + eps)[:, None]
         first *= rstd
         second *= rstd
-        sum_first = tl.sum(grad_first * first, axis=0)
-        sum_second = tl.sum(grad_second * second, axis=0)
+        added_first = grad_first * first
+        added_second = grad_second * second
         grad_first *= weight_first[None, :]
         grad_second *= weight_second[None, :]
-        inner = (tl.sum(grad_first * first, axis=1) + tl.sum(grad_second * second, axis=1))[:, None] / HEAD_DIM
+        inner = tl.sum(grad_first * first + grad_second * second, axis=1)[:, None] / HEAD_DIM
         grad_first = (grad_first - first * inner) * rstd
         grad_second = (grad_second - second * inner) * rstd
     dtype = target_ptr.dtype.element_ty
     tl.store(target_ptr + offsets, grad_first.to(dtype), mask=is_inside)
     tl.store(target_ptr + HEAD_DIM // 2 + offsets, grad_second.to(dtype), mask=is_inside)
-    return sum_first, sum_second
+    return added_first, added_second

@@ -15,6 +15,12 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from xorl.kernels.fused.device import launch, power_of_2, rows_per_program
+from xorl.kernels.fused.partial import sum_of_programs
+
+# Of the backward pass, on each processor: with the next rows' loads in flight, enough to keep the memory busy.
+WARPS_PER_PROCESSOR = 16
+# Bytes of a row for each warp: of longer rows the next one, and the weight, would not fit into registers.
+MAX_PREFETCHED_BYTES = 1024
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -68,7 +74,8 @@ def _rms_norm_backward(
     grad_summed = None if grad_summed is None else grad_summed.contiguous()
     width = x.shape[-1]
     num_rows = x.numel() // width
-    rows = rows_per_program(num_rows)
+    num_warps = _num_warps(width)
+    rows = rows_per_program(num_rows, WARPS_PER_PROCESSOR // num_warps)
     num_programs = math.ceil(num_rows / rows)
     grad_x = torch.empty_like(x)
     partial = torch.empty(num_programs, width, dtype=torch.float32, device=x.device)
@@ -87,10 +94,11 @@ def _rms_norm_backward(
             WIDTH=width,
             HAS_SUM=grad_summed is not None,
             ROWS=rows,
+            PREFETCHES=width * x.element_size() <= MAX_PREFETCHED_BYTES * num_warps,
             BLOCK=power_of_2(width),
-            num_warps=_num_warps(width),
+            num_warps=num_warps,
         )
-    return grad_x, partial.sum(dim=0).to(weight.dtype)
+    return grad_x, sum_of_programs(partial, weight.dtype)
 
 
 @_rms_norm_backward.register_fake
@@ -206,25 +214,63 @@ def _backward(
     WIDTH: tl.constexpr,
     HAS_SUM: tl.constexpr,
     ROWS: tl.constexpr,
+    PREFETCHES: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     program = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     is_column = columns < WIDTH
     dtype = grad_x_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue] it is a pointer
-    weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0).to(dtype).to(tl.float32)
     grad_weight = tl.zeros([BLOCK], tl.float32)
+    start = program * ROWS
+    end = tl.minimum(start + ROWS, num_rows)
+    if PREFETCHES:
+        weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0).to(dtype).to(tl.float32)
+        x, grad, summed, rstd = _load_row(
+            x_ptr, grad_normed_ptr, grad_summed_ptr, rstd_ptr, start, start < end, WIDTH, HAS_SUM, BLOCK
+        )
     for index in range(ROWS):
-        row = program * ROWS + index
-        is_inside = is_column & (row < num_rows)
-        offsets = row * WIDTH + columns
-        rstd = tl.load(rstd_ptr + row, mask=row < num_rows, other=0.0)
-        normed = tl.load(x_ptr + offsets, mask=is_inside, other=0.0).to(tl.float32) * rstd
-        grad = tl.load(grad_normed_ptr + offsets, mask=is_inside, other=0.0).to(tl.float32)
-        grad_weight += grad * normed
-        grad *= weight
-        grad = (grad - normed * (tl.sum(grad * normed, axis=0) / WIDTH)) * rstd
+        row = start + index
+        # A sum over the row waits for all warps: what is loaded after it, memory stands idle for.
+        at, is_row = (row + 1, row + 1 < end) if PREFETCHES else (row, row < end)
+        loaded = _load_row(x_ptr, grad_normed_ptr, grad_summed_ptr, rstd_ptr, at, is_row, WIDTH, HAS_SUM, BLOCK)
+        if not PREFETCHES:
+            x, grad, summed, rstd = loaded
+        normed = x.to(tl.float32) * rstd
+        wide = grad.to(tl.float32)
+        grad_weight += wide * normed
+        if not PREFETCHES:
+            weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0).to(dtype).to(tl.float32)
+        wide *= weight
+        wide = (wide - normed * (tl.sum(wide * normed, axis=0) / WIDTH)) * rstd
         if HAS_SUM:
-            grad += tl.load(grad_summed_ptr + offsets, mask=is_inside, other=0.0).to(tl.float32)
-        tl.store(grad_x_ptr + offsets, grad.to(dtype), mask=is_inside)
+            wide += summed.to(tl.float32)
+        tl.store(grad_x_ptr + row * WIDTH + columns, wide.to(dtype), mask=is_column & (row < end))
+        if PREFETCHES:
+            x, grad, summed, rstd = loaded
     tl.store(partial_ptr + program * WIDTH + columns, grad_weight, mask=is_column)
+
+
+@triton.jit
+def _load_row(
+    x_ptr: tl.tensor,
+    grad_normed_ptr: tl.tensor,
+    grad_summed_ptr: tl.tensor,
+    rstd_ptr: tl.tensor,
+    row: tl.tensor,
+    is_row: tl.tensor,
+    WIDTH: tl.constexpr,
+    HAS_SUM: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """x, the gradients by what was normed and by the sum, [BLOCK] each, and 1 / rms; 1 / rms again without a sum."""
+    columns = tl.arange(0, BLOCK)
+    is_inside = (columns < WIDTH) & is_row
+    offsets = row * WIDTH + columns
+    rstd = tl.load(rstd_ptr + row, mask=is_row, other=0.0)
+    x = tl.load(x_ptr + offsets, mask=is_inside, other=0.0)
+    grad = tl.load(grad_normed_ptr + offsets, mask=is_inside, other=0.0)
+    summed = rstd
+    if HAS_SUM:
+        summed = tl.load(grad_summed_ptr + offsets, mask=is_inside, other=0.0)
+    return x, grad, summed, rstd
