@@ -1,0 +1,414 @@
+"""Every Triton kernel, as its wrapper launches it, compiled for Hopper; test_kernels_compiled.py runs this file.
+
+In a process of its own: the driver that stands in for the GPU's is Triton's for good.
+"""
+
+import importlib
+import math
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource, make_backend
+from triton.compiler.errors import CompilationError
+from triton.runtime import driver
+
+from xorl.kernels.fused import cross_entropy, heads, rms_norm, swiglu
+from xorl.kernels.fused.reference import HeadNorms, HeadShape
+from xorl.kernels.optim import Noise, triton_lists, triton_updates
+from xorl.kernels.quant import E4M3, E5M2, WeightNoise, blocks_triton, fp8_triton
+
+TARGET = GPUTarget("cuda", 90, 32)
+PACKAGES = Path(__file__).parents[2]
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+FLOATS = (BF16, FP16, FP32)
+# One more than indices of 32 bits reach.
+BEYOND_INT32 = 2**31
+# Of a Hopper processor, shared by all threads of the programs on it.
+REGISTERS = 65_536
+NARROW = re.compile(r"\b(?:ld|st)\.global(?:\.\w+)*\.[bsuf](?:8|16)\b")
+
+
+class AbsentDriver:
+    """What Triton asks a driver before it compiles."""
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGET
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel and what it would be compiled for."""
+
+    kernel: triton.JITFunction
+    source: ASTSource
+    num_warps: int
+    key: str
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What ptxas made of a kernel."""
+
+    ptx: str
+    registers: int
+    spilled_bytes: int
+    narrow_accesses: int
+
+
+@contextmanager
+def recorded(
+    see: Callable[[triton.JITFunction, dict[str, object]], None] | None = None,
+) -> Iterator[list[Launch]]:
+    """The launches within, none of which happens; `see(kernel, values by name)` is called at each."""
+    launches: list[Launch] = []
+
+    def record(*, fn, compile, key, **_) -> bool:
+        source = ASTSource(fn.jit_function, compile["signature"], compile["constants"], compile["configs"][0])
+        launches.append(Launch(fn.jit_function, source, compile["num_warps"], f"{fn.module}.{fn.name}{key}"))
+        return True
+
+    def observer(kernel: triton.JITFunction) -> Callable[..., None]:
+        def observe(*values: object, **options: object) -> None:
+            assert see is not None
+            names = {name: value for name, value in options.items() if name in kernel.arg_names}
+            see(kernel, kernel.signature.bind(*values, **names).arguments)
+
+        return observe
+
+    driver.set_active(AbsentDriver())
+    knobs.runtime.jit_cache_hook = record
+    for kernel in all_kernels() if see else ():
+        kernel.pre_run_hooks.append(observer(kernel))
+    try:
+        yield launches
+    finally:
+        knobs.runtime.jit_cache_hook = None
+        for kernel in all_kernels():
+            kernel.pre_run_hooks.clear()
+
+
+def lower(launch: Launch, last: str) -> object:
+    """The kernel in the representation `last` of Triton's: ttir, ttgir, llir or ptx."""
+    backend = make_backend(TARGET)
+    options = backend.parse_options({"num_warps": launch.num_warps})
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    form = launch.source.make_ir(
+        TARGET, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
+    )
+    stages: dict[str, Callable] = {}
+    backend.add_stages(stages, options, launch.source.language)
+    metadata: dict[str, object] = {}
+    for name, stage in stages.items():
+        form = stage(form, metadata)
+        if name == last:
+            break
+    return form
+
+
+def assemble(launch: Launch, directory: Path) -> Machine:
+    """The kernel as the GPU would run it."""
+    ptx = str(lower(launch, "ptx"))
+    path = directory / "kernel.ptx"
+    path.write_text(ptx)
+    ptxas = get_ptxas(TARGET.arch).path
+    command = [ptxas, "-v", "--gpu-name=sm_90a", str(path), "-o", str(directory / "kernel.cubin")]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    registers = re.search(r"Used (\d+) registers", said)
+    return Machine(ptx, int(registers[1]), int(spilled[1]) + int(spilled[2]), len(NARROW.findall(ptx)))
+
+
+@cache
+def all_kernels() -> tuple[triton.JITFunction, ...]:
+    """All that is jitted, in every package."""
+    sources = sorted(path for path in PACKAGES.glob("*/src/**/*.py") if "@triton.jit" in path.read_text())
+    names = [".".join(path.with_suffix("").parts[path.parts.index("src") + 1 :]) for path in sources]
+    return tuple(
+        member
+        for module in map(importlib.import_module, names)
+        for member in vars(module).values()
+        if isinstance(member, triton.JITFunction) and member.fn.__module__ == module.__name__
+    )
+
+
+def called_by_others() -> set[triton.JITFunction]:
+    """Those that are called from within kernels; all the rest is there to be launched."""
+    named = (kernel.fn.__globals__.get(name) for kernel in all_kernels() for name in kernel.fn.__code__.co_names)
+    return {function for function in named if isinstance(function, triton.JITFunction)}
+
+
+def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    """Memory that nobody touches, and that is therefore never taken, however much it is."""
+    return torch.empty(shape, dtype=dtype)
+
+
+def losses() -> None:
+    """Cross-entropy: no gradient, one that overwrites the logits, and one elsewhere."""
+    num_rows, vocab_size = 16, 50_304
+    labels = empty(num_rows, dtype=torch.int64)
+    for dtype, weight_dtype in product(FLOATS, (None, BF16, FP32)):
+        logits = empty(num_rows, vocab_size, dtype=dtype)
+        weight = None if weight_dtype is None else empty(num_rows, dtype=weight_dtype)
+        for gradient in (None, logits, empty(num_rows, vocab_size, dtype=BF16)):
+            cross_entropy.cross_entropy_rows(logits, labels, weight, gradient)
+    for dtype in FLOATS:
+        cross_entropy.scale_(empty(num_rows, vocab_size, dtype=dtype), empty(dtype=FP32))
+
+
+def norms() -> None:
+    """Forward and backward: with a residual and without, of the weight's dtype and of another, long rows and short."""
+    num_rows, dtypes = 8192, [*zip(FLOATS, FLOATS, strict=True), (BF16, FP32)]
+    rstd = empty(num_rows, dtype=FP32)
+    for width, (dtype, weight_dtype) in product((576, 4096, 16_384), dtypes):
+        x, weight = empty(num_rows, width, dtype=dtype), empty(width, dtype=weight_dtype)
+        rms_norm._rms_norm(x, weight, 1e-6)
+        rms_norm._add_rms_norm(x, x, weight, 1e-6)
+        for grad_summed in (None, x):
+            rms_norm._rms_norm_backward(x, grad_summed, x, weight, rstd)
+
+
+def split_heads() -> None:
+    """Forward and backward: from a merged projection and from separate ones, with and without norms and positions."""
+    num_tokens, shapes = 1100, (HeadShape(32, 8, 128), HeadShape(9, 3, 96))
+    for shape, dtype, (has_norms, has_rope) in product(shapes, FLOATS, ((True, True), (True, False), (False, True))):
+        weight = empty(shape.head_dim, dtype=dtype).requires_grad_() if has_norms else None
+        norms = None if weight is None else HeadNorms(weight, weight, 1e-6)
+        table = empty(num_tokens, shape.head_dim // 2, dtype=FP32)
+        for merged in (True, False):
+            projected = empty(num_tokens, sum(shape.row_counts), dtype=dtype).requires_grad_()
+            parts = (projected,) if merged else projected.split(shape.row_counts, dim=-1)
+            outputs = heads.split_heads(parts, shape, norms, (table, table) if has_rope else None)
+            torch.autograd.backward(outputs, [empty(*output.shape, dtype=dtype) for output in outputs])
+
+
+def gated() -> None:
+    """SwiGLU, both ways."""
+    for width, dtype in product((12_288, 1000), FLOATS):
+        gate_up = empty(64, 2 * width, dtype=dtype)
+        swiglu._swiglu(gate_up)
+        swiglu._swiglu_backward(empty(64, width, dtype=dtype), gate_up)
+
+
+def fp8_casts() -> None:
+    """All casts, to both formats; the amax of a tensor and those of its axes."""
+    for shape, dtype in product(((256, 512), (37, 48)), FLOATS):
+        x, amax = empty(*shape, dtype=dtype), fp8_triton.amax(empty(*shape, dtype=dtype))
+        for to in (E4M3, E5M2):
+            q, *_ = fp8_triton.cast_tensorwise_both(x, amax, to)
+            fp8_triton.cast_into_(x, amax, q, empty(dtype=FP32))
+            fp8_triton.cast_rowwise(x, to)
+            fp8_triton.cast_columnwise(x, to)
+            fp8_triton.cast_axiswise(x, to)
+            fp8_triton.transpose(q)
+
+
+def quantized_weights() -> None:
+    """All formats: groups of the usual size and others, from and to all dtypes, with noise and without."""
+    noises = (None, WeightNoise(0.5, torch.tensor([12345, 7])))
+    for dtype in FLOATS:
+        x, wide = empty(256, 4096, dtype=dtype), empty(256, dtype=FP32)
+        for size in (16, 64, 1024):
+            nf4 = blocks_triton.quantize_nf4(x, size)
+            nvfp4 = blocks_triton.quantize_nvfp4(x, wide, size)
+            for noise in noises:
+                blocks_triton.dequantize_nf4(*nf4, dtype, noise)
+                blocks_triton.dequantize_nvfp4(*nvfp4, wide, dtype, noise)
+        for size in (16, 128):
+            codes, scales = blocks_triton.quantize_block_fp8(x, size)
+            for noise in noises:
+                blocks_triton.dequantize_block_fp8(codes, scales, size, dtype, noise)
+
+
+def updates(count: int = 5000, dtypes: tuple[torch.dtype, ...] = (FP32, BF16)) -> None:
+    """All updates: with noise and without, from the index at which 32 bits end; scaled gradients, unaligned tensors."""
+    scalar = empty(dtype=FP32)
+    noise = Noise(2**31 - 1, 2**40 + 1, torch.tensor(7))
+    hyper = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+    for dtype, grad_dtype, grad_scale in product(dtypes, dtypes, (None, scalar)):
+        param, grad = empty(count + 1, dtype=dtype)[1:], empty(count, dtype=grad_dtype)
+        options = {"grad_scale": grad_scale, "skip": scalar}
+        for update, nesterov in ((None, False), (grad, False), (empty(count, dtype=BF16), True)):
+            rates = {"momentum": 0.9, "nesterov": nesterov}
+            triton_updates.momentum_(param, grad, update, **rates, **options, noise=noise)
+        for drawn in (noise, None):
+            triton_updates.descend_(param, grad, keep=0.9, rate=0.1, **options, noise=drawn)
+            whole = empty(count, dtype=dtype)
+            noises = None if drawn is None else [drawn]
+            for tensors in ((whole, grad, whole, whole), (whole, grad, empty(count, dtype=BF16), param)):
+                lists = ([tensor] for tensor in tensors)
+                triton_lists.adamw_(*lists, **hyper, **options, corrections=empty(1, 2, dtype=FP32), noises=noises)
+    for dtype in dtypes:
+        triton_updates.scale_(empty(count, dtype=dtype), scalar)
+        triton_lists.square_sum([empty(count, dtype=dtype), empty(count + 1, dtype=dtype)[1:]])
+
+
+CALLS = (losses, norms, split_heads, gated, fp8_casts, quantized_weights, updates)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+def test_all_variants_pass_the_compiler(call: Callable[[], None]) -> None:
+    # Catches what Python and the interpreter let pass: variables that change their type between branches or rounds of
+    # a loop, operations that a dtype does not have, blocks of lengths that are not powers of two.
+    with recorded() as launches:
+        call()
+    failed: dict[str, str] = {}
+    for launch in {launch.key: launch for launch in launches}.values():
+        try:
+            lower(launch, "ttir")
+        except CompilationError as error:
+            failed[launch.key] = str(error)
+    assert not failed, "\n\n".join(f"{key}:\n{message}" for key, message in failed.items())
+
+
+def test_every_kernel_is_among_those_compiled() -> None:
+    # Catches a kernel that no call above launches, of which a GPU would be the first to say that it does not compile.
+    with recorded() as launches:
+        for call in CALLS:
+            call()
+    launched = {launch.kernel for launch in launches}
+    missing = [
+        kernel.__name__ for kernel in all_kernels() if kernel not in launched and kernel not in called_by_others()
+    ]
+    assert not missing, f"launch them in one of {[call.__name__ for call in CALLS]}: {missing}"
+
+
+def beyond_int32() -> None:
+    """The kernels that take integers, with tensors of more elements than 32 bits count."""
+    rows, width = BEYOND_INT32 // 2048 + 1, 2048
+    x, weight = empty(rows, width), empty(width)
+    cross_entropy.cross_entropy_rows(x, empty(rows, dtype=torch.int64), None, x)
+    cross_entropy.scale_(x, empty(dtype=FP32))
+    rms_norm._rms_norm_backward(x, x, x, weight, empty(rows, dtype=FP32))
+    shape, table = HeadShape(14, 1, 128), empty(rows, 64, dtype=FP32)
+    norms = HeadNorms(empty(128).requires_grad_(), empty(128).requires_grad_(), 1e-6)
+    outputs = heads.split_heads((x,), shape, norms, (table, table))
+    torch.autograd.backward(outputs, [empty(*output.shape) for output in outputs])
+    amax = fp8_triton.amax(x)
+    fp8_triton.transpose(fp8_triton.cast_tensorwise_both(x, amax, E4M3)[0])
+    fp8_triton.cast_axiswise(x, E4M3)
+    wide, noise = empty(rows, dtype=FP32), WeightNoise(0.5, torch.tensor([12345, 7]))
+    blocks_triton.dequantize_nf4(*blocks_triton.quantize_nf4(x, 16), BF16, noise)
+    blocks_triton.dequantize_nvfp4(*blocks_triton.quantize_nvfp4(x, wide, 16), wide, BF16, noise)
+    blocks_triton.dequantize_block_fp8(*blocks_triton.quantize_block_fp8(x, 16), 16, BF16, noise)
+    updates(x.numel(), (BF16,))
+
+
+def test_no_integer_is_cut_to_32_bits() -> None:
+    # Catches a number of elements, an offset or a key that a kernel takes as `int`, which is one of 32 bits to Triton.
+    too_large: set[str] = set()
+    seen: set[triton.JITFunction] = set()
+
+    def see(kernel: triton.JITFunction, values: dict[str, object]) -> None:
+        seen.add(kernel)
+        for parameter in narrow(kernel):
+            value = values[parameter]
+            assert isinstance(value, int)
+            if not -BEYOND_INT32 <= value < BEYOND_INT32:
+                too_large.add(f"{kernel.__name__}, {parameter}: {value}")
+
+    with recorded(see):
+        beyond_int32()
+    assert not too_large, f"annotate them tl.int64: {sorted(too_large)}"
+    unseen = [kernel.__name__ for kernel in all_kernels() if narrow(kernel) and kernel not in seen | called_by_others()]
+    assert not unseen, f"launch them in beyond_int32: {unseen}"
+
+
+def narrow(kernel: triton.JITFunction) -> list[str]:
+    """The arguments of a kernel that are integers of 32 bits to Triton."""
+    return [p.name for p in kernel.params if not p.is_constexpr and p.annotation_type in ("i32", "u32")]
+
+
+def usual_sizes() -> None:
+    """Each kernel whose time counts once, with the shapes of a model of 8B parameters."""
+    tokens, width, hidden_width, shape = 8192, 4096, 12_288, HeadShape(32, 8, 128)
+    x, weight, rstd = empty(tokens, width), empty(width), empty(tokens, dtype=FP32)
+    rms_norm._add_rms_norm(x, x, weight, 1e-6)
+    rms_norm._rms_norm_backward(x, x, x, weight, rstd)
+    gate_up = empty(tokens, 2 * hidden_width)
+    swiglu._swiglu(gate_up)
+    swiglu._swiglu_backward(empty(tokens, hidden_width), gate_up)
+    table, norms = empty(tokens, 64, dtype=FP32), HeadNorms(empty(128).requires_grad_(), empty(128), 1e-6)
+    outputs = heads.split_heads((empty(tokens, sum(shape.row_counts)),), shape, norms, (table, table))
+    torch.autograd.backward(outputs, [empty(*output.shape) for output in outputs])
+    logits = empty(1024, 151_936)
+    cross_entropy.cross_entropy_rows(logits, empty(1024, dtype=torch.int64), None, logits)
+    fp8_triton.cast_tensorwise_both(x, fp8_triton.amax(x), E4M3)
+    fp8_triton.cast_axiswise(x, E4M3)
+    blocks_triton.dequantize_nf4(*blocks_triton.quantize_nf4(x, 64), BF16, None)
+    wide = empty(tokens, dtype=FP32)
+    blocks_triton.dequantize_nvfp4(*blocks_triton.quantize_nvfp4(x, wide, 16), wide, BF16, None)
+    blocks_triton.dequantize_block_fp8(*blocks_triton.quantize_block_fp8(x, 128), 128, BF16, None)
+    noise, count = Noise(12_345, 0, torch.tensor(7)), 2**20
+    options = {"grad_scale": empty(dtype=FP32), "skip": empty(dtype=FP32)}
+    param, grad = empty(count), empty(count)
+    triton_updates.momentum_(param, grad, grad, momentum=0.9, nesterov=True, **options, noise=noise)
+    triton_updates.descend_(param, grad, keep=0.9, rate=0.1, **options, noise=noise)
+    rates = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+    corrections = empty(1, 2, dtype=FP32)
+    triton_lists.adamw_(*([param] for _ in range(4)), **rates, **options, corrections=corrections, noises=[noise])
+    triton_lists.square_sum([grad])
+
+
+# Warps that a processor has registers for, and loads and stores of fewer than four bytes: of single values (labels, the
+# ends of a chunk whose length is not known) where there are any.
+HOT = {
+    "fused.rms_norm._forward": (64, 0),
+    "fused.rms_norm._backward": (16, 0),
+    "fused.partial._sum": (32, 1),
+    "fused.swiglu._forward": (64, 0),
+    "fused.swiglu._backward": (32, 0),
+    "fused.heads._forward": (28, 0),
+    "fused.heads._backward": (20, 0),
+    "fused.cross_entropy._cross_entropy_rows": (16, 3),
+    "quant.fp8_triton._amax_kernel": (64, 0),
+    "quant.fp8_triton._axis_amax_kernel": (16, 0),
+    "quant.fp8_triton._cast_kernel": (16, 0),
+    "quant.blocks_triton._dequantize_nf4": (64, 0),
+    "quant.blocks_triton._dequantize_nvfp4": (64, 1),
+    "quant.blocks_triton._dequantize_block_fp8": (64, 0),
+    "optim.triton_updates._momentum": (48, 0),
+    "optim.triton_updates._descend": (64, 0),
+    "optim.triton_lists._adamw": (28, 56),
+    "optim.triton_lists._square_sum": (64, 8),
+}
+
+
+def test_kernels_leave_room_for_warps_and_read_widely(tmp_path: Path) -> None:
+    # Catches values that are kept in memory for want of registers, warps too few to hide its latency, loads and stores
+    # that became narrow since nothing is known of an address or a mask, and casts by anything but the instruction.
+    with recorded() as launches:
+        usual_sizes()
+    last = {f"{launch.kernel.module}.{launch.kernel.__name__}": launch for launch in launches}
+    for name, (wanted_warps, most_narrow) in HOT.items():
+        launch = last[f"xorl.kernels.{name}"]
+        machine = assemble(launch, tmp_path)
+        # Registers are given out by the eight.
+        registers = math.ceil(machine.registers / 8) * 8 * 32 * launch.num_warps
+        warps = REGISTERS // registers * launch.num_warps
+        assert machine.spilled_bytes == 0, f"{name} spills {machine.spilled_bytes} bytes"
+        assert warps >= wanted_warps, f"{name}: {warps} warps of {machine.registers} registers, not {wanted_warps}"
+        assert machine.narrow_accesses <= most_narrow, f"{name}: {machine.narrow_accesses} narrow loads and stores"
+        if name.endswith("_cast_kernel"):
+            assert "cvt.rn.satfinite.e4m3x2.f32" in machine.ptx
