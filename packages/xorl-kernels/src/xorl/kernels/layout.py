@@ -64,6 +64,10 @@ class SequenceLayout:
     def num_tokens(self) -> int:
         return self.positions.shape[0]
 
+    def of_layer(self, index: int) -> "SequenceLayout":
+        """What a model's layer of this index is given: the layout itself, or one with that layer's cache."""
+        return self
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "SequenceLayout":
         """The same layout with `cu_seqlens` and `positions` on `device`."""
         return SequenceLayout(

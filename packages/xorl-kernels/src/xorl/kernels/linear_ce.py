@@ -20,7 +20,7 @@ from xorl.kernels.fused import triton_refusal
 from xorl.kernels.fused.reference import IGNORE
 from xorl.kernels.fused.reference import cross_entropy_rows as plain_cross_entropy_rows
 
-__all__ = ["IGNORE", "linear_cross_entropy", "linear_cross_entropy_scores", "linear_cross_entropy_sum"]
+__all__ = ["IGNORE", "linear_cross_entropy", "linear_cross_entropy_scores", "linear_cross_entropy_sum", "wide_logits"]
 
 # What the logits of one chunk and their gradient may take together. Larger chunks gain nothing: the weight's gradient
 # is read and written once a chunk, 0.6 ms for 151,936 x 4,096 in bf16, beside 5 ms of matrix products.
@@ -113,6 +113,17 @@ def linear_cross_entropy_scores(
     rows_at_once = _check(hidden, weight, labels, chunk_tokens)
     loss, correct, _, _ = _linear_cross_entropy(hidden, weight, labels, None, logits_fp32, rows_at_once, False, False)
     return loss, correct
+
+
+def wide_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Logits [T, V] of hidden [T, D] and weight [V, D], as the losses make them: products in the dtype of `hidden`.
+
+    They accumulate, and are kept, in fp32 (fp64 for fp64). No gradient.
+    """
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    logits = torch.empty(hidden.shape[0], weight.shape[0], dtype=wide, device=hidden.device)
+    _matmul_into_(logits, hidden, weight.to(hidden.dtype).t())
+    return logits
 
 
 def _check(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int | None) -> int:

@@ -40,6 +40,9 @@ def _whole(parameter: Tensor) -> tuple[Tensor, Sequence[int]]:
 class Decoder(nn.Module):
     """A causal language model over packed rows.
 
+    With a `CachedLayout` the row has the new tokens of sequences whose other tokens' keys and values are in a cache:
+    generation, which has no gradient.
+
     The embedding's output is cast to `compute_dtype` and every layer follows the dtype of its input, so the dtype of
     the parameters is free. There is no dropout anywhere.
 
@@ -203,8 +206,8 @@ class DecoderTrunk(nn.Module):
             # Beside a frozen embedding: the first layer is then compiled and recomputed as the others are.
             hidden.requires_grad_(any(parameter.requires_grad for parameter in self.layers.parameters()))
         rope = None if self.rotary is None else self.rotary.tables(layout, input_ids.device)
-        for layer in self.layers:
-            hidden = layer(hidden, layout, rope)
+        for index, layer in enumerate(self.layers):
+            hidden = layer(hidden, layout.of_layer(index), rope)
         return self.norm(hidden)
 
 

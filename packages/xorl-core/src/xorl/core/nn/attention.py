@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 from xorl.core.nn.kernels import LayerKernels
 from xorl.core.nn.layers import HeadNorm, Linear
+from xorl.kernels.attention import CachedLayout, cached_attention
 from xorl.kernels.fused import HeadNorms, HeadShape, RopeTables
 from xorl.kernels.layout import SequenceLayout
 
 
 class Attention(nn.Module):
-    """Causal self-attention over a packed row, [T, D] -> [T, D].
+    """Causal self-attention over a packed row, or over a cache with the row's tokens, [T, D] -> [T, D].
 
     Args:
         width: D.
@@ -70,5 +71,8 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         q, k, v = self.kernels.split_heads(projected, self.shape, norms, rope)  # [T, H or G, C]
-        out = self.kernels.attention(q, k, v, layout, scale=self.scale, window=self.window)  # [T, H, C]
+        if isinstance(layout, CachedLayout):
+            out = cached_attention(q, k, v, layout, scale=self.scale, window=self.window)  # [T, H, C]
+        else:
+            out = self.kernels.attention(q, k, v, layout, scale=self.scale, window=self.window)
         return self.o_proj(out.flatten(-2))

@@ -1,0 +1,202 @@
+"""Attention of new tokens over the keys and values of those before them, kept in blocks: what generation needs.
+
+Which blocks a sequence has is the caller's; here they are written and read. There is no gradient.
+
+Shapes: T new tokens of S sequences, M tokens of the longest sequence, E blocks of B tokens, H query heads, G key/value
+heads, C channels of a head.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from xorl.kernels.attention.interface import AttentionRequest
+from xorl.kernels.attention.native import native_refusal
+from xorl.kernels.layout import SequenceLayout
+
+
+class KeyValueCache:
+    """Keys and values of all layers, [layers, E * B, G, C] each: block e has the rows from e * B on."""
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.block_size = block_size
+        shape = (2, num_layers, num_blocks * block_size, num_kv_heads, head_dim)
+        self.keys, self.values = torch.empty(shape, dtype=dtype, device=device).unbind()
+
+
+class CachedLayout(SequenceLayout):
+    """New tokens of several sequences end to end in one row; each sees those of its own sequence before it.
+
+    A sequence of N tokens of which n are new brings the last n; the keys of the others are in the cache.
+
+    Args:
+        cache: where keys and values are.
+        tables: for each sequence, its blocks in the order of its tokens, which hold N tokens at least.
+        new: tokens of each sequence that are new, at least one.
+        totals: N of each sequence.
+        device: where attention computes.
+
+    Attributes:
+        max_seqlen: of the longest sequence, M.
+        key_starts, total_lengths: [S + 1] int32 and [S] int64, where each sequence's keys begin when all are end to
+            end, and N.
+    """
+
+    def __init__(
+        self,
+        cache: KeyValueCache,
+        tables: Sequence[Sequence[int]],
+        new: Sequence[int],
+        totals: Sequence[int],
+        device: torch.device | str,
+    ) -> None:
+        starts = list(accumulate(new, initial=0))
+        ranges = [torch.arange(total - count, total) for count, total in zip(new, totals, strict=True)]
+        positions = torch.cat(ranges)
+        super().__init__(torch.tensor(starts, dtype=torch.int32).to(device), positions.to(device), new)
+        self.cache = cache
+        self.layer = 0
+        self.totals = tuple(totals)
+        self.max_seqlen = max(totals)
+        padded = [[*table, *[0] * (max(map(len, tables)) - len(table))] for table in tables]
+        self.tables = torch.tensor(padded, dtype=torch.int64).to(device)  # [S, blocks]
+        self.total_lengths = torch.tensor(totals, dtype=torch.int64).to(device)
+        self.key_starts = torch.tensor(list(accumulate(totals, initial=0)), dtype=torch.int32).to(device)
+        sequence_of = torch.arange(len(new)).repeat_interleave(torch.tensor(new)).to(device)
+        self.new_rows = self._rows(sequence_of, self.positions)  # [T]
+        # Made once for all layers, whose layouts are copies of this one.
+        self._read_rows: dict[str, Tensor] = {}
+
+    def of_layer(self, index: int) -> CachedLayout:
+        """This layout, with the keys and values of one layer."""
+        layout = copy.copy(self)
+        layout.layer = index
+        return layout
+
+    def write(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep the new tokens' k and v, [T, G, C]; returns those of all tokens of the cache, [E * B, G, C] each."""
+        keys, values = self.cache.keys[self.layer], self.cache.values[self.layer]
+        keys[self.new_rows] = k
+        values[self.new_rows] = v
+        return keys, values
+
+    def packed_rows(self) -> Tensor:
+        """Rows of the cache with all tokens of all sequences, end to end, [sum of N]."""
+        if "packed" not in self._read_rows:
+            total = sum(self.totals)
+            sequence_of = torch.arange(len(self.totals), device=self.tables.device)
+            sequence_of = sequence_of.repeat_interleave(self.total_lengths, output_size=total)
+            positions = torch.arange(total, device=self.tables.device) - self.key_starts[sequence_of]
+            self._read_rows["packed"] = self._rows(sequence_of, positions)
+        return self._read_rows["packed"]
+
+    def padded_rows(self) -> Tensor:
+        """Rows of the cache with the tokens of each sequence, [S, M]; past its end they are of no meaning."""
+        if "padded" not in self._read_rows:
+            within = torch.arange(self.cache.block_size, device=self.tables.device)
+            rows = (self.tables[:, :, None] * self.cache.block_size + within).flatten(1)
+            self._read_rows["padded"] = rows[:, : self.max_seqlen]
+        return self._read_rows["padded"]
+
+    def _rows(self, sequence_of: Tensor, positions: Tensor) -> Tensor:
+        block_size = self.cache.block_size
+        return self.tables[sequence_of, positions // block_size] * block_size + positions % block_size
+
+
+def cached_attention(
+    q: Tensor, k: Tensor, v: Tensor, layout: CachedLayout, *, scale: float, window: int | None
+) -> Tensor:
+    """As an `AttentionFn`, for the new tokens of a cached layout, whose keys and values it writes first.
+
+    Since all are written before any is read, one sequence may read what another one writes in the same pass.
+    """
+    keys, values = layout.write(k, v)
+    request = AttentionRequest(q.device.type, q.dtype, q.shape[-1], window, deterministic=False)
+    attend = plain_cached_attention if native_refusal(request) else flash_cached_attention
+    return attend(q, keys, values, layout, scale=scale, window=window)
+
+
+def plain_cached_attention(
+    q: Tensor, keys: Tensor, values: Tensor, layout: CachedLayout, *, scale: float, window: int | None
+) -> Tensor:
+    """By `scaled_dot_product_attention`: sequences with one new token together, padded, and each other one alone.
+
+    q is [T, H, C], keys and values are all rows of the cache, [E * B, G, C].
+    """
+    out = torch.empty_like(q)
+    rows, offsets = layout.padded_rows(), layout.offsets.tolist()
+    ones = [index for index, length in enumerate(layout.lengths) if length == 1]
+    if ones:
+        which = torch.tensor(ones, device=q.device)
+        tokens = torch.tensor([offsets[index] for index in ones], device=q.device)
+        longest = max(layout.totals[index] for index in ones)
+        mask = _visible(layout.positions[tokens, None], longest, window)  # [S, 1, M]
+        own = rows[which, :longest]
+        # A weight of zero does not hide what is not finite in rows of others.
+        is_past = torch.arange(longest, device=q.device) >= layout.total_lengths[which, None]  # [S, M]
+        k, v = (x[own].masked_fill_(is_past[:, :, None, None], 0) for x in (keys, values))
+        out[tokens] = _attend(q[tokens, None], k, v, mask, scale)[:, 0]
+    for index, (length, total) in enumerate(zip(layout.lengths, layout.totals, strict=True)):
+        if length > 1:
+            tokens = slice(offsets[index], offsets[index + 1])
+            mask = _visible(layout.positions[None, tokens], total, window)
+            own = rows[index : index + 1, :total]
+            out[tokens] = _attend(q[None, tokens], keys[own], values[own], mask, scale)[0]
+    return out
+
+
+def flash_cached_attention(
+    q: Tensor, keys: Tensor, values: Tensor, layout: CachedLayout, *, scale: float, window: int | None
+) -> Tensor:
+    """By the FlashAttention 2 that torch carries, all sequences in one launch, on keys gathered end to end.
+
+    Its causal mask ends at the last key of each sequence, where the last new token stands. CUDA, fp16 and bf16.
+    """
+    rows = layout.packed_rows()
+    out, *_ = torch.ops.aten._flash_attention_forward(
+        q,
+        keys[rows],
+        values[rows],
+        layout.cu_seqlens,
+        layout.key_starts,
+        max(layout.lengths),
+        layout.max_seqlen,
+        0.0,
+        window is None,
+        return_debug_mask=False,
+        scale=scale,
+        window_size_left=-1 if window is None else window - 1,
+        window_size_right=0,
+    )
+    return out
+
+
+def _visible(positions: Tensor, num_keys: int, window: int | None) -> Tensor:
+    """[S, L, num_keys] bool: may the token at positions [S, L] see each key."""
+    distance = positions[:, :, None] - torch.arange(num_keys, device=positions.device)
+    visible = distance >= 0
+    return visible if window is None else visible & (distance < window)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """[S, L, H, C] of q, from k and v [S, M, G, C] and mask [S, L, M]."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], scale=scale, enable_gqa=grouped)
+    return out.transpose(1, 2)
