@@ -1,23 +1,28 @@
-"""Every family against transformers: logits, gradients, rotary frequencies and files, from the same random weights."""
+"""Every family against transformers: logits, gradients, greedy decoding, rotary frequencies and files, from the same
+random weights."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from xorl.ckpt import SafetensorsSource, export_hf, load_weights
+from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.models import SPECS, Decoder, WeightRecipe, spec_for
 from xorl.core.nn import LayerKernels, Rotary
+from xorl.core.parallel import ParallelModel
 from xorl.kernels.attention import AttentionRequest, resolve_attention
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import linear_cross_entropy
+from xorl.server.sampler import Sampler, SampleRequest
 
 LOGIT_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-4
@@ -106,6 +111,8 @@ CASES = [
     Case("GPT2LMHeadModel", "scaled by layer", {"scale_attn_by_inverse_layer_idx": True}),
     Case("GPT2LMHeadModel", "unscaled, gelu", {"scale_attn_weights": False, "activation_function": "gelu"}),
 ]
+# What a cache could get wrong: heads, windows, positions.
+GENERATED = {"grouped heads", "one kv head", "dynamic rope", "yarn rope", "sliding window", "untied, inner width"}
 IDS = [f"{case.architecture} {case.label}" for case in CASES]
 
 
@@ -201,6 +208,34 @@ def test_packed_rows_match_transformers_on_separate_rows(case: Case, backend: st
 def add_gradients(model: transformers.PreTrainedModel, other: transformers.PreTrainedModel) -> None:
     for parameter, source in zip(model.parameters(), other.parameters(), strict=True):
         parameter.grad = source.grad if parameter.grad is None else parameter.grad + source.grad
+
+
+@pytest.fixture
+def mesh() -> Iterator[Mesh]:
+    """Of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield Mesh(ParallelDims.resolve("none", 1, shard_size=-1, replicate_size=-1), "cpu")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.label in GENERATED], ids=lambda case: f"{case.architecture} {case.label}"
+)
+def test_greedy_decoding_matches_transformers_token_by_token(case: Case, mesh: Mesh):
+    """Catches a cache of keys that is read or written at another place, in any family."""
+    model = case.make_hf_model()
+    model.generation_config.eos_token_id = None
+    decoder, _ = make_twin(model, backend="sdpa", merge_qkv=True)
+    # Dynamic frequencies change with the length, and keys in a cache would not: there are 16 positions without.
+    num_tokens, lengths = (8, (3, 8)) if "dynamic" in case.label else (16, (17, 1, 40))
+    ids, _ = make_rows()
+    prompts = [ids[-length:] for length in lengths]
+    requests = [SampleRequest(tuple(row.tolist()), num_tokens, temperature=0) for row in prompts]
+    sampler = Sampler(ParallelModel(decoder, decoder, mesh), device=torch.device("cpu"), cache_tokens=256)
+    for prompt, result in zip(prompts, sampler.run(requests), strict=True):
+        options = {"attention_mask": torch.ones_like(prompt)[None], "max_new_tokens": num_tokens, "pad_token_id": 0}
+        wanted = model.generate(prompt[None], do_sample=False, **options)
+        assert result.samples[0].tokens == tuple(wanted[0, len(prompt) :].tolist())
 
 
 @pytest.mark.parametrize("merge_qkv", [True, False])

@@ -129,6 +129,11 @@ class AdapterBank:
         return tuple(self._entries)
 
     @property
+    def num_resident(self) -> int:
+        """How many adapters fit on the device, and so into one pass."""
+        return self._base_slot
+
+    @property
     def resident(self) -> tuple[str, ...]:
         """Those on the device, the one that was not used for longest first."""
         return tuple(self._resident)

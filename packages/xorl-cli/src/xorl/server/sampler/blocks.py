@@ -1,0 +1,89 @@
+"""Which block of the cache holds which tokens: counted by users, shared by what they hold, reused oldest first."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+
+
+class BlockPool:
+    """Blocks by number. A full block may have a key, which names its tokens and all before them.
+
+    A block that nobody uses keeps its key until it is taken for something else, so what was computed once is found
+    again by the next who asks for the same tokens.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self._num_users = [0] * num_blocks
+        self._unused: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._key_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+
+    @property
+    def num_unused(self) -> int:
+        """Blocks that can be taken."""
+        return len(self._unused)
+
+    def take(self) -> int:
+        """A block for new tokens: the one that has not been used for longest. There must be one."""
+        block, _ = self._unused.popitem(last=False)
+        self._forget(block)
+        self._num_users[block] = 1
+        return block
+
+    def name(self, block: int, key: bytes) -> None:
+        """Say what a full block holds; of two with the same tokens, only the first is found."""
+        if key not in self._block_of:
+            self._block_of[key] = block
+            self._key_of[block] = key
+
+    def find(self, keys: Iterable[bytes]) -> list[int]:
+        """The blocks of the longest run of known keys from the first on; nobody uses them by that."""
+        found: list[int] = []
+        for key in keys:
+            if key not in self._block_of:
+                break
+            found.append(self._block_of[key])
+        return found
+
+    def is_unused(self, block: int) -> bool:
+        return block in self._unused
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Use blocks that were found."""
+        for block in blocks:
+            self._unused.pop(block, None)
+            self._num_users[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Use these no more, given in the order of their tokens: the last goes first, as it is of use to the fewest."""
+        for block in reversed(blocks):
+            self._num_users[block] -= 1
+            if self._num_users[block] == 0:
+                self._unused[block] = None
+
+    def forget_all(self) -> None:
+        """No block is found again; those in use stay in use."""
+        for block in list(self._key_of):
+            self._forget(block)
+
+    def _forget(self, block: int) -> None:
+        if (key := self._key_of.pop(block, None)) is not None:
+            del self._block_of[key]
+
+
+def block_keys(tokens: Sequence[int], block_size: int, root: bytes) -> Iterator[bytes]:
+    """The key of each full block of `tokens`, computed under the weights that `root` names."""
+    key = root
+    for start in range(0, len(tokens) - block_size + 1, block_size):
+        key = next_key(key, tokens[start : start + block_size])
+        yield key
+
+
+def next_key(previous: bytes, tokens: Sequence[int]) -> bytes:
+    """The key of a block of `tokens` after the block of the key before."""
+    return hashlib.blake2b(previous + array("q", tokens).tobytes(), digest_size=16).digest()

@@ -1,0 +1,133 @@
+"""What is asked of the sampler and what it answers. Knows no model.
+
+Shapes: P tokens of the prompt, N tokens of a sample, K tokens asked about.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+SKIP = -1
+"""Among target tokens: nothing is asked here."""
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """Continue `prompt` num_samples times, and say how likely its tokens are.
+
+    Log-probabilities of the prompt are the model's. Those of sampled tokens are of the model's logits divided by the
+    temperature, over the whole vocabulary: before top_k and top_p, and at temperature 0 undivided.
+
+    Attributes:
+        prompt: P token ids, at least one.
+        max_tokens: at most so many in a sample; 0 asks about the prompt alone.
+        num_samples: how many.
+        temperature: divides the logits; 0 takes the most likely token, the first of equals.
+        top_k: sample among the k most likely tokens; None, all.
+        top_p: and among the fewest of these whose probability adds up to top_p.
+        seed: of the first sample; sample i has seed + i. A sample depends on its seed, the prompt and the weights, and
+            not on what is generated beside it, up to the rounding of matrix products.
+        stop: sequences of tokens that end a sample, of which they are the last tokens. A stop token is one of length 1.
+        adapter: its name in the bank; None is the base alone.
+        prompt_logprobs: whether to return those of the prompt's tokens.
+        top_prompt_logprobs, top_sample_logprobs: how many of the most likely tokens to return at each place.
+        target_tokens: [P - 1, K] int64 or None: tokens asked about at the prompt's places 1, 2, ...; -1 asks nothing.
+
+    Raises ValueError for values that are not possible.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    seed: int = 0
+    num_samples: int = 1
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    stop: tuple[tuple[int, ...], ...] = ()
+    adapter: str | None = None
+    prompt_logprobs: bool = False
+    top_prompt_logprobs: int = 0
+    top_sample_logprobs: int = 0
+    target_tokens: NDArray[np.int64] | None = None
+
+    def __post_init__(self) -> None:
+        wants: tuple[tuple[str, bool, object, str], ...] = (
+            ("prompt", bool(self.prompt), self.prompt, "at least one token"),
+            ("max_tokens", self.max_tokens >= 0, self.max_tokens, "0 or more"),
+            ("num_samples", self.num_samples >= 1, self.num_samples, "1 or more"),
+            ("temperature", 0 <= self.temperature < math.inf, self.temperature, "finite and 0 or more"),
+            ("top_k", self.top_k is None or self.top_k >= 1, self.top_k, "1 or more, or None for all"),
+            ("top_p", 0 < self.top_p <= 1, self.top_p, "above 0 and at most 1"),
+            ("stop", all(self.stop), self.stop, "sequences of at least one token"),
+            ("top_prompt_logprobs", self.top_prompt_logprobs >= 0, self.top_prompt_logprobs, "0 or more"),
+            ("top_sample_logprobs", self.top_sample_logprobs >= 0, self.top_sample_logprobs, "0 or more"),
+        )
+        for name, is_possible, value, wanted in wants:
+            if not is_possible:
+                raise ValueError(f"{name} must be {wanted}, got {value}")
+        targets = self.target_tokens
+        if targets is not None and (targets.ndim != 2 or len(targets) != len(self.prompt) - 1):
+            raise ValueError(
+                f"target_tokens must be [{len(self.prompt) - 1}, K], a row for each token of the prompt but the first, "
+                f"got {list(targets.shape)}"
+            )
+        if self.max_tokens == 0 and not self.asks_about_prompt:
+            raise ValueError("max_tokens is 0 and nothing is asked about the prompt: there is nothing to do")
+
+    @property
+    def asks_about_prompt(self) -> bool:
+        """Whether the prompt's own tokens have to be scored."""
+        return self.prompt_logprobs or self.top_prompt_logprobs > 0 or self.target_tokens is not None
+
+
+class TopLogprobs(NamedTuple):
+    """The K most likely tokens at each place, most likely first: token_ids [N, K] int32, logprobs [N, K] fp32."""
+
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One continuation.
+
+    Attributes:
+        tokens: N, the stop sequence included.
+        logprobs: [N] fp32.
+        finish_reason: stop, or length where max_tokens came first.
+        top_logprobs: where they were asked for.
+        versions: the weights (`Sampler.weights_changed`) that the first and the last token were sampled with; they
+            differ where weights changed in between.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: NDArray[np.float32]
+    finish_reason: Literal["stop", "length"]
+    top_logprobs: TopLogprobs | None
+    versions: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class SampleResult:
+    """What one request gave.
+
+    Attributes:
+        request_id: what `submit` returned.
+        samples: in the order of their seeds; none where max_tokens is 0.
+        prompt_logprobs: [P] fp32, NaN for the first token, which nothing is before.
+        top_prompt_logprobs: of P - 1 places, those of the tokens 1, 2, ...
+        target_logprobs: [P - 1, K] fp32, NaN where nothing was asked.
+        num_cached_tokens: of the prompt's tokens, how many the first sample found in the cache.
+    """
+
+    request_id: int
+    samples: tuple[Sample, ...]
+    prompt_logprobs: NDArray[np.float32] | None
+    top_prompt_logprobs: TopLogprobs | None
+    target_logprobs: NDArray[np.float32] | None
+    num_cached_tokens: int

@@ -1,0 +1,326 @@
+"""Sampler: requests enter and leave between steps, and each step is one forward pass over all that run.
+
+Shapes: T tokens of a pass, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import count
+from types import MappingProxyType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from xorl.core.models import Decoder, DecoderConfig
+from xorl.core.parallel import ParallelModel
+from xorl.kernels.attention import CachedLayout, KeyValueCache
+from xorl.kernels.linear_ce import wide_logits
+from xorl.lora import AdapterBank
+from xorl.server.sampler.blocks import BlockPool
+from xorl.server.sampler.draw import Drawn, DrawRule, draw, uniform_number
+from xorl.server.sampler.request import Sample, SampleRequest, SampleResult, TopLogprobs
+from xorl.server.sampler.schedule import Continuation, Piece, Schedule
+from xorl.server.sampler.score import PromptScores
+
+# Tokens of a block: few enough that little of the last one is unused, many enough that tables are short.
+BLOCK_SIZE = 16
+
+
+def cache_bytes_per_token(config: DecoderConfig, dtype: torch.dtype) -> int:
+    """What keys and values of one token take, over all layers."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+
+
+class Sampler:
+    """Generation with a placed decoder, on the same ranks and the same weights as its training.
+
+    Where parameters are sharded, every rank must make the same calls in the same order, and gets the same results.
+    Steps may stand between forward passes with gradients, which they leave alone; between a forward pass and its
+    backward one they may not. Compiled layers run as they are written, so nothing is compiled for lengths that grow
+    by one, and nothing that training compiled is lost.
+
+    Args:
+        model: whose module is a Decoder.
+        device: where it computes.
+        cache_tokens: how many tokens' keys and values the cache holds (`cache_bytes_per_token`), all requests together.
+        max_running: samples that grow at the same time.
+        max_step_tokens: tokens of one forward pass: longer prompts take several.
+        bank: where the adapters of requests are; None where they have none. An adapter may be removed, and another one
+            get its name, when its requests are finished or cancelled and `weights_changed` says so.
+    """
+
+    def __init__(
+        self,
+        model: ParallelModel,
+        *,
+        device: torch.device,
+        cache_tokens: int,
+        max_running: int = 64,
+        max_step_tokens: int = 8192,
+        bank: AdapterBank | None = None,
+    ) -> None:
+        for name, value in (("max_running", max_running), ("max_step_tokens", max_step_tokens)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if cache_tokens < BLOCK_SIZE:
+            raise ValueError(f"cache_tokens must be at least {BLOCK_SIZE}, which is one block, got {cache_tokens}")
+        decoder = model.module
+        assert isinstance(decoder, Decoder)
+        self._model = model
+        self._decoder = decoder
+        self._device = device
+        self._bank = bank
+        self._pool = BlockPool(cache_tokens // BLOCK_SIZE, BLOCK_SIZE)
+        self._cache: KeyValueCache | None = None
+        self._schedule = Schedule(
+            self._pool,
+            max_running=max_running,
+            max_tokens=max_step_tokens,
+            max_adapters=0 if bank is None else bank.num_resident,
+            root=self._root,
+        )
+        self._versions: dict[str | None, int] = {}
+        self._num_changes: Counter[str | None] = Counter()
+        self._request_ids = count()
+        self._pending: dict[int, list[Continuation]] = {}
+        self._scores: dict[int, PromptScores] = {}
+
+    @property
+    def num_pending(self) -> int:
+        """Requests without a result so far."""
+        return len(self._pending)
+
+    def submit(self, request: SampleRequest) -> int:
+        """Take a request; returns its id. Raises ValueError for what this model cannot continue."""
+        self._check(request)
+        request_id = next(self._request_ids)
+        num_samples = request.num_samples if request.max_tokens else 1
+        continuations = [
+            Continuation(request_id, index, request, list(request.prompt), request.asks_about_prompt and index == 0)
+            for index in range(num_samples)
+        ]
+        if request.asks_about_prompt:
+            self._scores[request_id] = PromptScores(request)
+        self._pending[request_id] = continuations
+        self._schedule.waiting.extend(continuations)
+        return request_id
+
+    @torch.no_grad()
+    def step(self) -> list[SampleResult]:
+        """One forward pass; the results of the requests that it finished. Without requests it does nothing."""
+        pieces = self._schedule.plan()
+        if not pieces:
+            return []
+        # The tokens of an adapter must be neighbours.
+        pieces.sort(key=_adapter_order)
+        try:
+            drawn = self._forward(pieces)
+        except BaseException:
+            # Blocks have names of what was not computed.
+            self.forget()
+            raise
+        return self._advance(pieces, drawn)
+
+    def run(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
+        """The results of `requests`, in their order, when all are finished. Nothing else may be pending."""
+        assert not self._pending, "results of other requests would be lost"
+        request_ids = [self.submit(request) for request in requests]
+        found: dict[int, SampleResult] = {}
+        while self._pending:
+            found |= {result.request_id: result for result in self.step()}
+        return [found[request_id] for request_id in request_ids]
+
+    def cancel(self, request_id: int) -> None:
+        """Forget a request; nothing happens if it is finished."""
+        for continuation in self._pending.pop(request_id, []):
+            self._schedule.remove(continuation)
+        self._scores.pop(request_id, None)
+
+    def weights_changed(self, version: int, adapter: str | None = None) -> None:
+        """Say that an adapter's weights, or with None the model's, have changed, and what to call them from now on.
+
+        What was computed with the others is not used again. Samples that have begun go on with the new weights from
+        the tokens that they have.
+        """
+        self._versions[adapter] = version
+        self._num_changes[adapter] += 1
+        affected = [c for c in self._schedule.running if adapter in (None, c.request.adapter)]
+        for continuation in reversed(affected):
+            self._schedule.retract(continuation)
+        if adapter is None:
+            self._pool.forget_all()
+
+    def forget(self) -> None:
+        """Free the cache's memory. What runs computes its tokens again when the next step comes."""
+        self._schedule.retract_all()
+        self._pool.forget_all()
+        self._cache = None
+
+    def _check(self, request: SampleRequest) -> None:
+        config = self._decoder.config
+        total = len(request.prompt) + request.max_tokens
+        limit, because = self._pool.num_blocks * BLOCK_SIZE, "the cache holds (cache_tokens)"
+        if config.max_position_embeddings < limit:
+            limit, because = config.max_position_embeddings, "the model has positions for"
+        if config.rope is not None and config.rope.kind == "dynamic" and config.rope.trained_length < limit:
+            limit, because = config.rope.trained_length, "its dynamic rotary embedding leaves keys as they are for"
+        if total > limit:
+            raise ValueError(
+                f"a prompt of {len(request.prompt)} tokens and max_tokens: {request.max_tokens} are {total} tokens, "
+                f"more than the {limit} that {because}: lower max_tokens or shorten the prompt"
+            )
+        targets = () if request.target_tokens is None else request.target_tokens.ravel().tolist()
+        for name, tokens, lowest in (("prompt", request.prompt, 0), ("target_tokens", targets, -1)):
+            if outside := [token for token in tokens if not lowest <= token < config.vocab_size]:
+                raise ValueError(f"{name}: {outside[0]} is no token of a vocabulary of {config.vocab_size}")
+        most = max(request.top_prompt_logprobs, request.top_sample_logprobs)
+        if most > config.vocab_size:
+            raise ValueError(f"{most} most likely tokens were asked for, of a vocabulary of {config.vocab_size}")
+        if request.adapter is not None and (self._bank is None or request.adapter not in self._bank.names):
+            known = ", ".join(map(repr, self._bank.names if self._bank is not None else ()))
+            raise ValueError(f"adapter: there is no {request.adapter!r}; there are {known or 'none'}")
+
+    def _root(self, adapter: str | None) -> bytes:
+        return repr((adapter, self._num_changes[None], self._num_changes[adapter])).encode()
+
+    def _forward(self, pieces: Sequence[Piece]) -> Mapping[Piece, tuple[Drawn, int]]:
+        """Compute the pieces; for each that ends with the newest token and needs another, where it was drawn."""
+        if self._cache is None:
+            self._cache = self._make_cache()
+        layout = CachedLayout(
+            self._cache,
+            tables=[piece.continuation.blocks for piece in pieces],
+            new=[piece.stop - piece.start for piece in pieces],
+            totals=[piece.stop for piece in pieces],
+            device=self._device,
+        )
+        tokens = [token for piece in pieces for token in piece.continuation.tokens[piece.start : piece.stop]]
+        if self._bank is not None:
+            self._bank.activate(_runs(pieces))
+        self._decoder.eval()
+        with torch.compiler.set_stance("force_eager"):
+            return self._model.forward(
+                torch.tensor(tokens, device=self._device),
+                layout,
+                loss=lambda hidden, weight: self._read(hidden, weight, pieces, layout.offsets.tolist()),
+            )
+
+    def _read(
+        self, hidden: Tensor, weight: Tensor, pieces: Sequence[Piece], offsets: Sequence[int]
+    ) -> Mapping[Piece, tuple[Drawn, int]]:
+        """Score prompts and draw tokens, while the head's weight is there. hidden is [T, D], weight [V, D]."""
+        ends: dict[Piece, int] = {}
+        for piece, start, stop in zip(pieces, offsets, offsets[1:], strict=False):
+            if piece.continuation.scores_prompt:
+                self._scores[piece.continuation.request_id].add(hidden[start:stop], weight, piece.start)
+            if piece.is_last and piece.continuation.request.max_tokens:
+                ends[piece] = stop - 1
+        if not ends:
+            return MappingProxyType({})
+        rows = hidden[torch.tensor(list(ends.values()), device=hidden.device)]
+        rules = [_rule(piece.continuation) for piece in ends]
+        num_top = max(piece.continuation.request.top_sample_logprobs for piece in ends)
+        drawn = draw(wide_logits(rows, weight), rules, num_top)
+        return {piece: (drawn, row) for row, piece in enumerate(ends)}
+
+    def _advance(self, pieces: Sequence[Piece], drawn: Mapping[Piece, tuple[Drawn, int]]) -> list[SampleResult]:
+        """Append what was drawn, let go of what is finished, and collect the requests that are."""
+        finished: list[SampleResult] = []
+        for piece in pieces:
+            continuation = piece.continuation
+            continuation.num_cached = piece.stop
+            if not piece.is_last:
+                continue
+            continuation.scores_prompt = False
+            if piece in drawn:
+                self._append(continuation, *drawn[piece])
+            else:
+                continuation.finish_reason = "length"
+            if continuation.finish_reason is not None:
+                self._schedule.remove(continuation)
+                together = self._pending[continuation.request_id]
+                if all(one.finish_reason is not None for one in together):
+                    finished.append(self._finish(continuation.request_id))
+        return finished
+
+    def _append(self, continuation: Continuation, drawn: Drawn, row: int) -> None:
+        request = continuation.request
+        continuation.tokens.append(int(drawn.tokens[row]))
+        continuation.logprobs.append(float(drawn.logprobs[row]))
+        version = self._versions.get(request.adapter, 0)
+        continuation.versions = [*continuation.versions[:1], version]
+        if num_top := request.top_sample_logprobs:
+            top = drawn.top_tokens[row, :num_top].int().numpy(), drawn.top_logprobs[row, :num_top].numpy()
+            continuation.tops.append(top)
+        if any(_ends_with(continuation, sequence) for sequence in request.stop):
+            continuation.finish_reason = "stop"
+        elif continuation.num_sampled == request.max_tokens:
+            continuation.finish_reason = "length"
+
+    def _finish(self, request_id: int) -> SampleResult:
+        continuations = self._pending.pop(request_id)
+        scores = self._scores.pop(request_id, None)
+        return SampleResult(
+            request_id,
+            samples=tuple(_sample(one) for one in continuations if one.request.max_tokens),
+            prompt_logprobs=None if scores is None else scores.prompt_logprobs,
+            top_prompt_logprobs=None if scores is None else scores.top_prompt_logprobs,
+            target_logprobs=None if scores is None else scores.target_logprobs,
+            num_cached_tokens=continuations[0].num_found or 0,
+        )
+
+    def _make_cache(self) -> KeyValueCache:
+        config = self._decoder.config
+        return KeyValueCache(
+            num_layers=config.num_layers,
+            num_blocks=self._pool.num_blocks,
+            block_size=BLOCK_SIZE,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=self._decoder.compute_dtype,
+            device=self._device,
+        )
+
+
+def _adapter_order(piece: Piece) -> tuple[bool, str]:
+    adapter = piece.continuation.request.adapter
+    return adapter is not None, adapter or ""
+
+
+def _runs(pieces: Sequence[Piece]) -> list[tuple[str | None, int]]:
+    """(adapter, number of tokens) along the row, one run for each adapter."""
+    lengths: dict[str | None, int] = {}
+    for piece in pieces:
+        adapter = piece.continuation.request.adapter
+        lengths[adapter] = lengths.get(adapter, 0) + piece.stop - piece.start
+    return list(lengths.items())
+
+
+def _rule(continuation: Continuation) -> DrawRule:
+    request = continuation.request
+    number = uniform_number(request.seed + continuation.index, continuation.num_sampled)
+    return DrawRule(request.temperature, request.top_k, request.top_p, number)
+
+
+def _ends_with(continuation: Continuation, sequence: Sequence[int]) -> bool:
+    """Whether the sampled tokens end with these; the prompt's do not count."""
+    length = len(sequence)
+    return length <= continuation.num_sampled and continuation.tokens[-length:] == list(sequence)
+
+
+def _sample(continuation: Continuation) -> Sample:
+    assert continuation.finish_reason is not None
+    top = None
+    if continuation.request.top_sample_logprobs:
+        token_ids, logprobs = zip(*continuation.tops, strict=True)
+        top = TopLogprobs(np.stack(token_ids), np.stack(logprobs))
+    return Sample(
+        tokens=tuple(continuation.tokens[len(continuation.request.prompt) :]),
+        logprobs=np.array(continuation.logprobs, np.float32),
+        finish_reason=continuation.finish_reason,
+        top_logprobs=top,
+        versions=(continuation.versions[0], continuation.versions[-1]),
+    )

@@ -1,0 +1,68 @@
+"""How likely the prompt's own tokens are: collected over the passes that a prompt takes.
+
+Shapes: P tokens of the prompt, K tokens asked about, L places of one pass, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from xorl.kernels.linear_ce import chunk_rows, wide_logits
+from xorl.server.sampler.request import SKIP, SampleRequest, TopLogprobs
+
+
+class PromptScores:
+    """What a request asks about its prompt; place i says how likely token i is after those before it."""
+
+    def __init__(self, request: SampleRequest) -> None:
+        num_tokens, num_top = len(request.prompt), request.top_prompt_logprobs
+        self._request = request
+        self._logprobs = np.full(num_tokens, np.nan, np.float32)
+        self._top_ids = np.zeros((num_tokens - 1, num_top), np.int32)
+        self._top_logprobs = np.zeros((num_tokens - 1, num_top), np.float32)
+        targets = request.target_tokens
+        self._target_logprobs = None if targets is None else np.full(targets.shape, np.nan, np.float32)
+
+    def add(self, hidden: Tensor, weight: Tensor, first: int) -> None:
+        """Take hidden states [L, D] of tokens from `first` on; the last token of the prompt says nothing of it.
+
+        Logits exist for as many places at once as the loss has them, in fp32.
+        """
+        hidden = hidden[: len(self._request.prompt) - 1 - first]
+        size = chunk_rows(len(hidden), torch.float32.itemsize * weight.shape[0])
+        for start in range(0, len(hidden), size):
+            self._add_rows(wide_logits(hidden[start : start + size], weight), first + start)
+
+    def _add_rows(self, logits: Tensor, first: int) -> None:
+        request, num_rows = self._request, len(logits)
+        logprobs = logits.log_softmax(dim=-1)
+        places = slice(first, first + num_rows)
+        following = torch.tensor(request.prompt[first + 1 : first + 1 + num_rows], device=logits.device)
+        self._logprobs[first + 1 : first + 1 + num_rows] = _host(logprobs.gather(1, following[:, None]).squeeze(1))
+        if request.top_prompt_logprobs:
+            values, token_ids = logprobs.topk(request.top_prompt_logprobs, dim=-1)
+            self._top_ids[places], self._top_logprobs[places] = _host(token_ids), _host(values)
+        if request.target_tokens is not None and self._target_logprobs is not None:
+            wanted = request.target_tokens[places]
+            token_ids = torch.from_numpy(np.where(wanted == SKIP, 0, wanted)).to(logits.device)
+            values = _host(logprobs.gather(1, token_ids))
+            self._target_logprobs[places] = np.where(wanted == SKIP, np.float32(np.nan), values)
+
+    @property
+    def prompt_logprobs(self) -> NDArray[np.float32] | None:
+        return self._logprobs if self._request.prompt_logprobs else None
+
+    @property
+    def top_prompt_logprobs(self) -> TopLogprobs | None:
+        return TopLogprobs(self._top_ids, self._top_logprobs) if self._request.top_prompt_logprobs else None
+
+    @property
+    def target_logprobs(self) -> NDArray[np.float32] | None:
+        return self._target_logprobs
+
+
+def _host(x: Tensor) -> np.ndarray:
+    return x.cpu().numpy()
