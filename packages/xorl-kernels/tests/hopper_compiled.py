@@ -326,13 +326,19 @@ def test_no_integer_is_cut_to_32_bits() -> None:
             value = values[parameter]
             assert isinstance(value, int)
             if not -BEYOND_INT32 <= value < BEYOND_INT32:
-                too_large.add(f"{kernel.__name__}, {parameter}: {value}")
+                too_large.add(f"{full_name(kernel)}, {parameter}: {value}")
 
     with recorded(see):
         beyond_int32()
     assert not too_large, f"annotate them tl.int64: {sorted(too_large)}"
-    unseen = [kernel.__name__ for kernel in all_kernels() if narrow(kernel) and kernel not in seen | called_by_others()]
+    unseen = [
+        full_name(kernel) for kernel in all_kernels() if narrow(kernel) and kernel not in seen | called_by_others()
+    ]
     assert not unseen, f"launch them in beyond_int32: {unseen}"
+
+
+def full_name(kernel: triton.JITFunction) -> str:
+    return f"{kernel.module}.{kernel.__name__}"
 
 
 def narrow(kernel: triton.JITFunction) -> list[str]:
@@ -400,7 +406,7 @@ def test_kernels_leave_room_for_warps_and_read_widely(tmp_path: Path) -> None:
     # that became narrow since nothing is known of an address or a mask, and casts by anything but the instruction.
     with recorded() as launches:
         usual_sizes()
-    last = {f"{launch.kernel.module}.{launch.kernel.__name__}": launch for launch in launches}
+    last = {full_name(launch.kernel): launch for launch in launches}
     for name, (wanted_warps, most_narrow) in HOT.items():
         launch = last[f"xorl.kernels.{name}"]
         machine = assemble(launch, tmp_path)
