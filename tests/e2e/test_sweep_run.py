@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from xorl.config import LoadedConfig, config_from_mapping
 from xorl.train import build_run, train
 from xorl.train.run import run_training
+from xorl.train.saved_model import open_saved
 
 NUM_STEPS = 4
 WEIGHTS = "adapter_model.safetensors"
@@ -138,6 +139,19 @@ def test_a_complete_sweep_says_so_and_other_members_are_refused(folder: Path, ou
     other = {"sweep": [{"name": "small"}]}
     with pytest.raises(ValueError, match=r"the checkpoint is of a sweep of large, other-data, small, and lora\.sweep"):
         run_training(config_of(folder, output, other, load_checkpoint_path="auto"))
+
+
+def test_what_takes_one_adapter_asks_for_a_member(folder: Path, output: Path, tmp_path: Path):
+    """Catches an export of the bare base, and runs that go on from a checkpoint which is not theirs."""
+    with pytest.raises(ValueError, match=r"is a checkpoint of a sweep.*there are large, other-data, small"):
+        open_saved(str(output))
+    saved = open_saved(str(output / "checkpoints" / "global_step_4" / "adapters" / "small"))
+    assert saved.adapter is not None
+    assert saved.adapter.layout.config.spec.rank == 2
+    with pytest.raises(ValueError, match="the checkpoint is of a sweep"):
+        build_run(config_of(folder, output, {}, load_checkpoint_path="auto").config)
+    with pytest.raises(ValueError, match=r"lora\.sweep: `xorl train` trains its members"):
+        build_run(swept(folder, tmp_path).config)
 
 
 def test_peft_reads_each_export(folder: Path, output: Path):

@@ -16,7 +16,7 @@ import typer
 from xorl.cli.arguments import OverridesCommand
 from xorl.cli.rank import run_alone
 from xorl.cli.train import ConfigPath, TracebackFlag
-from xorl.config import Config, load_config
+from xorl.config import Config, load_config, member_config
 
 if TYPE_CHECKING:
     import numpy as np
@@ -112,11 +112,13 @@ def _prepare(config: Config) -> None:
             "data.streaming: a stream is read while it is trained on, so there is nothing to prepare. Look at it with "
             "`xorl data inspect` and `xorl data stats`, or give --data.streaming false"
         )
-    data, _ = _prepared(config, judged=True)
-    parts = {"train": _packed(data)} | ({} if data.held_out is None else {"held_out": data.held_out})
-    for name, part in parts.items():
-        for line in part.receipt().lines():
-            print(f"{name} {line}")
+    own = {f"{member.name} ": member_config(config, member) for member in config.lora.sweep} or {"": config}
+    for member, run in own.items():
+        data, _ = _prepared(run, judged=True)
+        parts = {"train": _packed(data)} | ({} if data.held_out is None else {"held_out": data.held_out})
+        for name, part in parts.items():
+            for line in part.receipt().lines():
+                print(f"{member}{name} {line}")
     print(f"prepared in {config.data.dataset_prepared_path}")
 
 

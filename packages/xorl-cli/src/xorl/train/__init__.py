@@ -12,6 +12,8 @@ from xorl.train.module_text import TextStream, load_tokenizer
 from xorl.train.module_trainer import StepMetrics, Trainer, next_token_loss
 from xorl.train.observe import DivergedError
 from xorl.train.run import run_training
+from xorl.train.sweep import train_sweep
+from xorl.train.sweep_build import build_sweep
 from xorl.train.trainer import train
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "Trainer",
     "Update",
     "build_run",
+    "build_sweep",
     "cleanup_distributed",
     "evaluate",
     "get_local_rank",
@@ -36,4 +39,5 @@ __all__ = [
     "run_training",
     "setup_distributed",
     "train",
+    "train_sweep",
 ]

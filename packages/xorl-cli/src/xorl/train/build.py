@@ -294,6 +294,8 @@ def plan_of(config: Config, data: RunData, mesh: Mesh, saved: DataIdentity | Non
 
 def build_engine(config: Config, architecture: Architecture, mesh: Mesh, device: torch.device) -> Engine:
     """xorl's own engine: the model as it is placed, and its optimizer; collective."""
+    if config.lora.sweep:
+        raise ValueError("lora.sweep: `xorl train` trains its members; this is for one adapter: leave the option out")
     train = config.train
     model = build_model(architecture, config.model, train, config.lora, mesh, device)
     assert isinstance(model.module, Decoder)

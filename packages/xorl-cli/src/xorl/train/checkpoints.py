@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
 
-from xorl.ckpt import JSON, Checkpointer, CheckpointFailure, Manifest, read_manifest
+from xorl.ckpt import JSON, Checkpointer, CheckpointError, CheckpointFailure, Manifest, read_manifest
 from xorl.core.runtime import Runtime, rng_state, set_rng_state
 from xorl.train.adapter_files import AdapterFiles
 from xorl.train.data import DataIdentity, StreamState
@@ -133,7 +133,11 @@ def is_exported(checkpoint: Path) -> bool:
 
 
 def saved_data(manifest: Manifest) -> DataIdentity:
-    """The data that the run of a checkpoint was trained on."""
+    """The data that the run of a checkpoint was trained on. Raises CheckpointError for a checkpoint of a sweep."""
+    if "data" not in manifest.info:
+        raise CheckpointError(
+            "train.load_checkpoint_path: the checkpoint is of a sweep; continue it with the members of its lora.sweep"
+        )
     saved = cast(dict[str, str | int], manifest.info["data"])
     return DataIdentity(str(saved["order"]), int(saved["num_bins"]), int(saved["bins_per_step"]))
 

@@ -86,6 +86,12 @@ def open_saved(path: str, base: str | None = None) -> SavedModel:
     folder = _find(path)
     adapter = open_adapter("PATH", str(folder)) if is_adapter(folder) else None
     manifest = read_manifest(folder) if is_complete(folder) else None
+    if manifest is not None and "sweep" in manifest.info:
+        members = sorted(path.name for path in (folder / "adapters").iterdir())
+        raise ValueError(
+            f"PATH: {folder} is a checkpoint of a sweep, which has many adapters: name one of them, such as "
+            f"{folder / 'adapters' / members[0]} (there are {', '.join(members)})"
+        )
     step = None if manifest is None else manifest.step
     described = None if manifest is None else _described(folder, manifest)
     scheme = None if described is None else described[3]
