@@ -5,10 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
-from placement import num_ranks, place
+from placement import assert_same, num_ranks, place, whole
 from xorl.core.models import spec_for
 from xorl.core.nn import LayerKernels
+from xorl.kernels.layout import SequenceLayout
 from xorl.server.sampler import Sampler, SampleRequest, SampleResult
 
 HF_CONFIG = {
@@ -31,30 +34,52 @@ REQUESTS = [
 ]
 
 
-def results(layout: str) -> list[SampleResult]:
+def results(layout: str, keep_gathered: bool) -> tuple[list[SampleResult], list[int], dict[str, Tensor]]:
+    """What the requests give before and after the weights change, how much each pass gathers, and then a gradient."""
     spec = spec_for(HF_CONFIG)
     with torch.device("meta"):
         model = spec.build(spec.config_from_hf(HF_CONFIG), merge_qkv=True, kernels=LayerKernels())
     placed = place(model, layout)
     parameters = list(model.parameters())  # after a pass, the module shows gathered copies of some
-    sampler = Sampler(placed, device=torch.device("cpu"), cache_tokens=512, max_step_tokens=30)
-    before = sampler.run(REQUESTS)
+    sampler = Sampler(
+        placed, device=torch.device("cpu"), cache_tokens=512, max_step_tokens=30, keep_gathered=keep_gathered
+    )
+    gathers = []
+    for request in REQUESTS:
+        sampler.submit(request)
+    before = []
+    while sampler.num_pending:
+        with CommDebugMode() as communication:
+            before += sampler.step()
+        gathers.append(communication.get_total_counts())
     # Weights that changed, as an optimizer step does it.
     with torch.no_grad():
         for parameter in parameters:
             parameter.mul_(1.2)
     placed.drop_gathered()
     sampler.weights_changed(1)
-    return before + sampler.run(REQUESTS)
+    after = sampler.run(REQUESTS)
+    placed.module.train()
+    layout_of_row = SequenceLayout.from_lengths([20])
+    placed.forward(torch.arange(20), layout_of_row).square().sum().backward()
+    placed.drop_gathered()
+    gradients = {name: whole(p.grad) / placed.mesh.dp_size for name, p in model.named_parameters()}
+    return sorted(before, key=lambda result: result.request_id) + after, gathers, gradients
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("layout", ["zero3-2", "zero2-2", "ddp-2"])
-def test_ranks_give_the_tokens_of_one(layout: str, run_ranks) -> None:
-    # Catches ranks that draw differently, collectives that do not match, and parameters that are gathered too early.
-    [wanted] = run_ranks(lambda: results("none"), 1)
-    for got in run_ranks(lambda: results(layout), num_ranks(layout)):
+@pytest.mark.parametrize(
+    ("layout", "keep_gathered"), [("zero3-2", False), ("zero3-2", True), ("zero2-2", False), ("ddp-2", False)]
+)
+def test_ranks_give_the_tokens_of_one(layout: str, keep_gathered: bool, run_ranks) -> None:
+    # Catches ranks that draw differently, parameters that are gathered too early or again, and training after it that
+    # computes with what generation left.
+    [(wanted, _, gradient)] = run_ranks(lambda: results("none", False), 1)
+    for got, gathers, other_gradient in run_ranks(lambda: results(layout, keep_gathered), num_ranks(layout)):
         for one, other in zip(wanted, got, strict=True):
             assert [sample.tokens for sample in one.samples] == [sample.tokens for sample in other.samples]
         np.testing.assert_allclose(got[0].prompt_logprobs, wanted[0].prompt_logprobs, atol=1e-4)
-    assert wanted[0].samples != wanted[len(REQUESTS)].samples
+        gathers_again = layout == "zero3-2" and not keep_gathered
+        assert (sum(gathers[1:]) > 0) == gathers_again
+        assert_same(gradient, other_gradient, limit=1e-5)
+    assert wanted[0].samples[0].tokens != wanted[len(REQUESTS)].samples[0].tokens

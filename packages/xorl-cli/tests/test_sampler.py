@@ -194,8 +194,11 @@ def test_a_sample_ends_with_its_stop_sequence(model: ParallelModel) -> None:
     requests = [
         SampleRequest(PROMPT, 20, temperature=0, stop=((VOCAB - 1,) * 9, stop)),
         SampleRequest((*PROMPT, *tokens[: first + 1]), 1, temperature=0, stop=(stop,)),
+        SampleRequest(PROMPT, 20, temperature=0, is_end=lambda sampled: sum(sampled) > 150),
     ]
-    ended, across = make_sampler(model).run(requests)
+    ended, across, summed = make_sampler(model).run(requests)
+    count = next(count for count in range(20) if sum(tokens[:count]) > 150)
+    assert summed.samples[0].tokens == tokens[:count]
     assert ended.samples[0].tokens == tokens[: first + 2]
     assert ended.samples[0].finish_reason == "stop"
     assert across.samples[0].finish_reason == "length"

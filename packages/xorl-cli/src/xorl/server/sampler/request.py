@@ -6,6 +6,7 @@ Shapes: P tokens of the prompt, N tokens of a sample, K tokens asked about.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -33,6 +34,8 @@ class SampleRequest:
         seed: of the first sample; sample i has seed + i. A sample depends on its seed, the prompt and the weights, and
             not on what is generated beside it, up to the rounding of matrix products.
         stop: sequences of tokens that end a sample, of which they are the last tokens. A stop token is one of length 1.
+        is_end: called with a sample's tokens after each, says whether it ends with them: for strings, which a tokenizer
+            may split in several ways. Every rank must answer alike.
         adapter: its name in the bank; None is the base alone.
         prompt_logprobs: whether to return those of the prompt's tokens.
         top_prompt_logprobs, top_sample_logprobs: how many of the most likely tokens to return at each place.
@@ -49,6 +52,7 @@ class SampleRequest:
     top_k: int | None = None
     top_p: float = 1.0
     stop: tuple[tuple[int, ...], ...] = ()
+    is_end: Callable[[Sequence[int]], bool] | None = None
     adapter: str | None = None
     prompt_logprobs: bool = False
     top_prompt_logprobs: int = 0

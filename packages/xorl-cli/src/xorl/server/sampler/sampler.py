@@ -48,6 +48,8 @@ class Sampler:
         cache_tokens: how many tokens' keys and values the cache holds (`cache_bytes_per_token`), all requests together.
         max_running: samples that grow at the same time.
         max_step_tokens: tokens of one forward pass: longer prompts take several.
+        keep_gathered: leave sharded parameters gathered from step to step, so that only the first gathers them. They
+            take the memory of the whole model until `forget` or training frees it.
         bank: where the adapters of requests are; None where they have none. An adapter may be removed, and another one
             get its name, when its requests are finished or cancelled and `weights_changed` says so.
     """
@@ -60,6 +62,7 @@ class Sampler:
         cache_tokens: int,
         max_running: int = 64,
         max_step_tokens: int = 8192,
+        keep_gathered: bool = False,
         bank: AdapterBank | None = None,
     ) -> None:
         for name, value in (("max_running", max_running), ("max_step_tokens", max_step_tokens)):
@@ -72,6 +75,7 @@ class Sampler:
         self._model = model
         self._decoder = decoder
         self._device = device
+        self._keep_gathered = keep_gathered
         self._bank = bank
         self._pool = BlockPool(cache_tokens // BLOCK_SIZE, BLOCK_SIZE)
         self._cache: KeyValueCache | None = None
@@ -108,7 +112,6 @@ class Sampler:
         self._schedule.waiting.extend(continuations)
         return request_id
 
-    @torch.no_grad()
     def step(self) -> list[SampleResult]:
         """One forward pass; the results of the requests that it finished. Without requests it does nothing."""
         pieces = self._schedule.plan()
@@ -154,10 +157,14 @@ class Sampler:
             self._pool.forget_all()
 
     def forget(self) -> None:
-        """Free the cache's memory. What runs computes its tokens again when the next step comes."""
+        """Free the memory of the cache and of gathered parameters.
+
+        What runs computes its tokens again when the next step comes.
+        """
         self._schedule.retract_all()
         self._pool.forget_all()
         self._cache = None
+        self._model.drop_gathered()
 
     def _check(self, request: SampleRequest) -> None:
         config = self._decoder.config
@@ -198,10 +205,9 @@ class Sampler:
             device=self._device,
         )
         tokens = [token for piece in pieces for token in piece.continuation.tokens[piece.start : piece.stop]]
-        if self._bank is not None:
-            self._bank.activate(_runs(pieces))
-        self._decoder.eval()
-        with torch.compiler.set_stance("force_eager"):
+        with self._model.generation(keep_gathered=self._keep_gathered):
+            if self._bank is not None:
+                self._bank.activate(_runs(pieces))
             return self._model.forward(
                 torch.tensor(tokens, device=self._device),
                 layout,
@@ -255,7 +261,9 @@ class Sampler:
         if num_top := request.top_sample_logprobs:
             top = drawn.top_tokens[row, :num_top].int().numpy(), drawn.top_logprobs[row, :num_top].numpy()
             continuation.tops.append(top)
-        if any(_ends_with(continuation, sequence) for sequence in request.stop):
+        if any(_ends_with(continuation, sequence) for sequence in request.stop) or (
+            request.is_end is not None and request.is_end(continuation.tokens[len(request.prompt) :])
+        ):
             continuation.finish_reason = "stop"
         elif continuation.num_sampled == request.max_tokens:
             continuation.finish_reason = "length"

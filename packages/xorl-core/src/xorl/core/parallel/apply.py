@@ -18,7 +18,7 @@ from xorl.core.parallel.activations import Recompute, recompute_layers
 from xorl.core.parallel.compile import CompileBackend, compile_layers
 from xorl.core.parallel.ddp import replicate
 from xorl.core.parallel.fp8 import Fp8Weights
-from xorl.core.parallel.fsdp import prefetch_forward, shard, sharding_units
+from xorl.core.parallel.fsdp import keeping_gathered, prefetch_forward, shard, sharding_units
 from xorl.core.parallel.offload import ActivationOffload
 from xorl.core.parallel.stored import gather_as_stored, sharding_of_bytes
 
@@ -77,6 +77,21 @@ class ParallelModel:
             forward.set_requires_all_reduce(is_last)
         replicated = isinstance(forward, DistributedDataParallel)
         with forward.no_sync() if replicated and not is_last and not self._in_half_precision else nullcontext():
+            yield
+
+    @contextmanager
+    def generation(self, *, keep_gathered: bool) -> Iterator[None]:
+        """Around forward passes without backward ones, in evaluation mode and by layers that are not compiled.
+
+        So nothing is compiled for what generation brings, and nothing is lost that training compiled. keep_gathered
+        leaves sharded parameters gathered from pass to pass, until training or `drop_gathered` frees them.
+        """
+        self.module.eval()
+        with (
+            torch.no_grad(),
+            torch.compiler.set_stance("force_eager"),
+            keeping_gathered(self.module) if keep_gathered else nullcontext(),
+        ):
             yield
 
     @property

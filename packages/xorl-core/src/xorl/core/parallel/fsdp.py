@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
@@ -51,6 +52,28 @@ def prefetch_forward(layers: Sequence[nn.Module]) -> None:
         assert isinstance(layer, FSDPModule)
         assert isinstance(following, FSDPModule)
         layer.set_modules_to_forward_prefetch([following])
+
+
+@contextmanager
+def keeping_gathered(model: nn.Module) -> Iterator[None]:
+    """Within, what a forward pass gathers stays gathered: passes after the first one gather nothing.
+
+    It stays so afterwards too, until the next forward or backward pass, or `ParallelModel.drop_gathered`, frees it.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    freeing = [unit for unit in units if _frees_after_forward(unit)]
+    for unit in freeing:
+        unit.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for unit in freeing:
+            unit.set_reshard_after_forward(True, recurse=False)
+
+
+def _frees_after_forward(unit: FSDPModule) -> bool:
+    group = unit._get_fsdp_state()._fsdp_param_group
+    return group is not None and group.post_forward_mesh_info is not None
 
 
 def sharded_parameters(model: nn.Module) -> dict[tuple[nn.Module, str], FSDPParam]:
