@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
@@ -34,24 +36,41 @@ REQUESTS = [
 ]
 
 
-def results(layout: str, keep_gathered: bool) -> tuple[list[SampleResult], list[int], dict[str, Tensor]]:
-    """What the requests give before and after the weights change, how much each pass gathers, and then a gradient."""
+@dataclass
+class Outcome:
+    """Results before and after the weights change, of each pass before it its collectives and tokens, and a gradient
+    after all."""
+
+    results: list[SampleResult]
+    collectives: list[int]
+    num_tokens: list[int]
+    gradient: dict[str, Tensor]
+
+
+def outcome(layout: str, keep_gathered: bool = False, is_dealt: bool = False) -> Outcome:
     spec = spec_for(HF_CONFIG)
     with torch.device("meta"):
         model = spec.build(spec.config_from_hf(HF_CONFIG), merge_qkv=True, kernels=LayerKernels())
     placed = place(model, layout)
     parameters = list(model.parameters())  # after a pass, the module shows gathered copies of some
     sampler = Sampler(
-        placed, device=torch.device("cpu"), cache_tokens=512, max_step_tokens=30, keep_gathered=keep_gathered
+        placed,
+        device=torch.device("cpu"),
+        cache_tokens=512,
+        max_step_tokens=30,
+        keep_gathered=keep_gathered,
+        group=placed.mesh.dp_group if is_dealt else None,
     )
-    gathers = []
+    collectives, num_tokens = [], []
+    hook = model.register_forward_pre_hook(lambda module, inputs: num_tokens.append(len(inputs[0])))
     for request in REQUESTS:
         sampler.submit(request)
     before = []
     while sampler.num_pending:
         with CommDebugMode() as communication:
             before += sampler.step()
-        gathers.append(communication.get_total_counts())
+        collectives.append(communication.get_total_counts())
+    hook.remove()
     # Weights that changed, as an optimizer step does it.
     with torch.no_grad():
         for parameter in parameters:
@@ -64,22 +83,30 @@ def results(layout: str, keep_gathered: bool) -> tuple[list[SampleResult], list[
     placed.forward(torch.arange(20), layout_of_row).square().sum().backward()
     placed.drop_gathered()
     gradients = {name: whole(p.grad) / placed.mesh.dp_size for name, p in model.named_parameters()}
-    return sorted(before, key=lambda result: result.request_id) + after, gathers, gradients
+    return Outcome(sorted(before, key=lambda result: result.request_id) + after, collectives, num_tokens, gradients)
 
 
 @pytest.mark.multi
 @pytest.mark.parametrize(
-    ("layout", "keep_gathered"), [("zero3-2", False), ("zero3-2", True), ("zero2-2", False), ("ddp-2", False)]
+    ("layout", "options"),
+    [
+        ("zero3-2", {}),
+        ("zero3-2", {"keep_gathered": True}),
+        ("zero3-2", {"is_dealt": True}),
+        ("zero2-2", {}),
+        ("ddp-2", {"is_dealt": True}),
+    ],
 )
-def test_ranks_give_the_tokens_of_one(layout: str, keep_gathered: bool, run_ranks) -> None:
-    # Catches ranks that draw differently, parameters that are gathered too early or again, and training after it that
-    # computes with what generation left.
-    [(wanted, _, gradient)] = run_ranks(lambda: results("none", False), 1)
-    for got, gathers, other_gradient in run_ranks(lambda: results(layout, keep_gathered), num_ranks(layout)):
-        for one, other in zip(wanted, got, strict=True):
+def test_ranks_give_the_tokens_of_one(layout: str, options: dict[str, bool], run_ranks) -> None:
+    # Catches ranks that draw differently, wait for others or compute what others do, parameters that are gathered too
+    # early or again, and training after it that computes with what generation left.
+    [alone] = run_ranks(lambda: outcome("none"), 1)
+    for got in run_ranks(lambda: outcome(layout, **options), num_ranks(layout)):
+        for one, other in zip(alone.results, got.results, strict=True):
             assert [sample.tokens for sample in one.samples] == [sample.tokens for sample in other.samples]
-        np.testing.assert_allclose(got[0].prompt_logprobs, wanted[0].prompt_logprobs, atol=1e-4)
-        gathers_again = layout == "zero3-2" and not keep_gathered
-        assert (sum(gathers[1:]) > 0) == gathers_again
-        assert_same(gradient, other_gradient, limit=1e-5)
-    assert wanted[0].samples[0].tokens != wanted[len(REQUESTS)].samples[0].tokens
+        np.testing.assert_allclose(got.results[0].prompt_logprobs, alone.results[0].prompt_logprobs, atol=1e-4)
+        gathers_again = layout == "zero3-2" and "keep_gathered" not in options
+        assert (sum(got.collectives[1:]) > 0) == (gathers_again or "is_dealt" in options)
+        assert (sum(got.num_tokens) < sum(alone.num_tokens)) == ("is_dealt" in options)
+        assert_same(alone.gradient, got.gradient, limit=1e-5)
+    assert alone.results[0].samples[0].tokens != alone.results[len(REQUESTS)].samples[0].tokens

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import count
+from itertools import chain, count
 from types import MappingProxyType
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from xorl.core.models import Decoder, DecoderConfig
 from xorl.core.parallel import ParallelModel
 from xorl.kernels.attention import CachedLayout, KeyValueCache
+from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import wide_logits
 from xorl.lora import AdapterBank
 from xorl.server.sampler.blocks import BlockPool
@@ -37,7 +39,7 @@ def cache_bytes_per_token(config: DecoderConfig, dtype: torch.dtype) -> int:
 class Sampler:
     """Generation with a placed decoder, on the same ranks and the same weights as its training.
 
-    Where parameters are sharded, every rank must make the same calls in the same order, and gets the same results.
+    On several ranks, every one must make the same calls in the same order, and gets the same results.
     Steps may stand between forward passes with gradients, which they leave alone; between a forward pass and its
     backward one they may not. Compiled layers run as they are written, so nothing is compiled for lengths that grow
     by one, and nothing that training compiled is lost.
@@ -50,6 +52,8 @@ class Sampler:
         max_step_tokens: tokens of one forward pass: longer prompts take several.
         keep_gathered: leave sharded parameters gathered from step to step, so that only the first gathers them. They
             take the memory of the whole model until `forget` or training frees it.
+        group: the ranks that requests are dealt to in turn, each computed by one of them; without one, all compute
+            all of them.
         bank: where the adapters of requests are; None where they have none. An adapter may be removed, and another one
             get its name, when its requests are finished or cancelled and `weights_changed` says so.
     """
@@ -63,6 +67,7 @@ class Sampler:
         max_running: int = 64,
         max_step_tokens: int = 8192,
         keep_gathered: bool = False,
+        group: dist.ProcessGroup | None = None,
         bank: AdapterBank | None = None,
     ) -> None:
         for name, value in (("max_running", max_running), ("max_step_tokens", max_step_tokens)):
@@ -76,6 +81,8 @@ class Sampler:
         self._decoder = decoder
         self._device = device
         self._keep_gathered = keep_gathered
+        self._group = group
+        self._rank, self._num_ranks = (0, 1) if group is None else (group.rank(), group.size())
         self._bank = bank
         self._pool = BlockPool(cache_tokens // BLOCK_SIZE, BLOCK_SIZE)
         self._cache: KeyValueCache | None = None
@@ -101,6 +108,9 @@ class Sampler:
         """Take a request; returns its id. Raises ValueError for what this model cannot continue."""
         self._check(request)
         request_id = next(self._request_ids)
+        if request_id % self._num_ranks != self._rank:
+            self._pending[request_id] = []
+            return request_id
         num_samples = request.num_samples if request.max_tokens else 1
         continuations = [
             Continuation(request_id, index, request, list(request.prompt), request.asks_about_prompt and index == 0)
@@ -114,18 +124,21 @@ class Sampler:
 
     def step(self) -> list[SampleResult]:
         """One forward pass; the results of the requests that it finished. Without requests it does nothing."""
-        pieces = self._schedule.plan()
-        if not pieces:
+        if not self._pending:
             return []
+        pieces = self._schedule.plan()
         # The tokens of an adapter must be neighbours.
         pieces.sort(key=_adapter_order)
         try:
-            drawn = self._forward(pieces)
+            drawn = self._forward(pieces) if pieces else self._forward_nothing()
         except BaseException:
             # Blocks have names of what was not computed.
             self.forget()
             raise
-        return self._advance(pieces, drawn)
+        finished = self._exchange(self._advance(pieces, drawn))
+        for result in finished:
+            self._pending.pop(result.request_id)
+        return finished
 
     def run(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
         """The results of `requests`, in their order, when all are finished. Nothing else may be pending."""
@@ -214,6 +227,27 @@ class Sampler:
                 loss=lambda hidden, weight: self._read(hidden, weight, pieces, layout.offsets.tolist()),
             )
 
+    def _forward_nothing(self) -> Mapping[Piece, tuple[Drawn, int]]:
+        """Take part in the collectives of a pass in which this rank has nothing to do: a token that nobody reads."""
+        with self._model.generation(keep_gathered=self._keep_gathered):
+            if self._bank is not None:
+                self._bank.activate([(None, 1)])
+            layout = SequenceLayout.from_lengths([1], self._device)
+            self._model.forward(torch.zeros(1, dtype=torch.int64, device=self._device), layout)
+        return MappingProxyType({})
+
+    def _exchange(self, finished: list[SampleResult]) -> list[SampleResult]:
+        """The results that all ranks have, in the order of their ids."""
+        if self._group is None:
+            return finished
+        num_finished = torch.tensor(len(finished), device=self._device)
+        dist.all_reduce(num_finished, group=self._group)
+        if not num_finished:
+            return []
+        by_rank: list[list[SampleResult]] = [[] for _ in range(self._num_ranks)]
+        dist.all_gather_object(by_rank, finished, group=self._group)
+        return sorted(chain.from_iterable(by_rank), key=lambda result: result.request_id)
+
     def _read(
         self, hidden: Tensor, weight: Tensor, pieces: Sequence[Piece], offsets: Sequence[int]
     ) -> Mapping[Piece, tuple[Drawn, int]]:
@@ -269,7 +303,7 @@ class Sampler:
             continuation.finish_reason = "length"
 
     def _finish(self, request_id: int) -> SampleResult:
-        continuations = self._pending.pop(request_id)
+        continuations = self._pending[request_id]
         scores = self._scores.pop(request_id, None)
         return SampleResult(
             request_id,

@@ -74,7 +74,8 @@ class CachedLayout(SequenceLayout):
         self.layer = 0
         self.totals = tuple(totals)
         self.max_seqlen = max(totals)
-        padded = [[*table, *[0] * (max(map(len, tables)) - len(table))] for table in tables]
+        longest = max(len(table) for table in tables)
+        padded = [[*table, *[0] * (longest - len(table))] for table in tables]
         self.tables = torch.tensor(padded, dtype=torch.int64).to(device)  # [S, blocks]
         self.total_lengths = torch.tensor(totals, dtype=torch.int64).to(device)
         self.key_starts = torch.tensor(list(accumulate(totals, initial=0)), dtype=torch.int32).to(device)
