@@ -182,6 +182,26 @@ def test_a_gradient_that_is_not_finite_harms_nobody():
     assert kept["step"] == 0
 
 
+def test_passes_that_fail_leave_gradients_as_they_were():
+    """Catches half of a failed call in the next step, of an adapter with and one without earlier gradients."""
+    model = decoder()
+    bank = bank_over(model, num_resident=2)
+    fill(bank, ("r4", "mlp"))
+    run_mixed(bank, model, ("r4",)).backward()
+    before = {key: value.clone() for key, value in bank.gradients("r4").items()}
+
+    def failing_pass() -> None:
+        with bank.gradients_kept(("r4", "mlp")):
+            run_mixed(bank, model, ("r4", "mlp")).backward()
+            bank.add("rs", MEMBERS["rs"])  # one of them leaves the device
+            raise ValueError("in the second micro-batch")
+
+    with pytest.raises(ValueError, match="in the second"):
+        failing_pass()
+    assert all(torch.equal(before[key], value) for key, value in bank.gradients("r4").items())
+    assert not any(value.any() for value in bank.gradients("mlp").values())
+
+
 def test_paged_adapters_come_back_to_the_bit(tmp_path: Path):
     """Catches states, counts and waiting gradients that eviction loses, in memory and on disk."""
     roomy_model, tight_model = decoder(), decoder()

@@ -80,22 +80,23 @@ class BankEngine:
         """Add each adapter's gradient of the summed loss over its tokens; returns the sums of each over all ranks.
 
         Collective: every rank must bring the same number of micro-batches and the same `names`, in their order; these
-        are the adapters that any rank has tokens of.
+        are the adapters that any rank has tokens of. If it fails, gradients here are what they were before.
         """
         self.model.module.train()
         pending = list(batches)
         self.timer.start()
         places = {name: place for place, name in enumerate(names)}
         losses = torch.zeros(len(names), dtype=torch.float64, device=self.device)
-        for mixed in pending:
-            self.bank.activate(mixed.runs)
-            output = call_model(self.model, mixed.batch, _isolating(loss_fn), self.device)
-            self.timer.mark("forward")
-            output.sum.backward()
-            self.timer.end_wait()
-            self.timer.mark("backward")
-            for (name, _), own in zip(mixed.runs, _by_run(output, mixed), strict=True):
-                losses[places[name]] += own.double().sum()
+        with self.bank.gradients_kept({name for mixed in pending for name, _ in mixed.parts}):
+            for mixed in pending:
+                self.bank.activate(mixed.runs)
+                output = call_model(self.model, mixed.batch, _isolating(loss_fn), self.device)
+                self.timer.mark("forward")
+                output.sum.backward()
+                self.timer.end_wait()
+                self.timer.mark("backward")
+                for (name, _), own in zip(mixed.runs, _by_run(output, mixed), strict=True):
+                    losses[places[name]] += own.double().sum()
         sums = torch.cat([losses[:, None], self._counts(pending, places)], dim=1)
         dist.all_reduce(sums, group=self.model.mesh.dp_group)
         self.timer.mark("comm")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -243,6 +244,24 @@ class AdapterBank:
         """Forget what was accumulated for one adapter."""
         self._slots.zero_gradient(self._load(name))
         self._entries[name].has_gradient = False
+
+    @contextmanager
+    def gradients_kept(self, names: Collection[str]) -> Iterator[None]:
+        """Around forward and backward passes: should they fail, these adapters' gradients are what they were before."""
+        earlier: dict[str, dict[str, Tensor]] = {
+            name: {key: grad.clone() for key, grad in self.gradients(name).items()}
+            for name in names
+            if self._entry(name).has_gradient
+        }
+        try:
+            yield
+        except BaseException:
+            for name in names:
+                self.zero_grad(name)
+                for key, grad in self.gradients(name).items() if name in earlier else ():
+                    grad.copy_(earlier[name][key])
+                self._entries[name].has_gradient = name in earlier
+            raise
 
     def gradients(self, name: str) -> dict[str, Tensor]:
         """What this rank has accumulated for one adapter, by `{layer}.lora_A` and `{layer}.lora_B`: views."""
