@@ -32,6 +32,7 @@ from xorl.train.adapters import adapter_spec
 from xorl.train.build import EngineMaker
 from xorl.train.engine import Engine, StepLosses, Update
 from xorl.train.model import DTYPES, Architecture
+from xorl.train.verify_export import require_peft
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -203,9 +204,7 @@ def _with_adapters(model: nn.Module, lora: LoraConfig, architecture: Architectur
 
     Raises ValueError for an option that PEFT has no counterpart of.
     """
-    from peft import LoraConfig as PeftConfig  # noqa: PLC0415
-    from peft import get_peft_model  # noqa: PLC0415  (for peers alone)
-
+    peft = require_peft("--peers beside adapters")
     spec = adapter_spec(lora, architecture.spec.adapter_targets)
     assert spec is not None
     if lora.merge_lora_interval or lora.modules_to_save:
@@ -213,11 +212,11 @@ def _with_adapters(model: nn.Module, lora: LoraConfig, architecture: Architectur
             "lora.merge_lora_interval / modules_to_save: a peer has nothing to compare with; leave them out"
         )
     model.enable_input_require_grads()  # pyright: ignore[reportCallIssue]  # a frozen embedding's output has no gradient
-    adapted = get_peft_model(
+    adapted = peft.get_peft_model(
         model,
-        PeftConfig(
+        peft.LoraConfig(
             r=spec.rank,
-            lora_alpha=spec.alpha,  # pyright: ignore[reportArgumentType]
+            lora_alpha=spec.alpha,
             target_modules=spec.targets if isinstance(spec.targets, str) else list(spec.targets),
             lora_dropout=spec.dropout,
             use_rslora=spec.use_rslora,

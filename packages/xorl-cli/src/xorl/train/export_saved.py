@@ -48,7 +48,7 @@ def export_saved(
         raise ValueError(f"--merge: {saved.folder} holds no adapter; leave it out to export the model")
     as_adapter = saved.adapter is not None and not merge
     if verify and as_adapter:
-        require_peft()
+        require_peft("--verify of an adapter")
     folder = Path(output) if output else saved.folder.with_name(f"{saved.folder.name}-{_suffix(as_adapter, merge)}")
     with published(folder) as temporary:
         if as_adapter:

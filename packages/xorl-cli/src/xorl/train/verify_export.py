@@ -37,14 +37,12 @@ class VerificationError(RuntimeError):
     """An export is not what it should be: a fault of xorl, or of a library under it."""
 
 
-def require_peft() -> ModuleType:
-    """PEFT, which xorl itself does not need. Raises ValueError where it is not installed."""
+def require_peft(purpose: str) -> ModuleType:
+    """PEFT, which xorl itself does not need. Raises ValueError, saying what for, where it is not installed."""
     try:
         import peft  # noqa: PLC0415  (an optional dependency)
     except ImportError as error:
-        raise ValueError(
-            "--verify: an adapter is verified with peft, which is not installed: pip install peft"
-        ) from error
+        raise ValueError(f"{purpose} needs peft, which is not installed: pip install peft") from error
     return peft
 
 
@@ -76,7 +74,7 @@ def verify_adapter(folder: Path, saved: SavedModel, dtype: torch.dtype) -> Figur
 
     Raises VerificationError that says what differs, ValueError where there is no base or no PEFT to load it with.
     """
-    peft = require_peft()
+    peft = require_peft("--verify of an adapter")
     if saved.base_path is None:
         raise ValueError(
             f"--verify: PEFT needs the base model, and that of {saved.folder} is in the checkpoint alone: use --merge"
