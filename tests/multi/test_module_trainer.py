@@ -267,7 +267,11 @@ def as_rank(script: Path, folder: Path) -> str:
     """What this rank writes when it runs the example."""
     os.chdir(folder)
     sys.argv, sys.path[:0] = [str(script)], [str(script.parent)]
-    logging.getLogger().handlers.clear()  # those of pytest, beside which a script sets up none
+    # Those of pytest, beside which a script sets up none, and those of a command that a fixture ran before.
+    for name in (None, "xorl"):
+        logging.getLogger(name).handlers.clear()
+    logging.getLogger("xorl").propagate = True
+    logging.getLogger("xorl").setLevel(logging.NOTSET)
     written = StringIO()
     with redirect_stderr(written):
         runpy.run_path(str(script), run_name="__main__")
