@@ -1,0 +1,500 @@
+"""What the service's processes say to each other: operations and results, and the requests that carry them.
+
+API -> orchestrator: Submit, Poll, Cancel and the queries of `queries`. Orchestrator -> worker: Work, answered by Done.
+How they travel is `channel`'s. PROTOCOL_VERSION changes whenever a message here, or what one means, does.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from xorl.server.arrays import Array, Datum
+from xorl.server.names import CheckpointRef, Dialect
+
+PROTOCOL_VERSION = 1
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Base of everything that is sent: immutable, told apart by its class's name, without unknown fields."""
+
+
+# --- operations -------------------------------------------------------------------------------------------------------
+
+
+class LoraSpec(Message):
+    """The adapter that a client asks for; None is the service's own setting. train_* choose among target modules."""
+
+    rank: int | None = None
+    alpha: float | None = None
+    seed: int | None = None
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+    target_modules: tuple[str, ...] | None = None
+
+
+class CreateModel(Message):
+    """Make a model over the base: an adapter by `lora`, or the one full model where the service trains no adapters.
+
+    The API sends what the client asked for; the orchestrator sends None for `lora` where the service trains full
+    weights. With `checkpoint` it begins there, and with_optimizer takes the optimizer's state and step count along;
+    `lora` None then means the checkpoint's own.
+    """
+
+    model_id: str
+    base_model: str | None = None
+    lora: LoraSpec | None = None
+    checkpoint: CheckpointRef | None = None
+    with_optimizer: bool = False
+    user_metadata: dict[str, str] = {}
+
+
+class UnloadModel(Message):
+    """Forget a model and free what it holds; checkpoints stay."""
+
+    model_id: str
+
+
+class ForwardBackward(Message):
+    """Add the gradient of the SUM of a loss over the data, or with forward_only, only compute the loss."""
+
+    model_id: str
+    data: list[Datum]
+    loss_fn: str
+    loss_params: dict[str, float | str | bool | None] = {}
+    forward_only: bool = False
+
+
+class OptimStep(Message):
+    """One step of AdamW on the accumulated gradient, which is then zero. Weight decay is decoupled.
+
+    grad_clip_norm: the global norm to clip at; 0 is no clipping.
+    """
+
+    model_id: str
+    learning_rate: float
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class AbortGradients(Message):
+    """Drop the accumulated gradient."""
+
+    model_id: str
+
+
+class SaveWeights(Message):
+    """Save what training goes on from: weights, optimizer, step count. ttl_s: delete it after so long; None, never."""
+
+    model_id: str
+    name: str
+    overwrite: bool = False
+    user_metadata: dict[str, str] = {}
+    ttl_s: float | None = None
+
+
+class LoadWeights(Message):
+    """Put a model where a checkpoint, its own or another's, was; with `optimizer`, its optimizer too."""
+
+    model_id: str
+    checkpoint: CheckpointRef
+    optimizer: bool
+
+
+class SaveWeightsForSampler(Message):
+    """Keep a model's weights to sample from: in a checkpoint of this name, or in memory where name is None.
+
+    sampler_id: the sampling session that samples from them, where the client asked for one; always with name None.
+    """
+
+    model_id: str
+    name: str | None
+    sampler_id: str | None = None
+    user_metadata: dict[str, str] = {}
+    ttl_s: float | None = None
+
+
+class SaveFullWeights(Message):
+    """Export a model in Hugging Face's layout (kind external_weights), an adapter merged into the base."""
+
+    model_id: str
+    name: str
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    ttl_s: float | None = None
+
+
+class BaseSampler(Message):
+    """Sample from the base model."""
+
+
+class SessionSampler(Message):
+    """Sample from what a sampling session is of; the orchestrator says what that is before workers see it."""
+
+    sampling_session_id: str
+
+
+class NamedSampler(Message):
+    """Sample from the newest sampler checkpoint of that name; the orchestrator finds it before workers see it."""
+
+    name: str
+
+
+class SnapshotSampler(Message):
+    """Sample from weights that SaveWeightsForSampler kept in memory for sampler_id."""
+
+    model_id: str
+    sampler_id: str
+
+
+class CheckpointSampler(Message):
+    """Sample from a checkpoint of the kinds sampler_weights or weights."""
+
+    checkpoint: CheckpointRef
+
+
+SamplerRef = BaseSampler | SessionSampler | NamedSampler | SnapshotSampler | CheckpointSampler
+
+
+class Sample(Message):
+    """Continue a prompt num_samples times, and say how likely its tokens are. P tokens of the prompt.
+
+    prompt: int32 [P]. max_tokens: None is as many as the context has room for. top_k: None is all. seed: of the first
+    sample, sample i has seed + i; None is a random one. stop_ids: single tokens. ignore_end: go on after the model's
+    end token, which otherwise stops, whatever else does. topk_*: how many of the most likely tokens to return at each
+    place.
+    target_prompt_tokens: int64 [P - 1, K], tokens asked about at the places 1, 2, ...; -1 asks nothing.
+    """
+
+    sampler: SamplerRef
+    prompt: Array
+    num_samples: int = 1
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int | None = None
+    stop_strings: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    ignore_end: bool = False
+    prompt_logprobs: bool = False
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_tokens: Array | None = None
+
+
+class Endpoint(Message):
+    """An inference endpoint: where it is, on how many GPUs, and whether weights are sent to it."""
+
+    host: str
+    port: int
+    world_size: int = 1
+    sync_weights: bool = False
+
+
+class SyncWeights(Message):
+    """Send a model's weights to endpoints. The orchestrator fills in `endpoints`, `weight_version` where they are None.
+
+    master_address, master_port: where the group of senders and receivers meets; "" and 0 choose.
+    """
+
+    model_id: str
+    endpoints: tuple[Endpoint, ...] | None = None
+    master_address: str = ""
+    master_port: int = 0
+    group_name: str = "weight_sync_group"
+    buffer_size_mb: int = 1024
+    pause_mode: Literal["retract", "abort", "in_place"] = "retract"
+    flush_cache: bool = True
+    weight_version: str | None = None
+    quantization: dict[str, object] | None = None
+
+
+class Health(Message):
+    """How the workers are; the first thing that is asked of them."""
+
+
+class Shutdown(Message):
+    """Finish and exit."""
+
+
+ModelOperation = (
+    CreateModel
+    | UnloadModel
+    | ForwardBackward
+    | OptimStep
+    | AbortGradients
+    | SaveWeights
+    | LoadWeights
+    | SaveWeightsForSampler
+    | SaveFullWeights
+    | SyncWeights
+)
+Operation = ModelOperation | Sample | Health | Shutdown
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+class Failure(Message):
+    """Why there is no result. status: the HTTP status that says it, 4xx for `user`. Nothing was changed."""
+
+    category: Literal["user", "server"]
+    status: int
+    message: str
+
+
+class ModelCreated(Message):
+    """Of CreateModel. lora_rank None: full weights. num_steps: optimizer steps taken, of a checkpoint."""
+
+    model_id: str
+    lora_rank: int | None
+    lora_alpha: float | None = None
+    num_steps: int = 0
+
+
+class Unloaded(Message):
+    """Of UnloadModel."""
+
+    model_id: str
+
+
+class LossResult(Message):
+    """Of ForwardBackward: fields by name (logprobs; elementwise_loss), each with one array per datum in their order.
+
+    Arrays are float32 of the shape of the datum's target_tokens. metrics: named `name:reduction`, reduction one of
+    sum, mean, min, max; `loss:sum` is always there.
+    """
+
+    loss_fn_output_type: str
+    fields: dict[str, list[Array]]
+    metrics: dict[str, float]
+
+
+class OptimResult(Message):
+    """Of OptimStep; free names: grad_norm, learning_rate, step, skipped ..."""
+
+    metrics: dict[str, float]
+
+
+class GradientsAborted(Message):
+    """Of AbortGradients. step: optimizer steps the model has taken."""
+
+    model_id: str
+    step: int
+
+
+class Saved(Message):
+    """Of the Save operations. checkpoint: None for what is in memory, then sampler_id names it."""
+
+    checkpoint: CheckpointRef | None
+    sampler_id: str | None = None
+    size_bytes: int = 0
+    num_files: int = 0
+
+
+class Loaded(Message):
+    """Of LoadWeights."""
+
+    model_id: str
+    checkpoint: CheckpointRef
+    num_steps: int = 0
+
+
+class TopLogprobs(Message):
+    """The K most likely tokens at each of N places: token_ids int32 [N, K], logprobs float32 [N, K]."""
+
+    token_ids: Array
+    logprobs: Array
+
+
+class SampledSequence(Message):
+    """One continuation: tokens int32 [N], logprobs float32 [N].
+
+    versions: the weights that the first and last token were sampled with.
+    """
+
+    tokens: Array
+    logprobs: Array
+    stop_reason: Literal["stop", "length"]
+    top_logprobs: TopLogprobs | None = None
+    versions: tuple[int, int] = (0, 0)
+
+
+class SampleResult(Message):
+    """Of Sample, sequences in the order of their seeds. P tokens of the prompt.
+
+    prompt_logprobs: float32 [P], NaN at the first. topk_prompt_logprobs: of the P - 1 places after the first.
+    target_prompt_logprobs: float32 [P - 1, K], NaN where nothing was asked.
+    """
+
+    sequences: list[SampledSequence]
+    prompt_logprobs: Array | None = None
+    topk_prompt_logprobs: TopLogprobs | None = None
+    target_prompt_logprobs: Array | None = None
+    num_cached_tokens: int = 0
+
+
+class EndpointSynced(Message):
+    """What became of one endpoint in a sync."""
+
+    host: str
+    port: int
+    success: bool
+    message: str = ""
+
+
+class SyncResult(Message):
+    """Of SyncWeights."""
+
+    success: bool
+    message: str
+    endpoints: list[EndpointSynced]
+    weight_version: str | None = None
+    transfer_time_s: float = 0.0
+    total_bytes: int = 0
+    num_parameters: int = 0
+    num_buckets: int = 0
+    timing_s: dict[str, float] = {}
+
+
+class HealthResult(Message):
+    """Of Health. incarnation: a random name that a started group of workers keeps; models: ids; memory by rank."""
+
+    incarnation: str
+    world_size: int
+    data_parallel_size: int
+    models: list[str]
+    num_operations: int
+    gpu_bytes_used: list[int] = []
+    gpu_bytes_total: list[int] = []
+
+
+class ShutDown(Message):
+    """Of Shutdown."""
+
+
+Result = (
+    ModelCreated
+    | Unloaded
+    | LossResult
+    | OptimResult
+    | GradientsAborted
+    | Saved
+    | Loaded
+    | SampleResult
+    | SyncResult
+    | HealthResult
+    | ShutDown
+    | Failure
+)
+
+
+# --- orchestrator -> worker -------------------------------------------------------------------------------------------
+
+
+class Work(Message):
+    """Operations to run as one: several ForwardBackward or several Sample, of any models; anything else comes alone."""
+
+    ids: list[str]
+    operations: list[Operation]
+
+    def __post_init__(self) -> None:
+        if len(self.ids) != len(self.operations) or not self.ids:
+            raise ValueError(f"work has an id for each operation, got {len(self.ids)} and {len(self.operations)}")
+        kinds = {type(operation) for operation in self.operations}
+        if len(self.ids) > 1 and kinds not in ({ForwardBackward}, {Sample}):
+            raise ValueError("only ForwardBackward, and only Sample, may come together")
+
+
+class Done(Message):
+    """Of Work: the result of each operation, in their order."""
+
+    ids: list[str]
+    results: list[Result]
+
+
+# --- API -> orchestrator ----------------------------------------------------------------------------------------------
+
+
+class Submit(Message):
+    """Take an operation on. Accepted means that it is journaled and survives a crash.
+
+    request_id: a proposal, random; the same proposal again (the API lost the answer) is the same request. key: the
+    natural key, the same in every retry of the client; None where it has none. The same key and body_hash is the same
+    request, whose id is answered; the same key with another body_hash is Rejected(400). Keys of a model are forgotten
+    when it is created anew. seq_id: the place in the model's order; None is behind what has been submitted.
+    """
+
+    request_id: str
+    operation: ModelOperation | Sample
+    dialect: Dialect
+    body_hash: bytes
+    key: str | None = None
+    seq_id: int | None = None
+    session_id: str | None = None
+
+
+class Tombstone(Message):
+    """This seq_id of the model was refused at the door and will not come; answered by Ok."""
+
+    model_id: str
+    seq_id: int
+
+
+class Accepted(Message):
+    """Of Submit: the id to poll, the proposed one or, for a retry, the first one's."""
+
+    request_id: str
+
+
+class Rejected(Message):
+    """Of Submit, or of a query that cannot be answered: the HTTP status and what to do."""
+
+    status: int
+    message: str
+
+
+class Poll(Message):
+    """The result of a request; answered at once when there is one, and after wait_s (of at most 30) otherwise."""
+
+    request_id: str
+    wait_s: float
+
+
+class Pending(Message):
+    """Of Poll: not yet. position: how many of any client's requests are before it; None where it runs."""
+
+    request_id: str
+    queue_state: Literal["active", "paused_capacity", "paused_rate_limit"] = "active"
+    position: int | None = None
+    reason: str | None = None
+
+
+class Finished(Message):
+    """Of Poll. dialect: of the Submit, whose client's form the answer takes. It can be asked for again for a while."""
+
+    request_id: str
+    dialect: Dialect
+    result: Result
+
+
+class Unknown(Message):
+    """Of Poll: there is no such request. was_known: there was, and its result is not kept any more."""
+
+    request_id: str
+    was_known: bool = False
+
+
+class Cancel(Message):
+    """Forget a request that has not begun; answered by Ok either way."""
+
+    request_id: str
+
+
+class Ok(Message):
+    """Done, with nothing to say."""
