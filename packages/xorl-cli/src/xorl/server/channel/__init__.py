@@ -1,0 +1,21 @@
+"""Typed requests and answers between the service's processes, over ZMQ; nothing that arrives is unpickled."""
+
+from xorl.server.channel.blocking import BlockingServer, Received
+from xorl.server.channel.client import ChannelClient
+from xorl.server.channel.keys import ChannelKeys
+from xorl.server.channel.server import ChannelServer
+from xorl.server.channel.wire import ChannelError, Limits, PeerLost, VersionMismatch, check_address, private_ipc_address
+
+__all__ = [
+    "BlockingServer",
+    "ChannelClient",
+    "ChannelError",
+    "ChannelKeys",
+    "ChannelServer",
+    "Limits",
+    "PeerLost",
+    "Received",
+    "VersionMismatch",
+    "check_address",
+    "private_ipc_address",
+]
