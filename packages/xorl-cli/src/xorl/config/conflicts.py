@@ -226,16 +226,24 @@ def _model_is_named(config: Config) -> Iterator[Conflict]:
         )
 
 
-def _needs_are_met(config: Config) -> Iterator[Conflict]:
+def unmet_needs(config: Config, default_of: Callable[[str], object]) -> Iterator[Conflict]:
+    """Yields a conflict for each option that is not at its default and does nothing."""
     for need in NEEDS:
         if need.holds(config):
             continue
         for path in need.options:
             section_name, name = path.split(".")
-            section = getattr(config, section_name)
-            if getattr(section, name) != type(section).model_fields[name].default:
+            if getattr(getattr(config, section_name), name) != default_of(path):
                 message = f"{name} does nothing unless {need.switch} is {need.wanted}"
                 yield Conflict((path, need.switch), message)
+
+
+def _needs_are_met(config: Config) -> Iterator[Conflict]:
+    def default_of(path: str) -> object:
+        section, name = path.split(".")
+        return type(getattr(config, section)).model_fields[name].default
+
+    return unmet_needs(config, default_of)
 
 
 def _sharding_options_agree(config: Config) -> Iterator[Conflict]:
@@ -402,22 +410,26 @@ def _quantized_weights_stay_as_they_are(config: Config) -> Iterator[Conflict]:
         )
 
 
-CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
+# What concerns the model and how it is trained, whoever drives the training.
+MODEL_CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
     _model_is_named,
-    _needs_are_met,
-    *DATA_CHECKS,
     _sharding_options_agree,
     _degrees_fit_the_mode,
     _recomputation_fits_what_surrounds_it,
     _tensor_parallelism_splits_projections,
     _weights_in_fp8_are_on_the_device,
-    _rates_are_ordered,
-    _muon_has_a_schedule_to_follow,
     _half_precision_is_computed_in,
-    _determinism_may_block_launches,
-    _the_profile_has_a_length,
     _adapters_are_on,
     _quantized_weights_stay_as_they_are,
+)
+CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
+    _needs_are_met,
+    *MODEL_CHECKS,
+    *DATA_CHECKS,
+    _rates_are_ordered,
+    _muon_has_a_schedule_to_follow,
+    _determinism_may_block_launches,
+    _the_profile_has_a_length,
     sweep_conflicts,
 )
 

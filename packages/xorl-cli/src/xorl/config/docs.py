@@ -2,53 +2,57 @@
 
 import difflib
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from pydantic import JsonValue
 
+from xorl.config.fields import Section
 from xorl.config.local import Config
 from xorl.config.options import Option, all_options, general_path, sections, suggestion
-from xorl.config.refusals import refusals_of
+from xorl.config.refusals import Refusal, refusals_of
+from xorl.config.server import ServerConfig
+from xorl.config.server_refusals import server_refusals_of
 
 WIDTH = 100
 
 
-def documentation(query: str | None = None) -> str:
-    """Returns the text for every option, a section, or one option, by path or by name alone.
+def documentation(query: str | None = None, root: type[Section] = Config) -> str:
+    """Returns the text for every option, a section or group, or one option, by path or by name alone.
 
     Raises ValueError for a name that is none of these.
     """
-    options = all_options()
+    options = all_options(root)
+    refused = server_refusals_of if root is ServerConfig else refusals_of
     if query is None:
-        return _text(options.values())
+        return _text(options.values(), refused)
     path = general_path(query)
     chosen = [option for option in options.values() if path in (option.path, option.name, option.section)]
     if path == "data":
         chosen = [option for option in options.values() if option.path.startswith("data.")]
     if not chosen:
-        message, meant = suggestion(path)
-        near = difflib.get_close_matches(path, [*sections(), *(option.name for option in options.values())], n=1)
+        message, meant = suggestion(path, root)
+        near = difflib.get_close_matches(path, [*sections(root), *(option.name for option in options.values())], n=1)
         hint = f"; did you mean {meant or near[0]}?" if meant or near else f": {message}"
         raise ValueError(f"there is no section or option {query}{hint}")
-    return _text(chosen)
+    return _text(chosen, refused)
 
 
-def json_schema() -> dict[str, JsonValue]:
+def json_schema(root: type[Section] = Config) -> dict[str, JsonValue]:
     """Returns the JSON schema of the whole configuration, for completion and checking in editors."""
-    schema = Config.model_json_schema()
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema | {"title": "xorl local training"}
+    title = f"xorl {(root.__doc__ or '').lower()}"
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | root.model_json_schema() | {"title": title}
 
 
-def _text(options: Iterable[Option]) -> str:
+def _text(options: Iterable[Option], refused: Callable[[str], Iterable[Refusal]]) -> str:
     lines: list[str] = []
     heading = ""
     for option in options:
-        title = f"# {option.section}" + ("" if option.section != "train" else f": {option.group}")
+        title = f"# {option.section or option.group}" + ("" if option.section != "train" else f": {option.group}")
         if title != heading:
             lines += ["", title, ""] if lines else [title, ""]
             heading = title
         default = "required" if option.default is None else f"default {option.default}"
         lines.append(f"{option.path}: {option.type}; {default}")
-        for paragraph in (option.description, *(row.summary() for row in refusals_of(option.path))):
+        for paragraph in (option.description, *(row.summary() for row in refused(option.path))):
             lines += textwrap.wrap(paragraph, WIDTH, initial_indent="    ", subsequent_indent="    ")
     return "\n".join(lines) + "\n"

@@ -239,6 +239,59 @@ class OptimizerFields(Section):
     )
 
 
+class MemoryFields(Section):
+    """Memory and performance"""
+
+    enable_mixed_precision: bool = Field(
+        default=True,
+        description="Compute in bf16 with parameters, reductions and accumulation in fp32; false computes in fp32.",
+    )
+    enable_gradient_checkpointing: bool = Field(
+        default=True, description="Keep only the inputs of each layer and compute its activations again when needed."
+    )
+    enable_reentrant: bool = Field(
+        default=False, description="Use torch's older, reentrant form of gradient checkpointing."
+    )
+    enable_full_shard: bool = Field(
+        default=True,
+        description="Under fsdp2, shard parameters between uses too (ZeRO-3); false keeps them gathered from forward "
+        "to backward (ZeRO-2).",
+    )
+    enable_forward_prefetch: bool = Field(
+        default=True, description="Under fsdp2, gather the next unit's parameters while one computes its forward pass."
+    )
+    enable_activation_offload: bool = Field(
+        default=False,
+        description="Keep what the layers save for the backward pass in pinned host memory meanwhile: their inputs "
+        "alone with enable_gradient_checkpointing, which is little traffic, else everything. Needs a GPU.",
+    )
+    enable_compile: bool = Field(
+        default=False,
+        description="Compile each decoder layer with torch.compile: once for all equal layers and packs of any length. "
+        "The first step waits for it; later runs find the result in ~/.cache/xorl (or XDG_CACHE_HOME). Needs a C++ "
+        "compiler on a CPU, a C compiler beside a GPU.",
+    )
+    init_device: InitDevice = Field(
+        default="auto",
+        description="Where parameters are made: meta (each rank makes its shards alone; fsdp2), cuda, or cpu. auto "
+        "takes meta under fsdp2, else the device trained on.",
+    )
+    load_weights_mode: LoadWeightsMode = Field(
+        default="broadcast",
+        description="Who reads the weights: broadcast (rank 0 reads and sends) or all_ranks (each rank reads its "
+        "share). auto and safetensors mean broadcast; dcp reads a distributed checkpoint.",
+    )
+
+
+class CheckpointFields(Section):
+    """Checkpointing"""
+
+    ckpt_manager: CheckpointFormat = Field(
+        default="dcp",
+        description="Form of checkpoints: dcp (each rank writes its shards) or torch (one gathered file).",
+    )
+
+
 class LoraFields(Section):
     """LoRA"""
 
@@ -256,42 +309,6 @@ class LoraFields(Section):
         "0.self_attn.q_proj; embed_tokens and lm_head can be named too. all-linear means every linear layer but the "
         "head. null means the linear projections that the architecture names.",
     )
-    lora_dropout: float = Field(
-        default=0.0, ge=0, lt=1, description="Share of the adapters' inputs that are zeroed in training."
-    )
-    use_rslora: bool = Field(
-        default=False, description="Multiply adapters by alpha/sqrt(rank), so that high ranks do not learn less."
-    )
-    use_dora: bool = Field(
-        default=False,
-        description="Train the norms of the adapted weights' rows apart from their directions (DoRA). Not for "
-        "embeddings.",
-    )
-    rank_pattern: dict[str, AtLeastOne] = Field(
-        default={},
-        description="Ranks of some adapters: a regular expression that the end of a layer's name matches, in whole "
-        "parts, to its rank. The first that matches counts.",
-    )
-    alpha_pattern: dict[str, Positive] = Field(
-        default={}, description="Alphas of some adapters, by expressions as in rank_pattern."
-    )
-    modules_to_save: list[str] = Field(
-        default=[],
-        description="Modules that are trained whole beside the adapters, by the last parts of their names in the "
-        "checkpoint, such as lm_head or norm.",
-    )
-    adapter_path: str | None = Field(
-        default=None,
-        description="Adapter to go on from, of PEFT or of xorl: its folder (a checkpoint with one, too) or Hub id. Its "
-        "files say rank, alpha, targets and all else but lora_dropout, and train.load_checkpoint_path continues a run "
-        "with its optimizer. null starts new ones.",
-    )
-    save_lora_only: bool = Field(
-        default=False,
-        description="Write what is trained alone, without the base's weights: checkpoints, whose resumed runs read the "
-        "base from model.model_path again, and the export at the end, which is then the adapter as PEFT reads it and "
-        "not the model with the adapter folded in. Checkpoints hold the adapter as PEFT reads it in any case.",
-    )
     enable_qlora: bool = Field(
         default=False,
         description="Keep the linear layers of the base quantized and train adapters over them (QLoRA). Implies "
@@ -308,12 +325,6 @@ class LoraFields(Section):
         description="Weights of a row that share one quantization scale, or in block_fp8 the side of a block. null "
         "means 16 for nvfp4, 128 for block_fp8, 64 for nf4.",
     )
-    exclude_modules: list[str] | None = Field(
-        default=None,
-        description="Modules that stay unquantized, by the last parts of their names in the checkpoint, or patterns "
-        "with * of whole names. null means those that the checkpoint's config names. Embeddings, the head and norms "
-        "always stay so.",
-    )
     merge_lora_interval: AtLeastZero = Field(
         default=0,
         description="Merge the adapter into the base weights every so many optimizer steps (and quantize again under "
@@ -322,9 +333,11 @@ class LoraFields(Section):
     reset_optimizer_on_merge: bool = Field(
         default=False, description="Clear the optimizer state after each merge. Needs merge_lora_interval."
     )
-    enable_aqn: bool = Field(
-        default=False,
-        description="Add noise to quantized weights in training, another in each step, of aqn_alpha times half a "
-        "quantization step of their group.",
+
+
+class SeedFields(Section):
+    """Seeding"""
+
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = Field(
+        default=42, description="Seed of initialisation, data order and everything else that is random."
     )
-    aqn_alpha: NonNegative = Field(default=1.0, description="Scale of the noise of enable_aqn.")

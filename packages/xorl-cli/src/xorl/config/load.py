@@ -4,27 +4,53 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic
 
+from xorl.config.conflicts import conflicts_in
 from xorl.config.document import Document, Node, node_of, read_document
 from xorl.config.local import Config
 from xorl.config.options import all_options, entries_of
 from xorl.config.overrides import apply_overrides_, parse_overrides
 from xorl.config.problems import ConfigError, Origin, Problem
+from xorl.config.refusals import refused_in
 from xorl.config.resolve import resolve
+from xorl.config.schema import PLACEHOLDER, ConfigT, Schema
+from xorl.config.server import ServerConfig
+from xorl.config.server_conflicts import elsewhere, server_conflicts
+from xorl.config.server_refusals import server_refused
+from xorl.config.server_training import resolve_server
 from xorl.config.validate import validate
 
 NO_LINE = 0  # of overrides
 
+LOCAL = Schema(
+    Config,
+    tuple(Config.model_fields),
+    conflicts=conflicts_in,
+    refused=refused_in,
+    resolve=resolve,
+    placeholders={"train.output_dir": PLACEHOLDER, "data.datasets": [{"path": PLACEHOLDER}]},
+)
+SERVER = Schema(
+    ServerConfig,
+    (),
+    conflicts=server_conflicts,
+    refused=server_refused,
+    resolve=resolve_server,
+    prefix="server.",
+    elsewhere=elsewhere,
+)
+
 
 @dataclass(frozen=True)
-class LoadedConfig:
+class Loaded(Generic[ConfigT]):
     """A checked configuration.
 
     `origins` says of every option where its value is from: `config.yaml:12`, `--train.lr`, `environment NAME` or
     `default`. `path` is None for a configuration that was made in Python; `overrides` are the arguments as given.
     """
 
-    config: Config
+    config: ConfigT
     origins: dict[str, str]
     path: Path | None
     overrides: tuple[str, ...] = ()
@@ -34,34 +60,57 @@ class LoadedConfig:
         return not self.origins[option].startswith(("default", "environment"))
 
 
+LoadedConfig = Loaded[Config]
+LoadedServerConfig = Loaded[ServerConfig]
+
+
 def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
-    """Reads a YAML file, applies `--section.field value` overrides, and checks the whole.
+    """Reads the YAML file of a local run, applies `--section.field value` overrides, and checks the whole.
 
     Raises ConfigError, which holds every problem with its place.
     """
-    name = str(path)
-    document = read_document(_text_of(path), name)
-    root = document.root or Node(None, Origin("file", f"{name}:1", "", 1))
-    return _finish(Document(root if not _is_unreadable(document) else None, document.problems), path, overrides, name)
+    return _load(path, overrides, LOCAL)
+
+
+def load_server_config(path: Path, overrides: Sequence[str] = ()) -> LoadedServerConfig:
+    """Reads the YAML file of a service, applies `--server.field value` overrides, and checks the whole.
+
+    Raises ConfigError, which holds every problem with its place.
+    """
+    return _load(path, overrides, SERVER)
 
 
 def config_from_mapping(data: Mapping[str, object], overrides: Sequence[str] = ()) -> LoadedConfig:
     """Checks a configuration that was made in Python, by the same rules. Raises ConfigError."""
-    root = node_of(data, Origin("python", "python"))
-    return _finish(Document(root), None, overrides, "the configuration")
+    return _finish(Document(node_of(data, Origin("python", "python"))), None, overrides, "the configuration", LOCAL)
+
+
+def server_config_from_mapping(data: Mapping[str, object], overrides: Sequence[str] = ()) -> LoadedServerConfig:
+    """Checks a service's configuration that was made in Python, by the same rules. Raises ConfigError."""
+    return _finish(Document(node_of(data, Origin("python", "python"))), None, overrides, "the configuration", SERVER)
+
+
+def _load(path: Path, overrides: Sequence[str], schema: Schema[ConfigT]) -> Loaded[ConfigT]:
+    name = str(path)
+    document = read_document(_text_of(path), name)
+    root = document.root or Node(None, Origin("file", f"{name}:1", "", 1))
+    read = Document(root if not _is_unreadable(document) else None, document.problems)
+    return _finish(read, path, overrides, name, schema)
 
 
 def _is_unreadable(document: Document) -> bool:
     return document.root is None and bool(document.problems)
 
 
-def _finish(document: Document, path: Path | None, overrides: Sequence[str], name: str) -> LoadedConfig:
-    parsed, problems = parse_overrides(overrides)
+def _finish(
+    document: Document, path: Path | None, overrides: Sequence[str], name: str, schema: Schema[ConfigT]
+) -> Loaded[ConfigT]:
+    parsed, problems = parse_overrides(overrides, schema.prefix)
     problems = [*document.problems, *problems]
     if document.root is None:
         raise ConfigError(problems, name)
     problems += apply_overrides_(document.root, parsed)
-    config, found = validate(document.root)
+    config, found = validate(document.root, schema)
     # A value that could not be read is not reported for what stands in its place.
     unread = {(problem.path, problem.origin.line) for problem in problems}
     problems += [
@@ -72,10 +121,10 @@ def _finish(document: Document, path: Path | None, overrides: Sequence[str], nam
     if problems or config is None:
         raise ConfigError(problems, name)
     try:
-        resolved, reasons = resolve(config)
+        resolved, reasons = schema.resolve(config)
     except ValueError as error:
         raise ConfigError([Problem(Origin("environment", "environment"), "", str(error))], name) from error
-    return LoadedConfig(resolved, _origins(resolved, document.root, reasons), path, tuple(overrides))
+    return Loaded(resolved, _origins(resolved, document.root, reasons, schema.root), path, tuple(overrides))
 
 
 def _text_of(path: Path) -> str:
@@ -94,11 +143,11 @@ def _text_of(path: Path) -> str:
         raise ConfigError([Problem(Origin("file", str(path)), "", message)], str(path)) from error
 
 
-def _origins(config: Config, root: Node, reasons: Mapping[str, str]) -> dict[str, str]:
+def _origins(config: ConfigT, root: Node, reasons: Mapping[str, str], kind: type[ConfigT]) -> dict[str, str]:
     """Returns where the value of each option is from, by concrete path."""
     origins: dict[str, str] = {}
-    for option in all_options().values():
-        paths = [f"{section}.{option.name}" for section, _ in entries_of(config, option.section)]
+    for option in all_options(kind).values():
+        paths = [f"{section}.{option.name}".removeprefix(".") for section, _ in entries_of(config, option.section)]
         for path in paths:
             parts = [int(part) if part.isdecimal() else part for part in path.split(".")]
             node = root.find(parts)

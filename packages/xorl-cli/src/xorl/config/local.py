@@ -12,19 +12,20 @@ from xorl.config.entries import DatasetEntryConfig, SweepMemberConfig
 from xorl.config.fields import (
     AtLeastOne,
     AtLeastZero,
-    CheckpointFormat,
-    InitDevice,
-    LoadWeightsMode,
+    CheckpointFields,
     LoraFields,
     LossFields,
+    MemoryFields,
     ModelFields,
     NonNegative,
     NumericsFields,
     OptimizerFields,
     ParallelFields,
     ParameterDtype,
+    Positive,
     Ratio,
     Section,
+    SeedFields,
 )
 
 PackingMethod = Literal["sequential", "multipack"]
@@ -201,13 +202,9 @@ class BatchFields(Section):
     )
 
 
-class MemoryFields(Section):
+class LocalMemoryFields(MemoryFields):
     """Memory and performance"""
 
-    enable_mixed_precision: bool = Field(
-        default=True,
-        description="Compute in bf16 with parameters, reductions and accumulation in fp32; false computes in fp32.",
-    )
     param_dtype: ParameterDtype | None = Field(
         default=None,
         description="Precision that parameters are kept in. null means fp32. bf16 halves their memory and that of "
@@ -222,12 +219,6 @@ class MemoryFields(Section):
         "from the values: tensorwise (one scale a matrix; fastest, and under fsdp2 weights are gathered in fp8) or "
         "rowwise (one scale a row; more exact). Not in the head, the embeddings and routers. Needs a GPU of compute "
         "capability 8.9 (a CPU computes the same, slowly).",
-    )
-    enable_gradient_checkpointing: bool = Field(
-        default=True, description="Keep only the inputs of each layer and compute its activations again when needed."
-    )
-    enable_reentrant: bool = Field(
-        default=False, description="Use torch's older, reentrant form of gradient checkpointing."
     )
     recompute_policy: RecomputePolicy = Field(
         default="module",
@@ -245,44 +236,15 @@ class MemoryFields(Section):
         description="moe_act computes only the activations inside experts again, without the communication. null "
         "means the whole layer.",
     )
-    enable_full_shard: bool = Field(
-        default=True,
-        description="Under fsdp2, shard parameters between uses too (ZeRO-3); false keeps them gathered from forward "
-        "to backward (ZeRO-2).",
-    )
-    enable_forward_prefetch: bool = Field(
-        default=True, description="Under fsdp2, gather the next unit's parameters while one computes its forward pass."
-    )
     enable_cpu_offload: bool = Field(
         default=False,
         description="Under fsdp2 on GPUs, keep parameters, gradients and the optimizer's state in host memory, where "
         "the optimizer then steps. Slow; for models that fit no other way.",
     )
-    enable_activation_offload: bool = Field(
-        default=False,
-        description="Keep what the layers save for the backward pass in pinned host memory meanwhile: their inputs "
-        "alone with enable_gradient_checkpointing, which is little traffic, else everything. Needs a GPU.",
-    )
     activation_gpu_limit: NonNegative = Field(
         default=0.0,
         description="Activations, in GB, that enable_activation_offload leaves on the GPU, besides those of the last "
         "layer and of the one that computes: those saved last, which are needed first. 0 means none.",
-    )
-    enable_compile: bool = Field(
-        default=False,
-        description="Compile each decoder layer with torch.compile: once for all equal layers and packs of any length. "
-        "The first step waits for it; later runs find the result in ~/.cache/xorl (or XDG_CACHE_HOME). Needs a C++ "
-        "compiler on a CPU, a C compiler beside a GPU.",
-    )
-    init_device: InitDevice = Field(
-        default="auto",
-        description="Where parameters are made: meta (each rank makes its shards alone; fsdp2), cuda, or cpu. auto "
-        "takes meta under fsdp2, else the device trained on.",
-    )
-    load_weights_mode: LoadWeightsMode = Field(
-        default="broadcast",
-        description="Who reads the weights: broadcast (rank 0 reads and sends) or all_ranks (each rank reads its "
-        "share). auto and safetensors mean broadcast; dcp reads a distributed checkpoint.",
     )
     enable_full_determinism: bool = Field(
         default=False,
@@ -301,16 +263,12 @@ class MemoryFields(Section):
     )
 
 
-class CheckpointFields(Section):
+class LocalCheckpointFields(CheckpointFields):
     """Checkpointing"""
 
     output_dir: str = Field(
         min_length=1,
         description="Folder of checkpoints, exported models and metrics. All nodes must see the same one.",
-    )
-    ckpt_manager: CheckpointFormat = Field(
-        default="dcp",
-        description="Form of checkpoints: dcp (each rank writes its shards) or torch (one gathered file).",
     )
     save_steps: AtLeastZero = Field(
         default=0, description="Save a checkpoint every so many optimizer steps. 0 means not by steps."
@@ -364,22 +322,14 @@ class ProfilingFields(Section):
     profile_rank0_only: bool = Field(default=True, description="Record rank 0 alone; false writes a trace per rank.")
 
 
-class SeedFields(Section):
-    """Seeding"""
-
-    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = Field(
-        default=42, description="Seed of initialisation, data order and everything else that is random."
-    )
-
-
 # pydantic collects the fields of the last base first.
 class TrainConfig(
     SeedFields,
     ProfilingFields,
     LoggingFields,
-    CheckpointFields,
+    LocalCheckpointFields,
     LossFields,
-    MemoryFields,
+    LocalMemoryFields,
     BatchFields,
     ScheduleFields,
     ParallelFields,
@@ -387,7 +337,60 @@ class TrainConfig(
     """Train"""
 
 
-class LoraConfig(LoraFields):
+class LocalLoraFields(LoraFields):
+    """LoRA"""
+
+    lora_dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="Share of the adapters' inputs that are zeroed in training."
+    )
+    use_rslora: bool = Field(
+        default=False, description="Multiply adapters by alpha/sqrt(rank), so that high ranks do not learn less."
+    )
+    use_dora: bool = Field(
+        default=False,
+        description="Train the norms of the adapted weights' rows apart from their directions (DoRA). Not for "
+        "embeddings.",
+    )
+    rank_pattern: dict[str, AtLeastOne] = Field(
+        default={},
+        description="Ranks of some adapters: a regular expression that the end of a layer's name matches, in whole "
+        "parts, to its rank. The first that matches counts.",
+    )
+    alpha_pattern: dict[str, Positive] = Field(
+        default={}, description="Alphas of some adapters, by expressions as in rank_pattern."
+    )
+    modules_to_save: list[str] = Field(
+        default=[],
+        description="Modules that are trained whole beside the adapters, by the last parts of their names in the "
+        "checkpoint, such as lm_head or norm.",
+    )
+    adapter_path: str | None = Field(
+        default=None,
+        description="Adapter to go on from, of PEFT or of xorl: its folder (a checkpoint with one, too) or Hub id. Its "
+        "files say rank, alpha, targets and all else but lora_dropout, and train.load_checkpoint_path continues a run "
+        "with its optimizer. null starts new ones.",
+    )
+    save_lora_only: bool = Field(
+        default=False,
+        description="Write what is trained alone, without the base's weights: checkpoints, whose resumed runs read the "
+        "base from model.model_path again, and the export at the end, which is then the adapter as PEFT reads it and "
+        "not the model with the adapter folded in. Checkpoints hold the adapter as PEFT reads it in any case.",
+    )
+    exclude_modules: list[str] | None = Field(
+        default=None,
+        description="Modules that stay unquantized, by the last parts of their names in the checkpoint, or patterns "
+        "with * of whole names. null means those that the checkpoint's config names. Embeddings, the head and norms "
+        "always stay so.",
+    )
+    enable_aqn: bool = Field(
+        default=False,
+        description="Add noise to quantized weights in training, another in each step, of aqn_alpha times half a "
+        "quantization step of their group.",
+    )
+    aqn_alpha: NonNegative = Field(default=1.0, description="Scale of the noise of enable_aqn.")
+
+
+class LoraConfig(LocalLoraFields):
     """LoRA"""
 
     sweep: list[SweepMemberConfig] = Field(

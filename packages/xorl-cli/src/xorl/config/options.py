@@ -1,6 +1,7 @@
 """Every option as a flat list: path, group, type in words, default, meaning; and which name a misspelt one meant.
 
-Options of a list's entries are written `data.datasets[].path`.
+Options of a list's entries are written `data.datasets[].path`. The options are those of local training unless another
+root is given: the service's are flat, so that their paths are their names.
 """
 
 import difflib
@@ -17,7 +18,6 @@ from annotated_types import BaseMetadata, Ge, Gt, Le, Lt, MinLen, MultipleOf
 from pydantic.fields import FieldInfo
 
 from xorl.config.document import resolve_scalar
-from xorl.config.entries import SweepMemberConfig
 from xorl.config.fields import Section
 from xorl.config.local import Config
 
@@ -25,6 +25,9 @@ ENTRIES = "data.datasets[]"
 ENTRY_LISTS = ("data.datasets", "data.test_datasets")
 MEMBERS = "lora.sweep[]"
 MEMBER_LIST = "lora.sweep"
+ENDPOINT_LIST = "inference_endpoints"  # of the service
+# Where the options of entries are documented, and the lists that these are of.
+OWNERS = {ENTRIES: ENTRY_LISTS[0], MEMBERS: MEMBER_LIST, f"{ENDPOINT_LIST}[]": ENDPOINT_LIST}
 # What other trainers call it, where the names are too unlike for a guess.
 OTHER_NAMES = {
     "batch_size": "micro_batch_size",
@@ -72,7 +75,7 @@ class Option:
 
     @property
     def section(self) -> str:
-        return self.path.rsplit(".", 1)[0]
+        return self.path.rpartition(".")[0]
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -81,14 +84,14 @@ class Option:
 
 
 @cache
-def all_options() -> dict[str, Option]:
+def all_options(root: type[Section] = Config) -> dict[str, Option]:
     """Returns every option by path, in the order of the documentation."""
-    return {option.path: option for option in _options_of(Config, "")}
+    return {option.path: option for option in _options_of(root, "")}
 
 
-def find_option(path: str) -> Option | None:
-    """Returns the option at a path; positions in a list of datasets count as any entry."""
-    return all_options().get(general_path(path))
+def find_option(path: str, root: type[Section] = Config) -> Option | None:
+    """Returns the option at a path; positions in a list of entries count as any entry."""
+    return all_options(root).get(general_path(path))
 
 
 def general_path(path: str) -> str:
@@ -97,43 +100,59 @@ def general_path(path: str) -> str:
     The datasets of a sweep's members are such entries too.
     """
     path = re.sub(r"^(data\.(test_)?|lora\.sweep\.\d+\.)datasets\.\d+(?=\.|$)", ENTRIES, path)
+    path = re.sub(rf"^{ENDPOINT_LIST}\.\d+(?=\.|$)", f"{ENDPOINT_LIST}[]", path)
     return re.sub(r"^lora\.sweep\.\d+(?=\.|$)", MEMBERS, path)
 
 
-def entries_of(config: Config, section: str) -> Iterator[tuple[str, Section]]:
-    """Yields (path, options) of every section that is documented as `section`: one, or each entry of its lists."""
-    if section == MEMBERS:
-        yield from ((f"{MEMBER_LIST}.{index}", member) for index, member in enumerate(config.lora.sweep))
-    elif section == ENTRIES:
+def entries_of(config: Section, section: str) -> Iterator[tuple[str, Section]]:
+    """Yields (path, options) of every section that is documented as `section`: one, or each entry of its lists.
+
+    The section of flat options is the configuration itself, whose path is empty.
+    """
+    if not section:
+        yield "", config
+    elif section not in OWNERS:
+        yield section, getattr(config, section)
+    elif isinstance(config, Config) and section == ENTRIES:
         lists = {"data.datasets": config.data.datasets, "data.test_datasets": config.data.test_datasets}
         for index, member in enumerate(config.lora.sweep):
             lists[f"{MEMBER_LIST}.{index}.datasets"] = member.datasets or []
         for path, entries in lists.items():
             yield from ((f"{path}.{index}", entry) for index, entry in enumerate(entries))
     else:
-        yield section, getattr(config, section)
+        owner = OWNERS[section]
+        *parents, name = owner.split(".")
+        holder = getattr(config, parents[0]) if parents else config
+        yield from ((f"{owner}.{index}", entry) for index, entry in enumerate(getattr(holder, name)))
 
 
 def is_entry(path: str) -> bool:
     """Whether a path is that of an entry of a list, without an option of it."""
-    return general_path(path) in (ENTRIES, MEMBERS)
+    return general_path(path) in OWNERS
 
 
-def sections() -> tuple[str, ...]:
+def entry_type(path: str, root: type[Section] = Config) -> type[Section]:
+    """Returns what an entry at such a path is (`is_entry`)."""
+    found = _entry_type(all_options(root)[OWNERS[general_path(path)]].annotation)
+    assert found is not None
+    return found
+
+
+def sections(root: type[Section] = Config) -> tuple[str, ...]:
     """Returns where options stand: the sections, and the entries of a list of datasets."""
-    return tuple(dict.fromkeys(option.section for option in all_options().values()))
+    return tuple(dict.fromkeys(option.section for option in all_options(root).values()))
 
 
-def suggestion(path: str) -> tuple[str, str | None]:
+def suggestion(path: str, root: type[Section] = Config) -> tuple[str, str | None]:
     """Returns what to say of an unknown option, and the path of the option that was probably meant.
 
     Looks for the same name elsewhere, a like name in the option's own section, the name that other trainers give it,
     and a like name elsewhere, in this order.
     """
     section, _, name = path.rpartition(".")
-    options = all_options().values()
+    options = all_options(root).values()
     here = [option.name for option in options if option.section == general_path(section)]
-    here += [] if section else Config.model_fields
+    here += [] if section else root.model_fields
     elsewhere = {option.name: option for option in reversed(options)}
     near = difflib.get_close_matches(name, here, n=1, cutoff=0.65)
     far = difflib.get_close_matches(name, elsewhere, n=1, cutoff=0.8)
@@ -143,8 +162,9 @@ def suggestion(path: str) -> tuple[str, str | None]:
     if near:
         meant_path = f"{section}.{near[0]}" if section else near[0]
         return f"unknown option; did you mean {meant_path}?", general_path(meant_path)
-    if name in OTHER_NAMES or far:
-        meant = elsewhere[OTHER_NAMES.get(name) or far[0]]
+    other = OTHER_NAMES.get(name)
+    if other in elsewhere or far:
+        meant = elsewhere[other if other in elsewhere else far[0]]
         return f"unknown option; did you mean {meant.path} (in {_place(meant)})?", meant.path
     known = f"`xorl config docs {general_path(section)}` lists those there are" if here else "see `xorl config docs`"
     return f"unknown option; {known}", None
@@ -157,8 +177,7 @@ def suggest_choice(option: Option, value: str) -> str | None:
 
 
 def _place(option: Option) -> str:
-    owners = {ENTRIES: ENTRY_LISTS[0], MEMBERS: MEMBER_LIST}
-    return f"the entries of {owners[option.section]}" if option.section in owners else f"section {option.section}"
+    return f"the entries of {OWNERS[option.section]}" if option.section in OWNERS else f"section {option.section}"
 
 
 def _options_of(section: type[Section], prefix: str) -> Iterator[Option]:
@@ -178,7 +197,7 @@ def _options_of(section: type[Section], prefix: str) -> Iterator[Option]:
             annotation=info.annotation,
         )
         # Those of nested lists, which are dataset entries, are documented where they stand first.
-        if entry and path in (ENTRY_LISTS[0], MEMBER_LIST):
+        if entry and path in OWNERS.values():
             entries = list(_options_of(entry, f"{path}[]."))
     yield from entries
 
@@ -246,7 +265,9 @@ def _plural(annotation: object) -> str:
         return "strings"
     if get_origin(annotation) is Literal:
         return ", ".join(map(str, get_args(annotation)))
-    return "sweep members" if annotation is SweepMemberConfig else "dataset entries"
+    assert isinstance(annotation, type), "a list is of strings, of choices or of entries"
+    name = (annotation.__doc__ or "").lower()
+    return f"{name[:-1]}ies" if name.endswith("y") else f"{name}s"
 
 
 def _literals(annotation: object) -> Iterator[object]:

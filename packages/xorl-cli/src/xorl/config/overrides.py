@@ -12,15 +12,16 @@ from xorl.config.problems import Origin, Problem
 
 @dataclass(frozen=True)
 class Override:
-    """One override; `text` is None when it came without a value."""
+    """One override; `text` is None when it came without a value. `name` is how it is written, prefix and all."""
 
+    name: str
     path: str
     text: str | None
 
     @property
     def origin(self) -> Origin:
         """The override as a report cites it."""
-        return Origin("override", f"--{self.path}", f"--{self.path} {'' if self.text is None else self.text}".rstrip())
+        return Origin("override", f"--{self.name}", f"--{self.name} {'' if self.text is None else self.text}".rstrip())
 
 
 def is_override(argument: str) -> bool:
@@ -49,29 +50,40 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return overrides, rest
 
 
-def parse_overrides(arguments: Sequence[str]) -> tuple[list[Override], list[Problem]]:
-    """Returns the overrides among arguments that hold nothing else, and what is wrong with them."""
+def parse_overrides(arguments: Sequence[str], prefix: str = "") -> tuple[list[Override], list[Problem]]:
+    """Returns the overrides among arguments that hold nothing else, and what is wrong with them.
+
+    `prefix` begins each name and is no part of the option's path.
+    """
     overrides: list[Override] = []
     problems: list[Problem] = []
     waiting: str | None = None
+
+    def add(name: str, text: str | None) -> None:
+        if not name.startswith(prefix):
+            message = f"options of the service are flat; write --{prefix}{name.rpartition('.')[2]} VALUE"
+            problems.append(Problem(Origin("override", f"--{name}"), "", message))
+        else:
+            overrides.append(Override(name, name.removeprefix(prefix), text))
+
     for argument in arguments:
         if waiting is not None and not argument.startswith("--"):
-            overrides.append(Override(waiting, argument))
+            add(waiting, argument)
             waiting = None
             continue
         if waiting is not None:
-            overrides.append(Override(waiting, None))
+            add(waiting, None)
             waiting = None
         name, equals, value = argument.removeprefix("--").partition("=")
         if not argument.startswith("--") or not name:
             message = "an override is written --section.field value or --section.field=value"
             problems.append(Problem(Origin("override", argument), "", message))
         elif equals:
-            overrides.append(Override(name, value))
+            add(name, value)
         else:
             waiting = name
     if waiting is not None:
-        overrides.append(Override(waiting, None))
+        add(waiting, None)
     return overrides, problems
 
 
@@ -81,7 +93,7 @@ def apply_overrides_(root: Node, overrides: Sequence[Override]) -> list[Problem]
     for override in overrides:
         origin = override.origin
         if override.text is None:
-            message = f"has no value; write --{override.path} VALUE (true or false for a switch)"
+            message = f"has no value; write --{override.name} VALUE (true or false for a switch)"
             problems.append(Problem(origin, override.path, message))
             continue
         document = read_value(override.text, origin)

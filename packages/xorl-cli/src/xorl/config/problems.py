@@ -44,7 +44,9 @@ class Problem:
 
     def __str__(self) -> str:
         where = self.origin.where
-        head = where if not self.path or where == f"--{self.path}" else f"{where}: {self.path}"
+        # An override may be written with a prefix that is no part of the path.
+        is_named = where.startswith("--") and f".{where[2:]}".endswith(f".{self.path}")
+        head = where if not self.path or is_named else f"{where}: {self.path}"
         lines = [self.origin.shown(), *(origin.shown() for origin in self.also)]
         body = [f"       {line}" for line in self.message.splitlines()]
         return "\n".join([head, *(line for line in dict.fromkeys(lines) if line), *body])

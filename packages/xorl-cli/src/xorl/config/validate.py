@@ -1,4 +1,4 @@
-"""A tree of values to a Config, or to a list of everything that is wrong with it.
+"""A tree of values to a configuration, or to a list of everything that is wrong with it.
 
 Values that fail on their own are left out before options are compared with each other, so that both kinds of problem
 are reported at once and none is a consequence of another.
@@ -11,66 +11,63 @@ from collections.abc import Iterable, Sequence
 
 from pydantic import ValidationError
 
-from xorl.config.conflicts import conflicts_in
 from xorl.config.document import Node, Plain, resolve_scalar
-from xorl.config.entries import DatasetEntryConfig, SweepMemberConfig
 from xorl.config.fields import Section
-from xorl.config.local import Config
 from xorl.config.options import (
+    ENDPOINT_LIST,
     ENTRY_LISTS,
     MEMBER_LIST,
-    MEMBERS,
     Option,
+    entry_type,
     find_option,
     general_path,
     is_entry,
     suggest_choice,
-    suggestion,
     yaml_text,
 )
 from xorl.config.problems import Origin, Problem
-from xorl.config.refusals import refused_in
+from xorl.config.schema import PLACEHOLDER, ConfigT, Schema
 
-SECTIONS = tuple(Config.model_fields)
 # Words that YAML 1.1 read as true and false, and that YAML 1.2 does not.
 OLD_BOOLEANS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 KINDS = {str: " (a string)", list: " (a list)", dict: " (a mapping)"}
 SECTION_DEPTH = 2  # parts of the path of an option that stands in a section
 MAX_SHOWN = 60  # characters of a value in a message
-PLACEHOLDER = "-"
 
 Path = tuple[str | int, ...]
 
 
-def validate(root: Node) -> tuple[Config | None, list[Problem]]:
+def validate(root: Node, schema: Schema[ConfigT]) -> tuple[ConfigT | None, list[Problem]]:
     """Returns the configuration, or None and all problems."""
     data = root.plain()
     if data is None:
         data = {}
     if not isinstance(data, dict):
-        message = f"wants a mapping with the sections {', '.join(SECTIONS)}, got {_shown(data)}"
-        return None, [Problem(root.origin, "", message)]
-    for name in SECTIONS:
+        wanted = f"with the sections {', '.join(schema.sections)}" if schema.sections else "of options"
+        return None, [Problem(root.origin, "", f"wants a mapping {wanted}, got {_shown(data)}")]
+    for name in schema.sections:
         # A section whose options are all commented out is an empty one.
         if data.get(name) is None:
             data[name] = {}
     try:
-        config = Config.model_validate(data)
+        config = schema.root.model_validate(data)
         problems, failing = [], set()
     except ValidationError as error:
-        problems, failing = _problems_of(error, data, root)
-        config = Config.model_validate(_without(data, failing))
+        problems, failing = _problems_of(error, data, root, schema)
+        config = schema.root.model_validate(_without(data, failing, schema))
     failing_options = {_dotted(path) for path in failing}
-    for conflict in conflicts_in(config):
+    for conflict in schema.conflicts(config):
         if not any(_is_touched(path, failing_options) for path in conflict.paths):
             problems.append(_conflict_problem(conflict.paths, conflict.message, config, root))
-    for path, message in refused_in(config):
+    for path, message in schema.refused(config):
         if not _is_touched(path, failing_options):
             problems.append(Problem(root.nearest(_parts(path)).origin, path, message))
     return (None if problems else config), problems
 
 
-def _problems_of(error: ValidationError, data: Plain, root: Node) -> tuple[list[Problem], set[Path]]:
+def _problems_of(
+    error: ValidationError, data: Plain, root: Node, schema: Schema[ConfigT]
+) -> tuple[list[Problem], set[Path]]:
     """Translates the errors of pydantic, one per option, and returns the paths that failed as well."""
     kinds: dict[Path, str] = {}
     for detail in error.errors(include_url=False, include_context=False, include_input=False):
@@ -80,20 +77,20 @@ def _problems_of(error: ValidationError, data: Plain, root: Node) -> tuple[list[
     meant: set[str] = set()
     for path, kind in kinds.items():
         if kind == "extra_forbidden":
-            message, option = suggestion(_dotted(path))
+            message, option = schema.suggestion(_dotted(path))
             meant |= {_beside(path, option)} if option else set()
             problems.append(Problem(root.nearest(path).origin, _dotted(path), message))
         elif kind != "missing":
-            message = _type_message(path, data)
+            message = _type_message(path, data, schema.root)
             problems.append(Problem(root.nearest(path).origin, _dotted(path), message))
     for path, kind in kinds.items():
         # A name that is one letter off is reported as that alone, not as a missing option too.
         if kind == "missing" and _dotted(path) not in meant:
-            option = find_option(_dotted(path))
+            option = find_option(_dotted(path), schema.root)
             described = f": {option.description}" if option else ""
             origin = root.nearest(path).origin
             # A section that only overrides speak of is not to blame for what is missing in it.
-            is_made = origin.kind == "override" and path[0] in SECTIONS and len(path) == SECTION_DEPTH
+            is_made = origin.kind == "override" and path[0] in schema.sections and len(path) == SECTION_DEPTH
             origin = root.origin if is_made else origin
             problems.append(Problem(origin, _dotted(path), f"has to be given{described}"))
     return problems, set(kinds) | {_parts(option) for option in meant}
@@ -125,21 +122,26 @@ def _existing(location: Sequence[str | int], data: Plain, kind: str) -> Path:
     return tuple(path)
 
 
-def _type_message(path: Path, data: Plain) -> str:
+def _type_message(path: Path, data: Plain, root: type[Section]) -> str:
     value = _at(path, data)
-    option = find_option(_dotted(path))
+    option = find_option(_dotted(path), root)
     if option is None:
         # An entry of a list or mapping, whose option is further up.
-        owner = next((found for end in range(len(path), 0, -1) if (found := find_option(_dotted(path[:end])))), None)
+        prefixes = (_dotted(path[:end]) for end in range(len(path), 0, -1))
+        owner = next((found for prefix in prefixes if (found := find_option(prefix, root))), None)
         if is_entry(_dotted(path)):
-            is_member = general_path(_dotted(path)) == MEMBERS
-            fields = ", ".join((SweepMemberConfig if is_member else DatasetEntryConfig).model_fields)
-            kind, key = ("sweep member", "name") if is_member else ("dataset entry", "path")
+            entry = entry_type(_dotted(path), root)
+            fields = entry.model_fields
+            key = next(name for name, field in fields.items() if field.is_required())
+            kind = (entry.__doc__ or "").lower()
             hint = f"\nwrite - {key}: {yaml_text(value)}" if isinstance(value, str) else ""
-            return f"wants a {kind}, a mapping with {fields}; got {_shown(value)}{hint}"
+            article = "an" if kind[0] in "aeiou" else "a"
+            return f"wants {article} {kind}, a mapping with {', '.join(fields)}; got {_shown(value)}{hint}"
         wanted = owner.type if owner else f"mapping of options (see `xorl config docs {_dotted(path)}`)"
         hint = _hint(owner, value) if owner else ""
         return f"wants {wanted}; got {_shown(value)}{hint}"
+    if isinstance(value, str) and value and option.type.startswith("string"):
+        return f"wants {option.type} of another form; got {_shown(value)}\n{option.description}"
     return f"wants {option.type}; got {_shown(value)}{_hint(option, value)}"
 
 
@@ -177,7 +179,7 @@ def _hint(option: Option, value: Plain) -> str:
     return ""
 
 
-def _conflict_problem(paths: Sequence[str], message: str, config: Config, root: Node) -> Problem:
+def _conflict_problem(paths: Sequence[str], message: str, config: Section, root: Node) -> Problem:
     """Cites the first option of a conflict that was set, and shows where the others were."""
     origins: dict[str, Origin] = {}
     for path in paths:
@@ -189,7 +191,7 @@ def _conflict_problem(paths: Sequence[str], message: str, config: Config, root: 
     return Problem(origin, cited, message, tuple(origins.values()))
 
 
-def _is_set(config: Config, path: str) -> bool:
+def _is_set(config: Section, path: str) -> bool:
     """Says whether an option was given, in whichever way."""
     *parents, name = _parts(path)
     owner: object = config
@@ -203,7 +205,7 @@ def _is_touched(path: str, failing: Iterable[str]) -> bool:
     return any(path == other or path.startswith(f"{other}.") or other.startswith(f"{path}.") for other in failing)
 
 
-def _without(data: Plain, failing: set[Path]) -> Plain:
+def _without(data: Plain, failing: set[Path], schema: Schema[ConfigT]) -> Plain:
     """Returns a copy without what failed, in which required options stand as placeholders."""
     kept = copy.deepcopy(data)
     assert isinstance(kept, dict)
@@ -217,13 +219,12 @@ def _without(data: Plain, failing: set[Path]) -> Plain:
             owner = _at(path[:-2], kept)
             if isinstance(owner, dict):
                 owner.pop(str(path[-2]), None)
-    for name in SECTIONS:
+    for name in schema.sections:
         kept.setdefault(name, {})
-    train, data_section = kept["train"], kept["data"]
-    assert isinstance(train, dict)
-    assert isinstance(data_section, dict)
-    train.setdefault("output_dir", PLACEHOLDER)
-    data_section.setdefault("datasets", [{"path": PLACEHOLDER}])
+    for required, placeholder in schema.placeholders.items():
+        parent = _at(_parts(required)[:-1], kept)
+        assert isinstance(parent, dict), "what fails is left out, and sections are there"
+        parent.setdefault(required.rpartition(".")[2], copy.deepcopy(placeholder))
     _name_entries_(kept)
     return kept
 
@@ -235,6 +236,11 @@ def _name_entries_(data: Plain) -> None:
     required = {MEMBER_LIST: "name"} | dict.fromkeys(
         (*ENTRY_LISTS, *(f"{MEMBER_LIST}.{index}.datasets" for index in range(num_members))), "path"
     )
+    endpoints = _at((ENDPOINT_LIST,), data)
+    for entry in endpoints if isinstance(endpoints, list) else []:
+        if isinstance(entry, dict):
+            entry.setdefault("host", PLACEHOLDER)
+            entry.setdefault("port", 1)
     for path, key in required.items():
         entries = _at(_parts(path), data)
         for index, entry in enumerate(entries if isinstance(entries, list) else []):

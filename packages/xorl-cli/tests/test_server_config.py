@@ -1,0 +1,233 @@
+"""The service's configuration: frozen, flat, documented, strict, and the same engine as local training's."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from xorl.config import (
+    ConfigError,
+    LoadedServerConfig,
+    ServerConfig,
+    load_server_config,
+    num_workers,
+    server_config_from_mapping,
+    training_config,
+)
+from xorl.config.docs import documentation, json_schema
+from xorl.config.options import all_options
+from xorl.config.refusals import REFUSALS, Refusal
+from xorl.config.server_refusals import HAS, SERVER_REFUSALS, server_refusals_of
+from xorl.config.server_training import NAMES, local_path
+from xorl.config.show import show
+
+FROZEN = Path(__file__).with_name("frozen_server_options.txt")
+EXAMPLES = sorted((Path(__file__).resolve().parents[3] / "configs" / "server").glob("*.yaml"))
+OPTIONS = all_options(ServerConfig)
+
+# A refused value of each option whose row says "anything but the default", where it cannot be guessed from the type.
+REFUSED: dict[str, Any] = {
+    "moe_implementation": "triton",
+    "ep_dispatch": "deepep",
+    "deepep_num_sms": 22,
+    "foundation": {"num_hidden_layers": 2},
+    "encoders": {"image": {"model_path": "a"}},
+    "pipeline_parallel_schedule": "GPipe",
+    "cp_fsdp_mode": "none",
+}
+
+
+def loaded(**options: Any) -> LoadedServerConfig:
+    """Loads a sound configuration with some options set."""
+    return server_config_from_mapping({"model_path": "m"} | options)
+
+
+def problems_with(**options: Any) -> list[tuple[str, str]]:
+    """Returns (path, message) of what is wrong with a sound configuration with some options set."""
+    try:
+        loaded(**options)
+    except ConfigError as error:
+        return [(problem.path, problem.message) for problem in error.problems]
+    return []
+
+
+def test_the_list_of_options_is_frozen() -> None:
+    # Would catch an option that is added, renamed, retyped or given another default without anyone deciding so.
+    listed = [
+        f"{option.path}: {option.type} = {'(required)' if option.default is None else option.default}"
+        for option in OPTIONS.values()
+    ]
+    assert "\n".join(listed) == FROZEN.read_text(encoding="utf-8").rstrip("\n")
+
+
+@pytest.mark.parametrize("option", OPTIONS.values(), ids=lambda option: option.path)
+def test_every_option_is_documented(option) -> None:
+    # Would catch an option whose meaning is in nobody's words, or whose null means nothing that is said.
+    assert option.description.endswith(".")
+    assert option.group
+    if option.type.endswith("or null"):
+        assert "null" in option.description
+    assert option.path in documentation(option.path, ServerConfig)
+
+
+def test_the_schema_describes_every_option() -> None:
+    # Would catch an editor that lets a misspelt option of the service pass.
+    schema = json.loads(json.dumps(json_schema(ServerConfig)))
+    assert schema["additionalProperties"] is False
+    assert [name for name, value in schema["properties"].items() if not value.get("description")] == []
+
+
+def test_what_is_shown_loads_to_the_same(tmp_path: Path) -> None:
+    # Would catch `xorl config show --service` printing what cannot be read back, or what reads back otherwise.
+    source = tmp_path / "a.yaml"
+    source.write_text("model_path: m\nenable_qlora: true\ninference_endpoints: [{host: a, port: 30000}]\nseed: 7\n")
+    first = load_server_config(source, ("--server.storage_limit", "10GB", "--server.log_level=DEBUG"))
+    (tmp_path / "b.yaml").write_text(show(first))
+    assert load_server_config(tmp_path / "b.yaml").config == first.config
+    assert first.origins["seed"] == f"{source}:4"
+    assert first.origins["log_level"] == "--server.log_level"
+    assert first.origins["enable_lora"] == "default, enable_qlora"
+    assert first.origins["quant_group_size"] == "default, quant_format nvfp4"
+    assert (first.config.storage_limit_bytes, first.config.model_name) == (10 * 10**9, "m")
+
+
+@pytest.mark.parametrize(
+    ("options", "path", "wanted"),
+    [
+        ({"train": {"lr": 1}}, "train", "flat: write those of train at the top level"),
+        ({"lr": 1e-4}, "lr", "a client of the service says it with each optimizer step"),
+        ({"datasets": []}, "datasets", "the data of the service is what clients send"),
+        ({"param_dtype": "bf16"}, "param_dtype", "which the service does not have"),
+        ({"exclude_modules": []}, "exclude_modules", "did you mean qlora_exclude_modules?"),
+        ({"optimiser": "sgd"}, "optimiser", "did you mean optimizer?"),
+        ({"storage_limit": "10 XB"}, "storage_limit", "of another form"),
+        ({"worker_bind_address": "ipc://a"}, "worker_bind_address", "of another form"),
+        ({"idle_session_timeout": 0}, "idle_session_timeout", "number > 0"),
+        ({"log_level": "debug"}, "log_level", "did you mean DEBUG?"),
+        ({"model_path": None}, "model_path", "both are null"),
+        ({"api_token": "secret"}, "api_token", "of another form"),
+        ({"inference_endpoints": [{"host": "a"}]}, "inference_endpoints.0.port", "has to be given"),
+        ({"inference_endpoints": ["a:1"]}, "inference_endpoints.0", "wants an inference endpoint, a mapping with"),
+        (
+            {"inference_endpoints": [{"host": "a", "port": 1}, {"host": "a", "port": 1}]},
+            "inference_endpoints.1",
+            "listed already",
+        ),
+        ({"lora_rank": 8}, "lora_rank", "does nothing unless enable_lora is true"),
+        ({"max_lora_rank": 64}, "max_lora_rank", "does nothing unless enable_lora is true"),
+        ({"enable_lora": True, "max_lora_rank": 8}, "max_lora_rank", "below lora_rank, which is 32"),
+        ({"enable_lora": True, "optimizer": "sgd"}, "optimizer", "trained by AdamW in fp32: leave optimizer at adamw"),
+        ({"enable_lora": True, "quant_format": "nf4"}, "quant_format", "unless enable_qlora is true"),
+        ({"enable_qlora": True, "lora_target_modules": []}, "lora_target_modules", "the list is empty"),
+        ({"muon_lr": 0.1}, "muon_lr", "unless optimizer is muon"),
+        ({"data_parallel_mode": "ddp", "enable_forward_prefetch": True}, "enable_forward_prefetch", "is fsdp2"),
+        ({"data_parallel_mode": "ddp", "data_parallel_shard_size": 2}, "data_parallel_shard_size", "does not shard"),
+        ({"reshard_after_forward": False}, "reshard_after_forward", "set enable_full_shard to false"),
+        ({"load_weights_mode": "dcp"}, "load_weights_mode", "load_checkpoint_path has to name the checkpoint"),
+        (
+            {"load_weights_mode": "safetensors", "load_checkpoint_path": "a"},
+            "load_weights_mode",
+            "set load_weights_mode",
+        ),
+        ({"attention_cast_bf16": True}, "attention_cast_bf16", "unless enable_mixed_precision is false"),
+    ],
+)
+def test_what_is_wrong_is_named(options: dict[str, Any], path: str, wanted: str) -> None:
+    # Would catch an option of the service that is accepted and ignored, or an error in terms of another file.
+    found = [message for at, message in problems_with(**options) if at == path]
+    assert len(found) == 1
+    assert wanted in found[0]
+    assert not re.search(r"\b(model|data|train|lora)\.\w", found[0])
+
+
+@pytest.mark.parametrize(
+    ("override", "wanted"),
+    [
+        (("--train.lr", "1"), "flat; write --server.lr VALUE"),
+        (("--server.seed",), "has no value; write --server.seed VALUE"),
+        (("--server.sed", "1"), "unknown option; did you mean seed?"),
+    ],
+)
+def test_overrides_begin_with_server(tmp_path: Path, override: tuple[str, ...], wanted: str) -> None:
+    # Would catch an override whose mistake is reported under a name that nobody typed.
+    (tmp_path / "a.yaml").write_text("model_path: m\n")
+    with pytest.raises(ConfigError) as caught:
+        load_server_config(tmp_path / "a.yaml", override)
+    assert wanted in str(caught.value)
+    assert caught.value.problems[0].origin.where == override[0]
+
+
+@pytest.mark.parametrize("option", [option for option in OPTIONS.values() if server_refusals_of(option.path)])
+def test_every_refusal_is_made(option) -> None:
+    # Would catch an option whose capability is not there and that is accepted.
+    for row in server_refusals_of(option.path):
+        for value in row.values or (REFUSED.get(option.path, refused_value(option)),):
+            found = [message for path, message in problems_with(**{option.path: value}) if path == option.path]
+            assert [message for message in found if row.reason in message and row.instead in message]
+
+
+def refused_value(option) -> object:
+    if option.type == "true or false":
+        return option.default == "false"
+    return int(float(option.default)) + 1 if option.default[0].isdecimal() else None
+
+
+@pytest.mark.parametrize("row", SERVER_REFUSALS, ids=lambda row: row.option)
+def test_every_row_names_an_option(row: Refusal) -> None:
+    # Would catch a row that has lost its option, and with it a value that nobody refuses.
+    assert row.option in OPTIONS
+
+
+def test_what_local_training_refuses_the_service_refuses() -> None:
+    # Would catch a shared option that is refused locally and slips through here.
+    refused = {row.option for row in REFUSALS}
+    shared = {option for option in OPTIONS if local_path(option) in refused}
+    assert {option for option in shared if not server_refusals_of(option)} == HAS
+
+
+@pytest.mark.parametrize(
+    ("options", "num_gpus", "expected"),
+    [
+        ({}, 8, 1),
+        ({"data_parallel_shard_size": 4, "data_parallel_replicate_size": 2}, 0, 8),
+        ({"data_parallel_shard_size": -1}, 8, 8),
+        ({"data_parallel_shard_size": -1}, 0, 1),
+        ({"data_parallel_shard_size": 2, "data_parallel_replicate_size": -1}, 8, 8),
+        ({"data_parallel_mode": "ddp", "data_parallel_replicate_size": -1}, 4, 4),
+        ({"data_parallel_mode": "none"}, 4, 1),
+    ],
+)
+def test_the_sizes_say_how_many_workers_start(options: dict[str, Any], num_gpus: int, expected: int) -> None:
+    # Would catch workers that wait for ranks nobody starts.
+    assert num_workers(loaded(**options).config, num_gpus) == expected
+
+
+def test_a_size_that_leaves_gpus_over_is_an_error() -> None:
+    # Would catch -1 that silently takes fewer GPUs than all.
+    with pytest.raises(ValueError, match="takes all 8 GPUs, which data_parallel_replicate_size 3 does not divide"):
+        num_workers(loaded(data_parallel_shard_size=-1, data_parallel_replicate_size=3).config, 8)
+
+
+def test_the_engine_is_the_one_of_local_training() -> None:
+    # Would catch an option of the service that does not reach the model that its workers build.
+    config = loaded(
+        enable_qlora=True, qlora_exclude_modules=["lm_head"], lora_rank=4, lm_head_fp32=False, merge_qkv=False, seed=7
+    ).config
+    local = training_config(config)
+    assert (local.lora.enable_lora, local.lora.exclude_modules, local.lora.lora_rank) == (True, ["lm_head"], 4)
+    assert (local.model.lm_head_fp32, local.model.merge_qkv, local.train.seed) == (False, False, 7)
+    assert (local.train.load_weights_mode, local.train.param_dtype) == ("broadcast", "bf16")
+    assert local.train.load_checkpoint_path is None
+    for path, option in NAMES.items():
+        section, name = path.split(".")
+        if option != "load_weights_mode":
+            assert getattr(getattr(local, section), name) == getattr(config, option), option
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_the_examples_are_sound(path: Path) -> None:
+    # Would catch an example of the service that no longer starts, and one that does not say what it is.
+    load_server_config(path)
+    assert path.read_text(encoding="utf-8").startswith("# ")
