@@ -6,7 +6,16 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 
-from xorl.core.loss import IGNORE, LOSSES, check_inputs, combine_metrics, loss_named, read_metrics
+from xorl.core.loss import (
+    IGNORE,
+    LOSSES,
+    check_inputs,
+    combine_metrics,
+    loss_named,
+    metrics_between,
+    no_metrics,
+    read_metrics,
+)
 from xorl.core.loss.policy import MAX_LOG_RATIO
 
 LENGTHS = (25, 1, 34, 7)
@@ -196,6 +205,41 @@ def test_cross_entropy_takes_any_weights(name, whole_logits):
     metrics = read_metrics(output.metrics)
     assert metrics["loss:sum"] == pytest.approx(float(wanted.detach()))
     assert metrics["valid_tokens:sum"] == (weights[:NUM_LABELS] != 0).sum()
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_cross_entropy_takes_several_labels_a_token(weighted):
+    """Catches labels but the first that are left out, and log-probabilities that are missing where the weight is 0."""
+    hidden, head, _ = make_inputs()
+    generator = torch.Generator().manual_seed(3)
+    labels = torch.randint(VOCAB, (NUM_TOKENS, 3), generator=generator)
+    labels[NUM_LABELS:] = IGNORE
+    labels[5, 1] = IGNORE
+    weights = torch.randn(NUM_TOKENS, 3, generator=generator, dtype=torch.float64).where(labels % 5 != 0, 0.0)
+    leaves = [hidden.requires_grad_(), head.requires_grad_()]
+    now = (hidden @ head.t()).log_softmax(-1).gather(1, labels.clamp(min=0)).where(labels != IGNORE, 0.0)
+    inputs = {"labels": labels, **({"weights": weights} if weighted else {})}
+    output = loss_named("cross_entropy")(hidden, head, inputs)
+    wanted = -(now * (weights if weighted else 1.0)).sum()
+    torch.testing.assert_close(output.sum, wanted)
+    torch.testing.assert_close(gradients(output.sum, leaves), gradients(wanted, leaves))
+    torch.testing.assert_close(output.logprobs, now.detach())
+    torch.testing.assert_close(output.per_token.sum(), wanted.detach())
+    is_trained = (labels != IGNORE) & (weights != 0) if weighted else labels != IGNORE
+    assert read_metrics(output.metrics)["valid_tokens:sum"] == is_trained.any(dim=1).sum()
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "ppo", "drgrpo"])
+def test_metrics_of_a_part_are_those_of_its_tokens(name):
+    """Catches a client whose metrics are those of its neighbours in a mixed pass."""
+    hidden, head, targets = make_inputs()
+    output = LOSSES[name](hidden, head, targets)
+    parts = [metrics_between(output, start, stop) for start, stop in ((0, ENDS[1]), (ENDS[1], NUM_TOKENS))]
+    first = {key: value[: ENDS[1]] for key, value in targets.items()}
+    alone = LOSSES[name](hidden[: ENDS[1]], head, first)
+    assert read_metrics(parts[0]) == pytest.approx(read_metrics(alone.metrics))
+    nothing = no_metrics(output.metrics, torch.device("cpu"))
+    assert read_metrics(combine_metrics([*parts, nothing])) == pytest.approx(read_metrics(output.metrics))
 
 
 @pytest.mark.parametrize("name", [name for name, _ in CASES])

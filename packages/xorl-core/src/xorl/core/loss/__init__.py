@@ -1,8 +1,8 @@
 """Losses: functions of the last hidden states and the head weight, always a sum over tokens; and their table."""
 
 from xorl.core.loss.cross_entropy import cross_entropy, score_tokens, weighted_cross_entropy
-from xorl.core.loss.metrics import all_reduce_metrics, combine_metrics, read_metrics
-from xorl.core.loss.output import IGNORE, HeadLoss, LossFn, LossOutput
+from xorl.core.loss.metrics import all_reduce_metrics, combine_metrics, metrics_between, no_metrics, read_metrics
+from xorl.core.loss.output import IGNORE, HeadLoss, LossFn, LossOutput, TokenValues
 from xorl.core.loss.table import LOSSES, check_inputs, loss_named
 
 __all__ = [
@@ -11,11 +11,14 @@ __all__ = [
     "HeadLoss",
     "LossFn",
     "LossOutput",
+    "TokenValues",
     "all_reduce_metrics",
     "check_inputs",
     "combine_metrics",
     "cross_entropy",
     "loss_named",
+    "metrics_between",
+    "no_metrics",
     "read_metrics",
     "score_tokens",
     "weighted_cross_entropy",

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from xorl.core.loss.head import full_logits
 from xorl.core.loss.metrics import token_metrics
-from xorl.core.loss.output import IGNORE, LossOutput
-from xorl.kernels.linear_ce import linear_cross_entropy_scores, linear_cross_entropy_sum
+from xorl.core.loss.output import IGNORE, LossOutput, TokenValues
+from xorl.kernels.linear_ce import chunk_rows, linear_cross_entropy_scores, linear_cross_entropy_sum
 
 
 def cross_entropy(
@@ -48,8 +49,11 @@ def weighted_cross_entropy(
     """Sum of -weight * log p(label): `weights` [T] in `targets` are any real numbers, and 1 where there are none.
 
     Others as for `cross_entropy`. A token of weight 0 is not trained, and has its log-probability all the same.
+    Labels and weights may be [T, K]: the sum is over all K, and a token is trained where one of them is.
     """
     labels, weights = targets["labels"], targets.get("weights")
+    if labels.dim() == 2:
+        return _several_labels(hidden, head_weight, labels, weights, logits_fp32=logits_fp32)
     if whole_logits:
         logits = full_logits(hidden, head_weight, logits_fp32)
         unweighted = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
@@ -63,7 +67,35 @@ def weighted_cross_entropy(
     if weights is not None:
         trained = trained & (weights != 0)
     per_token = unweighted if weights is None else unweighted * weights
-    return LossOutput(total, per_token, token_metrics(per_token, trained), -unweighted)
+    values = TokenValues(trained, {}, None)
+    return LossOutput(total, per_token, token_metrics(per_token, values), -unweighted, values)
+
+
+def _several_labels(
+    hidden: Tensor, head_weight: Tensor, labels: Tensor, weights: Tensor | None, *, logits_fp32: bool
+) -> LossOutput:
+    """`weighted_cross_entropy` with labels [T, K]. Logits exist for a chunk of tokens, in both passes."""
+    size = chunk_rows(len(hidden), torch.float32.itemsize * head_weight.shape[0])
+    parts = [
+        checkpoint(_label_logprobs, *chunk, head_weight, logits_fp32, use_reentrant=False, preserve_rng_state=False)
+        for chunk in zip(hidden.split(size), labels.split(size), strict=True)
+    ]
+    logprobs = torch.cat(parts)
+    trained = labels != IGNORE
+    if weights is not None:
+        trained = trained & (weights != 0)
+    per_token = -(logprobs if weights is None else logprobs * weights).sum(dim=1)
+    values = TokenValues(trained.any(dim=1), {}, None)
+    metrics = token_metrics(per_token, values)
+    return LossOutput(per_token.sum(), per_token.detach(), metrics, logprobs.detach(), values)
+
+
+def _label_logprobs(hidden: Tensor, labels: Tensor, head_weight: Tensor, logits_fp32: bool) -> Tensor:
+    """log p(label) [T, K], 0 where a label is -100."""
+    logits = full_logits(hidden, head_weight, logits_fp32)
+    ignored = labels == IGNORE
+    found = logits.gather(1, labels.masked_fill(ignored, 0)) - logits.logsumexp(dim=1, keepdim=True)
+    return found.masked_fill(ignored, 0.0)
 
 
 @torch.no_grad()

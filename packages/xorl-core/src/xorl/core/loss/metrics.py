@@ -7,38 +7,49 @@ alike, however these are split. Scalars are fp64.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from xorl.core.loss.output import LossOutput, TokenValues
+
 NUM_TOKENS = "valid_tokens:sum"
 
 
-def token_metrics(
-    per_token: Tensor, trained: Tensor, means: Mapping[str, Tensor] | None = None, ratio: Tensor | None = None
-) -> dict[str, Tensor]:
-    """Metrics of one micro-batch of T tokens, without gradient.
-
-    Args:
-        per_token: [T], the loss of each token.
-        trained: [T] bool, the tokens that count.
-        means: [T] by name, averaged over the tokens that count.
-        ratio: [T], of probabilities, of which mean and extremes are given.
-    """
+def token_metrics(per_token: Tensor, values: TokenValues) -> dict[str, Tensor]:
+    """Metrics of one micro-batch of T tokens, or of some neighbours among them, from the loss of each token [T]."""
     per_token = per_token.detach()
     loss_sum = per_token.sum(dtype=torch.float64)
-    metrics = {"loss:sum": loss_sum, "loss:mean": loss_sum, NUM_TOKENS: trained.sum(dtype=torch.float64)}
-    ignored = ~trained
-    for name, values in (means or {}).items():
-        metrics[f"{name}:mean"] = values.detach().double().masked_fill(ignored, 0.0).sum()
-    if ratio is not None:
-        ratio = ratio.detach().double()
+    metrics = {"loss:sum": loss_sum, "loss:mean": loss_sum, NUM_TOKENS: values.trained.sum(dtype=torch.float64)}
+    ignored = ~values.trained
+    for name, value in values.means.items():
+        metrics[f"{name}:mean"] = value.double().masked_fill(ignored, 0.0).sum()
+    if values.ratio is not None:
+        ratio = values.ratio.double()
         metrics["ratio_mean:mean"] = ratio.masked_fill(ignored, 0.0).sum()
         metrics["ratio_min:min"] = ratio.masked_fill(ignored, torch.inf).amin()
         metrics["ratio_max:max"] = ratio.masked_fill(ignored, -torch.inf).amax()
     return metrics
+
+
+def metrics_between(output: LossOutput, start: int, stop: int) -> dict[str, Tensor]:
+    """The metrics of the tokens [start, stop) of a micro-batch, at least one."""
+    assert output.values is not None, "a loss of the table"
+    trained, means, ratio = output.values
+    part = slice(start, stop)
+    values = TokenValues(
+        trained[part],
+        {name: value[part] for name, value in means.items()},
+        None if ratio is None else ratio[part],
+    )
+    return token_metrics(output.per_token[part], values)
+
+
+def no_metrics(names: Iterable[str], device: torch.device) -> dict[str, Tensor]:
+    """The metrics of no tokens, which change nothing where they are combined with others."""
+    return {name: torch.tensor(_OF_NOTHING[_reduction(name)], dtype=torch.float64, device=device) for name in names}
 
 
 def combine_metrics(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -49,7 +60,8 @@ def combine_metrics(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 def all_reduce_metrics(metrics: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> dict[str, Tensor]:
     """The metrics of all ranks as one; collective.
 
-    Every rank brings the same names, which are those of the loss, whatever is in its micro-batches.
+    Every rank brings the same names, which are those of the loss, whatever is in its micro-batches. In place of scalars
+    there may be tensors of one shape.
     """
     added = [name for name in metrics if _reduction(name) in ("sum", "mean")]
     smallest = [name for name in metrics if _reduction(name) == "min"]
@@ -91,3 +103,4 @@ _REDUCE: Mapping[str, Callable[[Tensor], Tensor]] = {
     "min": lambda values: values.amin(),
     "max": lambda values: values.amax(),
 }
+_OF_NOTHING: Mapping[str, float] = {"sum": 0.0, "mean": 0.0, "min": float("inf"), "max": float("-inf")}

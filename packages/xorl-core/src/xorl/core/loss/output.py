@@ -10,14 +10,28 @@ from torch import Tensor
 IGNORE = -100
 
 
+class TokenValues(NamedTuple):
+    """What metrics are made of, for the T tokens of one micro-batch; without gradients.
+
+    trained: [T] bool, the tokens that count.
+    means: [T] by name, averaged over the tokens that count.
+    ratio: [T], of probabilities, of which mean and extremes are given; None where a loss has none.
+    """
+
+    trained: Tensor
+    means: dict[str, Tensor]
+    ratio: Tensor | None
+
+
 class LossOutput(NamedTuple):
     """What a loss returns for the T tokens of one micro-batch.
 
     sum: scalar, summed over the trained tokens; what is backpropagated.
     per_token: [T] fp32, the terms of the sum: 0 where nothing is trained.
     metrics: scalars named `name:reduction`; see `metrics.py`. `score_tokens` puts a value per token there instead.
-    logprobs: [T] fp32, log p(label) whatever the token's weight, 0 where the label is -100; None where a loss that
-        xorl does not compute gives none.
+    logprobs: [T] fp32, log p(label) whatever the token's weight, 0 where the label is -100; [T, K] where there are K
+        labels for each token; None where a loss that xorl does not compute gives none.
+    values: what `metrics` are made of, for those who want them of a part of the tokens; None where there are none.
 
     Only `sum` has a gradient. A NamedTuple, so that wrappers which look for tensors in a module's output find them.
     """
@@ -26,10 +40,11 @@ class LossOutput(NamedTuple):
     per_token: Tensor
     metrics: dict[str, Tensor]
     logprobs: Tensor | None = None
+    values: TokenValues | None = None
 
 
 LossFn = Callable[[Tensor, Tensor, Mapping[str, Tensor]], LossOutput]
-"""(hidden [T, D], head weight [V, D], targets by name, each [T]) -> LossOutput."""
+"""(hidden [T, D], head weight [V, D], targets by name, each [T], or [T, K] where a loss says so) -> LossOutput."""
 
 
 class HeadLoss(Protocol):

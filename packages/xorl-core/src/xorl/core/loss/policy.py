@@ -15,7 +15,7 @@ from torch import Tensor
 
 from xorl.core.loss.head import token_logprobs
 from xorl.core.loss.metrics import token_metrics
-from xorl.core.loss.output import IGNORE, LossOutput
+from xorl.core.loss.output import IGNORE, LossOutput, TokenValues
 
 # Beyond this a ratio says nothing but that the policies have parted, and its products would overflow.
 MAX_LOG_RATIO = 20.0
@@ -109,8 +109,9 @@ class PolicyLoss(Generic[OptionsT]):
         if self.options.compute_kl_stats:
             # Both estimate KL(sampler || model) by its samples, k3 with less variance: http://joschu.net/blog/kl-approx.html
             means = means | {"kl_sample_train_k1": -log_ratio, "kl_sample_train_k3": ratio - 1 - log_ratio}
-        metrics = token_metrics(per_token, tokens.trained, means, ratio)
-        return LossOutput(per_token.sum(), per_token.detach(), metrics, logprobs.detach())
+        values = TokenValues(tokens.trained, {name: value.detach() for name, value in means.items()}, ratio)
+        metrics = token_metrics(per_token, values)
+        return LossOutput(per_token.sum(), per_token.detach(), metrics, logprobs.detach(), values)
 
     def check_inputs(self, names: Collection[str]) -> None:
         """Raise ValueError where the loss needs an input that is not among `names`."""
