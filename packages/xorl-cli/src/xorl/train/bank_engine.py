@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -14,7 +15,7 @@ from xorl.core.loss import LossFn, LossOutput
 from xorl.core.parallel import ParallelModel, record_waits
 from xorl.data import PackedBatch
 from xorl.lora import Adam, AdapterBank
-from xorl.train.engine import StepLosses, Update, call_model, to_device
+from xorl.train.engine import OnOutput, StepLosses, Update, call_model, to_device
 from xorl.train.timing import StepTimer
 
 
@@ -75,20 +76,21 @@ class BankEngine:
         record_waits(model, self.timer)
 
     def forward_backward(
-        self, batches: Iterable[MixedBatch], loss_fn: LossFn, names: Sequence[str]
+        self, batches: Iterable[MixedBatch], loss_fn: LossFn, names: Sequence[str], on_output: OnOutput | None = None
     ) -> dict[str, StepLosses]:
         """Add each adapter's gradient of the summed loss over its tokens; returns the sums of each over all ranks.
 
         Collective: every rank must bring the same number of micro-batches and the same `names`, in their order; these
-        are the adapters that any rank has tokens of. If it fails, gradients here are what they were before.
+        are the adapters that any rank has tokens of. If it fails, gradients here are what they were before, and where
+        every rank fails, the model can compute again. `on_output` as for `Engine`.
         """
         self.model.module.train()
         pending = list(batches)
         self.timer.start()
         places = {name: place for place, name in enumerate(names)}
         losses = torch.zeros(len(names), dtype=torch.float64, device=self.device)
-        with self.bank.gradients_kept({name for mixed in pending for name, _ in mixed.parts}):
-            for mixed in pending:
+        with self._recovering(), self.bank.gradients_kept({name for mixed in pending for name, _ in mixed.parts}):
+            for index, mixed in enumerate(pending):
                 self.bank.activate(mixed.runs)
                 output = call_model(self.model, mixed.batch, _isolating(loss_fn), self.device)
                 self.timer.mark("forward")
@@ -97,6 +99,8 @@ class BankEngine:
                 self.timer.mark("backward")
                 for (name, _), own in zip(mixed.runs, _by_run(output, mixed), strict=True):
                     losses[places[name]] += own.double().sum()
+                if on_output is not None:
+                    on_output(index, output)
         sums = torch.cat([losses[:, None], self._counts(pending, places)], dim=1)
         dist.all_reduce(sums, group=self.model.mesh.dp_group)
         self.timer.mark("comm")
@@ -106,8 +110,9 @@ class BankEngine:
     def forward(self, mixed: MixedBatch, loss_fn: LossFn) -> LossOutput:
         """The loss of one micro-batch on this rank, without gradients; collective where parameters are sharded."""
         self.model.module.eval()
-        self.bank.activate(mixed.runs)
-        return call_model(self.model, mixed.batch, loss_fn, self.device)
+        with self._recovering():
+            self.bank.activate(mixed.runs)
+            return call_model(self.model, mixed.batch, _isolating(loss_fn), self.device)
 
     def optim_step(self, name: str, adam: Adam, divisor: Tensor | float, max_grad_norm: float | None) -> Update:
         """Divide one adapter's accumulated gradient by `divisor`, clip it, step and zero it; collective.
@@ -117,6 +122,14 @@ class BankEngine:
         update = Update(*self.bank.step(name, adam, divisor=divisor, max_norm=max_grad_norm))
         self.timer.mark("optimizer")
         return update
+
+    @contextmanager
+    def _recovering(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.model.recover()
+            raise
 
     def _counts(self, batches: Sequence[MixedBatch], places: Mapping[str, int]) -> Tensor:
         """Trained tokens, tokens and FLOPs of this rank's micro-batches by adapter, on the device."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,11 @@ from xorl.core.optim import OptimizerState, WideAccumulation, gradient_scale
 from xorl.core.parallel import ParallelModel, record_waits
 from xorl.data import PackedBatch
 from xorl.kernels.layout import SequenceLayout
+from xorl.lora import Adam
 from xorl.train.timing import StepTimer
+
+OnOutput = Callable[[int, LossOutput], None]
+"""Takes the number of a micro-batch of this rank and what the loss gave for it, on the device."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +91,13 @@ class Engine:
         self._parameters = [p for p in model.module.parameters() if p.requires_grad]
         self._accumulation = WideAccumulation(self._parameters)
 
-    def forward_backward(self, batches: Iterable[PackedBatch], loss_fn: LossFn) -> StepLosses:
+    def forward_backward(
+        self, batches: Iterable[PackedBatch], loss_fn: LossFn, on_output: OnOutput | None = None
+    ) -> StepLosses:
         """Add the gradient of the summed loss over `batches` on all ranks; collective.
 
-        Every rank must bring the same number of micro-batches.
+        Every rank must bring the same number of micro-batches. `on_output` is called with the number of each and what
+        the loss gave for it, once its backward pass is queued.
         """
         self.model.module.train()
         pending = list(batches)
@@ -104,6 +112,8 @@ class Engine:
                 self.timer.end_wait()
             self.timer.mark("backward")
             loss_sum += output.sum.detach()
+            if on_output is not None:
+                on_output(index, output)
         sums = torch.cat([loss_sum.reshape(1), self._counts(pending)])
         dist.all_reduce(sums, group=self.model.mesh.dp_group)
         self.timer.mark("comm")
@@ -123,7 +133,44 @@ class Engine:
         A gradient that is not finite changes nothing: the optimizer reads the flag on the device, so the host need not
         wait for it.
         """
-        norm, scale = gradient_scale(self._parameters, divisor, self._max_grad_norm)
+        return self._step(lr, divisor, self._max_grad_norm)
+
+    def adam_step(self, adam: Adam, divisor: Tensor | float, max_grad_norm: float | None) -> Update:
+        """`optim_step` with hyperparameters of its own, which no later step remembers; None clips nothing.
+
+        Of an optimizer that has no such parameters, it takes what it has: lr and weight_decay always.
+        """
+        own = {"betas": adam.betas, "eps": adam.eps, "weight_decay": adam.weight_decay}
+        for group in self.optimizer.param_groups:
+            group.update({key: value for key, value in own.items() if key in group})
+        return self._step(adam.lr, divisor, max_grad_norm)
+
+    def zero_grad(self) -> None:
+        """Forget what was accumulated."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    @contextmanager
+    def gradients_kept(self) -> Iterator[None]:
+        """Around `forward_backward`: should it fail, gradients are what they were, and the model can compute again.
+
+        It copies the gradients that there are, so it is for those who cannot start again. Every rank must fail, or
+        none: another would wait for this one in the pass.
+        """
+        earlier = [None if p.grad is None else p.grad.detach().clone() for p in self._parameters]
+        try:
+            yield
+        except BaseException:
+            self.model.recover()
+            for parameter, gradient in zip(self._parameters, earlier, strict=True):
+                parameter.grad = None
+                if parameter.dtype != torch.float32:
+                    # Several micro-batches add up in fp32 (`WideAccumulation`), one is in the parameter's dtype.
+                    parameter.grad_dtype = parameter.dtype if gradient is None else gradient.dtype
+                parameter.grad = gradient
+            raise
+
+    def _step(self, lr: float, divisor: Tensor | float, max_grad_norm: float | None) -> Update:
+        norm, scale = gradient_scale(self._parameters, divisor, max_grad_norm)
         skipped = (~torch.isfinite(norm)).float()
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]

@@ -18,7 +18,7 @@ from xorl.core.parallel.activations import Recompute, recompute_layers
 from xorl.core.parallel.compile import CompileBackend, compile_layers
 from xorl.core.parallel.ddp import replicate
 from xorl.core.parallel.fp8 import Fp8Weights
-from xorl.core.parallel.fsdp import keeping_gathered, prefetch_forward, shard, sharding_units
+from xorl.core.parallel.fsdp import abandon_pass, keeping_gathered, prefetch_forward, shard, sharding_units
 from xorl.core.parallel.offload import ActivationOffload
 from xorl.core.parallel.stored import gather_as_stored, sharding_of_bytes
 
@@ -99,6 +99,20 @@ class ParallelModel:
         return any(
             parameter.dtype != torch.float32 for parameter in self.module.parameters() if parameter.requires_grad
         )
+
+    def recover(self) -> None:
+        """After a pass that failed on every rank: the next one begins as if that one had not been; it adds nothing.
+
+        Raises RuntimeError for a replica that failed between its forward and its backward pass's end: what exchanges
+        its gradients cannot begin again.
+        """
+        if isinstance(self.forward, DistributedDataParallel) and torch.is_grad_enabled():
+            raise RuntimeError(
+                "a training pass failed under train.data_parallel_mode: ddp, which cannot go on after it"
+            )
+        abandon_pass(self.module)
+        if self.fp8_weights is not None:
+            self.fp8_weights.invalidate()
 
     def drop_gathered(self) -> None:
         """Free gathered copies of sharded parameters, which a forward pass without a backward one may leave.

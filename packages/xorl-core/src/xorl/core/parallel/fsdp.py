@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -69,6 +70,36 @@ def keeping_gathered(model: nn.Module) -> Iterator[None]:
     finally:
         for unit in freeing:
             unit.set_reshard_after_forward(True, recurse=False)
+
+
+def abandon_pass(model: nn.Module) -> None:
+    """Let every unit be as it was before a forward or backward pass that did not come to its end, but for gradients.
+
+    Sharded parameters keep what gradients the pass has added so far.
+    """
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    for unit in model.modules():
+        if not isinstance(unit, FSDPModule):
+            continue
+        state = unit._get_fsdp_state()
+        state._training_state = TrainingState.IDLE
+        state._modules_to_run_forward.clear()
+        context, communication = state._state_ctx, state._comm_ctx
+        context.iter_forward_root, context.post_backward_final_callback_queued = None, False
+        communication.post_forward_order.clear()
+        communication.all_gather_state = communication.reduce_scatter_state = None
+        if (group := state._fsdp_param_group) is None:
+            continue
+        group._training_state = TrainingState.IDLE
+        # What is gathered ahead is waited for, and dropped.
+        group.finalize_backward()
+        group._partial_reduce_output = None
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter.unsharded_param.grad = None
+        group.reshard()
 
 
 def _frees_after_forward(unit: FSDPModule) -> bool:

@@ -1,0 +1,107 @@
+"""A pass that fails on every rank leaves the gradient, and what computes it, as they were."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from placement import num_ranks, place, whole
+from xorl.core.loss import LossOutput, cross_entropy
+from xorl.core.models import spec_for
+from xorl.core.nn import LayerKernels
+from xorl.data import Document, PackedBatch, collate
+from xorl.train.engine import Engine
+
+HF_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+}
+
+
+def batch(seed: int) -> PackedBatch:
+    ids = torch.randint(0, 64, (12 + seed,), generator=torch.Generator().manual_seed(seed)).numpy()
+    return collate([Document(ids, ids)])
+
+
+def engine_for(layout: str, param_dtype: torch.dtype, recompute: str) -> Engine:
+    spec = spec_for(HF_CONFIG)
+    with torch.device("meta"):
+        model = spec.build(spec.config_from_hf(HF_CONFIG), merge_qkv=True, kernels=LayerKernels()).to(param_dtype)
+    model.compute_dtype = param_dtype
+    placed = place(model, layout, recompute)
+    return Engine(
+        placed, torch.optim.SGD(model.parameters(), lr=0.0), torch.device("cpu"), max_grad_norm=None, flops=sum
+    )
+
+
+class Refusal(torch.autograd.Function):
+    """Computes nothing, and fails in the pass that it is told to fail in."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor, where: str) -> Tensor:
+        if where == "forward":
+            raise ValueError("forward")
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: object, *grads: Tensor) -> tuple[Tensor, None]:
+        raise ValueError("backward")
+
+
+def fail(engine: Engine, where: str) -> None:
+    """One good micro-batch, and one that fails in the middle layer, forward or backward."""
+    with engine.gradients_kept():
+        hooks = []
+
+        def begin_to_fail(index: int, output: LossOutput) -> None:
+            layers = engine.model.module.layers
+            assert isinstance(layers, nn.ModuleList)
+            hooks.append(layers[1].register_forward_hook(lambda module, given, out: Refusal.apply(out, where)))
+
+        try:
+            engine.forward_backward([batch(3), batch(4)], cross_entropy, begin_to_fail)
+        finally:
+            hooks[0].remove()
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    ("layout", "param_dtype", "recompute"),
+    [
+        ("none", torch.float32, "none"),
+        ("zero3-2", torch.float32, "none"),
+        ("zero3-2", torch.bfloat16, "layer"),
+        ("zero2-2", torch.float32, "layer"),
+        ("hsdp-2x2", torch.float32, "none"),
+    ],
+)
+def test_gradients_and_later_passes_know_nothing_of_it(
+    layout: str, param_dtype: torch.dtype, recompute: str, run_ranks
+) -> None:
+    # Catches half of a failed call in the next step, and a model that gathers nothing, or waits, after a failure.
+    def gradients(failures: bool) -> dict[str, Tensor]:
+        engine = engine_for(layout, param_dtype, recompute)
+        rank = engine.model.mesh.dp_rank
+        for number in range(2):
+            for where in ("forward", "backward") if failures else ():
+                with pytest.raises(ValueError, match=where):
+                    fail(engine, where)
+            if number == 0 and failures:
+                assert all(parameter.grad is None for parameter in engine.model.module.parameters())
+            engine.forward_backward([batch(rank + number), batch(5 + number)], cross_entropy)
+        return {name: whole(p.grad) for name, p in engine.model.module.named_parameters()}
+
+    def both() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        return gradients(False), gradients(True)
+
+    for wanted, got in run_ranks(both, num_ranks(layout)):
+        assert all(torch.equal(wanted[name], got[name]) for name in wanted)
