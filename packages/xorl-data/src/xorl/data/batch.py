@@ -21,7 +21,8 @@ class PackedBatch:
 
     `labels[t]` is the token that position t predicts, IGNORE at a document's last position. The padding, if any, is the
     last document: its labels are IGNORE and `num_tokens` leaves it out. `extras` hold one value per token, aligned
-    with `input_ids` (not shifted), 0 in the padding.
+    with `input_ids` (not shifted), 0 in the padding. Where a loss takes several labels at each token, labels and extras
+    are [T, K].
     """
 
     input_ids: Tensor  # [T] int64
