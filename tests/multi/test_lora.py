@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from placement import whole
 from xorl.config import Config, config_from_mapping
 from xorl.core.loss import cross_entropy
 from xorl.core.mesh import Mesh, ParallelDims
@@ -104,10 +104,6 @@ def batches(engine: Engine, micro_batch_size: int) -> list:
         collate(list(chain.from_iterable(own[start : start + micro_batch_size])), pad_to_multiple_of=8)
         for start in range(0, len(own), micro_batch_size)
     ]
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def gradient(engine: Engine, micro_batch_size: int) -> dict[str, Tensor]:

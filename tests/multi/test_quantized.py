@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
+from placement import whole
 from xorl.ckpt import CheckpointError, SafetensorsSource, load_weights
 from xorl.config import load_config
 from xorl.core import runtime
@@ -132,11 +132,6 @@ def write_weights(folder: Path) -> None:
     for name, parameter in model.named_parameters():
         tensors |= recipes[name].split(parameter.detach().bfloat16())
     save_file(tensors, folder / "model.safetensors")
-
-
-def whole(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def own(engine: Engine) -> list[PackedBatch]:

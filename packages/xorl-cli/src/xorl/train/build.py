@@ -107,18 +107,10 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None) -> Run:
     run is already done.
     """
     train, phases = config.train, Phases()
-    if train.enable_full_determinism:
-        runtime.enable_determinism()
-    elif not train.allow_cuda_launch_blocking:
-        runtime.refuse_launch_blocking()
-    prepare_root(output_dir := Path(train.output_dir), "train.output_dir")
-    checkpointer = Checkpointer(output_dir / "checkpoints", manager=train.ckpt_manager, root_option="train.output_dir")
-    resumed = resume_from(checkpointer, train.load_checkpoint_path)
+    output_dir, checkpointer, resumed = begin(train)
     architecture = read_architecture(config.model)
     with phases("data", f"prepared_path={config.data.dataset_prepared_path}"):
-        vocab_size = architecture.config.vocab_size
-        data = prepare_data(config, vocab_size, architecture.tokenizer_folder, architecture.hf_config)
-        check_lengths(data, architecture.config, config.data.pad_to_multiple_of)
+        data = prepared_for(config, architecture)
 
     with phases("join", f"world_size={runtime.world_size()}"):
         place = runtime.init()
@@ -155,7 +147,7 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None) -> Run:
         held_out = build_loader(
             config, data.held_out, eval_plan(config, data.held_out, mesh.dp_size), mesh, hidden_size
         )
-    head_options = {"logits_fp32": config.model.lm_head_fp32, "whole_logits": train.ce_mode == "eager"}
+    head_options = head_options_of(config)
     return Run(
         runtime=place,
         engine=engine,
@@ -180,6 +172,32 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None) -> Run:
         mean_document_len=None if isinstance(data.train, Stream) else float(data.train.documents.lengths.mean()),
         phases=phases,
     )
+
+
+def begin(train: TrainConfig) -> tuple[Path, Checkpointer, Path | None]:
+    """What comes before any data: (output_dir, checked; its checkpoints; the one to go on from, or None).
+
+    Raises ValueError for what the user can mend.
+    """
+    if train.enable_full_determinism:
+        runtime.enable_determinism()
+    elif not train.allow_cuda_launch_blocking:
+        runtime.refuse_launch_blocking()
+    prepare_root(output_dir := Path(train.output_dir), "train.output_dir")
+    checkpointer = Checkpointer(output_dir / "checkpoints", manager=train.ckpt_manager, root_option="train.output_dir")
+    return output_dir, checkpointer, resume_from(checkpointer, train.load_checkpoint_path)
+
+
+def prepared_for(config: Config, architecture: Architecture) -> RunData:
+    """The run's data, prepared, of lengths that the model takes; raises ValueError otherwise."""
+    data = prepare_data(config, architecture.config.vocab_size, architecture.tokenizer_folder, architecture.hf_config)
+    check_lengths(data, architecture.config, config.data.pad_to_multiple_of)
+    return data
+
+
+def head_options_of(config: Config) -> dict[str, bool]:
+    """How losses and scores are to compute logits."""
+    return {"logits_fp32": config.model.lm_head_fp32, "whole_logits": config.train.ce_mode == "eager"}
 
 
 def _loader(

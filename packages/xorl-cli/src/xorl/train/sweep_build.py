@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from xorl.ckpt import Checkpointer, CheckpointError, Manifest, read_manifest
-from xorl.ckpt.layout import prepare_root
 from xorl.config import Config, member_config
 from xorl.core import runtime
 from xorl.core.loss import cross_entropy, score_tokens
@@ -26,17 +25,18 @@ from xorl.train.bank_engine import BankEngine
 from xorl.train.build import (
     RECEIPT,
     RunComplete,
-    check_lengths,
+    begin,
+    head_options_of,
     parallel_dims,
     plan_of,
+    prepared_for,
     profiler_of,
     require_agreement,
-    resume_from,
     schedule_of,
     sinks_of,
 )
 from xorl.train.checkpoints import SavePoints
-from xorl.train.data import DataIdentity, PackedDocuments, RunData, build_loader, eval_plan, prepare_data, write_receipt
+from xorl.train.data import DataIdentity, PackedDocuments, RunData, build_loader, eval_plan, write_receipt
 from xorl.train.model import Architecture, build_model, read_architecture
 from xorl.train.observe import MetricsFile, Observer
 from xorl.train.progress import Phases
@@ -54,17 +54,11 @@ def build_sweep(config: Config) -> Sweep:
     Raises ValueError for what the user can mend, RunComplete where every member has taken all its steps.
     """
     train, phases = config.train, Phases()
-    if train.enable_full_determinism:
-        runtime.enable_determinism()
-    elif not train.allow_cuda_launch_blocking:
-        runtime.refuse_launch_blocking()
-    prepare_root(output_dir := Path(train.output_dir), "train.output_dir")
-    checkpointer = Checkpointer(output_dir / "checkpoints", manager=train.ckpt_manager, root_option="train.output_dir")
-    resumed = resume_from(checkpointer, train.load_checkpoint_path)
+    output_dir, checkpointer, resumed = begin(train)
     architecture = read_architecture(config.model)
     own = {member.name: member_config(config, member) for member in config.lora.sweep}
     with phases("data", f"prepared_path={config.data.dataset_prepared_path}"):
-        data = {name: _prepare(member, architecture) for name, member in own.items()}
+        data = {name: prepared_for(member, architecture) for name, member in own.items()}
     with phases("join", f"world_size={runtime.world_size()}"):
         place = runtime.init()
         runtime.seed_everything(train.seed, place.rank)
@@ -93,7 +87,7 @@ def build_sweep(config: Config) -> Sweep:
     for member in members:
         member.diverged = member.name in diverged
     longest = max(plans.values(), key=lambda plan: plan.num_steps)
-    head_options = {"logits_fp32": config.model.lm_head_fp32, "whole_logits": train.ce_mode == "eager"}
+    head_options = head_options_of(config)
     return Sweep(
         runtime=place,
         engine=engine,
@@ -110,12 +104,6 @@ def build_sweep(config: Config) -> Sweep:
         num_steps=num_steps,
         start_step=start_step,
     )
-
-
-def _prepare(config: Config, architecture: Architecture) -> RunData:
-    data = prepare_data(config, architecture.config.vocab_size, architecture.tokenizer_folder, architecture.hf_config)
-    check_lengths(data, architecture.config, config.data.pad_to_multiple_of)
-    return data
 
 
 def _plans(
