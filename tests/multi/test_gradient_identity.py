@@ -90,8 +90,12 @@ def step_gradient(
     param_dtype: torch.dtype = torch.float32,
     backend: CompileBackend | None = None,
 ) -> tuple[dict[str, Tensor], float]:
-    """Whole gradients by parameter, and the loss, of one step over all rows, as every rank ends up with them."""
-    return gradient_of(engine_for(layout, recompute, units, param_dtype, backend), micro_batch_size)
+    """Whole gradients by parameter, and the loss, of a step over all rows, as every rank ends up with them."""
+    engine = engine_for(layout, recompute, units, param_dtype, backend)
+    # Not of the first pass: only then does DistributedDataParallel lay its buckets out, and gradients into them.
+    engine.forward_backward(batches_of(engine, micro_batch_size)[:1], cross_entropy)
+    engine.zero_grad()
+    return gradient_of(engine, micro_batch_size)
 
 
 def batches_of(engine: Engine, micro_batch_size: int) -> Sequence[PackedBatch]:

@@ -28,7 +28,8 @@ class WideAccumulation:
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
         """Around the forward and backward passes of one micro-batch."""
-        earlier = [(parameter, parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+        # A copy now: where DistributedDataParallel's buckets hold the gradients, the passes write over the first ones.
+        earlier = [(parameter, parameter.grad.float()) for parameter in self._parameters if parameter.grad is not None]
         for parameter, _ in earlier:
             parameter.grad = None
         for parameter in self._widened:
@@ -38,7 +39,7 @@ class WideAccumulation:
             newest, parameter.grad = parameter.grad, None
             # What a gradient may be assigned in, and what autograd casts to: the parameter's own during the passes.
             parameter.grad_dtype = torch.float32
-            parameter.grad = gradient.float()
+            parameter.grad = gradient
             if newest is not None:
                 local(parameter.grad).add_(local(newest))
         self._widened = [parameter for parameter, _ in earlier]
