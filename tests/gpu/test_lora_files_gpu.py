@@ -74,7 +74,7 @@ def test_what_was_trained_in_bf16_is_what_others_load(kind: str, folder: Path) -
         output = folder / f"{kind}_{gpus}"
         ranks = ["--nproc-per-node", str(gpus)] if gpus > 1 else []
         options = [*ranks, "--train.output_dir", str(output), *KINDS[kind]]
-        xorl("train", str(folder / "config.yaml"), *options, gpus=gpus)
+        xorl("train", str(folder / "config.yaml"), *options)
         xorl("export", str(output), "--verify", "--output", f"{output}_adapter")
         xorl("export", str(output), "--merge", "--verify", "--output", f"{output}_merged")
         xorl("export", str(output), "--merge", "--verify", "--dtype", "fp32", "--output", f"{output}_merged_fp32")
