@@ -84,7 +84,12 @@ def test_the_schema_describes_every_option() -> None:
 
 
 @pytest.mark.parametrize(
-    "overrides", [(), ("--train.wandb_name", '"$${X}: 5 #"', "--train.wandb_tags", '["1e5", "no", " a", ""]')]
+    "overrides",
+    [
+        (),
+        ("--train.data_parallel_mode", "ddp"),
+        ("--train.wandb_name", '"$${X}: 5 #"', "--train.wandb_tags", '["1e5", "no", " a", ""]'),
+    ],
 )
 def test_what_is_shown_loads_to_the_same(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     # Would catch `xorl config show` printing what cannot be read back, or what reads back otherwise.

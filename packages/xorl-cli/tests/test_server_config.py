@@ -79,6 +79,15 @@ def test_the_schema_describes_every_option() -> None:
     assert [name for name, value in schema["properties"].items() if not value.get("description")] == []
 
 
+@pytest.mark.parametrize("mode", ["none", "ddp", "fsdp2"])
+@pytest.mark.parametrize("switch", ["seed", "enable_lora", "enable_qlora"])
+def test_what_is_shown_without_options_loads_to_the_same(tmp_path: Path, mode: str, switch: str) -> None:
+    # Would catch processes of the service that refuse the configuration which the launcher has accepted.
+    first = loaded(data_parallel_mode=mode, **{switch: 3 if switch == "seed" else True})
+    (tmp_path / "a.yaml").write_text(show(first))
+    assert load_server_config(tmp_path / "a.yaml").config == first.config
+
+
 def test_what_is_shown_loads_to_the_same(tmp_path: Path) -> None:
     # Would catch `xorl config show --service` printing what cannot be read back, or what reads back otherwise.
     source = tmp_path / "a.yaml"

@@ -33,6 +33,7 @@ COMMANDS: dict[str, Entry] = {
     "train": Entry("xorl.cli.train", "Training", "Train a model as a configuration says."),
     "bench": Entry("xorl.cli.bench", "Training", "Measure how fast a configuration, or a known shape, trains."),
     "export": Entry("xorl.cli.export", "Training", "Write a checkpoint or an adapter for other tools, merged or not."),
+    "serve": Entry("xorl.cli.serve", "Service", "Serve training and sampling to clients, or ask a service how it is."),
     "data": Entry("xorl.cli.data", "Data", "Prepare data, and look at what will be trained on."),
     "config": Entry("xorl.cli.config", "Configuration", "Show, document or describe configurations."),
     "version": Entry("xorl.cli.version", "About", "Print versions and devices."),
@@ -70,7 +71,7 @@ app = typer.Typer(
 
 @app.callback()
 def root() -> None:
-    """Train large language models: xorl train config.yaml"""
+    """Train large language models: xorl train config.yaml, or xorl serve config.yaml for clients."""
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ def resolve(config: Config) -> tuple[Config, dict[str, str]]:
         follow("data.dataset_num_proc", *dataset_num_proc())
     if data.dataloader_num_workers == 0 and data.dataloader_prefetch_factor is not None:
         follow("data.dataloader_prefetch_factor", None, "default, data.dataloader_num_workers is 0")
-    if train.reshard_after_forward is None:
+    if train.reshard_after_forward is None and train.data_parallel_mode == "fsdp2":
         follow("train.reshard_after_forward", train.enable_full_shard, "default, train.enable_full_shard")
     if train.param_dtype is None:
         is_frozen_in_half = (lora.enable_lora or lora.enable_qlora) and train.enable_mixed_precision

@@ -80,7 +80,7 @@ def resolve_server(config: ServerConfig) -> tuple[ServerConfig, dict[str, str]]:
     if config.model_name is None:
         named = "model_path" if config.model_path is not None else "config_path"
         follow("model_name", getattr(config, named), f"default, {named}")
-    if config.max_lora_rank is None:
+    if config.max_lora_rank is None and (config.enable_lora or config.enable_qlora):
         follow("max_lora_rank", config.lora_rank, "default, lora_rank")
     if config.load_checkpoint_path == "":
         follow("load_checkpoint_path", None, "")

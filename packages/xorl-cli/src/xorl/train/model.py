@@ -238,7 +238,6 @@ def _fill_base(
 
 
 def _policy(model: ModelConfig, train: TrainConfig, compute_dtype: torch.dtype, device: torch.device) -> ParallelPolicy:
-    assert train.reshard_after_forward is not None, "resolved by the configuration"
     for option in ("enable_cpu_offload", "enable_activation_offload"):
         if device.type == "cpu" and getattr(train, option):
             raise ValueError(
@@ -253,7 +252,7 @@ def _policy(model: ModelConfig, train: TrainConfig, compute_dtype: torch.dtype, 
         data_parallel_mode=train.data_parallel_mode,
         fp8=train.fp8,
         param_dtype=compute_dtype,
-        reshard_after_forward=train.reshard_after_forward,
+        reshard_after_forward=train.enable_full_shard,
         forward_prefetch=train.enable_forward_prefetch,
         unit_modules=model.basic_modules,
         cpu_offload=train.enable_cpu_offload,

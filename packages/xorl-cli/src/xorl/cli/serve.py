@@ -1,0 +1,75 @@
+"""`xorl serve config.yaml`: starts the service; `xorl serve status` asks one that runs how it is.
+
+The configuration is checked before anything of the service is imported.
+"""
+
+import json
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+from urllib.error import HTTPError, URLError
+from urllib.request import ProxyHandler, Request, build_opener
+
+import typer
+
+from xorl.cli.arguments import OverridesCommand
+from xorl.config import load_server_config
+
+STATUS = Path("status")
+STATUS_PATH = "/status.json"
+TIMEOUT_S = 10.0
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+class Mode(Enum):
+    """What the launcher starts: workers too, or only what joins running ones."""
+
+    auto = "auto"
+    connect = "connect"
+
+
+@app.command(name="serve", cls=OverridesCommand)
+def serve_command(
+    ctx: typer.Context,
+    config: Annotated[Path, typer.Argument(metavar="CONFIG|status", help="YAML file of the service, or status.")],
+    mode: Annotated[Mode, typer.Option(help="Start workers (auto), or join running ones (connect).")] = Mode.auto,
+    api_host: Annotated[str, typer.Option(help="Address that the API listens on; others than this need a key.")] = (
+        "127.0.0.1"
+    ),
+    api_port: Annotated[int, typer.Option(help="Port of the API.")] = 5555,
+    api_key: Annotated[str | None, typer.Option(help="Key of the service that status asks, where it has one.")] = None,
+) -> None:
+    """Serve training and sampling to clients, such as tinker's and xorl-client.
+
+    Any option of the configuration can be given here too: --server.seed 7. `xorl config docs --service` lists them.
+    `xorl serve status` prints sessions, queue and throughput of a service that runs.
+    """
+    if config == STATUS and not config.is_file():
+        typer.echo(status_text(f"http://{api_host}:{api_port}", api_key))
+        return
+    if api_key is not None:
+        raise ValueError("--api-key is for `xorl serve status`; the key of a service is its option api_token")
+    load_server_config(config, tuple(ctx.obj))
+    from xorl.server.launcher import serve  # noqa: PLC0415  (after the configuration has been checked)
+
+    raise typer.Exit(serve(config, tuple(ctx.obj), mode=mode.value, api_host=api_host, api_port=api_port))
+
+
+def status_text(url: str, api_key: str | None) -> str:
+    """What a service says of itself, for people. Raises ValueError where none answers, or wants another key."""
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    try:
+        with build_opener(ProxyHandler({})).open(
+            Request(url + STATUS_PATH, headers=headers), timeout=TIMEOUT_S
+        ) as answer:
+            status = json.load(answer)
+    except HTTPError as error:
+        hint = "; give the service's key with --api-key" if error.code in (401, 403) else ""
+        raise ValueError(f"{url} answers {error.code}{hint}") from error
+    except (URLError, OSError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"no service answers at {url} ({error}): start one with `xorl serve config.yaml`, or name another with "
+            "--api-host and --api-port"
+        ) from error
+    return json.dumps(status, indent=2)

@@ -1,0 +1,101 @@
+"""Where the orchestrator finds the workers: one address by the configuration, or the one that they have published.
+
+Beyond this machine a channel has keys, which are made once and kept in output_dir, readable for this user alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+from xorl.config import ServerConfig
+from xorl.server.channel import ChannelKeys, check_address, private_ipc_address
+
+SERVICE_FOLDER = "service"  # in output_dir: what the processes of the service tell each other
+WORKERS_FILE = "workers.json"
+KEYS_FILE = "channel.keys"
+LOOK_EVERY_S = 0.2
+ANY_HOST = ("0.0.0.0", "*", "[::]")
+
+
+def service_folder(config: ServerConfig) -> Path:
+    """`{output_dir}/service`, made where it is not there, for this user alone."""
+    folder = Path(config.output_dir) / SERVICE_FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o700)
+    return folder
+
+
+def bind_address(config: ServerConfig, *, num_hosts: int) -> str:
+    """Where the first worker listens: an ipc socket in a new private folder where all workers are on one host."""
+    if config.worker_bind_address != "auto":
+        return config.worker_bind_address
+    if num_hosts == 1:
+        return private_ipc_address("workers")
+    return f"tcp://{config.worker_bind_host}:{config.worker_bind_port}"
+
+
+def channel_keys(config: ServerConfig, address: str) -> ChannelKeys | None:
+    """The keys that a channel at this address needs, made where there are none yet; None where it needs none.
+
+    Raises ValueError that names the option where the address cannot be used.
+    """
+    keys: ChannelKeys | None = None
+    file = service_folder(config) / KEYS_FILE
+    try:
+        check_address(address, None)
+    except ValueError:
+        if not address.startswith("tcp://"):
+            raise
+        if not file.exists():
+            ChannelKeys.create().save(file)
+        keys = ChannelKeys.load(file)
+    option = "worker_bind_address" if address == config.worker_bind_address else "worker_bind_host"
+    try:
+        check_address(address, keys)
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from error
+    return keys
+
+
+def publish(config: ServerConfig, address: str) -> None:
+    """Tell a launcher that connects where the first worker, this process, listens."""
+    file = service_folder(config) / WORKERS_FILE
+    fresh = file.with_suffix(".tmp")
+    fresh.write_text(json.dumps({"address": reachable(address, socket.gethostname()), "pid": os.getpid()}))
+    fresh.replace(file)
+
+
+def connect_address(config: ServerConfig, timeout_s: float) -> str:
+    """Where workers that run already are reached: by the options, or by what they have published.
+
+    Raises RuntimeError where they publish nothing within timeout_s.
+    """
+    if config.engine_connect_host is not None or config.worker_bind_address != "auto":
+        return reached_from_here(config, bind_address(config, num_hosts=2))
+    file = service_folder(config) / WORKERS_FILE
+    deadline = time.monotonic() + timeout_s
+    while not file.exists():
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"engine_connect_host: null, and no worker has written {file} within worker_connection_timeout, "
+                f"{timeout_s:g} s: start the workers with the same output_dir, or name the host of the first one"
+            )
+        time.sleep(LOOK_EVERY_S)
+    return str(json.loads(file.read_text())["address"])
+
+
+def reached_from_here(config: ServerConfig, address: str) -> str:
+    """The address by which a process on this host reaches who listens at `address`."""
+    return reachable(address, config.engine_connect_host or "127.0.0.1", always=config.engine_connect_host is not None)
+
+
+def reachable(address: str, host: str, *, always: bool = False) -> str:
+    """A tcp address with `host` in place of one that stands for all interfaces; `always`, of any."""
+    if not address.startswith("tcp://"):
+        return address
+    listening, _, port = address.removeprefix("tcp://").rpartition(":")
+    return f"tcp://{host}:{port}" if always or listening in ANY_HOST else address

@@ -1,0 +1,353 @@
+"""Starts the service and keeps it running: `python -m xorl.server.launcher --mode auto --config config.yaml`.
+
+The launcher itself serves nothing. It starts the workers (under torchrun), the orchestrator and the API, starts each
+again when it dies, and stops them in the order in which nothing is lost: first whoever takes requests, then the
+orchestrator, which saves, then the workers. `xorl serve` is the same command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import fcntl
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Literal, get_args
+from urllib.error import URLError
+from urllib.request import ProxyHandler, build_opener
+
+from xorl.config import LoadedServerConfig, ServerConfig, load_server_config, num_workers
+from xorl.config.overrides import split_overrides
+from xorl.config.server import TOKEN_PREFIX
+from xorl.config.show import show
+from xorl.server.addresses import (
+    KEYS_FILE,
+    bind_address,
+    channel_keys,
+    connect_address,
+    reached_from_here,
+    service_folder,
+)
+from xorl.server.channel.wire import is_loopback
+from xorl.server.process import begin_process
+from xorl.server.supervise import BAD_INPUT, ProcessFailed, Supervised
+
+logger = logging.getLogger(__name__)
+
+Mode = Literal["auto", "connect"]
+
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 5555  # to which xorl-client connects by default
+TOKEN_FILE = "api_token"
+LOCK_FILE = "lock"
+LOOK_EVERY_S = 0.1
+HEALTH_EVERY_S = 0.5
+SAVE_S = 1800.0  # for the orchestrator to save every model
+STOP_S = 30.0
+CHILD = ("-u", "-m", "xorl.server.process")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is started, and where it is reached. num_workers 0: they run already."""
+
+    config: ServerConfig
+    folder: Path
+    config_file: Path
+    num_workers: int
+    workers_bind: str
+    workers_address: str
+    keys_file: Path | None
+    orchestrator_address: str
+    api_host: str
+    api_port: int
+
+    @property
+    def url(self) -> str:
+        """Where clients reach the API from this host."""
+        host = DEFAULT_HOST if self.api_host in ("0.0.0.0", "::") else self.api_host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.api_port}"
+
+    def processes(self) -> list[Supervised]:
+        """The processes in the order in which they start."""
+        keys = [] if self.keys_file is None else ["--keys", str(self.keys_file)]
+        common = ["--config", str(self.config_file)]
+        workers = Supervised(
+            "workers",
+            [
+                *(sys.executable, *CHILD, "torch.distributed.run", "--standalone", "--max-restarts=0"),
+                *(f"--nproc-per-node={self.num_workers}", "-m", "xorl.server.worker"),
+                *(*common, "--bind", self.workers_bind, *keys),
+            ],
+            # Threads that wait for work should leave the cores to the other processes.
+            environment={"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")},
+            max_restarts=self.config.worker_max_retries,
+        )
+        orchestrator = Supervised(
+            "orchestrator",
+            [
+                *(sys.executable, *CHILD, "xorl.server.orchestrator", *common),
+                *("--bind", self.orchestrator_address, "--workers", self.workers_address, *keys),
+            ],
+        )
+        api = Supervised(
+            "API",
+            [
+                *(sys.executable, *CHILD, "xorl.server.api", *common),
+                *("--orchestrator", self.orchestrator_address),
+                *("--host", self.api_host, "--port", str(self.api_port)),
+            ],
+        )
+        return [*([workers] if self.num_workers else []), orchestrator, api]
+
+
+def serve(path: Path, overrides: Sequence[str], *, mode: Mode, api_host: str, api_port: int) -> int:
+    """Run the service of a configuration until a signal stops it; returns the exit code.
+
+    Raises ValueError for what the user can mend, before anything is started.
+    """
+    loaded = load_server_config(path, overrides)
+    begin_process("launcher", loaded.config.log_level, follows_parent=False)
+    with ExitStack() as stack:
+        lock = stack.enter_context(hold_folder(service_folder(loaded.config)))
+        check_listening("--api", api_host, api_port)
+        loaded, told = with_token(loaded, api_host)
+        folder = Path(tempfile.mkdtemp(prefix="xorl-"))
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        plan = make_plan(loaded, folder, mode=mode, api_host=api_host, api_port=api_port)
+        lock.write(f"{os.getpid()} {plan.url}\n")
+        lock.flush()
+        return _supervise(plan, plan.processes(), told)
+
+
+def make_plan(loaded: LoadedServerConfig, folder: Path, *, mode: Mode, api_host: str, api_port: int) -> Plan:
+    """Decide what to start. `folder` is private; the configuration as it is resolved goes there."""
+    config = loaded.config
+    count = 0
+    if mode == "auto":
+        if config.engine_connect_host is not None and config.worker_bind_address == "auto":
+            raise ValueError(
+                "engine_connect_host: with --mode auto the workers are on this host, and reached by ipc; leave it at "
+                "null, or set worker_bind_address too"
+            )
+        count = _count_workers(config)
+        bind = bind_address(config, num_hosts=1)
+        if bind.startswith("tcp://"):
+            host, _, port = bind.removeprefix("tcp://").rpartition(":")
+            check_listening("worker_bind_address", host.strip("[]"), int(port))
+        else:
+            # Its folder would be one more to remove.
+            Path(bind.removeprefix("ipc://")).parent.rmdir()
+            bind = f"ipc://{folder / 'workers'}"
+        address = reached_from_here(config, bind)
+    else:
+        bind = ""
+        address = connect_address(config, config.worker_connection_timeout)
+    keys = channel_keys(config, bind or address)
+    config_file = folder / "config.yaml"
+    config_file.touch(mode=0o600)
+    config_file.write_text(show(loaded), encoding="utf-8")
+    return Plan(
+        config=config,
+        folder=folder,
+        config_file=config_file,
+        num_workers=count,
+        workers_bind=bind,
+        workers_address=address,
+        keys_file=None if keys is None else service_folder(config) / KEYS_FILE,
+        orchestrator_address=f"ipc://{folder / 'orchestrator'}",
+        api_host=api_host,
+        api_port=api_port,
+    )
+
+
+def check_listening(option: str, host: str, port: int) -> None:
+    """Raise ValueError that names the option (or `--api`, for the two of the API) where nobody can listen there."""
+    host_option, port_option = ("--api-host", "--api-port") if option == "--api" else (option, option)
+    if not 0 < port < 2**16:
+        raise ValueError(f"{port_option}: a port is 1 to 65535, got {port}")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise ValueError(f"{host_option}: {host} is no address: {error}") from error
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except PermissionError as error:
+            raise ValueError(f"{port_option}: port {port} needs more rights than this user has: {error}") from error
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ValueError(
+                    f"{port_option}: port {port} of {host} is in use: stop who listens there, or choose another"
+                ) from error
+            raise ValueError(f"{host_option}: this machine cannot listen at {host}: {error}") from error
+
+
+def with_token(loaded: LoadedServerConfig, api_host: str) -> tuple[LoadedServerConfig, str | None]:
+    """The configuration with the key that clients must send, and where it is kept if it was made here.
+
+    On a loopback address there is none unless the configuration gives one.
+    """
+    if loaded.config.api_token is not None or is_loopback(api_host):
+        return loaded, None
+    file = service_folder(loaded.config) / TOKEN_FILE
+    if file.exists():
+        token = file.read_text(encoding="ascii").strip()
+        if not token.startswith(TOKEN_PREFIX):
+            raise ValueError(f"api_token: {file} holds no key that begins with {TOKEN_PREFIX}: remove it for a new one")
+    else:
+        token = TOKEN_PREFIX + secrets.token_urlsafe(32)
+        file.touch(mode=0o600)
+        file.write_text(f"{token}\n", encoding="ascii")
+    config = loaded.config.model_copy(update={"api_token": token})
+    return replace(loaded, config=config), str(file)
+
+
+def hold_folder(folder: Path) -> IO[str]:
+    """Holds output_dir for this service: two would each write what the other does not know of."""
+    file = (folder / LOCK_FILE).open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.seek(0)
+        holder = file.read().strip() or "unknown"
+        file.close()
+        raise ValueError(
+            f"output_dir: another service has {folder.parent} (process and address: {holder}): stop it, or choose "
+            "another --server.output_dir"
+        ) from None
+    file.truncate(0)
+    return file
+
+
+def _count_workers(config: ServerConfig) -> int:
+    gpus = _num_gpus()
+    count = num_workers(config, gpus)
+    if gpus and count > gpus:
+        raise ValueError(
+            f"data_parallel_shard_size x data_parallel_replicate_size: {count} workers, and this machine shows {gpus} "
+            "GPUs: make the sizes smaller, or start workers on several hosts and this with --mode connect"
+        )
+    if count < gpus:
+        logger.warning(
+            "event=gpus_idle workers=%d gpus=%d: the parallel sizes ask for fewer than there are; "
+            "data_parallel_shard_size: -1 takes all",
+            count,
+            gpus,
+        )
+    return count
+
+
+def _num_gpus() -> int:
+    """How many GPUs torch finds; it is asked in another process, so that this one stays small."""
+    if not Path("/proc/driver/nvidia/version").exists():
+        return 0
+    code = "import torch; print(torch.cuda.device_count())"
+    return int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+
+
+def _supervise(plan: Plan, processes: Sequence[Supervised], told: str | None) -> int:
+    """Start all, look after all, and stop all when a signal comes or one of them fails for good."""
+    stop = threading.Event()
+    hurry = threading.Event()
+
+    def take(number: int, frame: object) -> None:
+        (hurry if stop.is_set() else stop).set()
+
+    previous = {number: signal.signal(number, take) for number in (signal.SIGTERM, signal.SIGINT)}
+    code = 0
+    try:
+        for process in processes:
+            process.start()
+        ready = threading.Thread(target=_tell_when_ready, args=(plan, stop, told), name="xorl-ready", daemon=True)
+        ready.start()
+        while not stop.wait(LOOK_EVERY_S):
+            for process in processes:
+                process.look_after()
+    except ProcessFailed as error:
+        logger.error("event=giving_up %s", error)
+        code = error.code if error.code == BAD_INPUT else 1
+    finally:
+        stop.set()
+        stop_all(processes, hurry)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    return code
+
+
+def stop_all(processes: Sequence[Supervised], hurry: threading.Event) -> None:
+    """Stop from the front to the back; a second signal stops at once."""
+    logger.info("event=stopping")
+    for process in reversed(processes):
+        process.signal(signal.SIGTERM)
+        deadline = time.monotonic() + (SAVE_S if process.name == "orchestrator" else STOP_S)
+        while not process.wait(LOOK_EVERY_S) and time.monotonic() < deadline and not hurry.is_set():
+            pass
+        process.kill()
+    logger.info("event=stopped")
+
+
+def _tell_when_ready(plan: Plan, stop: threading.Event, told: str | None) -> None:
+    """Say once that training calls can be served, and how to make one."""
+    opener = build_opener(ProxyHandler({}))
+    started = time.monotonic()
+    while not stop.wait(HEALTH_EVERY_S):
+        try:
+            with opener.open(f"{plan.url}/api/v1/healthz", timeout=5) as answer:
+                if answer.status == 200:
+                    break
+        except (URLError, OSError):
+            continue
+    else:
+        return
+    config = plan.config
+    key = f"key_in={told}" if told else "key=as_configured" if config.api_token else "key=none_needed"
+    logger.info(
+        "event=ready url=%s model=%s workers=%s after_s=%.1f %s",
+        plan.url,
+        config.model_name,
+        plan.num_workers or "connected",
+        time.monotonic() - started,
+        key,
+    )
+
+
+def parse_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The flags, and the overrides of the configuration."""
+    overrides, rest = split_overrides(arguments)
+    parser = argparse.ArgumentParser(prog="python -m xorl.server.launcher", description=serve.__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="YAML file of the service")
+    parser.add_argument("--mode", choices=get_args(Mode), default="auto", help="start workers, or join running ones")
+    parser.add_argument("--api-host", default=DEFAULT_HOST, help="address that the API listens on")
+    parser.add_argument("--api-port", type=int, default=DEFAULT_PORT, help="port of the API")
+    return parser.parse_args(rest), overrides
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the launcher and returns its exit code."""
+    flags, overrides = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return serve(flags.config, overrides, mode=flags.mode, api_host=flags.api_host, api_port=flags.api_port)
+    except ValueError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return BAD_INPUT
+
+
+if __name__ == "__main__":
+    sys.exit(main())

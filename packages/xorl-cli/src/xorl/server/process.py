@@ -1,0 +1,56 @@
+"""What every process of the service does first: it logs in the same form, and ends when who started it has ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+
+from xorl.config.server import LogLevel
+
+PARENT_CHECK_S = 0.5
+GRACE_S = 20.0  # to save what is on its way; a process that waits in a collective never sees the signal
+
+
+def begin_process(name: str, log_level: LogLevel, *, follows_parent: bool = True) -> None:
+    """Sets up the logging of a process and, unless it is nobody's child, its end with its parent."""
+    logging.basicConfig(
+        level=log_level,
+        format=f"%(asctime)s level=%(levelname)s process={name} %(message)s",
+        stream=sys.stderr,
+        force=True,
+    )
+    # At INFO others' libraries would log each request.
+    for noisy in ("httpx", "httpcore", "asyncio"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    if follows_parent:
+        follow_parent()
+
+
+def follow_parent() -> None:
+    """Ends this process when its parent ends: by SIGTERM, and after a while at once."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_CHECK_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(GRACE_S)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="xorl-parent", daemon=True).start()
+
+
+def main() -> None:
+    """`python -m xorl.server.process MODULE ARGUMENT...`: runs another's module as a process of the service."""
+    del sys.argv[0]
+    follow_parent()
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""The launcher: what it refuses before anything starts, who is started again, and that nothing is left behind."""
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from xorl.config import LoadedServerConfig, load_server_config, server_config_from_mapping
+from xorl.server import launcher
+from xorl.server.addresses import bind_address, channel_keys, connect_address, publish, reachable
+from xorl.server.supervise import ProcessFailed, Supervised
+
+SLEEP = "import time; time.sleep(60)"
+
+
+def loaded(tmp_path: Path, **options: Any) -> LoadedServerConfig:
+    return server_config_from_mapping({"model_path": "m", "output_dir": str(tmp_path / "out")} | options)
+
+
+def toy(code: str, **options: Any) -> Supervised:
+    return Supervised("toy", [sys.executable, "-c", code], **options)
+
+
+def look_until(process: Supervised, is_done, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_done():
+        process.look_after()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_process_that_is_killed_is_started_again() -> None:
+    # Would catch a service that is gone when its API or orchestrator is.
+    process = toy(SLEEP)
+    process.start()
+    first = process.pid
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    look_until(process, lambda: process.num_restarts == 1 and process.pid is not None)
+    assert process.pid != first
+    process.kill()
+    assert process.pid is None
+
+
+@pytest.mark.parametrize(
+    ("code", "options", "wanted"),
+    [
+        ("import sys; sys.exit(2)", {}, "cannot start: its message is above"),
+        ("import sys; sys.exit(1)", {"max_restarts": 1}, "died 2 times, at last with code=1"),
+        ("import sys; sys.exit(1)", {}, "dies again and again after its start"),
+    ],
+)
+def test_a_process_that_cannot_run_is_given_up(code: str, options: dict[str, Any], wanted: str) -> None:
+    # Would catch a launcher that starts a broken process for ever, and shows its message a thousand times.
+    process = toy(code, **options)
+    process.start()
+    with pytest.raises(ProcessFailed, match=wanted):
+        look_until(process, lambda: False)
+
+
+def test_a_child_ends_with_its_parent() -> None:
+    # Would catch workers that go on holding GPUs when the launcher was killed.
+    code = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-m', 'xorl.server.process', 'timeit', '-s', 'import time', "
+        "'time.sleep(60)'], start_new_session=True)\n"
+        "print(child.pid, flush=True)\ntime.sleep(60)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    time.sleep(1.5)
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 15
+    while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "wanted"),
+    [
+        ("127.0.0.1", 0, "--api-port: a port is 1 to 65535"),
+        ("192.0.2.1", 5555, "--api-host: this machine cannot listen at 192.0.2.1"),
+        ("no such host", 5555, "--api-host: no such host is no address"),
+    ],
+)
+def test_a_place_to_listen_that_is_none_is_named(host: str, port: int, wanted: str) -> None:
+    # Would catch a traceback of the web server, seconds after the start.
+    with pytest.raises(ValueError, match=wanted):
+        launcher.check_listening("--api", host, port)
+
+
+def test_a_port_in_use_is_named() -> None:
+    # Would catch a second service that starts its workers and then finds that it cannot listen.
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ValueError, match=f"worker_bind_address: port {port} of 127.0.0.1 is in use"):
+            launcher.check_listening("worker_bind_address", "127.0.0.1", port)
+
+
+def test_a_public_address_needs_a_key(tmp_path: Path) -> None:
+    # Would catch a service that lets everybody in, and one whose key changes with each start.
+    assert launcher.with_token(loaded(tmp_path), "127.0.0.1")[0].config.api_token is None
+    first, file = launcher.with_token(loaded(tmp_path), "0.0.0.0")
+    assert file is not None
+    token = first.config.api_token
+    assert token is not None
+    assert token.startswith("tml-")
+    assert len(token) > 40
+    assert stat.S_IMODE(Path(file).stat().st_mode) == 0o600
+    assert launcher.with_token(loaded(tmp_path), "::")[0].config.api_token == token
+    own = launcher.with_token(loaded(tmp_path, api_token="tml-0123456789ab"), "0.0.0.0")
+    assert (own[0].config.api_token, own[1]) == ("tml-0123456789ab", None)
+
+
+def test_one_service_has_an_output_folder(tmp_path: Path) -> None:
+    # Would catch two services that write one journal.
+    folder = tmp_path / "out" / "service"
+    folder.mkdir(parents=True)
+    with launcher.hold_folder(folder) as lock:
+        lock.write("123 http://127.0.0.1:5555\n")
+        lock.flush()
+        with pytest.raises(ValueError, match=r"output_dir: another service has .*123 http"):
+            launcher.hold_folder(folder)
+    launcher.hold_folder(folder).close()
+
+
+def test_the_plan_is_what_is_started(tmp_path: Path) -> None:
+    # Would catch processes that are started with another configuration than the one that was checked.
+    config = loaded(tmp_path, data_parallel_shard_size=2, worker_max_retries=1, seed=11)
+    folder = tmp_path / "run"
+    folder.mkdir(mode=0o700)
+    plan = launcher.make_plan(config, folder, mode="auto", api_host="127.0.0.1", api_port=5555)
+    workers, orchestrator, api = plan.processes()
+    assert ("--nproc-per-node=2" in workers.command, workers.max_restarts) == (True, 1)
+    assert plan.workers_address == plan.workers_bind == f"ipc://{folder}/workers"
+    assert plan.keys_file is None
+    assert plan.workers_address in orchestrator.command
+    assert plan.orchestrator_address in api.command
+    assert load_server_config(plan.config_file).config == config.config
+    assert stat.S_IMODE(plan.config_file.stat().st_mode) == 0o600
+
+
+def test_workers_beyond_this_machine_have_keys(tmp_path: Path) -> None:
+    # Would catch a socket that takes work from anybody on the network.
+    config = loaded(tmp_path).config
+    address = bind_address(config, num_hosts=2)
+    assert address == "tcp://0.0.0.0:5556"
+    keys = channel_keys(config, address)
+    assert keys is not None
+    assert channel_keys(config, address) == keys
+    assert channel_keys(config, "tcp://127.0.0.1:5556") is None
+    assert channel_keys(config, "ipc:///tmp/x") is None
+    file = tmp_path / "out" / "service" / "channel.keys"
+    file.chmod(0o644)
+    with pytest.raises(ValueError, match="others may read it"):
+        channel_keys(config, address)
+
+
+def test_workers_are_found_by_what_they_publish(tmp_path: Path) -> None:
+    # Would catch workers on several hosts that can only be reached by an option.
+    config = loaded(tmp_path).config
+    with pytest.raises(RuntimeError, match=r"engine_connect_host: null, and no worker has written .*workers.json"):
+        connect_address(config, 0.1)
+    publish(config, "tcp://0.0.0.0:5556")
+    assert connect_address(config, 0.1) == f"tcp://{socket.gethostname()}:5556"
+    assert connect_address(loaded(tmp_path, engine_connect_host="node0").config, 0.1) == "tcp://node0:5556"
+    named = loaded(tmp_path, worker_bind_address="tcp://10.0.0.1:7000").config
+    assert connect_address(named, 0.1) == "tcp://10.0.0.1:7000"
+    assert reachable("ipc:///a", "host", always=True) == "ipc:///a"
+
+
+def test_a_signal_stops_from_front_to_back() -> None:
+    # Would catch an orchestrator that has no workers left to save with, or processes that outlive the launcher.
+    order: list[str] = []
+
+    class Recording(Supervised):
+        def signal(self, number: signal.Signals) -> None:
+            order.append(self.name)
+            super().signal(number)
+
+    processes = [Recording(name, [sys.executable, "-c", SLEEP]) for name in ("workers", "orchestrator", "API")]
+    for process in processes:
+        process.start()
+    pids = [process.pid for process in processes]
+    launcher.stop_all(processes, threading.Event())
+    assert order == ["API", "orchestrator", "workers"]
+    for pid in pids:
+        assert pid is not None
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
