@@ -116,11 +116,13 @@ def parameter_groups(
     *,
     dtype: torch.dtype | None = None,
     whole: Callable[[str], torch.Tensor] | None = None,
+    device: torch.device | None = None,
 ) -> list[TensorGroup]:
     """Parameters under the names of the files, in the order of the recipes; nothing is gathered before it is written.
 
     `whole` gives the values of a parameter by its name, as one that folds adapters in does; it may be collective. None
-    gathers the parameter. Raises CheckpointError for a parameter without a recipe.
+    gathers the parameter. The groups make tensors on `device` (None: the CPU), which may share memory with what `whole`
+    gave. Raises CheckpointError for a parameter without a recipe.
     """
     unknown = [name for name in params if name not in recipes]
     if unknown or not params:
@@ -135,7 +137,8 @@ def parameter_groups(
     for unit in _units(params, recipes):
         shapes = source_shapes({name: recipes[name] for name in unit})
         written = dtype_name(dtype or params[unit[0]].dtype)
-        make = functools.partial(_take_apart, unit, recipes, whole or gathered, getattr(torch, written))
+        to = device or torch.device("cpu")
+        make = functools.partial(_take_apart, unit, recipes, whole or gathered, getattr(torch, written), to)
         groups.append(TensorGroup({name: TensorRecord(shape, written) for name, shape in shapes.items()}, make))
     return groups
 
@@ -202,6 +205,7 @@ def _take_apart(
     recipes: Mapping[str, WeightRecipe],
     whole: Callable[[str], torch.Tensor],
     dtype: torch.dtype,
+    device: torch.device,
 ) -> dict[str, torch.Tensor]:
     """Collective: every rank takes part in each gather; rank 0 alone keeps what it gives."""
     parts: dict[str, list[torch.Tensor]] = {}
@@ -209,7 +213,7 @@ def _take_apart(
         values = whole(name)
         if this_rank() == 0:
             for source, part in recipes[name].split(values.to(dtype)).items():
-                parts.setdefault(source, []).append(part.cpu())
+                parts.setdefault(source, []).append(part.to(device))
     join_dim = recipes[unit[0]].join_dim
     assert join_dim is not None or all(len(held) == 1 for held in parts.values()), f"{unit} share a source"
     return {name: held[0] if len(held) == 1 else torch.cat(held, join_dim or 0) for name, held in parts.items()}

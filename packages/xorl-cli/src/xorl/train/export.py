@@ -7,24 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from xorl.ckpt import CARD_FILE, WeightRecipe, agreed, export_hf, published, this_rank, write_file
 from xorl.core.models import ModelSpec
-from xorl.core.nn import Embedding, Linear
 from xorl.core.parallel import ParallelModel
-from xorl.lora import (
-    QUANTIZATION_KEY,
-    QuantizedLinear,
-    adapters,
-    base_parameters,
-    merged_rows,
-    merged_weight,
-    quantized_linears,
-)
+from xorl.lora import QUANTIZATION_KEY
 from xorl.lora.peft import AdapterConfig
 from xorl.train.adapter_files import AdapterFiles
+from xorl.train.hf_weights import WholeWeights
 from xorl.train.model import Architecture
 from xorl.train.model_card import adapter_facts, model_card
 
@@ -48,48 +38,22 @@ class ModelExport:
         """Write safetensors, config and tokenizer files to a new `folder`; collective. Adapters are folded in."""
         # What an evaluation left gathered is rounded to the compute dtype, or in fp8 and not in the parameter at all.
         self.model.drop_gathered()
-        module = self.model.module
-        own = base_parameters(module)
-        weights: dict[str, Tensor] = {name: own[name] for name in self.recipes}
-        quantized = {f"{path}.weight": layer for path, layer in quantized_linears(module).items()}
-        for name, layer in quantized.items():
-            weights[name] = torch.empty(layer.out_features, layer.in_features, device="meta")
-        adapted = {f"{adapter.path}.weight": adapter.layer for adapter in adapters(module).values()} | quantized
-
-        def whole(name: str) -> Tensor:
-            # Made when it is written, so that there is never more than one weight beside the model.
-            return _whole(weights[name]) if name not in adapted else _whole_merged(adapted[name])
-
+        weights = WholeWeights(self.model.module, self.recipes, self.dtype)
         export_hf(
-            weights,
+            weights.params,
             self.recipes,
             folder,
             hf_config={key: value for key, value in self.architecture.hf_config.items() if key != QUANTIZATION_KEY},
             dtype=self.dtype,
             tokenizer_folder=self.architecture.tokenizer_folder,
             model_card=None if self.adapters is None else self._card(self.adapters.config),
-            whole=whole,
+            whole=weights.whole,
         )
 
     def _card(self, config: AdapterConfig) -> str:
         folded = {"adapter": "folded in, in fp32, and rounded once"}
         facts = {"architecture": self.architecture.spec.architecture, **adapter_facts(config.spec), **folded}
         return model_card("Model", base=config.base, is_adapter=False, facts=facts, verified=None)
-
-
-def _whole(weight: Tensor) -> Tensor:
-    return weight.full_tensor().detach() if isinstance(weight, DTensor) else weight.detach()
-
-
-def _whole_merged(layer: Linear | Embedding) -> Tensor:
-    """The weight of a layer with its adapters, in fp32; collective where it is sharded."""
-    if isinstance(layer, QuantizedLinear):
-        return merged_weight(layer)
-    rows, weight = merged_rows(layer), layer.weight
-    if not isinstance(weight, DTensor):
-        return rows
-    shape, stride = weight.shape, weight.stride()
-    return DTensor.from_local(rows, weight.device_mesh, weight.placements, shape=shape, stride=stride).full_tensor()
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from xorl.lora.inject import (
     inject,
     load_adapter_state_dict,
 )
-from xorl.lora.merge import fold_, magnitude, merge_, merged_rows, merged_weight, set_magnitude_
+from xorl.lora.merge import fold_, magnitude, merge_, merged_rows, set_magnitude_
 from xorl.lora.prequantized import (
     MODELOPT_FILE,
     QUANTIZATION_KEY,
@@ -26,6 +26,7 @@ from xorl.lora.quantized import (
     AdaptiveNoise,
     QuantizedLinear,
     dense_parameters,
+    gather_rows,
     quantizable_linears,
     quantize_linears,
     quantized_linears,
@@ -52,13 +53,13 @@ __all__ = [
     "base_parameters",
     "dense_parameters",
     "fold_",
+    "gather_rows",
     "init_adapters",
     "inject",
     "load_adapter_state_dict",
     "magnitude",
     "merge_",
     "merged_rows",
-    "merged_weight",
     "quantizable_linears",
     "quantize_linears",
     "quantized_linears",

@@ -8,6 +8,7 @@ Shapes: N rows of a weight that this rank holds, I its columns, P output feature
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -56,26 +57,24 @@ def fold_(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def merged_rows(layer: Linear | Embedding) -> Tensor:
+def merged_rows(layer: Linear | Embedding, pairs: Sequence[LowRank] | None = None) -> Tensor:
     """This rank's rows [N, I] of the weight of `layer` with its adapters folded in, in fp32 (fp64 for fp64).
+
+    None folds in those that stand on it; `pairs` are other ones, such as those of one adapter of a bank.
 
     W + scale * B @ A (arXiv:2106.09685); with DoRA its rows, brought to the trained norms (arXiv:2402.09353).
     """
     rows, first = _base_rows(layer)
-    adapter = adapter_of(layer)
-    for pair in [] if adapter is None else adapter.pairs():
+    if pairs is None:
+        adapter = adapter_of(layer)
+        pairs = [] if adapter is None else adapter.pairs()
+    for pair in pairs:
         if isinstance(layer, Embedding):
             a, b = _whole(pair.A).to(rows.dtype), _whole(pair.B).to(rows.dtype)
             rows.addmm_(a[:, first : first + len(rows)].t(), b.t(), alpha=pair.scale)
         else:
             _fold_pair_(rows, pair, first)
     return rows
-
-
-@torch.no_grad()
-def merged_weight(layer: QuantizedLinear) -> Tensor:
-    """The whole weight of a quantised layer [O, I] in fp32, its adapters folded in; collective where it is sharded."""
-    return gather_rows(layer, merged_rows(layer))
 
 
 def _base_rows(layer: Linear | Embedding) -> tuple[Tensor, int]:

@@ -1,0 +1,74 @@
+"""Parts of weight sync that need no receiver: buckets, options, addresses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from xorl.ckpt import TensorGroup, TensorRecord
+from xorl.train.sync import ReceiverAddress, SyncOptions, WeightSender
+from xorl.train.sync.buckets import plan_buckets
+from xorl.train.sync.group import Rendezvous, address_towards
+
+
+def group(**tensors: torch.Tensor) -> TensorGroup:
+    records = {name: TensorRecord(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()}
+    return TensorGroup(records, lambda: tensors)
+
+
+@pytest.mark.parametrize(("limit", "sizes"), [(1, [40, 8, 12, 4]), (50, [48, 16]), (1000, [64])])
+def test_buckets_keep_the_order_and_hold_what_fits(limit: int, sizes: list[int]) -> None:
+    # Catches a group that is dropped or cut where it is larger than a bucket.
+    counts = {"a": 10, "b": 2, "c": 3, "d": 1}
+    groups = [group(**{name: torch.zeros(count)}) for name, count in counts.items()]
+    buckets = plan_buckets(groups, limit)
+    assert [bucket.num_bytes for bucket in buckets] == sizes
+    assert [name for bucket in buckets for name in bucket.records] == list(counts)
+
+
+def test_a_receiver_can_view_each_tensor_where_it_lies() -> None:
+    # Catches wide elements behind an odd number of narrow ones, at addresses where torch refuses to view them.
+    first = group(codes=torch.arange(3, dtype=torch.uint8), half=torch.ones(3, 1, dtype=torch.bfloat16))
+    second = group(scale=torch.tensor([[0.5, 2.0]]))
+    (bucket,) = plan_buckets([first, second], 1000)
+    buffer = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
+    bucket.fill_(buffer)
+    start = 0
+    found = {}
+    for name, record in bucket.records.items():
+        dtype = getattr(torch, record.dtype)
+        size = torch.Size(record.shape).numel() * dtype.itemsize
+        found[name] = buffer[start : start + size].view(dtype).reshape(record.shape)
+        start += size
+    assert start == len(buffer)
+    for name, tensor in {**first.make(), **second.make()}.items():
+        assert torch.equal(found[name], tensor)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pause_mode": "in_place"}, "flush_cache: pause_mode in_place keeps the cache"),
+        ({"bucket_bytes": 0}, "buffer_size_mb: at least 1"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options: dict, message: str) -> None:
+    # Catches a sync that would fail at every receiver, after its weights were sent.
+    with pytest.raises(ValueError, match=message):
+        SyncOptions(**options)
+
+
+def test_nothing_to_send_is_said() -> None:
+    # Catches a sync without receivers that reports success.
+    with pytest.raises(ValueError, match="0 receivers"):
+        WeightSender(torch.device("cpu")).send([group(a=torch.zeros(1))], [], SyncOptions())
+    with pytest.raises(ValueError, match="0 groups"):
+        WeightSender(torch.device("cpu")).send([], [ReceiverAddress("localhost", 1)], SyncOptions())
+
+
+def test_the_store_listens_where_it_was_told() -> None:
+    # Catches a store that every interface reaches, and a taken port that shows as a hang of the receivers.
+    assert address_towards(["127.0.0.1"]) == "127.0.0.1"
+    first = Rendezvous("127.0.0.1", 0, timeout_s=5)
+    with pytest.raises(RuntimeError, match="master_port: cannot listen at 127"):
+        Rendezvous("127.0.0.1", first.port, timeout_s=5)

@@ -1,0 +1,69 @@
+"""fake_engines: start stand-ins of inference servers, each in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+import fake_sglang
+
+
+@dataclass(frozen=True)
+class FakeEngine:
+    """A running stand-in; see fake_sglang.py."""
+
+    port: int
+
+    def seen(self) -> dict[str, Any]:
+        """What it was sent and asked."""
+        return httpx.get(f"http://127.0.0.1:{self.port}/seen", timeout=10, trust_env=False).json()
+
+    def post(self, path: str, body: Mapping[str, Any]) -> httpx.Response:
+        return httpx.post(f"http://127.0.0.1:{self.port}{path}", json=body, timeout=30, trust_env=False)
+
+
+@contextmanager
+def fake_engines(*engines: Sequence[str]) -> Iterator[list[FakeEngine]]:
+    """One for each list of arguments; they end with the block. They are forked, so they know no GPU."""
+    context = get_context("fork")
+    processes, pipes = [], []
+    for arguments in engines:
+        reading, writing = context.Pipe(duplex=False)
+        process = context.Process(target=fake_sglang.serve, args=(list(arguments), writing.send), daemon=True)
+        process.start()
+        processes.append(process)
+        pipes.append(reading)
+    try:
+        yield [FakeEngine(pipe.recv()) for pipe in pipes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+@contextmanager
+def started_engines(*engines: Sequence[str]) -> Iterator[list[FakeEngine]]:
+    """The same, started anew, for a GPU."""
+    file = Path(__file__).with_name("fake_sglang.py")
+    processes = [
+        subprocess.Popen([sys.executable, str(file), *arguments], stdout=subprocess.PIPE, text=True)
+        for arguments in engines
+    ]
+    try:
+        found = []
+        for process in processes:
+            assert process.stdout is not None
+            found.append(FakeEngine(int(process.stdout.readline().partition("=")[2])))
+        yield found
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
