@@ -11,13 +11,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from xorl.config import LoadedServerConfig, load_server_config, server_config_from_mapping
+from xorl.config import LoadedServerConfig, server_config_from_mapping
 from xorl.server import launcher
 from xorl.server.addresses import bind_address, channel_keys, connect_address, publish, reachable
 from xorl.server.supervise import ProcessFailed, Supervised
+from xorl.server.survey import Survey, survey
 
+SURVEY = Survey(num_gpus=0, arch="qwen3", vocab_size=288, max_context_length=1024)
 SLEEP = "import time; time.sleep(60)"
 
 
@@ -139,18 +142,40 @@ def test_one_service_has_an_output_folder(tmp_path: Path) -> None:
 
 def test_the_plan_is_what_is_started(tmp_path: Path) -> None:
     # Would catch processes that are started with another configuration than the one that was checked.
-    config = loaded(tmp_path, data_parallel_shard_size=2, worker_max_retries=1, seed=11)
-    folder = tmp_path / "run"
-    folder.mkdir(mode=0o700)
-    plan = launcher.make_plan(config, folder, mode="auto", api_host="127.0.0.1", api_port=5555)
+    config = loaded(tmp_path, data_parallel_shard_size=2, worker_max_retries=1).config
+    file = tmp_path / "config.yaml"
+    plan = launcher.make_plan(config, file, SURVEY, mode="auto", api_host="127.0.0.1", api_port=5555)
     workers, orchestrator, api = plan.processes()
     assert ("--nproc-per-node=2" in workers.command, workers.max_restarts) == (True, 1)
-    assert plan.workers_address == plan.workers_bind == f"ipc://{folder}/workers"
+    assert plan.workers_address == plan.workers_bind == f"ipc://{tmp_path}/workers"
     assert plan.keys_file is None
     assert plan.workers_address in orchestrator.command
     assert plan.orchestrator_address in api.command
-    assert load_server_config(plan.config_file).config == config.config
-    assert stat.S_IMODE(plan.config_file.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(
+    ("options", "num_gpus", "wanted"),
+    [
+        ({"data_parallel_shard_size": 8}, 4, "8 workers, and this machine shows 4 GPUs"),
+        ({"engine_connect_host": "node0"}, 0, "engine_connect_host: with --mode auto the workers are on this host"),
+    ],
+)
+def test_what_cannot_be_started_here_is_named(
+    tmp_path: Path, options: dict[str, Any], num_gpus: int, wanted: str
+) -> None:
+    # Would catch workers that fail for a GPU each, minutes later.
+    found = msgspec.structs.replace(SURVEY, num_gpus=num_gpus)
+    with pytest.raises(ValueError, match=wanted):
+        launcher.make_plan(
+            loaded(tmp_path, **options).config, tmp_path / "a", found, mode="auto", api_host="127.0.0.1", api_port=5555
+        )
+
+
+def test_a_model_that_is_not_there_is_named_before_anything_starts(tmp_path: Path) -> None:
+    # Would catch a launcher that starts workers again and again for a misspelt folder.
+    (tmp_path / "config.yaml").write_text(f"config_path: {tmp_path}/none\n")
+    with pytest.raises(ValueError, match=f"^config_path: there is no folder '{tmp_path}/none'$"):
+        survey(tmp_path / "config.yaml")
 
 
 def test_workers_beyond_this_machine_have_keys(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ import secrets
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -44,6 +43,7 @@ from xorl.server.addresses import (
 from xorl.server.channel.wire import is_loopback
 from xorl.server.process import begin_process
 from xorl.server.supervise import BAD_INPUT, ProcessFailed, Supervised
+from xorl.server.survey import Survey, survey
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Plan:
     """What is started, and where it is reached. num_workers 0: they run already."""
 
     config: ServerConfig
-    folder: Path
+    survey: Survey
     config_file: Path
     num_workers: int
     workers_bind: str
@@ -127,15 +127,22 @@ def serve(path: Path, overrides: Sequence[str], *, mode: Mode, api_host: str, ap
         loaded, told = with_token(loaded, api_host)
         folder = Path(tempfile.mkdtemp(prefix="xorl-"))
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        plan = make_plan(loaded, folder, mode=mode, api_host=api_host, api_port=api_port)
+        config_file = folder / "config.yaml"
+        config_file.touch(mode=0o600)
+        config_file.write_text(show(loaded), encoding="utf-8")
+        plan = make_plan(
+            loaded.config, config_file, survey(config_file), mode=mode, api_host=api_host, api_port=api_port
+        )
         lock.write(f"{os.getpid()} {plan.url}\n")
         lock.flush()
         return _supervise(plan, plan.processes(), told)
 
 
-def make_plan(loaded: LoadedServerConfig, folder: Path, *, mode: Mode, api_host: str, api_port: int) -> Plan:
-    """Decide what to start. `folder` is private; the configuration as it is resolved goes there."""
-    config = loaded.config
+def make_plan(
+    config: ServerConfig, config_file: Path, found: Survey, *, mode: Mode, api_host: str, api_port: int
+) -> Plan:
+    """Decide what to start. `config_file` holds the configuration, in a private folder where the sockets will be."""
+    folder = config_file.parent
     count = 0
     if mode == "auto":
         if config.engine_connect_host is not None and config.worker_bind_address == "auto":
@@ -143,7 +150,7 @@ def make_plan(loaded: LoadedServerConfig, folder: Path, *, mode: Mode, api_host:
                 "engine_connect_host: with --mode auto the workers are on this host, and reached by ipc; leave it at "
                 "null, or set worker_bind_address too"
             )
-        count = _count_workers(config)
+        count = _count_workers(config, found.num_gpus)
         bind = bind_address(config, num_hosts=1)
         if bind.startswith("tcp://"):
             host, _, port = bind.removeprefix("tcp://").rpartition(":")
@@ -157,12 +164,9 @@ def make_plan(loaded: LoadedServerConfig, folder: Path, *, mode: Mode, api_host:
         bind = ""
         address = connect_address(config, config.worker_connection_timeout)
     keys = channel_keys(config, bind or address)
-    config_file = folder / "config.yaml"
-    config_file.touch(mode=0o600)
-    config_file.write_text(show(loaded), encoding="utf-8")
     return Plan(
         config=config,
-        folder=folder,
+        survey=found,
         config_file=config_file,
         num_workers=count,
         workers_bind=bind,
@@ -236,8 +240,7 @@ def hold_folder(folder: Path) -> IO[str]:
     return file
 
 
-def _count_workers(config: ServerConfig) -> int:
-    gpus = _num_gpus()
+def _count_workers(config: ServerConfig, gpus: int) -> int:
     count = num_workers(config, gpus)
     if gpus and count > gpus:
         raise ValueError(
@@ -252,14 +255,6 @@ def _count_workers(config: ServerConfig) -> int:
             gpus,
         )
     return count
-
-
-def _num_gpus() -> int:
-    """How many GPUs torch finds; it is asked in another process, so that this one stays small."""
-    if not Path("/proc/driver/nvidia/version").exists():
-        return 0
-    code = "import torch; print(torch.cuda.device_count())"
-    return int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
 
 
 def _supervise(plan: Plan, processes: Sequence[Supervised], told: str | None) -> int:
