@@ -46,6 +46,14 @@ def test_configuration_and_command_line_start_without_torch(module: str) -> None
     assert (result.stdout.strip(), result.stderr) == ("[]", "")
 
 
+@pytest.mark.parametrize("module", ["xorl.server.endpoints"])
+def test_the_services_other_processes_start_without_torch(module: str) -> None:
+    # Would catch an import that makes the API and the orchestrator take seconds and gigabytes.
+    code = f"import sys, {module}; print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=False)
+    assert (result.stdout.strip(), result.stderr) == ("False", "")
+
+
 @pytest.mark.parametrize(
     ("importer", "statement", "contract"),
     [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -21,6 +21,7 @@ class FakeEngine:
     """A running stand-in; see fake_sglang.py."""
 
     port: int
+    kill: Callable[[], None]
 
     def seen(self) -> dict[str, Any]:
         """What it was sent and asked."""
@@ -42,7 +43,7 @@ def fake_engines(*engines: Sequence[str]) -> Iterator[list[FakeEngine]]:
         processes.append(process)
         pipes.append(reading)
     try:
-        yield [FakeEngine(pipe.recv()) for pipe in pipes]
+        yield [FakeEngine(pipe.recv(), process.kill) for pipe, process in zip(pipes, processes, strict=True)]
     finally:
         for process in processes:
             process.kill()
@@ -61,7 +62,8 @@ def started_engines(*engines: Sequence[str]) -> Iterator[list[FakeEngine]]:
         found = []
         for process in processes:
             assert process.stdout is not None
-            found.append(FakeEngine(int(process.stdout.readline().partition("=")[2])))
+            port = int(process.stdout.readline().partition("=")[2])
+            found.append(FakeEngine(port, process.kill))
         yield found
     finally:
         for process in processes:

@@ -195,9 +195,10 @@ class Server:
         if self.is_paused:
             raise Refused("generation is paused")
         self.requests.append(body)
-        adapter = body.get("lora_path")
-        if adapter is not None and adapter not in self.adapters:
-            raise Refused(f"The following requested LoRA adapters are not loaded: {adapter}")
+        asked = body.get("lora_path")
+        for adapter in asked if isinstance(asked, list) else [asked]:
+            if adapter is not None and adapter not in self.adapters:
+                raise Refused(f"The following requested LoRA adapters are not loaded: {adapter}")
         prompts = body["input_ids"]
         is_batch = bool(prompts) and isinstance(prompts[0], list)
         params = body["sampling_params"]

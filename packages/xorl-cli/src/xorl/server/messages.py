@@ -313,10 +313,7 @@ class TopLogprobs(Message):
 
 
 class SampledSequence(Message):
-    """One continuation: tokens int32 [N], logprobs float32 [N].
-
-    versions: the weights that the first and last token were sampled with.
-    """
+    """One continuation: tokens int32 [N], logprobs float32 [N], versions of the weights at its first and last token."""
 
     tokens: Array
     logprobs: Array
@@ -340,11 +337,12 @@ class SampleResult(Message):
 
 
 class EndpointSynced(Message):
-    """What became of one endpoint in a sync."""
+    """What became of one endpoint in a sync. weights: what it holds now; with mixed ones it stays paused."""
 
     host: str
     port: int
     success: bool
+    weights: Literal["old", "new", "mixed"]
     message: str = ""
 
 

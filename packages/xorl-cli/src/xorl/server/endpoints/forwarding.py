@@ -1,0 +1,76 @@
+"""Sampling by an inference server in place of the workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from xorl.server.endpoints.answers import Interrupted
+from xorl.server.endpoints.engine import EngineError
+from xorl.server.endpoints.registry import EndpointRegistry
+from xorl.server.endpoints.sglang import sglang_request, sglang_result
+from xorl.server.endpoints.vllm import vllm_request, vllm_result
+from xorl.server.messages import Sample, SampleResult
+from xorl.server.queries import EndpointState
+
+SAMPLE_TIMEOUT_S = 3600.0
+
+
+class EndpointSampler:
+    """Samples from the endpoints of a registry. context_length: of the model, None where nothing limits it."""
+
+    def __init__(self, registry: EndpointRegistry, context_length: int | None) -> None:
+        self._registry = registry
+        self._context_length = context_length
+
+    async def sample(
+        self, operation: Sample, *, version: str | None, adapter: tuple[str, Path] | None = None
+    ) -> SampleResult | None:
+        """The samples, or None where no endpoint has these weights or can do what is asked: then it is the workers'.
+
+        version: of the full weights to sample from, None those the endpoints were started with; adapter: a name for it
+        that says its version too, and the folder of PEFT's files. An endpoint that does not answer, or ends the request
+        because its weights change, is left for another. Raises EngineError where one refuses what it was asked.
+        """
+        if self._refusal(operation) is not None:
+            return None
+        for _ in self._registry.states:
+            state = self._registry.sampling(version)
+            if state is None:
+                return None
+            try:
+                if adapter is not None:
+                    await self._registry.load_adapter(state, *adapter)
+                return await self._ask(state, operation, None if adapter is None else adapter[0])
+            except Interrupted:
+                continue
+            except EngineError as error:
+                if not error.is_gone:
+                    raise
+                self._registry.note_unreachable(state.endpoint, str(error))
+        return None
+
+    def _refusal(self, operation: Sample) -> str | None:
+        """What of a request no endpoint can do, or None."""
+        if operation.target_prompt_tokens is not None:
+            return "target_prompt_tokens: engines take one list of tokens for all places"
+        if operation.max_tokens is None and self._context_length is None:
+            return "max_tokens: without a limit of the model's context one is needed"
+        if operation.max_tokens == 0:
+            return "max_tokens: engines generate at least one token"
+        return None
+
+    async def _ask(self, state: EndpointState, operation: Sample, adapter: str | None) -> SampleResult:
+        prompt = [int(token) for token in operation.prompt.numpy()]
+        limit = operation.max_tokens
+        if limit is None:
+            assert self._context_length is not None, "refused otherwise"
+            limit = max(self._context_length - len(prompt), 1)
+        engine = self._registry.engine(state.endpoint)
+        if state.server_info.get("kind") == "vllm":
+            name = adapter or state.server_info.get("served_model_name")
+            body = vllm_request(operation, prompt, limit, str(name))
+            return vllm_result(
+                operation, prompt, await engine.post("/v1/completions", body, timeout_s=SAMPLE_TIMEOUT_S)
+            )
+        body = sglang_request(operation, prompt, limit, adapter)
+        return sglang_result(operation, prompt, await engine.post("/generate", body, timeout_s=SAMPLE_TIMEOUT_S))

@@ -1,0 +1,108 @@
+"""A Sample as SGLang is asked for it, and its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from xorl.server.endpoints.answers import Candidate, Interrupted, logprobs, tokens, top_table
+from xorl.server.endpoints.engine import EngineError
+from xorl.server.messages import Sample, SampledSequence, SampleResult
+
+
+class _Meta(msgspec.Struct):
+    """`meta_info` of SGLang. A token is [log-probability, id, text]."""
+
+    finish_reason: dict[str, Any] | None = None
+    output_token_logprobs: list[Candidate] = []
+    output_top_logprobs: list[list[Candidate] | None] | None = None
+    input_token_logprobs: list[Candidate] | None = None
+    input_top_logprobs: list[list[Candidate] | None] | None = None
+    cached_tokens: int = 0
+
+
+class _Generated(msgspec.Struct):
+    """One answer of SGLang's /generate."""
+
+    output_ids: list[int]
+    meta_info: _Meta
+
+
+def sglang_request(operation: Sample, prompt: Sequence[int], limit: int, adapter: str | None) -> dict[str, object]:
+    """The body of /generate: one prompt for each sample, since samples have seeds of their own."""
+    params = [_sglang_params(operation, limit, index) for index in range(operation.num_samples)]
+    wants_prompt = operation.prompt_logprobs or operation.topk_prompt_logprobs > 0
+    num_top = max(operation.topk_sample_logprobs, operation.topk_prompt_logprobs)
+    body: dict[str, object] = {
+        "input_ids": [list(prompt)] * operation.num_samples,
+        "sampling_params": params,
+        "return_logprob": True,
+        "logprob_start_len": 0 if wants_prompt else -1,
+        "top_logprobs_num": num_top,
+    }
+    if adapter is not None:
+        body["lora_path"] = [adapter] * operation.num_samples
+    return body
+
+
+def _sglang_params(operation: Sample, limit: int, index: int) -> dict[str, object]:
+    params: dict[str, object] = {
+        "max_new_tokens": limit,
+        "temperature": operation.temperature,
+        "top_p": operation.top_p,
+        "top_k": -1 if operation.top_k is None else operation.top_k,
+        "ignore_eos": operation.ignore_end,
+    }
+    if operation.seed is not None:
+        params["sampling_seed"] = operation.seed + index
+    if operation.stop_strings:
+        params["stop"] = list(operation.stop_strings)
+    if operation.stop_ids:
+        params["stop_token_ids"] = list(operation.stop_ids)
+    return params
+
+
+def sglang_result(operation: Sample, prompt: Sequence[int], answer: object) -> SampleResult:
+    """What /generate answered. Raises EngineError for what it should not answer."""
+    try:
+        generated = msgspec.convert(answer if isinstance(answer, list) else [answer], list[_Generated])
+    except msgspec.ValidationError as error:
+        raise EngineError(f"/generate: not an answer of SGLang's: {error}") from error
+    if len(generated) != operation.num_samples:
+        raise EngineError(f"/generate: {len(generated)} samples, and {operation.num_samples} were wanted")
+    sequences: list[SampledSequence] = []
+    for one in generated:
+        meta = one.meta_info
+        reason = (meta.finish_reason or {}).get("type")
+        if reason not in ("stop", "length"):
+            raise Interrupted(str(meta.finish_reason))
+        if [token for _, token, _ in meta.output_token_logprobs] != one.output_ids:
+            raise EngineError("/generate: log-probabilities are not those of the tokens")
+        top = None
+        if operation.topk_sample_logprobs:
+            top = top_table(meta.output_top_logprobs or [], operation.topk_sample_logprobs)
+        sequences.append(
+            SampledSequence(
+                tokens=tokens(one.output_ids),
+                logprobs=logprobs([value for value, _, _ in meta.output_token_logprobs]),
+                stop_reason="length" if reason == "length" else "stop",
+                top_logprobs=top,
+            )
+        )
+    first = generated[0].meta_info
+    prompt_logprobs = None
+    if operation.prompt_logprobs:
+        given = first.input_token_logprobs or []
+        if len(given) != len(prompt):
+            raise EngineError(f"/generate: {len(given)} log-probabilities of a prompt of {len(prompt)} tokens")
+        prompt_logprobs = logprobs([None, *(value for value, _, _ in given[1:])])
+    return SampleResult(
+        sequences=sequences,
+        prompt_logprobs=prompt_logprobs,
+        topk_prompt_logprobs=top_table((first.input_top_logprobs or [])[1:], operation.topk_prompt_logprobs)
+        if operation.topk_prompt_logprobs
+        else None,
+        num_cached_tokens=first.cached_tokens,
+    )

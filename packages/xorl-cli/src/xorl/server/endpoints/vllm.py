@@ -1,0 +1,106 @@
+"""A Sample as vLLM is asked for it, by its form of completions, and its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from xorl.server.endpoints.answers import Candidate, Interrupted, logprobs, tokens, top_table
+from xorl.server.endpoints.engine import EngineError
+from xorl.server.messages import Sample, SampledSequence, SampleResult
+
+
+class _VllmLogprob(msgspec.Struct):
+    logprob: float
+    rank: int | None = None
+
+
+class _VllmLogprobs(msgspec.Struct):
+    """`logprobs` of a completion: at each place that of the token, and of the likely ones by `token_id:N`."""
+
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class _VllmChoice(msgspec.Struct):
+    token_ids: list[int]
+    logprobs: _VllmLogprobs
+    index: int = 0
+    finish_reason: str | None = None
+    prompt_logprobs: list[dict[str, _VllmLogprob] | None] | None = None
+
+
+class _VllmAnswer(msgspec.Struct):
+    choices: list[_VllmChoice]
+
+
+def vllm_request(operation: Sample, prompt: Sequence[int], limit: int, model: str) -> dict[str, object]:
+    """The body of /v1/completions; vLLM itself gives sample i the seed + i."""
+    body: dict[str, object] = {
+        "model": model,
+        "prompt": list(prompt),
+        "n": operation.num_samples,
+        "max_tokens": limit,
+        "temperature": operation.temperature,
+        "top_p": operation.top_p,
+        "top_k": -1 if operation.top_k is None else operation.top_k,
+        "ignore_eos": operation.ignore_end,
+        "logprobs": operation.topk_sample_logprobs,
+        "return_tokens_as_token_ids": True,
+        "return_token_ids": True,
+    }
+    if operation.prompt_logprobs or operation.topk_prompt_logprobs:
+        body["prompt_logprobs"] = operation.topk_prompt_logprobs
+    if operation.seed is not None:
+        body["seed"] = operation.seed
+    if operation.stop_strings:
+        body["stop"] = list(operation.stop_strings)
+    if operation.stop_ids:
+        body["stop_token_ids"] = list(operation.stop_ids)
+    return body
+
+
+def vllm_result(operation: Sample, prompt: Sequence[int], answer: object) -> SampleResult:
+    """What /v1/completions answered. Raises EngineError for what it should not answer."""
+    try:
+        choices = sorted(msgspec.convert(answer, _VllmAnswer).choices, key=lambda choice: choice.index)
+    except msgspec.ValidationError as error:
+        raise EngineError(f"/v1/completions: not an answer of vLLM's with token ids: {error}") from error
+    if len(choices) != operation.num_samples:
+        raise EngineError(f"/v1/completions: {len(choices)} samples, and {operation.num_samples} were wanted")
+    sequences: list[SampledSequence] = []
+    for choice in choices:
+        if choice.finish_reason not in ("stop", "length"):
+            raise Interrupted(str(choice.finish_reason))
+        top = None
+        if operation.topk_sample_logprobs:
+            rows = [_by_likelihood(row) for row in choice.logprobs.top_logprobs or []]
+            top = top_table(rows, operation.topk_sample_logprobs)
+        sequences.append(
+            SampledSequence(
+                tokens=tokens(choice.token_ids),
+                logprobs=logprobs(choice.logprobs.token_logprobs),
+                stop_reason="length" if choice.finish_reason == "length" else "stop",
+                top_logprobs=top,
+            )
+        )
+    given = choices[0].prompt_logprobs
+    if (operation.prompt_logprobs or operation.topk_prompt_logprobs) and (given is None or len(given) != len(prompt)):
+        raise EngineError("/v1/completions: no log-probabilities for each token of the prompt")
+    rows = [row or {} for row in given or []]
+    own = [None if not row else row[str(token)].logprob for row, token in zip(rows, prompt, strict=False)]
+    likely = [_by_likelihood({f":{token}": each.logprob for token, each in row.items()}) for row in rows[1:]]
+    return SampleResult(
+        sequences=sequences,
+        prompt_logprobs=logprobs(own) if operation.prompt_logprobs else None,
+        topk_prompt_logprobs=top_table(likely, operation.topk_prompt_logprobs)
+        if operation.topk_prompt_logprobs
+        else None,
+    )
+
+
+def _by_likelihood(row: dict[str, float] | None) -> list[Candidate]:
+    """`token_id:N` to its log-probability, as SGLang's rows."""
+    pairs = [(value, int(name.rpartition(":")[2]), None) for name, value in (row or {}).items()]
+    return sorted(pairs, key=lambda pair: -pair[0])

@@ -1,0 +1,192 @@
+"""Registered inference servers: what is asked of them, which are used, and samples that come from them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import httpx
+import numpy as np
+import pytest
+
+from engines import fake_engines
+from xorl.server.arrays import Array
+from xorl.server.endpoints import EndpointRegistry, EndpointSampler, EngineError
+from xorl.server.endpoints.vllm import vllm_request, vllm_result
+from xorl.server.messages import BaseSampler, Endpoint, EndpointSynced, Sample, SyncResult
+
+Answer = TypeVar("Answer")
+PROMPT = Array.of(np.array([3, 4], dtype=np.int32))
+
+
+def run(scenario: Callable[[EndpointRegistry], Awaitable[Answer]]) -> Answer:
+    async def whole() -> Answer:
+        async with httpx.AsyncClient(trust_env=False) as client:
+            return await scenario(EndpointRegistry(client))
+
+    return asyncio.run(whole())
+
+
+def test_a_server_is_asked_what_it_is_before_it_is_used() -> None:
+    # Catches a registration without a probe, a wrong number of ranks, and endpoints that are not alike.
+    async def scenario(registry: EndpointRegistry) -> None:
+        state = await registry.add(Endpoint("127.0.0.1", two.port, sync_weights=True))
+        assert (state.state, state.endpoint.world_size, state.server_info["kind"]) == ("healthy", 2, "sglang")
+        with pytest.raises(EngineError, match=r"tp_size: .* has 1, and .* 2; endpoints of one service are alike"):
+            await registry.add(Endpoint("127.0.0.1", one.port))
+        with pytest.raises(EngineError, match=r"/health: ConnectError"):
+            await registry.add(Endpoint("127.0.0.1", 9))
+        await registry.add(Endpoint("127.0.0.1", two.port))
+        assert len(registry.states) == 1
+        assert [e.port for e in registry.receivers()] == [two.port]
+        assert not registry.receivers(after_step=True)
+        assert registry.remove("127.0.0.1", two.port)
+        assert not registry.remove("127.0.0.1", two.port)
+
+    with fake_engines(["--ranks", "2"], []) as (two, one):
+        run(scenario)
+
+
+def synced(port: int, weights: str, version: str) -> SyncResult:
+    success = weights == "new"
+    return SyncResult(success, "", [EndpointSynced("127.0.0.1", port, success, weights)], weight_version=version)
+
+
+def test_mixed_weights_are_sampled_by_no_one() -> None:
+    # Catches an endpoint that is used again because it answers, though it holds parts of two versions.
+    async def scenario(registry: EndpointRegistry) -> None:
+        port = engine.port
+        await registry.add(Endpoint("127.0.0.1", port))
+        assert registry.sampling(None) is not None
+        registry.note_sync(synced(port, "new", "m@1"))
+        assert registry.sampling(None) is None
+        assert registry.sampling("m@1") is not None
+        registry.note_sync(synced(port, "mixed", "m@2"))
+        for states in (await registry.check(), await registry.connect(), registry.disconnect(), await registry.check()):
+            assert [state.state for state in states] == ["failed"]
+        state = await registry.add(Endpoint("127.0.0.1", port))
+        assert state.state == "failed"
+        assert registry.sampling("m@1") is registry.sampling("m@2") is registry.sampling(None) is None
+        assert registry.receivers(), "a whole sync mends it"
+        registry.note_sync(synced(port, "new", "m@3"))
+        assert registry.sampling("m@3") is not None
+
+    with fake_engines([]) as (engine,):
+        run(scenario)
+
+
+def test_an_endpoint_that_is_gone_or_disconnected_is_not_used() -> None:
+    # Catches samples that wait for a server that no one wants to be asked, or that does not answer.
+    async def scenario(registry: EndpointRegistry) -> None:
+        await registry.add(Endpoint("127.0.0.1", engine.port))
+        assert [state.state for state in registry.disconnect()] == ["disconnected"]
+        assert registry.sampling(None) is None
+        assert [state.state for state in await registry.connect()] == ["healthy"]
+        registry.note_unreachable(Endpoint("127.0.0.1", engine.port), "no answer")
+        assert registry.sampling(None) is None
+        assert [state.state for state in await registry.check()] == ["healthy"]
+
+    with fake_engines([]) as (engine,):
+        run(scenario)
+
+
+def sample(**options: object) -> Sample:
+    return Sample(BaseSampler(), PROMPT, **{"max_tokens": 3, **options})
+
+
+def test_samples_come_from_an_endpoint_as_they_were_asked_for(tmp_path: Path) -> None:
+    # Catches lost options of a request, seeds that all samples share, and log-probabilities at the wrong places.
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+
+    async def scenario(registry: EndpointRegistry) -> None:
+        await registry.add(Endpoint("127.0.0.1", engine.port))
+        sampler = EndpointSampler(registry, context_length=10)
+        result = await sampler.sample(
+            sample(
+                num_samples=2,
+                seed=5,
+                stop_ids=(21,),
+                top_k=7,
+                temperature=0.5,
+                prompt_logprobs=True,
+                topk_prompt_logprobs=2,
+                topk_sample_logprobs=1,
+            ),
+            version=None,
+            adapter=("m-1", adapter),
+        )
+        assert result is not None
+        # The stand-in's rule: the sum of the prompt, the seed and the length of the version "default", counted on.
+        assert [list(each.tokens.numpy()) for each in result.sequences] == [[19, 20, 21], [20, 21]]
+        assert [each.stop_reason for each in result.sequences] == ["stop", "stop"]
+        assert list(result.sequences[0].logprobs.numpy()) == [-0.5, -1.5, -2.5]
+        assert result.prompt_logprobs is not None
+        np.testing.assert_array_equal(result.prompt_logprobs.numpy(), np.array([np.nan, -0.25], np.float32))
+        assert result.topk_prompt_logprobs is not None
+        assert result.topk_prompt_logprobs.token_ids.shape == (1, 2)
+        assert result.sequences[1].top_logprobs is not None
+        assert result.sequences[1].top_logprobs.token_ids.shape == (2, 1)
+        longest = await sampler.sample(sample(max_tokens=None), version=None)
+        assert longest is not None
+        assert (longest.sequences[0].tokens.shape, longest.sequences[0].stop_reason) == ((8,), "length")
+        target = Array.of(np.zeros((1, 1), dtype=np.int64))
+        assert await sampler.sample(sample(target_prompt_tokens=target), version=None) is None
+        assert await sampler.sample(sample(), version="m@9") is None, "no endpoint holds these weights"
+        with pytest.raises(EngineError, match="missing"):
+            await sampler.sample(sample(), version=None, adapter=("m-2", tmp_path / "missing"))
+
+    with fake_engines([]) as (engine,):
+        run(scenario)
+        first, second = engine.seen()["requests"]
+        assert first["lora_path"] == ["m-1", "m-1"]
+        assert [params["sampling_seed"] for params in first["sampling_params"]] == [5, 6]
+        assert {params["top_k"] for params in first["sampling_params"]} == {7}
+        assert "lora_path" not in second
+        assert second["sampling_params"][0]["top_k"] == -1
+
+
+def test_another_endpoint_takes_over_from_one_that_died() -> None:
+    # Catches a sample that fails, or waits, because one of several servers is gone.
+    async def scenario(registry: EndpointRegistry) -> None:
+        for engine in engines:
+            await registry.add(Endpoint("127.0.0.1", engine.port))
+        engines[0].kill()
+        sampler = EndpointSampler(registry, context_length=None)
+        assert all([await sampler.sample(sample(), version=None) is not None for _ in range(4)])
+        assert [state.state for state in registry.states] == ["unreachable", "healthy"]
+        engines[1].kill()
+        assert await sampler.sample(sample(), version=None) is None, "then it is the workers'"
+
+    with fake_engines([], []) as engines:
+        run(scenario)
+
+
+def test_vllm_is_asked_and_understood_by_token_ids() -> None:
+    # Catches text in the place of tokens, and likely tokens that are not in the order of their probability.
+    asked = sample(num_samples=1, topk_sample_logprobs=2, prompt_logprobs=True, seed=1)
+    body = vllm_request(asked, [3, 4], 3, "base")
+    assert (body["prompt"], body["n"], body["seed"], body["logprobs"], body["top_k"]) == ([3, 4], 1, 1, 2, -1)
+    logprobs = {
+        "token_logprobs": [-0.5, -1.0],
+        "top_logprobs": [{"token_id:9": -2.0, "token_id:7": -0.5}, {"token_id:8": -1.0}],
+    }
+    choice = {
+        "index": 0,
+        "token_ids": [7, 8],
+        "finish_reason": "length",
+        "logprobs": logprobs,
+        "prompt_logprobs": [None, {"4": {"logprob": -3.0}}],
+    }
+    result = vllm_result(asked, [3, 4], {"choices": [choice]})
+    assert list(result.sequences[0].tokens.numpy()) == [7, 8]
+    top = result.sequences[0].top_logprobs
+    assert top is not None
+    assert top.token_ids.numpy().tolist() == [[7, 9], [8, 0]]
+    assert result.prompt_logprobs is not None
+    np.testing.assert_array_equal(result.prompt_logprobs.numpy(), np.array([np.nan, -3.0], np.float32))
+    with pytest.raises(EngineError, match="not an answer of vLLM's with token ids"):
+        vllm_result(asked, [3, 4], {"choices": [{"text": "a"}]})
