@@ -1,6 +1,7 @@
 """The documents and the example configurations name only options that exist: `uv run tools/check_docs.py`.
 
-Looks at `--section.option` anywhere, at `section.option` in code, and at the keys of YAML blocks and files.
+Looks at `--section.option` and `--server.option` anywhere, at `section.option` in code, and at the keys of YAML blocks
+and files.
 """
 
 import re
@@ -14,10 +15,12 @@ from ruamel.yaml.error import YAMLError
 from workspace import ROOT, project_files
 from xorl.config.local import Config
 from xorl.config.options import find_option, sections
+from xorl.config.server import ServerConfig
 
 TOP = tuple(Config.model_fields)
 OVERRIDE = re.compile(rf"--((?:{'|'.join(TOP)})\.[a-z0-9_.]*[a-z0-9_])")
 INLINE = re.compile(rf"`((?:{'|'.join(TOP)})\.[a-z0-9_.\[\]]*[a-z0-9_\]])(?<!\.py)(?=[`:= ])")
+SERVER_OVERRIDE = re.compile(r"--server\.([a-z0-9_.]*[a-z0-9_])")
 YAML_BLOCK = re.compile(r"^ *```ya?ml\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 
 
@@ -38,6 +41,9 @@ def unknown_in_markdown(text: str) -> Iterator[str]:
         for match in pattern.finditer(text):
             if not exists(match.group(1)):
                 yield f"unknown option {match.group(1)}"
+    for match in SERVER_OVERRIDE.finditer(text):
+        if find_option(match.group(1), ServerConfig) is None:
+            yield f"unknown option of the service {match.group(1)}"
     for block in YAML_BLOCK.finditer(text):
         yield from unknown_in_yaml(block.group(1))
 

@@ -24,7 +24,8 @@ from xorl.config.server_training import NAMES, local_path
 from xorl.config.show import show
 
 FROZEN = Path(__file__).with_name("frozen_server_options.txt")
-EXAMPLES = sorted((Path(__file__).resolve().parents[3] / "configs" / "server").glob("*.yaml"))
+ROOT = Path(__file__).resolve().parents[3]
+EXAMPLES = sorted((ROOT / "configs" / "server").glob("*.yaml"))
 OPTIONS = all_options(ServerConfig)
 
 # A refused value of each option whose row says "anything but the default", where it cannot be guessed from the type.
