@@ -57,8 +57,8 @@ def test_a_process_that_is_killed_is_started_again() -> None:
     ("code", "options", "wanted"),
     [
         ("import sys; sys.exit(2)", {}, "cannot start: its message is above"),
-        ("import sys; sys.exit(1)", {"max_restarts": 1}, "died 2 times, at last with code=1"),
-        ("import sys; sys.exit(1)", {}, "dies again and again after its start"),
+        ("import sys; sys.exit(1)", {"max_quick_deaths": 2}, "died 2 times, each within 10 s .* code=1"),
+        ("import os; os.abort()", {"max_quick_deaths": 1}, "at last with signal=SIGABRT"),
     ],
 )
 def test_a_process_that_cannot_run_is_given_up(code: str, options: dict[str, Any], wanted: str) -> None:
@@ -146,7 +146,7 @@ def test_the_plan_is_what_is_started(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     plan = launcher.make_plan(config, file, SURVEY, mode="auto", api_host="127.0.0.1", api_port=5555)
     workers, orchestrator, api = plan.processes()
-    assert ("--nproc-per-node=2" in workers.command, workers.max_restarts) == (True, 1)
+    assert ("--nproc-per-node=2" in workers.command, workers.max_quick_deaths) == (True, 4)
     assert plan.workers_address == plan.workers_bind == f"ipc://{tmp_path}/workers"
     assert plan.keys_file is None
     assert plan.workers_address in orchestrator.command

@@ -29,7 +29,6 @@ from xorl.config.fields import (
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 SyncMethod = Literal["nccl_broadcast"]
 GradNormalization = Literal["sum", "token_mean"]
-InferenceEngine = Literal["sglang", "vllm"]
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 TOKEN_PREFIX = "tml-"  # without it the tinker client refuses a key before it is sent
@@ -40,21 +39,12 @@ UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**
 class InferenceEndpointConfig(Section):
     """Inference endpoint"""
 
-    host: str = Field(min_length=1, description="Host name or address of the inference engine.")
+    host: str = Field(min_length=1, description="Host name or address of the engine, SGLang or vLLM.")
     port: Port = Field(description="Port of its HTTP server.")
-    engine: InferenceEngine = Field(default="sglang", description="Whose protocol it speaks: sglang or vllm.")
     world_size: AtLeastOne = Field(default=1, description="GPUs that it runs on, each a receiver of new weights.")
     sync_weights: bool = Field(
         default=True, description="Send it the weights after each optimizer step; false waits for a client's call."
     )
-    master_address: str | None = Field(
-        default=None,
-        description="Address of this service by which the endpoint finds it for a transfer. null means that of the "
-        "interface by which the service reaches the endpoint.",
-    )
-    master_port: Port = Field(default=29600, description="Port there, at which the transfer's process group meets.")
-    group_name: str = Field(default="weight_sync_group", min_length=1, description="Name of the transfer's group.")
-    buffer_size_mb: AtLeastOne = Field(default=1024, description="Weights, in MB, that are gathered and sent at once.")
 
 
 class ServerModelFields(ModelFields):
@@ -247,7 +237,8 @@ class WorkerFields(Section):
     )
     worker_max_retries: Annotated[int, Field(ge=0)] = Field(
         default=3,
-        description="Times that the workers are started again when they fail, before the service stops.",
+        description="Times that a request is computed again when the workers died under it, before it fails; they are "
+        "started again each time.",
     )
 
 

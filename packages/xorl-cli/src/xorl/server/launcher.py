@@ -94,7 +94,9 @@ class Plan:
             ],
             # Threads that wait for work should leave the cores to the other processes.
             environment={"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")},
-            max_restarts=self.config.worker_max_retries,
+            # They take a while to start; and a request that kills them is given up after worker_max_retries.
+            quick_s=60.0,
+            max_quick_deaths=self.config.worker_max_retries + 3,
         )
         orchestrator = Supervised(
             "orchestrator",

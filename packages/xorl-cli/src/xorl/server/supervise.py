@@ -13,12 +13,8 @@ from dataclasses import dataclass, field
 logger = logging.getLogger(__name__)
 
 BAD_INPUT = 2  # the exit code of a process that no second start would help
-QUICK_S = 10.0  # a process that dies sooner after its start has not really run
-MAX_QUICK_DEATHS = 5
 FIRST_WAIT_S = 0.2
 LONGEST_WAIT_S = 5.0
-STEADY_S = 600.0  # after so long, earlier deaths are forgotten
-POLL_S = 0.05
 
 
 class ProcessFailed(RuntimeError):
@@ -31,19 +27,17 @@ class ProcessFailed(RuntimeError):
 
 @dataclass
 class Supervised:
-    """One process and how often it may die.
-
-    max_restarts: None lets it die as often as it will, unless it dies again and again right after its start.
-    """
+    """One process and how often it may die: for good after max_quick_deaths in a row within quick_s of its start."""
 
     name: str
     command: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
-    max_restarts: int | None = None
+    quick_s: float = 10.0
+    max_quick_deaths: int = 5
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
     num_restarts: int = 0
     _started: float = 0.0
-    _deaths: list[float] = field(default_factory=list)
+    _quick_deaths: int = 0
     _start_at: float | None = None
 
     @property
@@ -75,19 +69,17 @@ class Supervised:
         if code is None:
             return
         ran_s = now - self._started
-        if ran_s > STEADY_S:
-            self._deaths.clear()
-        self._deaths.append(now)
+        self._quick_deaths = self._quick_deaths + 1 if ran_s < self.quick_s else 1
         logger.error("event=died name=%s pid=%d %s ran_s=%.1f", self.name, self.process.pid, how(code), ran_s)
         if code == BAD_INPUT:
             raise ProcessFailed(f"the {self.name} cannot start: its message is above", code)
-        if self.max_restarts is not None and len(self._deaths) > self.max_restarts:
-            raise ProcessFailed(f"the {self.name} died {len(self._deaths)} times, at last with {how(code)}", code)
-        num_quick = len([death for death in self._deaths if now - death < QUICK_S * MAX_QUICK_DEATHS])
-        if ran_s < QUICK_S and num_quick >= MAX_QUICK_DEATHS:
-            raise ProcessFailed(f"the {self.name} dies again and again after its start, with {how(code)}", code)
-        wait_s = min(FIRST_WAIT_S * 2 ** (len(self._deaths) - 1), LONGEST_WAIT_S)
-        self._start_at = now + wait_s
+        if self._quick_deaths >= self.max_quick_deaths:
+            raise ProcessFailed(
+                f"the {self.name} died {self._quick_deaths} times, each within {self.quick_s:g} s of its start, at "
+                f"last with {how(code)}",
+                code,
+            )
+        self._start_at = now + min(FIRST_WAIT_S * 2 ** (self._quick_deaths - 1), LONGEST_WAIT_S)
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal, if it runs."""
