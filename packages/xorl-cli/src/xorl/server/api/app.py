@@ -1,0 +1,82 @@
+"""The application: routes behind the gate, and how errors leave it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from xorl.server.api import (
+    checkpoint_routes,
+    control_routes,
+    endpoint_routes,
+    future_routes,
+    sampling_routes,
+    status_routes,
+    training_routes,
+)
+from xorl.server.api.context import Api
+from xorl.server.api.gate import Bodies, Gate, Measures
+from xorl.server.api.orchestrator import Orchestrator
+from xorl.server.api.refusal import Refusal
+from xorl.server.api.settings import ApiSettings
+from xorl.server.api.text import TextCoder
+
+logger = logging.getLogger(__name__)
+
+
+def create_app(settings: ApiSettings) -> ASGIApp:
+    """The application that a server of ASGI runs; it connects to the orchestrator when it starts."""
+    measures = Measures()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        orchestrator = Orchestrator(settings)
+        await orchestrator.start()
+        app.state.api = Api(settings, orchestrator, Bodies(settings, measures), measures, TextCoder())
+        yield
+        await orchestrator.close()
+
+    app = FastAPI(title="xorl", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    for router in (
+        future_routes.router,
+        training_routes.router,
+        sampling_routes.router,
+        control_routes.router,
+        checkpoint_routes.router,
+        checkpoint_routes.files_router,
+        endpoint_routes.router,
+        status_routes.router,
+    ):
+        app.include_router(router)
+    app.add_exception_handler(Refusal, _refused)
+    app.add_exception_handler(HTTPException, _no_route)
+    app.add_exception_handler(Exception, _failed)
+    return Gate(app, settings, measures)
+
+
+async def _refused(request: Request, problem: Exception) -> Response:
+    assert isinstance(problem, Refusal)
+    if problem.status >= 500:
+        logger.warning("event=request_refused path=%s status=%d why=%r", request.url.path, problem.status, str(problem))
+    return problem.response()
+
+
+async def _no_route(request: Request, problem: Exception) -> Response:
+    assert isinstance(problem, HTTPException)
+    if problem.status_code == 404:
+        return Refusal(404, f"this service has no {request.method} {request.url.path[:200]}").response()
+    return Refusal(problem.status_code, str(problem.detail)).response()
+
+
+async def _failed(request: Request, problem: Exception) -> Response:
+    # A client polls at once after a 5xx, without end; and what went wrong here is no one's to read but the log's.
+    logger.error("event=request_failed path=%s", request.url.path, exc_info=problem)
+    status = 400 if request.url.path.endswith("/retrieve_future") else 500
+    return Refusal(status, "the service failed on this request, see its log").response()

@@ -1,0 +1,253 @@
+"""Checkpoints and the runs they are of: listed, described, deleted, given an end, and fetched file by file."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+import time
+from pathlib import Path
+from urllib.parse import quote
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+
+from xorl.server.api.context import api_of, dialect_of
+from xorl.server.api.control_routes import iso, page
+from xorl.server.api.model_bodies import checkpoint_of, ttl
+from xorl.server.api.refusal import Refusal
+from xorl.server.api.reply import JSON, json_response
+from xorl.server.api.small_bodies import DeleteBody, ModelBody, TtlBody, WeightsInfoBody
+from xorl.server.messages import Ok
+from xorl.server.names import CheckpointRef, Dialect, checkpoint_folder
+from xorl.server.queries import (
+    CheckpointInfo,
+    Checkpoints,
+    DeleteCheckpoint,
+    GetTrainingRun,
+    GetWeightsInfo,
+    ListCheckpoints,
+    ListTrainingRuns,
+    SetCheckpointTtl,
+    TrainingRun,
+    TrainingRuns,
+    WeightsInfo,
+)
+
+router = APIRouter(prefix="/api/v1")
+
+_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+_URLS_LAST_S = 3600
+# Signs the URLs that need no token; another process's are of no use after a restart.
+_URL_KEY = secrets.token_bytes(32)
+
+
+@router.get("/training_runs")
+async def list_training_runs(request: Request, limit: int = 20, offset: int = 0) -> Response:
+    """Runs, those active last first."""
+    listed = await api_of(request).orchestrator.ask(ListTrainingRuns(*page(limit, offset)), TrainingRuns)
+    dialect = dialect_of(request)
+    return json_response(
+        {
+            "training_runs": [_run_json(run, dialect) for run in listed.runs],
+            "cursor": {"offset": offset, "limit": limit, "total_count": listed.total},
+        }
+    )
+
+
+@router.get("/training_runs/{model_id}")
+async def get_training_run(request: Request, model_id: str) -> Response:
+    """One run."""
+    run = await api_of(request).orchestrator.ask(GetTrainingRun(model_id), TrainingRun)
+    return json_response(_run_json(run, dialect_of(request)))
+
+
+@router.get("/training_runs/{model_id}/checkpoints")
+async def list_run_checkpoints(request: Request, model_id: str) -> Response:
+    """A run's checkpoints, newest first."""
+    return await _list(request, ListCheckpoints(model_id))
+
+
+@router.get("/checkpoints")
+async def list_all_checkpoints(request: Request, limit: int = 100, offset: int = 0) -> Response:
+    """All checkpoints, newest first."""
+    limit, offset = page(limit, offset)
+    return await _list(request, ListCheckpoints(None, limit, offset))
+
+
+@router.post("/list_checkpoints")
+async def post_list_checkpoints(request: Request) -> Response:
+    """A model's checkpoints, newest first."""
+    given = await api_of(request).bodies.parse(request, ModelBody)
+    return await _list(request, ListCheckpoints(given.model_id))
+
+
+@router.delete("/training_runs/{model_id}/checkpoints/{kind}/{name}")
+async def delete_run_checkpoint(request: Request, model_id: str, kind: str, name: str) -> Response:
+    """Delete one."""
+    await api_of(request).orchestrator.ask(DeleteCheckpoint(_ref(model_id, kind, name)), Ok)
+    return Response(status_code=204)
+
+
+@router.post("/delete_checkpoint")
+async def post_delete_checkpoint(request: Request) -> Response:
+    """Delete one, which is named as KIND/NAME or KIND/MODEL/NAME."""
+    api = api_of(request)
+    given = await api.bodies.parse(request, DeleteBody)
+    try:
+        ref = checkpoint_of(given.checkpoint_id, given.model_id)
+    except ValueError as problem:
+        raise Refusal(400, str(problem)) from None
+    await api.orchestrator.ask(DeleteCheckpoint(ref), Ok)
+    return json_response({"success": True, "deleted_path": ref.uri(dialect_of(request)), "error": None})
+
+
+@router.put("/training_runs/{model_id}/checkpoints/{kind}/{name}/ttl")
+async def set_ttl(request: Request, model_id: str, kind: str, name: str) -> Response:
+    """Say how long it is kept."""
+    api = api_of(request)
+    given = await api.bodies.parse(request, TtlBody)
+    try:
+        ttl_s = ttl(given.ttl_seconds)
+    except ValueError as problem:
+        raise Refusal(400, str(problem)) from None
+    await api.orchestrator.ask(SetCheckpointTtl(_ref(model_id, kind, name), ttl_s), Ok)
+    return Response(status_code=204)
+
+
+@router.post("/weights_info")
+async def weights_info(request: Request) -> Response:
+    """What a checkpoint is of."""
+    api = api_of(request)
+    given = await api.bodies.parse(request, WeightsInfoBody)
+    path = given.tinker_path or given.xorl_path
+    if path is None:
+        raise Refusal(400, "give tinker_path or xorl_path")
+    try:
+        ref = checkpoint_of(path, None)
+    except ValueError as problem:
+        raise Refusal(400, str(problem)) from None
+    info = await api.orchestrator.ask(GetWeightsInfo(ref), WeightsInfo)
+    lora = info.lora
+    return json_response(
+        {
+            "base_model": info.base_model,
+            "is_lora": lora is not None,
+            "lora_rank": None if lora is None else lora.rank,
+            "lora_config": None if lora is None else {"lora_rank": lora.rank, "lora_alpha": lora.alpha},
+            "train_unembed": None if lora is None else lora.train_unembed,
+            "train_mlp": None if lora is None else lora.train_mlp,
+            "train_attn": None if lora is None else lora.train_attn,
+            "optimizer_config": {"type": "adamw"},
+            "step": info.step,
+        }
+    )
+
+
+@router.get("/training_runs/{model_id}/checkpoints/{kind}/{name}/external_weights_urls")
+async def checkpoint_urls(request: Request, model_id: str, kind: str, name: str) -> Response:
+    """URLs of a checkpoint's files, which for an hour need no token."""
+    ref = _ref(model_id, kind, name)
+    folder = await _folder(request, ref)
+    files = await asyncio.to_thread(_files, folder)
+    expires = int(time.time()) + _URLS_LAST_S
+    urls: dict[str, JSON] = {}
+    for file in files:
+        path = f"{ref.model_id}/{ref.kind}/{ref.name}/{file}"
+        base = str(request.base_url).rstrip("/")
+        urls[file] = f"{base}/files/{quote(path, safe='/')}?expires={expires}&signature={_signature(path, expires)}"
+    return json_response({"urls": urls, "expires": iso(expires)})
+
+
+files_router = APIRouter()
+
+
+@files_router.get("/files/{model_id}/{kind}/{name}/{file:path}")
+async def get_file(
+    request: Request, model_id: str, kind: str, name: str, file: str, expires: int, signature: str
+) -> Response:
+    """A file of a checkpoint, by a URL of `checkpoint_urls`."""
+    expected = _signature(f"{model_id}/{kind}/{name}/{file}", expires)
+    if not hmac.compare_digest(signature.encode(), expected.encode()):
+        raise Refusal(403, "the signature of this URL is wrong: ask for the URLs of the checkpoint again")
+    if expires < time.time():
+        raise Refusal(410, "this URL has expired: ask for the URLs of the checkpoint again")
+    folder = await _folder(request, _ref(model_id, kind, name))
+    path = folder / file
+    if not path.resolve().is_relative_to(folder.resolve()) or not path.is_file():
+        raise Refusal(404, "the checkpoint has no such file")
+    return FileResponse(path, filename=path.name)
+
+
+async def _list(request: Request, wanted: ListCheckpoints) -> Response:
+    listed = await api_of(request).orchestrator.ask(wanted, Checkpoints)
+    dialect = dialect_of(request)
+    limit = listed.total if wanted.limit is None else wanted.limit
+    return json_response(
+        {
+            "checkpoints": [_checkpoint_json(info, dialect) for info in listed.checkpoints],
+            "cursor": {"offset": wanted.offset, "limit": limit, "total_count": listed.total},
+        }
+    )
+
+
+async def _folder(request: Request, ref: CheckpointRef) -> Path:
+    info = await api_of(request).orchestrator.info()
+    try:
+        folder = checkpoint_folder(Path(info.output_dir), ref)
+    except ValueError as problem:
+        raise Refusal(400, str(problem)) from None
+    if not folder.is_dir():
+        raise Refusal(404, f"there is no checkpoint {ref.uri(dialect_of(request))}")
+    return folder
+
+
+def _files(folder: Path) -> list[str]:
+    """Relative names of what is in a checkpoint; no links, which could lead elsewhere."""
+    found = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    return sorted(path.relative_to(folder).as_posix() for path in found)
+
+
+def _signature(path: str, expires: int) -> str:
+    return hmac.new(_URL_KEY, f"{expires}/{path}".encode(), hashlib.sha256).hexdigest()
+
+
+def _ref(model_id: str, kind: str, name: str) -> CheckpointRef:
+    try:
+        return checkpoint_of(f"{kind}/{model_id}/{name}", None)
+    except ValueError as problem:
+        raise Refusal(400, str(problem)) from None
+
+
+def _run_json(run: TrainingRun, dialect: Dialect) -> dict[str, JSON]:
+    last, last_sampler = run.last_checkpoint, run.last_sampler_checkpoint
+    return {
+        "training_run_id": run.model_id,
+        "base_model": run.base_model,
+        "model_owner": "local",
+        "is_lora": run.lora_rank is not None,
+        "corrupted": False,
+        "lora_rank": run.lora_rank,
+        "last_request_time": iso(run.last_active),
+        "last_checkpoint": None if last is None else _checkpoint_json(last, dialect),
+        "last_sampler_checkpoint": None if last_sampler is None else _checkpoint_json(last_sampler, dialect),
+        "user_metadata": run.user_metadata,
+    }
+
+
+def _checkpoint_json(info: CheckpointInfo, dialect: Dialect) -> dict[str, JSON]:
+    """Both clients' names for the path, whoever asks."""
+    ref = info.checkpoint
+    return {
+        "checkpoint_id": f"{ref.kind}/{ref.name}",
+        "checkpoint_type": _TYPES[ref.kind],
+        "time": iso(info.created),
+        "path": ref.uri(dialect),
+        "tinker_path": ref.uri("tinker"),
+        "size_bytes": info.size_bytes,
+        "public": False,
+        "user_metadata": info.user_metadata,
+        "expires_at": None if info.expires is None else iso(info.expires),
+    }

@@ -1,0 +1,209 @@
+"""Sessions, what is served, whether it is up, and what clients are told about how to call."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from xorl.server.api.context import api_of
+from xorl.server.api.model_bodies import metadata
+from xorl.server.api.refusal import Refusal
+from xorl.server.api.reply import JSON, json_response
+from xorl.server.api.small_bodies import FinishBody, SessionBody
+from xorl.server.messages import Ok
+from xorl.server.names import check_model_id
+from xorl.server.queries import (
+    CreateSession,
+    FinishSession,
+    GetSession,
+    GetStatus,
+    Heartbeat,
+    ListSessions,
+    ServiceInfo,
+    SessionCreated,
+    SessionInfo,
+    Sessions,
+    Status,
+)
+
+router = APIRouter()
+
+_CHUNK_BYTES = 32 * 2**20
+# The health of a service is asked often, and must be answered soon also where there is no orchestrator.
+_HEALTH_PATIENCE_S = 1.0
+
+
+@router.post("/api/v1/client/config")
+async def client_config(request: Request) -> Response:
+    """How a client cuts its data and waits: few large bodies, since they are on one network, and no compression."""
+    limit = api_of(request).settings.body_bytes
+    chunk_bytes = min(_CHUNK_BYTES, limit // 4)
+    return json_response(
+        {
+            "pjwt_auth_enabled": False,
+            "proto_compress_fwdbwd": False,
+            "fwdbwd_max_chunk_len": 4096,
+            "fwdbwd_max_chunk_bytes_count": chunk_bytes,
+            "fwdbwd_dispatch_bytes_semaphore_size": 4 * chunk_bytes,
+            "custom_loss_server_side": False,
+        }
+    )
+
+
+@router.post("/api/v1/client/dynamic_config")
+async def client_dynamic_config() -> Response:
+    """What a client asks again from time to time."""
+    return json_response({"refresh_interval_sec": 300, "sample_cancel_enabled": True})
+
+
+@router.post("/api/v1/create_session")
+async def create_session(request: Request) -> Response:
+    """Begin a session."""
+    api = api_of(request)
+    given = await api.bodies.parse(request, SessionBody)
+    try:
+        wanted = CreateSession(
+            None if given.session_id is None else check_model_id(given.session_id),
+            tags=tuple(given.tags),
+            user_metadata=metadata(given.user_metadata),
+            display_name=given.display_name,
+        )
+    except ValueError as problem:
+        raise Refusal(400, str(problem)) from None
+    created = await api.orchestrator.ask(wanted, SessionCreated)
+    return json_response(
+        {
+            "type": "create_session",
+            "session_id": created.session_id,
+            "info_message": created.info_message,
+            "warning_message": None,
+            "error_message": None,
+        }
+    )
+
+
+@router.post("/api/v1/session_heartbeat")
+async def session_heartbeat(request: Request) -> Response:
+    """A session's client lives."""
+    api = api_of(request)
+    given = await api.bodies.parse(request, SessionBody)
+    await api.orchestrator.ask(Heartbeat(given.session_id or "default"), Ok)
+    return json_response({"type": "session_heartbeat", "session_id": given.session_id})
+
+
+@router.post("/api/v1/sessions/{session_id}/finish")
+async def finish_session(request: Request, session_id: str) -> Response:
+    """A client says goodbye."""
+    api = api_of(request)
+    given = await api.bodies.parse(request, FinishBody)
+    await api.orchestrator.ask(FinishSession(session_id, given.reason.type), Ok)
+    return Response(status_code=204)
+
+
+@router.get("/api/v1/sessions")
+async def list_sessions(request: Request, limit: int = 20, offset: int = 0) -> Response:
+    """Ids of sessions, newest first."""
+    listed = await api_of(request).orchestrator.ask(ListSessions(*page(limit, offset)), Sessions)
+    return json_response(
+        {
+            "sessions": [session.session_id for session in listed.sessions],
+            "cursor": {"offset": offset, "limit": limit, "total_count": listed.total},
+        }
+    )
+
+
+@router.get("/api/v1/sessions/{session_id}")
+async def get_session(request: Request, session_id: str) -> Response:
+    """What was made in a session."""
+    session = await api_of(request).orchestrator.ask(GetSession(session_id), SessionInfo)
+    return json_response(
+        {
+            "training_run_ids": session.model_ids,
+            "sampler_ids": session.sampler_ids,
+            "user_metadata": session.user_metadata,
+            "display_name": session.display_name,
+            "created_at": iso(session.created),
+            "is_finished": session.is_finished,
+        }
+    )
+
+
+@router.get("/api/v1/session_info")
+async def session_info(request: Request) -> Response:
+    """All that are active."""
+    status = await api_of(request).orchestrator.ask(GetStatus(), Status)
+    return json_response(
+        {
+            "registered_models": [model for session in status.sessions for model in session.models],
+            "active_sessions": [session.session_id for session in status.sessions],
+            "session_activity": {session.session_id: iso(session.last_active) for session in status.sessions},
+        }
+    )
+
+
+@router.get("/api/v1/get_server_capabilities")
+async def capabilities(request: Request) -> Response:
+    """The base model."""
+    info = await api_of(request).orchestrator.info()
+    return json_response({"supported_models": [_supported(info)]})
+
+
+@router.post("/api/v1/telemetry")
+async def telemetry(request: Request) -> Response:
+    """Taken, and neither kept nor sent on."""
+    await api_of(request).bodies.read(request)
+    return json_response({"status": "accepted"})
+
+
+@router.get("/api/v1/healthz")
+async def healthz(request: Request) -> Response:
+    """`ok` once calls are served."""
+    if await _is_ready(request):
+        return json_response({"status": "ok"})
+    return json_response({"status": "not_ready"}, 503, {"retry-after": "1"})
+
+
+@router.get("/health")
+async def health(request: Request) -> Response:
+    """The same in the other client's words."""
+    is_ready = await _is_ready(request)
+    content = {"status": "healthy" if is_ready else "starting", "engine_running": is_ready}
+    return json_response(content, 200 if is_ready else 503)
+
+
+async def _is_ready(request: Request) -> bool:
+    orchestrator = api_of(request).orchestrator
+    deadline = time.monotonic() + _HEALTH_PATIENCE_S
+    while not orchestrator.is_connected:
+        if time.monotonic() > deadline:
+            return False
+        await orchestrator.wait(0.05)
+    try:
+        return (await orchestrator.info()).ready
+    except Refusal:
+        return False
+
+
+def _supported(info: ServiceInfo) -> JSON:
+    return {
+        "model_name": info.model_name,
+        "max_context_length": info.max_context_length,
+        "trainable": True,
+        "sampleable": True,
+    }
+
+
+def iso(seconds: float) -> str:
+    """A time since 1970 as ISO 8601, in UTC."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def page(limit: int, offset: int) -> tuple[int, int]:
+    """Checked; Refusal(400) otherwise."""
+    if not 0 <= limit <= 1000 or not offset >= 0:
+        raise Refusal(400, f"limit is 0 to 1000 and offset 0 or more, got {limit} and {offset}")
+    return limit, offset

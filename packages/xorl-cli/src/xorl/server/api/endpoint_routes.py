@@ -1,0 +1,152 @@
+"""Inference endpoints: registered, listed, removed, and sent weights to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from xorl.server.api.context import api_of
+from xorl.server.api.refusal import Refusal
+from xorl.server.api.reply import JSON, json_response
+from xorl.server.api.results import sync_json
+from xorl.server.api.small_bodies import ConnectBody, EndpointBody, SyncBody
+from xorl.server.messages import Endpoint, Ok, SyncResult, SyncWeights
+from xorl.server.names import check_model_id
+from xorl.server.queries import (
+    AddEndpoint,
+    ConnectEndpoints,
+    DisconnectEndpoints,
+    Endpoints,
+    EndpointState,
+    ListEndpoints,
+    RemoveEndpoint,
+)
+
+router = APIRouter()
+
+_SYNC_S = 1750.0
+# What one client calls ways to send; all of them are a broadcast to a group here.
+_METHODS = ("nccl_broadcast", "nccl", "nccl_ep_scatter")
+
+
+@router.post("/add_inference_endpoint")
+async def add_endpoint(request: Request) -> Response:
+    """Register one that answers."""
+    api = api_of(request)
+    given = await api.bodies.parse(request, EndpointBody)
+    _check(given)
+    wanted = AddEndpoint(
+        Endpoint(given.host, given.port, given.world_size, given.sync_weights),
+        group_name=given.group_name,
+        master_address=given.master_address or "",
+        master_port=given.master_port,
+        buffer_size_mb=given.buffer_size_mb,
+    )
+    added = await api.orchestrator.ask(wanted, EndpointState)
+    return json_response(
+        {
+            "success": added.state == "healthy",
+            "message": added.message,
+            "endpoint": _endpoint_json(added),
+            "weights_synced": False,
+            "sync_message": "weights are sent by sync_inference_weights",
+        }
+    )
+
+
+@router.get("/list_inference_endpoints")
+async def list_endpoints(request: Request) -> Response:
+    """Those that are registered."""
+    listed = await api_of(request).orchestrator.ask(ListEndpoints(), Endpoints)
+    states: list[JSON] = [_endpoint_json(state) for state in listed.endpoints]
+    return json_response({"endpoints": states, "count": len(states)})
+
+
+@router.post("/remove_inference_endpoint")
+async def remove_endpoint(request: Request) -> Response:
+    """Use one no more."""
+    api = api_of(request)
+    given = await api.bodies.parse(request, EndpointBody)
+    await api.orchestrator.ask(RemoveEndpoint(given.host, given.port), Ok)
+    return json_response({"success": True, "message": f"{given.host}:{given.port} is removed"})
+
+
+@router.post("/connect_inference_endpoint")
+async def connect_endpoints(request: Request) -> Response:
+    """Ask all how they are, and use those that answer."""
+    api = api_of(request)
+    given = await api.bodies.parse(request, ConnectBody)
+    wanted = ConnectEndpoints(given.master_address or "", given.master_port, given.group_name)
+    listed = await api.orchestrator.ask(wanted, Endpoints)
+    healthy: list[JSON] = [_endpoint_json(state) for state in listed.endpoints if state.state == "healthy"]
+    message = f"{len(healthy)} of {len(listed.endpoints)} endpoints answer"
+    return json_response({"success": bool(healthy), "message": message, "connected_endpoints": healthy})
+
+
+@router.post("/disconnect_inference_endpoint")
+async def disconnect_endpoints(request: Request) -> Response:
+    """Use none until they are connected again."""
+    api = api_of(request)
+    await api.bodies.read(request)
+    listed = await api.orchestrator.ask(DisconnectEndpoints(), Endpoints)
+    return json_response({"success": True, "message": f"{len(listed.endpoints)} endpoints are not used any more"})
+
+
+@router.post("/sync_inference_weights")
+@router.post("/api/v1/sync_inference_weights")
+async def sync_weights(request: Request) -> Response:
+    """Send weights; answered when they are there, or not."""
+    api = api_of(request)
+    given = await api.bodies.parse(request, SyncBody)
+    if given.sync_method is not None and given.sync_method not in _METHODS:
+        raise Refusal(400, f"sync_method is one of {', '.join(_METHODS)}, got {given.sync_method[:40]!r}")
+    if given.pools is not None:
+        raise Refusal(400, "pools: all endpoints with sync_weights are sent to, leave it out")
+    flush = given.cache_invalidation_mode != "none" if given.flush_cache is None else given.flush_cache
+    try:
+        wanted = SyncWeights(
+            check_model_id(given.model_id),
+            master_address=given.master_address or "",
+            master_port=given.master_port,
+            group_name=given.group_name,
+            buffer_size_mb=given.buffer_size_mb,
+            pause_mode=given.pause_mode,
+            flush_cache=flush,
+            weight_version=given.weight_version,
+            quantization=given.quantization,
+        )
+    except ValueError as problem:
+        raise Refusal(400, str(problem)) from None
+    result = await api.orchestrator.result(await api.orchestrator.submit(wanted, "xorl"), _SYNC_S)
+    if not isinstance(result, SyncResult):
+        raise Refusal(500, "a sync was answered with something else")
+    return json_response(sync_json(result))
+
+
+def _check(given: EndpointBody) -> None:
+    if not 1 <= given.port <= 65535 or not given.host:
+        raise Refusal(400, f"an endpoint has a host and a port of 1 to 65535, got {given.host[:100]!r}:{given.port}")
+    if given.world_size < 1:
+        raise Refusal(400, f"world_size must be 1 or more, got {given.world_size}")
+    if given.pool != "default" or given.receiver_kv_cache_dtype is not None:
+        raise Refusal(400, "pool and receiver_kv_cache_dtype are not built, leave them out")
+
+
+def _endpoint_json(state: EndpointState) -> dict[str, JSON]:
+    endpoint = state.endpoint
+    info: dict[str, Any] = dict(state.server_info)
+    return {
+        "host": endpoint.host,
+        "port": endpoint.port,
+        "worker_port": endpoint.port,
+        "world_size": endpoint.world_size,
+        "sync_weights": endpoint.sync_weights,
+        "healthy": state.state == "healthy",
+        "state": state.state,
+        "message": state.message,
+        "weight_version": state.weight_version,
+        "server_info": info,
+    }

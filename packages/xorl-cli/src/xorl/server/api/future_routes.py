@@ -1,0 +1,61 @@
+"""Results, polled for: a poll waits for up to the settings' poll_s, and says in which place a request waits."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from xorl.server.api.context import api_of, dialect_of
+from xorl.server.api.refusal import Refusal
+from xorl.server.api.reply import JSON, json_response
+from xorl.server.api.results import result_json, result_protobuf
+from xorl.server.api.small_bodies import FutureBody
+from xorl.server.messages import Cancel, Finished, LossResult, Ok, Pending, SampleResult, Unknown
+
+router = APIRouter(prefix="/api/v1")
+
+
+@router.post("/retrieve_future")
+async def retrieve_future(request: Request) -> Response:
+    """A result in the form that the client takes, or that it should ask again."""
+    api = api_of(request)
+    given = await api.bodies.parse(request, FutureBody)
+    answer = await api.orchestrator.poll(given.request_id, api.settings.poll_s)
+    if isinstance(answer, Finished):
+        return _finished(request, answer)
+    if isinstance(answer, Unknown):
+        if answer.was_known:
+            raise Refusal(410, f"the result of {given.request_id[:100]} is not kept any more: send the request again")
+        raise Refusal(404, f"there is no request {given.request_id[:100]}")
+    # One client asks again at once after 408, the other writes an error to its log and takes this in its stead.
+    return json_response(_try_again(answer), 408 if dialect_of(request) == "tinker" else 200)
+
+
+@router.post("/cancel_future")
+async def cancel_future(request: Request) -> Response:
+    """Forget a request that has not begun."""
+    api = api_of(request)
+    given = await api.bodies.parse(request, FutureBody)
+    await api.orchestrator.ask(Cancel(given.request_id), Ok)
+    return json_response({})
+
+
+def _finished(request: Request, answer: Finished) -> Response:
+    takes_protobuf = "application/x-protobuf" in request.headers.get("accept", "")
+    if takes_protobuf and isinstance(answer.result, LossResult | SampleResult):
+        return Response(result_protobuf(answer.result), media_type="application/x-protobuf")
+    return json_response(result_json(answer.result, answer.dialect))
+
+
+def _try_again(pending: Pending) -> JSON:
+    reason = pending.reason
+    if reason is None and pending.position is not None:
+        reason = f"{pending.position} requests are before this one"
+    return {
+        "type": "try_again",
+        "request_id": pending.request_id,
+        "queue_state": pending.queue_state,
+        "queue_state_reason": reason,
+        "queue_position": pending.position,
+    }

@@ -1,0 +1,238 @@
+"""Bodies that make, save, load and end models, as operations."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal
+
+import msgspec
+
+from xorl.server.messages import (
+    CreateModel,
+    LoadWeights,
+    LoraSpec,
+    SaveFullWeights,
+    SaveWeights,
+    SaveWeightsForSampler,
+)
+from xorl.server.names import (
+    CheckpointRef,
+    check_model_id,
+    check_name,
+    model_id_of,
+    parse_uri,
+    sampling_session_id_of,
+    session_of,
+)
+
+MAX_METADATA_BYTES = 16384
+
+
+class LoraJson(msgspec.Struct, frozen=True):
+    """What a client asks of its adapter."""
+
+    rank: int | None = None
+    lora_rank: int | None = None
+    alpha: float | None = None
+    lora_alpha: float | None = None
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+    dropout: float = 0.0
+    target_modules: list[str] | None = None
+
+    def spec(self) -> LoraSpec:
+        """Checked; ValueError says what is wrong."""
+        if self.dropout:
+            raise ValueError(f"lora_config.dropout must be 0, dropout of adapters is not built; got {self.dropout}")
+        rank = self.lora_rank if self.rank is None else self.rank
+        if rank is not None and not 0 <= rank <= 2**16:
+            raise ValueError(f"lora_config.rank must be 0 (full weights) or more, got {rank}")
+        return LoraSpec(
+            rank=rank,
+            alpha=self.lora_alpha if self.alpha is None else self.alpha,
+            seed=self.seed,
+            train_attn=self.train_attn,
+            train_mlp=self.train_mlp,
+            train_unembed=self.train_unembed,
+            target_modules=None if self.target_modules is None else tuple(self.target_modules),
+        )
+
+
+class OptimizerJson(msgspec.Struct, frozen=True):
+    """Which optimizer; its numbers come with each step."""
+
+    type: str = "adamw"
+
+
+class CreateModelBody(msgspec.Struct, frozen=True):
+    """Of /create_model: one client names its session and a number in it, the other the model."""
+
+    base_model: str
+    session_id: str | None = None
+    model_seq_id: int | None = None
+    model_id: str | None = None
+    lora_config: LoraJson | None = None
+    optimizer_config: OptimizerJson = OptimizerJson()
+    user_metadata: dict[str, Any] | None = None
+
+    def operation(self) -> CreateModel:
+        """Checked; ValueError says what is wrong."""
+        check_optimizer(self.optimizer_config)
+        return CreateModel(
+            new_model_id(self.session_id, self.model_seq_id, self.model_id),
+            base_model=self.base_model,
+            lora=(self.lora_config or LoraJson()).spec(),
+            user_metadata=metadata(self.user_metadata),
+        )
+
+
+class LoadWeightsBody(msgspec.Struct, frozen=True):
+    """Of /load_weights: into a model, or where there is none, to make one of the checkpoint."""
+
+    path: str
+    optimizer: bool = True
+    model_id: str | None = None
+    seq_id: int | None = None
+    session_id: str | None = None
+    model_seq_id: int | None = None
+    base_model: str | None = None
+    user_metadata: dict[str, Any] | None = None
+    optimizer_config: OptimizerJson = OptimizerJson()
+    weights_access_token: str | None = None
+
+    def operation(self) -> CreateModel | LoadWeights:
+        """Checked; ValueError says what is wrong."""
+        check_optimizer(self.optimizer_config)
+        checkpoint = checkpoint_of(self.path, self.model_id)
+        if self.model_seq_id is None:
+            return LoadWeights(check_model_id(self.model_id or "default"), checkpoint, self.optimizer)
+        return CreateModel(
+            new_model_id(self.session_id, self.model_seq_id, self.model_id),
+            base_model=self.base_model,
+            checkpoint=checkpoint,
+            with_optimizer=self.optimizer,
+            user_metadata=metadata(self.user_metadata),
+        )
+
+
+class SaveWeightsBody(msgspec.Struct, frozen=True):
+    """Of /save_weights; path is a name."""
+
+    model_id: str = "default"
+    path: str | None = None
+    seq_id: int | None = None
+    ttl_seconds: float | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, Any] | None = None
+
+    def operation(self) -> SaveWeights:
+        """Checked; ValueError says what is wrong."""
+        name = f"checkpoint-{self.seq_id or int(time.time())}" if self.path is None else self.path
+        return SaveWeights(
+            check_model_id(self.model_id),
+            check_name(name),
+            overwrite=self.overwrite,
+            user_metadata=metadata(self.user_metadata),
+            ttl_s=ttl(self.ttl_seconds),
+        )
+
+
+class SaveForSamplerBody(msgspec.Struct, frozen=True):
+    """Of /save_weights_for_sampler; path and name are two names of one thing, without them it stays in memory."""
+
+    model_id: str = "default"
+    path: str | None = None
+    name: str | None = None
+    sampling_session_seq_id: int | None = None
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+    seq_id: int | None = None
+    ttl_seconds: float | None = None
+    user_metadata: dict[str, Any] | None = None
+
+    def operation(self) -> SaveWeightsForSampler:
+        """Checked; ValueError says what is wrong."""
+        if self.kind == "inflight":
+            raise ValueError("kind: inflight samplers, whose weights change under them, are not built; take snapshot")
+        name = self.path if self.name is None else self.name
+        sampler_id = None
+        if name is None:
+            if self.sampling_session_seq_id is None:
+                raise ValueError("give a name, or sampling_session_seq_id for a sampler in memory")
+            sampler_id = sampling_session_id_of(session_of(self.model_id), self.sampling_session_seq_id)
+        return SaveWeightsForSampler(
+            check_model_id(self.model_id),
+            None if name is None else check_name(name),
+            sampler_id=sampler_id,
+            user_metadata=metadata(self.user_metadata),
+            ttl_s=ttl(self.ttl_seconds),
+        )
+
+
+class SaveExternalBody(msgspec.Struct, frozen=True):
+    """Of /save_weights_external and /save_full_weights_safetensors."""
+
+    model_id: str = "default"
+    path: str | None = None
+    name: str | None = None
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    seq_id: int | None = None
+    ttl_seconds: float | None = None
+    age_encryption_recipients: list[str] | None = None
+    base_model_path: str | None = None
+
+    def operation(self) -> SaveFullWeights:
+        """Checked; ValueError says what is wrong."""
+        if self.age_encryption_recipients:
+            raise ValueError("age_encryption_recipients: exports are not encrypted, leave it out")
+        if self.base_model_path is not None:
+            raise ValueError("base_model_path: an adapter is merged into the base of this service, leave it out")
+        name = self.path if self.name is None else self.name
+        if name is None:
+            raise ValueError("give a name")
+        return SaveFullWeights(
+            check_model_id(self.model_id), check_name(name), dtype=self.dtype, ttl_s=ttl(self.ttl_seconds)
+        )
+
+
+def new_model_id(session_id: str | None, model_seq_id: int | None, model_id: str | None) -> str:
+    """Of a session and a number in it, or the client's own."""
+    if session_id is not None and model_seq_id is not None:
+        return check_model_id(model_id_of(session_id, model_seq_id))
+    return check_model_id(model_id or "default")
+
+
+def checkpoint_of(path: str, model_id: str | None) -> CheckpointRef:
+    """A checkpoint by URI, or as one of the clients also writes it: KIND/MODEL/NAME, KIND/NAME or NAME."""
+    if "://" in path:
+        return parse_uri(path)
+    parts = path.split("/")
+    if len(parts) == 1:
+        parts = ["weights", *parts]
+    if len(parts) == 2:
+        parts = [parts[0], model_id or "default", parts[1]]
+    if len(parts) != 3:
+        raise ValueError(f"a checkpoint is a URI, KIND/MODEL/NAME, KIND/NAME or NAME; got {path[:300]!r}")
+    return parse_uri(f"xorl://{parts[1]}/{parts[0]}/{parts[2]}")
+
+
+def metadata(given: dict[str, Any] | None) -> dict[str, str]:
+    """A client's notes as text; ValueError where they are too long."""
+    notes = {key: value if isinstance(value, str) else str(value) for key, value in (given or {}).items()}
+    if sum(len(key) + len(value) for key, value in notes.items()) > MAX_METADATA_BYTES:
+        raise ValueError(f"user_metadata has more than {MAX_METADATA_BYTES} characters")
+    return notes
+
+
+def ttl(seconds: float | None) -> float | None:
+    """Checked."""
+    if seconds is not None and not seconds > 0:
+        raise ValueError(f"ttl_seconds must be above 0, or left out for ever; got {seconds}")
+    return seconds
+
+
+def check_optimizer(config: OptimizerJson) -> None:
+    """ValueError for an optimizer that clients' steps cannot drive."""
+    if config.type not in ("adamw", "adam"):
+        raise ValueError(f"optimizer_config.type must be adamw, whose numbers come with each step; got {config.type!r}")

@@ -1,0 +1,214 @@
+"""Results as the clients read them: JSON of both dialects, and protobuf. D datums, T tokens, N places, K at each."""
+
+from __future__ import annotations
+
+import math
+from itertools import groupby
+
+import numpy as np
+from google.protobuf.message import Message as ProtobufMessage
+
+from xorl.server.api.protobuf import DTYPES, MESSAGES
+from xorl.server.api.reply import JSON
+from xorl.server.arrays import Array
+from xorl.server.messages import (
+    Failure,
+    GradientsAborted,
+    Loaded,
+    LossResult,
+    ModelCreated,
+    OptimResult,
+    Result,
+    SampledSequence,
+    SampleResult,
+    Saved,
+    SyncResult,
+    TopLogprobs,
+    Unloaded,
+)
+from xorl.server.names import Dialect
+
+_STOP_REASONS = {"stop": 0, "length": 1}
+_SAVED_TYPES = {
+    "weights": "save_weights",
+    "sampler_weights": "save_weights_for_sampler",
+    "external_weights": "save_weights_external",
+}
+
+
+def result_json(result: Result, dialect: Dialect) -> JSON:
+    """One result. Only a failure has `error`, by which both clients know it."""
+    match result:
+        case Failure():
+            return {"error": result.message, "category": result.category, "status": result.status}
+        case LossResult():
+            return loss_json(result)
+        case SampleResult():
+            return sample_json(result)
+        case ModelCreated():
+            # Without a type: a client that makes a model of a checkpoint expects another than one that makes a new one.
+            return {"model_id": result.model_id, "lora_rank": result.lora_rank, "is_lora": result.lora_rank is not None}
+        case Unloaded():
+            return {"type": "unload_model", "model_id": result.model_id}
+        case OptimResult():
+            metrics = strict_metrics(result.metrics) if dialect == "tinker" else result.metrics
+            return {"type": "optim_step", "metrics": metrics, "info": {}}
+        case GradientsAborted():
+            return {"success": True, "model_id": result.model_id, "step": result.step, "info": {}}
+        case Saved():
+            return saved_json(result, dialect)
+        case Loaded():
+            path = result.checkpoint.uri(dialect)
+            return {"type": "load_weights", "model_id": result.model_id, "path": path, "step": result.num_steps}
+        case SyncResult():
+            return sync_json(result)
+    raise RuntimeError(f"a client does not get a {type(result).__name__}")
+
+
+def loss_json(result: LossResult) -> JSON:
+    """One dict of tensors per datum, in their order."""
+    num_datums = max((len(arrays) for arrays in result.fields.values()), default=0)
+    return {
+        "loss_fn_output_type": result.loss_fn_output_type,
+        "loss_fn_outputs": [
+            {name: tensor_json(arrays[index]) for name, arrays in result.fields.items()} for index in range(num_datums)
+        ],
+        "metrics": result.metrics,
+        "info": {},
+    }
+
+
+def strict_metrics(metrics: dict[str, float]) -> dict[str, float]:
+    """For a client that reads no NaN and no Infinity: in their place `{name}_not_finite` is 1."""
+    return {
+        name if math.isfinite(value) else f"{name}_not_finite": value if math.isfinite(value) else 1.0
+        for name, value in metrics.items()
+    }
+
+
+def tensor_json(array: Array) -> JSON:
+    """Values in one row, with their shape."""
+    dtype = "int64" if array.dtype in ("int32", "int64") else "float32"
+    return {"data": array.numpy().reshape(-1).tolist(), "dtype": dtype, "shape": list(array.shape)}
+
+
+def sample_json(result: SampleResult) -> JSON:
+    """For clients that ask for no protobuf."""
+    prompt = None if result.prompt_logprobs is None else result.prompt_logprobs.numpy().tolist()
+    return {
+        "type": "sample",
+        "sequences": [
+            {
+                "stop_reason": sequence.stop_reason,
+                "tokens": sequence.tokens.numpy().tolist(),
+                "logprobs": sequence.logprobs.numpy().tolist(),
+            }
+            for sequence in result.sequences
+        ],
+        "prompt_logprobs": None if prompt is None else [None, *prompt[1:]],
+        "prompt_cache_hit_tokens": result.num_cached_tokens,
+    }
+
+
+def saved_json(result: Saved, dialect: Dialect) -> JSON:
+    """A path, or the sampler that samples from what is in memory."""
+    if result.checkpoint is None:
+        return {"type": "save_weights_for_sampler", "path": None, "sampling_session_id": result.sampler_id}
+    return {
+        "type": _SAVED_TYPES[result.checkpoint.kind],
+        "path": result.checkpoint.uri(dialect),
+        "sampling_session_id": result.sampler_id,
+        "size_bytes": result.size_bytes,
+    }
+
+
+def sync_json(result: SyncResult) -> JSON:
+    """What became of a weight sync."""
+    return {
+        "success": result.success,
+        "message": result.message,
+        "transfer_time": result.transfer_time_s,
+        "total_bytes": result.total_bytes,
+        "num_parameters": result.num_parameters,
+        "num_buckets": result.num_buckets,
+        "weight_version": result.weight_version,
+        "timing_breakdown": result.timing_s,
+        "endpoints_synced": [
+            {"host": one.host, "port": one.port, "success": one.success, "message": one.message}
+            for one in result.endpoints
+        ],
+    }
+
+
+def result_protobuf(result: LossResult | SampleResult) -> bytes:
+    """The two results that one client takes in no other form."""
+    message = _loss_message(result) if isinstance(result, LossResult) else _sample_message(result)
+    return message.SerializeToString()
+
+
+def _loss_message(result: LossResult) -> ProtobufMessage:
+    """Neighbouring datums of one trailing shape are one record: their rows follow each other."""
+    names = sorted(result.fields)
+    num_datums = max((len(result.fields[name]) for name in names), default=0)
+    shapes = [[result.fields[name][index].shape[1:] for name in names] for index in range(num_datums)]
+    records = []
+    for _, group in groupby(range(num_datums), key=lambda index: shapes[index]):
+        indices = list(group)
+        fields = [
+            MESSAGES["NamedBatchedTensor"](key=name, value=_batched([result.fields[name][index] for index in indices]))
+            for name in names
+        ]
+        records.append(
+            MESSAGES["ArrayRecord"](type_tag=result.loss_fn_output_type, fields=fields, num_datums=len(indices))
+        )
+    metrics = [MESSAGES["NamedNumber"](key=name, value=value) for name, value in result.metrics.items()]
+    return MESSAGES["ForwardBackwardOutput"](
+        loss_fn_output_type=result.loss_fn_output_type, loss_fn_outputs=records, metrics=metrics
+    )
+
+
+def _batched(arrays: list[Array]) -> ProtobufMessage:
+    offsets = np.cumsum([0, *(len(array.data) for array in arrays)]).astype("<i8")
+    return MESSAGES["BatchedTensor"](
+        data=b"".join(array.data for array in arrays),
+        offsets=offsets.tobytes(),
+        dtype=DTYPES[arrays[0].dtype],
+        trailing_shape=arrays[0].shape[1:],
+    )
+
+
+def _sample_message(result: SampleResult) -> ProtobufMessage:
+    targets = result.target_prompt_logprobs
+    if targets is not None:
+        # Where nothing was asked, this client reads zero.
+        filled = np.nan_to_num(targets.numpy().astype(np.float32), nan=0.0)
+        targets = MESSAGES["Tensor"](dense=filled.tobytes(), dtype=DTYPES["float32"], shape=filled.shape)
+    return MESSAGES["SampleResponse"](
+        sequences=[_sequence_message(sequence) for sequence in result.sequences],
+        prompt_logprobs=b"" if result.prompt_logprobs is None else result.prompt_logprobs.data,
+        topk_prompt_logprobs=_top_message(result.topk_prompt_logprobs, pad_first=True),
+        prompt_cache_hit_tokens=result.num_cached_tokens,
+        target_prompt_logprobs=targets,
+    )
+
+
+def _sequence_message(sequence: SampledSequence) -> ProtobufMessage:
+    return MESSAGES["SampledSequence"](
+        stop_reason=_STOP_REASONS[sequence.stop_reason],
+        tokens=sequence.tokens.data,
+        logprobs=sequence.logprobs.data,
+        topk_sampled_logprobs=_top_message(sequence.top_logprobs, pad_first=False),
+    )
+
+
+def _top_message(top: TopLogprobs | None, *, pad_first: bool) -> ProtobufMessage | None:
+    """N x K; of a prompt this client wants a row for each of its tokens, the first of empty cells."""
+    if top is None or not math.prod(top.token_ids.shape):
+        return None
+    ids, logprobs = top.token_ids.numpy().astype("<i4"), top.logprobs.numpy().astype("<f4")
+    if pad_first:
+        ids = np.concatenate([np.zeros_like(ids[:1]), ids])
+        logprobs = np.concatenate([np.full_like(logprobs[:1], -99999.0), logprobs])
+    return MESSAGES["TopLogprobs"](
+        token_ids=ids.tobytes(), logprobs=logprobs.tobytes(), k=ids.shape[1], length=ids.shape[0]
+    )

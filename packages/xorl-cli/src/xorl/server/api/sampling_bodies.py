@@ -1,0 +1,203 @@
+"""Bodies that ask for samples, of both dialects, as operations. P tokens of the prompt."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from xorl.server.api.data_bodies import ModelInputJson
+from xorl.server.api.tensors import Room, TensorJson, array_of_json, tokens_array
+from xorl.server.messages import BaseSampler, CheckpointSampler, NamedSampler, Sample, SamplerRef, SessionSampler
+from xorl.server.names import parse_uri
+
+MAX_SAMPLES = 4096
+MAX_TOP = 1024
+
+
+class SamplingParamsJson(msgspec.Struct, frozen=True):
+    """How to draw. stop: text, texts or token ids; an empty list goes on after the model's end token."""
+
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: Any = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+class SampleBody(msgspec.Struct, frozen=True):
+    """Of /asample."""
+
+    prompt: ModelInputJson
+    sampling_params: SamplingParamsJson = SamplingParamsJson()
+    num_samples: int = 1
+    sampling_session_id: str | None = None
+    base_model: str | None = None
+    model_path: str | None = None
+    seq_id: int | None = None
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: TensorJson | None = None
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_last_n: int | None = None
+    record_stability_info: bool | None = None
+
+    def operation(self, vocab_size: int | None, room: Room) -> Sample:
+        """Checked; ValueError says what is wrong."""
+        for name in ("prompt_alt_tokens_k", "prompt_logprobs_last_n", "record_stability_info"):
+            if getattr(self, name):
+                raise ValueError(f"{name} is not built, leave it out")
+        prompt = self.prompt.tokens(vocab_size, "prompt")
+        targets = None
+        if self.target_prompt_logprobs is not None:
+            targets = array_of_json(self.target_prompt_logprobs, room, "target_prompt_logprobs")
+            if targets.dtype != "int64" or len(targets.shape) != 2 or targets.shape[0] != prompt.shape[0] - 1:
+                raise ValueError(
+                    f"target_prompt_logprobs is int64 [{prompt.shape[0] - 1}, K], a row for each token of the prompt "
+                    f"but the first; got {targets.dtype} {list(targets.shape)}"
+                )
+        params = self.sampling_params
+        strings, ids, ignore_end = stops(params.stop)
+        return checked(
+            Sample(
+                self._sampler(),
+                prompt,
+                num_samples=self.num_samples,
+                max_tokens=params.max_tokens,
+                temperature=params.temperature,
+                top_k=None if params.top_k in (-1, 0) else params.top_k,
+                top_p=params.top_p,
+                seed=params.seed,
+                stop_strings=strings,
+                stop_ids=ids,
+                ignore_end=ignore_end,
+                prompt_logprobs=bool(self.prompt_logprobs),
+                topk_prompt_logprobs=self.topk_prompt_logprobs,
+                topk_sample_logprobs=self.topk_sample_logprobs,
+                target_prompt_tokens=targets,
+            )
+        )
+
+    def _sampler(self) -> SamplerRef:
+        if self.sampling_session_id is not None:
+            return SessionSampler(self.sampling_session_id)
+        if self.model_path is not None:
+            return CheckpointSampler(parse_uri(self.model_path))
+        return BaseSampler()
+
+
+class GenerateParamsJson(msgspec.Struct, frozen=True):
+    """The sampling_params of /generate."""
+
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    n: int = 1
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    seed: int | None = None
+    sampling_seed: int | None = None
+    min_p: float = 0.0
+    min_new_tokens: int = 0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+
+
+_NOT_BUILT = {
+    "min_p": 0.0,
+    "min_new_tokens": 0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "json_schema": None,
+    "regex": None,
+    "ebnf": None,
+}
+
+
+class GenerateBody(msgspec.Struct, frozen=True):
+    """Of /generate, the call of an inference engine: one prompt, as text or ids."""
+
+    text: str | None = None
+    input_ids: list[int] | None = None
+    sampling_params: GenerateParamsJson = GenerateParamsJson()
+    return_logprob: bool = False
+    logprob_start_len: int = -1
+    top_logprobs_num: int = 0
+    lora_path: str | None = None
+    return_routed_experts: bool = False
+    stream: bool = False
+
+    def operation(self, prompt_ids: list[int], vocab_size: int | None) -> Sample:
+        """Checked; ValueError says what is wrong. prompt_ids: input_ids, or those of `text`."""
+        params = self.sampling_params
+        for name, default in _NOT_BUILT.items():
+            if getattr(params, name) != default:
+                raise ValueError(f"sampling_params.{name} is not built, leave it out")
+        if self.return_routed_experts or self.stream:
+            raise ValueError("return_routed_experts and stream are not built, leave them out")
+        if not prompt_ids:
+            raise ValueError("the prompt is empty")
+        strings = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop or ())
+        return checked(
+            Sample(
+                BaseSampler() if self.lora_path is None else NamedSampler(self.lora_path),
+                tokens_array(prompt_ids, vocab_size, "input_ids"),
+                num_samples=params.n,
+                max_tokens=params.max_new_tokens,
+                temperature=params.temperature,
+                top_k=None if params.top_k in (-1, 0) else params.top_k,
+                top_p=params.top_p,
+                seed=params.seed if params.sampling_seed is None else params.sampling_seed,
+                stop_strings=strings,
+                stop_ids=tuple(params.stop_token_ids or ()),
+                ignore_end=params.ignore_eos,
+                prompt_logprobs=self.return_logprob and self.logprob_start_len >= 0,
+                topk_sample_logprobs=self.top_logprobs_num if self.return_logprob else 0,
+            )
+        )
+
+
+def stops(stop: object) -> tuple[tuple[str, ...], tuple[int, ...], bool]:
+    """Strings, token ids, and whether the model's end token is passed over."""
+    if stop is None:
+        return (), (), False
+    if isinstance(stop, str):
+        return (stop,), (), False
+    if isinstance(stop, list):
+        strings = tuple(one for one in stop if isinstance(one, str))
+        ids = tuple(one for one in stop if isinstance(one, int) and not isinstance(one, bool))
+        if len(strings) == len(stop) or len(ids) == len(stop):
+            return strings, ids, not stop
+    raise ValueError("stop is a text, a list of texts or a list of token ids")
+
+
+def checked(sample: Sample) -> Sample:
+    """`sample`; ValueError names what is not possible."""
+    wants = (
+        ("num_samples", 1 <= sample.num_samples <= MAX_SAMPLES, f"1 to {MAX_SAMPLES}"),
+        ("max_tokens", sample.max_tokens is None or sample.max_tokens >= 0, "0 or more"),
+        ("temperature", math.isfinite(sample.temperature) and sample.temperature >= 0, "finite and 0 or more"),
+        ("top_k", sample.top_k is None or sample.top_k >= 1, "1 or more, or -1 for all"),
+        ("top_p", 0 < sample.top_p <= 1, "above 0 and at most 1"),
+        ("topk_prompt_logprobs", 0 <= sample.topk_prompt_logprobs <= MAX_TOP, f"0 to {MAX_TOP}"),
+        ("topk_sample_logprobs", 0 <= sample.topk_sample_logprobs <= MAX_TOP, f"0 to {MAX_TOP}"),
+        ("stop_strings", all(sample.stop_strings), "texts that are not empty"),
+        ("seed", sample.seed is None or -(2**63) <= sample.seed < 2**63, "of 64 bits"),
+    )
+    for name, is_possible, wanted in wants:
+        if not is_possible:
+            raise ValueError(f"{name} must be {wanted}, got {getattr(sample, name)}")
+    asks = sample.prompt_logprobs or sample.topk_prompt_logprobs or sample.target_prompt_tokens is not None
+    if sample.max_tokens == 0 and not asks:
+        raise ValueError("max_tokens is 0 and nothing is asked about the prompt: there is nothing to do")
+    return sample

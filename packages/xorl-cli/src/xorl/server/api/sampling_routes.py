@@ -1,0 +1,130 @@
+"""Sampling: sessions of it, the call that is polled for, and the call of an inference engine that is not."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from xorl.server.api.context import Ordered, api_of, future
+from xorl.server.api.gate import decode
+from xorl.server.api.model_bodies import checkpoint_of
+from xorl.server.api.refusal import Refusal
+from xorl.server.api.reply import JSON, json_response
+from xorl.server.api.sampling_bodies import GenerateBody, SampleBody
+from xorl.server.api.small_bodies import SamplingSessionBody
+from xorl.server.messages import SampledSequence, SampleResult
+from xorl.server.names import sampling_session_id_of
+from xorl.server.queries import CreateSamplingSession, GetSampler, SamplingSession, ServiceInfo
+
+router = APIRouter()
+
+_GENERATE_S = 1750.0
+
+
+@router.post("/api/v1/create_sampling_session")
+async def create_sampling_session(request: Request) -> Response:
+    """Begin to sample from a checkpoint or the base."""
+    api = api_of(request)
+    given = await api.bodies.parse(request, SamplingSessionBody)
+    try:
+        checkpoint = None if given.model_path is None else checkpoint_of(given.model_path, given.model_id)
+    except ValueError as problem:
+        raise Refusal(400, str(problem)) from None
+    session_id = None
+    if given.session_id is not None and given.sampling_session_seq_id is not None:
+        session_id = sampling_session_id_of(given.session_id, given.sampling_session_seq_id)
+    wanted = CreateSamplingSession(session_id, given.session_id, given.base_model, checkpoint)
+    session = await api.orchestrator.ask(wanted, SamplingSession)
+    return json_response(
+        {
+            "type": "create_sampling_session",
+            "sampling_session_id": session.sampling_session_id,
+            "success": True,
+            "model_path": given.model_path,
+            "lora_name": session.name or "",
+            "message": "the service samples itself, by /generate at its own address",
+        }
+    )
+
+
+@router.get("/api/v1/samplers/{sampling_session_id}")
+async def get_sampler(request: Request, sampling_session_id: str) -> Response:
+    """What a sampling session is of."""
+    session = await api_of(request).orchestrator.ask(GetSampler(sampling_session_id), SamplingSession)
+    return json_response(
+        {
+            "sampler_id": session.sampling_session_id,
+            "base_model": session.base_model,
+            "model_path": None if session.checkpoint is None else session.checkpoint.uri("tinker"),
+        }
+    )
+
+
+@router.post("/api/v1/asample")
+async def asample(request: Request) -> Response:
+    """Samples, to be polled for."""
+    room = api_of(request).room()
+
+    def read(body: bytes, info: ServiceInfo) -> Ordered:
+        given = decode(body, SampleBody)
+        key = None
+        if given.sampling_session_id is not None and given.seq_id is not None:
+            key = f"sample/{given.sampling_session_id}/{given.seq_id}"
+        return Ordered(given.operation(info.vocab_size, room), key=key)
+
+    return await future(request, read)
+
+
+@router.post("/generate")
+async def generate(request: Request) -> Response:
+    """Samples, answered when they are there, in the form of an inference engine: one dict, or one for each of n."""
+    api = api_of(request)
+    given = await api.bodies.parse(request, GenerateBody)
+    info = await api.orchestrator.info()
+    if (given.text is None) == (given.input_ids is None):
+        raise Refusal(400, "give either text or input_ids")
+    ids = given.input_ids or await api.text.encode(info.tokenizer, given.text or "")
+    try:
+        sample = given.operation(ids, info.vocab_size)
+    except ValueError as problem:
+        raise Refusal(400, str(problem)) from None
+    request_id = await api.orchestrator.submit(sample, "xorl")
+    result = await api.orchestrator.result(request_id, _GENERATE_S)
+    if not isinstance(result, SampleResult):
+        raise Refusal(500, "a sample was answered with something else")
+    texts = await asyncio.gather(
+        *(api.text.decode(info.tokenizer, one.tokens.numpy().tolist()) for one in result.sequences)
+    )
+    answers = [
+        _generated(f"{request_id}:{index}", sequence, text, given, result)
+        for index, (sequence, text) in enumerate(zip(result.sequences, texts, strict=True))
+    ]
+    return json_response(answers[0] if given.sampling_params.n == 1 else answers)
+
+
+def _generated(
+    name: str, sequence: SampledSequence, text: str, given: GenerateBody, result: SampleResult
+) -> dict[str, JSON]:
+    tokens = sequence.tokens.numpy().tolist()
+    meta: dict[str, JSON] = {
+        "id": name,
+        "finish_reason": {"type": sequence.stop_reason, "length": len(tokens)},
+        "completion_tokens": len(tokens),
+        "cached_tokens": result.num_cached_tokens,
+        "weight_version": str(sequence.versions[1]),
+    }
+    if given.return_logprob:
+        meta["output_token_logprobs"] = [
+            [logprob, token, None] for logprob, token in zip(sequence.logprobs.numpy().tolist(), tokens, strict=True)
+        ]
+        if result.prompt_logprobs is not None:
+            logprobs = result.prompt_logprobs.numpy().tolist()
+            prompt = given.input_ids or [None] * len(logprobs)
+            pairs = zip([None, *logprobs[1:]], prompt, strict=True)
+            meta["input_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs][
+                max(given.logprob_start_len, 0) :
+            ]
+    return {"text": text, "output_ids": tokens, "meta_info": meta}

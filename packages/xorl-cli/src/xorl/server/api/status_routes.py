@@ -1,0 +1,109 @@
+"""How the service is: the page in the browser, its numbers, and Prometheus's."""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+
+from fastapi import APIRouter
+from prometheus_client import generate_latest
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+
+from xorl.server.api.context import api_of
+from xorl.server.api.control_routes import iso
+from xorl.server.api.refusal import Refusal
+from xorl.server.api.reply import json_response
+from xorl.server.queries import GetStatus, Status
+
+router = APIRouter()
+
+_PAGE = files("xorl.server.api").joinpath("status.html").read_text(encoding="utf-8")
+# Nothing is loaded from elsewhere, and no other page may show this one.
+_PAGE_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+}
+_METRIC = re.compile(r"[a-z_][a-z0-9_]*(\{[^\n{}]*\})?")
+
+
+@router.get("/")
+async def status_page() -> Response:
+    """The page, which holds nothing of the service until it has asked for it."""
+    return HTMLResponse(_PAGE, headers=_PAGE_HEADERS)
+
+
+@router.get("/status.json")
+async def status_json(request: Request) -> Response:
+    """What the page shows."""
+    api = api_of(request)
+    status = await api.orchestrator.ask(GetStatus(), Status)
+    info = await api.orchestrator.info()
+    return json_response(
+        {
+            "model_name": info.model_name,
+            "enable_lora": info.enable_lora,
+            "started": iso(status.started),
+            "ready": status.ready,
+            "workers_connected": status.workers_connected,
+            "world_size": status.world_size,
+            "queue_depth": status.queue_depth,
+            "running": status.running,
+            "tokens_per_second": status.tokens_per_second,
+            "sessions": [
+                {
+                    "session_id": session.session_id,
+                    "models": session.models,
+                    "num_requests": session.num_requests,
+                    "last_active": iso(session.last_active),
+                }
+                for session in status.sessions
+            ],
+            "gpu_bytes_used": status.gpu_bytes_used,
+            "gpu_bytes_total": status.gpu_bytes_total,
+            "last_errors": [
+                {
+                    "time": iso(error.time),
+                    "model_id": error.model_id,
+                    "operation": error.operation,
+                    "message": error.message,
+                }
+                for error in status.last_errors
+            ],
+            "counters": status.counters,
+            "gauges": status.gauges,
+        }
+    )
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """This process's measures, and the orchestrator's where it answers."""
+    api = api_of(request)
+    lines: list[str] = []
+    try:
+        status = await api.orchestrator.ask(GetStatus(), Status, answer_s=5.0)
+    except Refusal:
+        lines.append("xorl_orchestrator_up 0")
+    else:
+        lines.append("xorl_orchestrator_up 1")
+        lines += [*_lines(status.counters, "counter"), *_lines(status.gauges, "gauge")]
+    own = generate_latest(api.measures.registry).decode()
+    return Response(own + "\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
+
+
+def _lines(values: dict[str, float], kind: str) -> list[str]:
+    """One of Prometheus's lines for each value, with the type before the first of a name."""
+    lines: list[str] = []
+    seen: set[str] = set()
+    for label, value in sorted(values.items()):
+        if not _METRIC.fullmatch(label):
+            continue
+        name = f"xorl_{label.partition('{')[0]}"
+        if name not in seen:
+            seen.add(name)
+            lines.append(f"# TYPE {name} {kind}")
+        lines.append(f"xorl_{label} {value!r}")
+    return lines

@@ -1,0 +1,225 @@
+"""Calls on models: made, trained, saved, loaded, ended. Each answers with an id to poll."""
+
+from __future__ import annotations
+
+import secrets
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from xorl.server.api.context import Ordered, api_of, future, submitted
+from xorl.server.api.data_bodies import ForwardBody, OptimBody, parse_protobuf
+from xorl.server.api.gate import decode
+from xorl.server.api.model_bodies import (
+    CreateModelBody,
+    LoadWeightsBody,
+    SaveExternalBody,
+    SaveForSamplerBody,
+    SaveWeightsBody,
+)
+from xorl.server.api.place import is_protobuf
+from xorl.server.api.refusal import Refusal
+from xorl.server.api.reply import json_response
+from xorl.server.api.small_bodies import KillBody, ModelBody
+from xorl.server.messages import (
+    AbortGradients,
+    CreateModel,
+    ModelOperation,
+    Saved,
+    SaveFullWeights,
+    SaveWeights,
+    UnloadModel,
+)
+from xorl.server.names import check_model_id, session_of
+from xorl.server.queries import GetModel, ModelInfo, ServiceInfo
+
+router = APIRouter(prefix="/api/v1")
+
+# What a client waits for a call that answers when it is done.
+_DIRECT_S = 1750.0
+
+
+@router.post("/create_model")
+async def create_model(request: Request) -> Response:
+    """A model over the base."""
+
+    def read(body: bytes, info: ServiceInfo) -> Ordered:
+        given = decode(body, CreateModelBody)
+        return _created(given.operation(), given.session_id, given.model_seq_id)
+
+    return await future(request, read)
+
+
+@router.post("/load_weights")
+async def load_weights(request: Request) -> Response:
+    """A checkpoint into a model, or a model of a checkpoint."""
+
+    def read(body: bytes, info: ServiceInfo) -> Ordered:
+        given = decode(body, LoadWeightsBody)
+        operation = given.operation()
+        if isinstance(operation, CreateModel):
+            return _created(operation, given.session_id, given.model_seq_id)
+        return _called(operation, given.seq_id)
+
+    return await future(request, read)
+
+
+@router.post("/forward_backward")
+async def forward_backward(request: Request) -> Response:
+    """A gradient, or in protobuf only the loss where that says so."""
+    return await _forward(request, forward_only=False)
+
+
+@router.post("/forward")
+async def forward(request: Request) -> Response:
+    """A loss without a gradient."""
+    return await _forward(request, forward_only=True)
+
+
+@router.post("/optim_step")
+async def optim_step(request: Request) -> Response:
+    """A step of AdamW."""
+
+    def read(body: bytes, info: ServiceInfo) -> Ordered:
+        given = decode(body, OptimBody)
+        return _called(given.operation(), given.seq_id)
+
+    return await future(request, read)
+
+
+@router.post("/abort_gradient_epoch")
+async def abort_gradients(request: Request) -> Response:
+    """Drop the accumulated gradient."""
+
+    def read(body: bytes, info: ServiceInfo) -> Ordered:
+        given = decode(body, ModelBody)
+        return _called(AbortGradients(check_model_id(given.model_id)), given.seq_id)
+
+    return await future(request, read)
+
+
+@router.post("/save_weights")
+async def save_weights(request: Request) -> Response:
+    """A checkpoint to train on from."""
+
+    def read(body: bytes, info: ServiceInfo) -> Ordered:
+        given = decode(body, SaveWeightsBody)
+        return _called(given.operation(), given.seq_id)
+
+    return await future(request, read)
+
+
+@router.post("/save_weights_for_sampler")
+async def save_weights_for_sampler(request: Request) -> Response:
+    """Weights to sample from, under a name or in memory."""
+
+    def read(body: bytes, info: ServiceInfo) -> Ordered:
+        given = decode(body, SaveForSamplerBody)
+        return _called(given.operation(), given.seq_id)
+
+    return await future(request, read)
+
+
+@router.post("/save_weights_external")
+async def save_weights_external(request: Request) -> Response:
+    """An export in Hugging Face's layout."""
+
+    def read(body: bytes, info: ServiceInfo) -> Ordered:
+        given = decode(body, SaveExternalBody)
+        return _called(given.operation(), given.seq_id)
+
+    return await future(request, read)
+
+
+@router.post("/save_full_weights_safetensors")
+async def save_full_weights(request: Request) -> Response:
+    """The same, answered when it is done."""
+
+    def read(body: bytes, info: ServiceInfo) -> Ordered:
+        return _called(decode(body, SaveExternalBody).operation(), None)
+
+    request_id, ordered = await submitted(request, read)
+    saved = await api_of(request).orchestrator.result(request_id, _DIRECT_S)
+    if not isinstance(saved, Saved) or saved.checkpoint is None or not isinstance(ordered.operation, SaveFullWeights):
+        raise Refusal(500, "the export has answered with something else")
+    path = saved.checkpoint.uri("xorl")
+    return json_response({"path": path, "dtype": ordered.operation.dtype, "num_shards": saved.num_files})
+
+
+@router.post("/unload_model")
+async def unload_model(request: Request) -> Response:
+    """Free a model."""
+
+    def read(body: bytes, info: ServiceInfo) -> Ordered:
+        return _called(UnloadModel(check_model_id(decode(body, ModelBody).model_id)), None)
+
+    return await future(request, read)
+
+
+@router.post("/kill_session")
+async def kill_session(request: Request) -> Response:
+    """Save a model, if asked, and free it; answered when it is done."""
+    api = api_of(request)
+    given = await api.bodies.parse(request, KillBody)
+    try:
+        model_id = check_model_id(given.model_id)
+    except ValueError as problem:
+        raise Refusal(400, str(problem)) from None
+    path = None
+    if given.save_checkpoint:
+        save = SaveWeights(model_id, f"killed-{secrets.token_hex(4)}")
+        saved = await api.orchestrator.result(await api.orchestrator.submit(save, "xorl"), _DIRECT_S)
+        path = saved.checkpoint.uri("xorl") if isinstance(saved, Saved) and saved.checkpoint else None
+    await api.orchestrator.result(await api.orchestrator.submit(UnloadModel(model_id), "xorl"), _DIRECT_S)
+    message = f"model {model_id} is unloaded"
+    return json_response({"success": True, "message": message, "checkpoint_path": path})
+
+
+@router.post("/get_info")
+async def get_info(request: Request) -> Response:
+    """What a model is."""
+    api = api_of(request)
+    given = await api.bodies.parse(request, ModelBody)
+    info = await api.orchestrator.ask(GetModel(given.model_id), ModelInfo)
+    return json_response(
+        {
+            "type": "get_info",
+            "model_id": info.model_id,
+            "model_name": info.base_model,
+            "is_lora": info.lora is not None,
+            "lora_rank": None if info.lora is None else info.lora.rank,
+            "model_data": {"arch": info.arch, "model_name": info.base_model, "tokenizer_id": info.tokenizer},
+            "optimizer_config": {"type": "adamw"},
+            "step": info.step,
+        }
+    )
+
+
+async def _forward(request: Request, *, forward_only: bool) -> Response:
+    room = api_of(request).room()
+
+    def read(body: bytes, info: ServiceInfo) -> Ordered:
+        if is_protobuf(request):
+            operation, seq_id = parse_protobuf(body, info.vocab_size, room)
+            if seq_id < 1:
+                raise ValueError(f"seq_id must be 1 or more, got {seq_id}")
+            return _called(operation, seq_id)
+        given = decode(body, ForwardBody)
+        operation = given.operation(forward_only=forward_only, vocab_size=info.vocab_size, room=room)
+        return _called(operation, given.seq_id)
+
+    return await future(request, read)
+
+
+def _created(operation: CreateModel, session_id: str | None, model_seq_id: int | None) -> Ordered:
+    key = None if session_id is None or model_seq_id is None else f"create/{session_id}/{model_seq_id}"
+    return Ordered(operation, key=key, session_id=session_id)
+
+
+def _called(operation: ModelOperation, seq_id: int | None) -> Ordered:
+    if seq_id is not None and seq_id < 0:
+        raise ValueError(f"seq_id must be 0 or more, got {seq_id}")
+    model_id = operation.model_id
+    session = session_of(model_id) if ":" in model_id else None
+    return Ordered(operation, None if seq_id is None else f"call/{model_id}/{seq_id}", seq_id, session)

@@ -1,0 +1,386 @@
+"""An orchestrator that computes its answers at once, for tests of the API: on the true channel, and it trains nothing.
+
+The log-probability of target t after token s is -(s + t) / 64, and a sample of prompt p goes on with p[-1] + 1, + 2 ...
+"""
+
+import asyncio
+import threading
+import time
+from contextlib import contextmanager
+
+import numpy as np
+import uvicorn
+
+from xorl.server.api import ApiSettings, create_app
+from xorl.server.arrays import Array
+from xorl.server.channel import ChannelServer, private_ipc_address
+from xorl.server.messages import (
+    AbortGradients,
+    Accepted,
+    Cancel,
+    CreateModel,
+    Failure,
+    Finished,
+    ForwardBackward,
+    GradientsAborted,
+    Loaded,
+    LoadWeights,
+    LoraSpec,
+    LossResult,
+    ModelCreated,
+    Ok,
+    OptimResult,
+    OptimStep,
+    Pending,
+    Poll,
+    Rejected,
+    Sample,
+    SampledSequence,
+    SampleResult,
+    Saved,
+    SaveFullWeights,
+    SaveWeights,
+    SaveWeightsForSampler,
+    Submit,
+    SyncResult,
+    SyncWeights,
+    Tombstone,
+    TopLogprobs,
+    Unknown,
+    Unloaded,
+    UnloadModel,
+)
+from xorl.server.names import CheckpointRef, checkpoint_folder
+from xorl.server.queries import (
+    AddEndpoint,
+    CheckpointInfo,
+    Checkpoints,
+    ConnectEndpoints,
+    CreateSamplingSession,
+    CreateSession,
+    DeleteCheckpoint,
+    DisconnectEndpoints,
+    Endpoints,
+    EndpointState,
+    FinishSession,
+    GetModel,
+    GetSampler,
+    GetService,
+    GetSession,
+    GetStatus,
+    GetTrainingRun,
+    GetWeightsInfo,
+    Heartbeat,
+    ListCheckpoints,
+    ListEndpoints,
+    ListSessions,
+    ListTrainingRuns,
+    ModelInfo,
+    RemoveEndpoint,
+    Request,
+    SamplingSession,
+    ServiceInfo,
+    SessionCreated,
+    SessionInfo,
+    Sessions,
+    SessionStatus,
+    SetCheckpointTtl,
+    Status,
+    TrainingRun,
+    TrainingRuns,
+    WeightsInfo,
+)
+
+VOCAB = 64
+SLOW_LOSS = "slow"
+FAILING_LOSS = "failing"
+LORA = LoraSpec(rank=8, alpha=16.0)
+
+
+class AnsweringOrchestrator:
+    """Keeps what was asked of it in `submits` and `tombstones`, for tests to look at."""
+
+    def __init__(self, output_dir, tokenizer="tokenizer"):
+        self.output_dir, self.tokenizer = output_dir, tokenizer
+        self.submits, self.tombstones, self.keys = [], [], {}
+        self.results, self.sessions, self.models, self.samplers = {}, {}, {}, {}
+        self.checkpoints, self.endpoints, self.errors = {}, {}, []
+        self.ready = True
+
+    async def answer(self, request):
+        return await getattr(self, f"on_{type(request).__name__}")(request)
+
+    # --- operations ---------------------------------------------------------------------------------------------------
+
+    async def on_Submit(self, submit: Submit):
+        if submit.key in self.keys:
+            request_id, body_hash = self.keys[submit.key]
+            same = body_hash == submit.body_hash
+            return Accepted(request_id) if same else Rejected(400, f"{submit.key} was used for another request")
+        self.submits.append(submit)
+        if submit.key is not None:
+            self.keys[submit.key] = submit.request_id, submit.body_hash
+        done = asyncio.get_running_loop().create_future()
+        self.results[submit.request_id] = submit.dialect, done
+        operation = submit.operation
+        delay_s = 0.5 if getattr(operation, "loss_fn", None) == SLOW_LOSS else 0.0
+        result = self.computed(operation)
+        asyncio.get_running_loop().call_later(delay_s, done.set_result, result)
+        return Accepted(submit.request_id)
+
+    async def on_Tombstone(self, tombstone: Tombstone):
+        self.tombstones.append((tombstone.model_id, tombstone.seq_id))
+        return Ok()
+
+    async def on_Cancel(self, cancel: Cancel):
+        return Ok()
+
+    async def on_Poll(self, poll: Poll):
+        if poll.request_id == "gone":
+            return Unknown(poll.request_id, was_known=True)
+        if poll.request_id not in self.results:
+            return Unknown(poll.request_id)
+        dialect, done = self.results[poll.request_id]
+        await asyncio.wait([done], timeout=poll.wait_s)
+        return (
+            Finished(poll.request_id, dialect, done.result()) if done.done() else Pending(poll.request_id, position=3)
+        )
+
+    def computed(self, operation):
+        match operation:
+            case CreateModel():
+                self.models[operation.model_id] = operation
+                return ModelCreated(operation.model_id, 8, 16.0)
+            case UnloadModel():
+                self.models.pop(operation.model_id, None)
+                return Unloaded(operation.model_id)
+            case ForwardBackward():
+                return loss_of(operation)
+            case OptimStep():
+                return OptimResult({"learning_rate": operation.learning_rate, "grad_norm": float("inf")})
+            case AbortGradients():
+                return GradientsAborted(operation.model_id, 0)
+            case LoadWeights():
+                return Loaded(operation.model_id, operation.checkpoint, 1)
+            case Sample():
+                return samples_of(operation)
+            case SyncWeights():
+                return SyncResult(True, "sent", [], transfer_time_s=0.25, total_bytes=10)
+            case SaveWeights():
+                return self.saved(CheckpointRef(operation.model_id, "weights", operation.name))
+            case SaveFullWeights():
+                return self.saved(CheckpointRef(operation.model_id, "external_weights", operation.name))
+            case SaveWeightsForSampler(name=None):
+                self.samplers[operation.sampler_id] = None
+                return Saved(None, operation.sampler_id)
+            case SaveWeightsForSampler():
+                return self.saved(CheckpointRef(operation.model_id, "sampler_weights", operation.name))
+
+    def saved(self, ref):
+        folder = checkpoint_folder(self.output_dir, ref)
+        folder.mkdir(parents=True)
+        (folder / "adapter_model.safetensors").write_bytes(b"weights")
+        self.checkpoints[ref] = CheckpointInfo(ref, time.time(), 7, {})
+        return Saved(ref, size_bytes=7, num_files=1)
+
+    # --- queries ------------------------------------------------------------------------------------------------------
+
+    async def on_GetService(self, _: GetService):
+        return ServiceInfo(
+            model_name="tiny",
+            tokenizer=self.tokenizer,
+            arch="tiny",
+            max_context_length=128,
+            enable_lora=True,
+            lora_rank=8,
+            lora_alpha=16.0,
+            vocab_size=VOCAB,
+            output_dir=str(self.output_dir),
+            ready=self.ready,
+        )
+
+    async def on_GetStatus(self, _: GetStatus):
+        sessions = [SessionStatus(one, [], 3, time.time() - 5) for one in self.sessions]
+        return Status(
+            started=time.time() - 100,
+            ready=self.ready,
+            workers_connected=True,
+            world_size=2,
+            queue_depth=4,
+            running=["forward_backward"],
+            tokens_per_second=1234.5,
+            sessions=sessions,
+            gpu_bytes_used=[2**30],
+            gpu_bytes_total=[2**31],
+            last_errors=self.errors,
+            counters={'requests_total{operation="optim_step"}': 7.0, "bad name\n": 1.0},
+            gauges={"queue_depth": 4.0},
+        )
+
+    async def on_CreateSession(self, asked: CreateSession):
+        session_id = asked.session_id or f"sess-{len(self.sessions)}"
+        self.sessions[session_id] = asked
+        return SessionCreated(session_id, "hello")
+
+    async def on_Heartbeat(self, beat: Heartbeat):
+        return Ok() if beat.session_id in self.sessions else Rejected(410, "the session has ended")
+
+    async def on_FinishSession(self, asked: FinishSession):
+        self.sessions.pop(asked.session_id, None)
+        return Ok()
+
+    async def on_GetSession(self, asked: GetSession):
+        if asked.session_id not in self.sessions:
+            return Rejected(404, f"there is no session {asked.session_id}")
+        now = time.time()
+        return SessionInfo(asked.session_id, now, now, list(self.models), list(self.samplers), (), {}, None, False)
+
+    async def on_ListSessions(self, asked: ListSessions):
+        infos = [await self.on_GetSession(GetSession(one)) for one in self.sessions]
+        return Sessions(infos, len(infos))
+
+    async def on_GetModel(self, asked: GetModel):
+        if asked.model_id not in self.models:
+            return Rejected(404, f"there is no model {asked.model_id}")
+        return ModelInfo(asked.model_id, "tiny", "tiny", self.tokenizer, LORA, 0, {})
+
+    async def on_CreateSamplingSession(self, asked: CreateSamplingSession):
+        if asked.checkpoint is not None and asked.checkpoint not in self.checkpoints:
+            return Rejected(404, "there is no such checkpoint")
+        name = None if asked.checkpoint is None else asked.checkpoint.name
+        session_id = asked.sampling_session_id or f"named:sample:{name}"
+        self.samplers[session_id] = asked.checkpoint
+        return SamplingSession(session_id, "tiny", asked.checkpoint, name)
+
+    async def on_GetSampler(self, asked: GetSampler):
+        if asked.sampling_session_id not in self.samplers:
+            return Rejected(404, "there is no such sampler")
+        return SamplingSession(asked.sampling_session_id, "tiny", self.samplers[asked.sampling_session_id], None)
+
+    async def on_ListCheckpoints(self, asked: ListCheckpoints):
+        found = [c for ref, c in self.checkpoints.items() if asked.model_id in (None, ref.model_id)]
+        return Checkpoints(found[::-1], len(found))
+
+    async def on_DeleteCheckpoint(self, asked: DeleteCheckpoint):
+        found = self.checkpoints.pop(asked.checkpoint, None)
+        return Ok() if found else Rejected(404, "there is no such checkpoint")
+
+    async def on_SetCheckpointTtl(self, asked: SetCheckpointTtl):
+        found = self.checkpoints[asked.checkpoint]
+        expires = None if asked.ttl_s is None else time.time() + asked.ttl_s
+        self.checkpoints[asked.checkpoint] = CheckpointInfo(found.checkpoint, found.created, 7, {}, expires)
+        return Ok()
+
+    async def on_GetWeightsInfo(self, asked: GetWeightsInfo):
+        found = asked.checkpoint in self.checkpoints
+        return WeightsInfo("tiny", LORA, 7, 1) if found else Rejected(404, "there is no such checkpoint")
+
+    async def on_ListTrainingRuns(self, asked: ListTrainingRuns):
+        runs = [await self.on_GetTrainingRun(GetTrainingRun(one)) for one in self.models]
+        return TrainingRuns(runs[asked.offset : asked.offset + asked.limit], len(runs))
+
+    async def on_GetTrainingRun(self, asked: GetTrainingRun):
+        last = [c for ref, c in self.checkpoints.items() if ref.model_id == asked.model_id and ref.kind == "weights"]
+        return TrainingRun(asked.model_id, "tiny", 8, time.time(), last[-1] if last else None, None, {})
+
+    async def on_AddEndpoint(self, asked: AddEndpoint):
+        state = EndpointState(asked.endpoint, "healthy", "it answers", server_info={"tp_size": 1})
+        self.endpoints[asked.endpoint.host, asked.endpoint.port] = state
+        return state
+
+    async def on_RemoveEndpoint(self, asked: RemoveEndpoint):
+        found = self.endpoints.pop((asked.host, asked.port), None)
+        return Ok() if found else Rejected(404, f"there is no endpoint {asked.host}:{asked.port}")
+
+    async def on_ListEndpoints(self, _: ListEndpoints):
+        return Endpoints(list(self.endpoints.values()))
+
+    async def on_ConnectEndpoints(self, _: ConnectEndpoints):
+        return Endpoints(list(self.endpoints.values()))
+
+    async def on_DisconnectEndpoints(self, _: DisconnectEndpoints):
+        return Endpoints([EndpointState(state.endpoint, "disconnected") for state in self.endpoints.values()])
+
+
+def loss_of(call):
+    """Log-probabilities by the rule above, the loss that they make with the weights, as a service says them."""
+    if call.loss_fn == FAILING_LOSS:
+        return Failure("user", 400, "there is no loss 'failing'")
+    logprobs, loss = [], 0.0
+    for datum in call.data:
+        targets = datum.arrays["target_tokens"].numpy()
+        tokens = datum.tokens.numpy().reshape(-1, *[1] * (targets.ndim - 1))
+        values = (-(tokens + targets) / 64).astype(np.float32)
+        weights = datum.arrays["weights"].numpy() if "weights" in datum.arrays else np.ones_like(values)
+        loss -= float((weights * values).sum())
+        logprobs.append(Array.of(values))
+    return LossResult("ArrayRecord", {"logprobs": logprobs}, {"loss:sum": loss, "options:sum": len(call.loss_params)})
+
+
+def samples_of(call):
+    """Continuations that count up from the prompt's last token."""
+    prompt = call.prompt.numpy()
+    count = 4 if call.max_tokens is None else call.max_tokens
+    sequences = []
+    for index in range(call.num_samples):
+        tokens = ((prompt[-1] + 1 + index + np.arange(count)) % VOCAB).astype(np.int32)
+        top = top_of(tokens, call.topk_sample_logprobs)
+        logprobs = Array.of((-tokens / 64).astype(np.float32))
+        sequences.append(SampledSequence(Array.of(tokens), logprobs, "length", top))
+    logprobs = (-prompt / 64).astype(np.float32)
+    logprobs[0] = np.nan
+    targets = call.target_prompt_tokens
+    return SampleResult(
+        sequences,
+        prompt_logprobs=Array.of(logprobs) if call.prompt_logprobs else None,
+        topk_prompt_logprobs=top_of(prompt[1:], call.topk_prompt_logprobs),
+        target_prompt_logprobs=None if targets is None else asked_about(targets.numpy()),
+        num_cached_tokens=1,
+    )
+
+
+def asked_about(targets):
+    return Array.of(np.where(targets < 0, np.nan, -targets / 64).astype(np.float32))
+
+
+def top_of(tokens, k):
+    if not k:
+        return None
+    ids = (tokens[:, None] + np.arange(k)).astype(np.int32)
+    return TopLogprobs(Array.of(ids), Array.of((-ids / 64).astype(np.float32)))
+
+
+@contextmanager
+def served(output_dir, *, tokenizer="tokenizer", **settings):
+    """(URL, orchestrator) of the API before an answering orchestrator, both in a thread of their own."""
+    orchestrator = AnsweringOrchestrator(output_dir, tokenizer)
+    address = private_ipc_address("orchestrator")
+    started, stop, found = threading.Event(), asyncio.Event(), {}
+
+    async def run():
+        channel = ChannelServer(address, Request, orchestrator.answer)
+        await channel.bind()
+        answering = asyncio.create_task(channel.serve())
+        app = create_app(ApiSettings(address, **settings))
+        server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, timeout_graceful_shutdown=1))
+        serving = asyncio.create_task(server.serve())
+        while not server.started:
+            await asyncio.sleep(0.005)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        found["url"] = f"http://127.0.0.1:{port}"
+        found["loop"] = asyncio.get_running_loop()
+        started.set()
+        await stop.wait()
+        server.should_exit = True
+        await serving
+        answering.cancel()
+        await asyncio.gather(answering, return_exceptions=True)
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
+    thread.start()
+    assert started.wait(20)
+    try:
+        yield found["url"], orchestrator
+    finally:
+        found["loop"].call_soon_threadsafe(stop.set)
+        thread.join(20)
