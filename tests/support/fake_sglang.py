@@ -93,7 +93,7 @@ class Server:
         self.is_paused = False
         self.adapters: dict[str, str] = {}
         self.requests: list[dict[str, Any]] = []
-        self.memory = 0
+        self.parameters: dict[str, torch.Tensor] = {}
 
     def call(self, path: str, body: dict[str, Any]) -> Any:
         """The answer to a POST."""
@@ -161,7 +161,8 @@ class Server:
             # As a receiver views it: in place, in the tensor's own dtype.
             tensor = copies[0][start : start + size].view(dtype).reshape(shape)
             start += size
-            if self.faults.no_hash:
+            if self.faults.load:
+                self.parameters.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
                 continue
             data = tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
             self.order.append(name)
@@ -170,6 +171,8 @@ class Server:
                 "shape": shape,
                 "sha256": hashlib.sha256(data).hexdigest(),
             }
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         self.buckets.append(sum(sizes))
         self.version = body.get("weight_version") or self.version
         return {"success": True, "message": "Succeeded to update parameter online."}
@@ -265,6 +268,8 @@ def handler(server: Server) -> type[BaseHTTPRequestHandler]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        wbufsize = -1  # head and body in one packet: the second of two would wait for the first one's receipt
+        disable_nagle_algorithm = True
 
         def do_GET(self) -> None:
             self._reply(lambda: server.read(self.path.partition("?")[0]))
@@ -301,7 +306,7 @@ def serve(arguments: Sequence[str], say_port: Callable[[int], object]) -> None:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--no-hash", action="store_true", help="keep no account of the bytes, where time counts")
+    parser.add_argument("--load", action="store_true", help="copy weights to where a server has them, and hash nothing")
     parser.add_argument("--refuse", help="the path of a call to answer with 400")
     parser.add_argument("--refuse-bucket", type=int)
     parser.add_argument("--die-at-bucket", type=int, help="before it is received")
