@@ -1,25 +1,39 @@
-"""The API process: `python -m xorl.server.api SETTINGS`, a file that ApiSettings wrote."""
+"""`python -m xorl.server.api`: the API's process, from a configuration until a signal ends it."""
 
 from __future__ import annotations
 
-import logging
+import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import uvicorn
 
+from xorl.config import load_server_config
 from xorl.server.api.app import create_app
 from xorl.server.api.settings import ApiSettings
+from xorl.server.process import begin_process
 
 # What a stopped process waits for polls that are open; they are answered by the next one.
 _GOODBYE_S = 2
 
 
-def main(settings_file: Path) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Serve until a signal says otherwise."""
-    settings = ApiSettings.load(settings_file)
-    logging.basicConfig(
-        level=settings.log_level, format="%(asctime)s %(levelname)s api %(name)s %(message)s", stream=sys.stderr
+    parser = argparse.ArgumentParser(prog="python -m xorl.server.api", description=main.__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="the service's configuration, resolved")
+    parser.add_argument("--orchestrator", required=True, help="address at which the orchestrator listens")
+    parser.add_argument("--host", required=True, help="address to listen on")
+    parser.add_argument("--port", type=int, required=True, help="port to listen on")
+    flags = parser.parse_args(arguments)
+    config = load_server_config(flags.config, []).config
+    begin_process("api", config.log_level, follows_parent=False)
+    settings = ApiSettings(
+        flags.orchestrator,
+        flags.host,
+        flags.port,
+        token=config.api_token,
+        body_bytes=int(config.max_request_mb * 10**6),
     )
     uvicorn.run(
         create_app(settings),
@@ -35,4 +49,4 @@ def main(settings_file: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    sys.exit(main())

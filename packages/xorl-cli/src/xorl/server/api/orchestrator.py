@@ -43,9 +43,7 @@ class Orchestrator:
     """Asks it. All that is asked may be asked twice, so what was lost with an orchestrator is asked of the next."""
 
     def __init__(self, settings: ApiSettings) -> None:
-        self._client: ChannelClient[Answer] = ChannelClient(
-            settings.orchestrator, Answer, keys=settings.keys(), limits=settings.channel_limits
-        )
+        self._client: ChannelClient[Answer] = ChannelClient(settings.orchestrator, Answer, keys=settings.keys)
         self._patience_s = settings.patience_s
         # Equal operations have equal bytes, whatever the order in which a client named things.
         self._encode = msgspec.msgpack.Encoder(order="deterministic").encode
