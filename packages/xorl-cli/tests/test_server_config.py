@@ -241,3 +241,13 @@ def test_the_examples_are_sound(path: Path) -> None:
     # Would catch an example of the service that no longer starts, and one that does not say what it is.
     load_server_config(path)
     assert path.read_text(encoding="utf-8").startswith("# ")
+
+
+def test_the_page_about_the_service_is_sound(tmp_path: Path) -> None:
+    # Would catch a document whose configurations no longer load.
+    text = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```yaml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    assert len(blocks) >= 2
+    for block in blocks:
+        (tmp_path / "a.yaml").write_text(block)
+        load_server_config(tmp_path / "a.yaml", ("--server.model_path", "m"))

@@ -69,6 +69,21 @@ def test_a_process_that_cannot_run_is_given_up(code: str, options: dict[str, Any
         look_until(process, lambda: False)
 
 
+def test_ranks_end_with_the_first_that_failed(tmp_path: Path) -> None:
+    # Would catch bad input of a worker that is taken for a crash, and started again and again.
+    (tmp_path / "rank.py").write_text(
+        "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(2)\ntime.sleep(60)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-m", "xorl.server.ranks", "2", str(tmp_path / "rank.py")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 2, ended.stderr
+
+
 def test_a_child_ends_with_its_parent() -> None:
     # Would catch workers that go on holding GPUs when the launcher was killed.
     code = (
@@ -146,7 +161,7 @@ def test_the_plan_is_what_is_started(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     plan = launcher.make_plan(config, file, SURVEY, mode="auto", api_host="127.0.0.1", api_port=5555)
     workers, orchestrator, api = plan.processes()
-    assert ("--nproc-per-node=2" in workers.command, workers.max_quick_deaths) == (True, 4)
+    assert ("2" in workers.command, workers.max_quick_deaths) == (True, 4)
     assert plan.workers_address == plan.workers_bind == f"ipc://{tmp_path}/workers"
     assert plan.keys_file is None
     assert plan.workers_address in orchestrator.command

@@ -1,6 +1,6 @@
 """Starts the service and keeps it running: `python -m xorl.server.launcher --mode auto --config config.yaml`.
 
-The launcher itself serves nothing. It starts the workers (under torchrun), the orchestrator and the API, starts each
+The launcher itself serves nothing. It starts the workers (as torchrun does), the orchestrator and the API, starts each
 again when it dies, and stops them in the order in which nothing is lost: first whoever takes requests, then the
 orchestrator, which saves, then the workers. `xorl serve` is the same command.
 """
@@ -88,8 +88,7 @@ class Plan:
         workers = Supervised(
             "workers",
             [
-                *(sys.executable, *CHILD, "torch.distributed.run", "--standalone", "--max-restarts=0"),
-                *(f"--nproc-per-node={self.num_workers}", "-m", "xorl.server.worker"),
+                *(sys.executable, *CHILD, "xorl.server.ranks", str(self.num_workers), "-m", "xorl.server.worker"),
                 *(*common, "--bind", self.workers_bind, *keys),
             ],
             # Threads that wait for work should leave the cores to the other processes.

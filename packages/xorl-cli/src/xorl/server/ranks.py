@@ -1,0 +1,51 @@
+"""`python -m xorl.server.ranks N ARGUMENT...`: N ranks of `python ARGUMENT...` on this host, by torchrun's own launcher.
+
+Its exit code is that of the first rank that failed, where torchrun's command always ends with 1: whoever started it
+can tell bad input from a crash.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import uuid
+from collections.abc import Sequence
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+BY_SIGNAL = 128
+
+
+def run(num_ranks: int, arguments: Sequence[str]) -> int:
+    """Start the ranks, wait for them, and return the exit code; a signal goes on to them."""
+    if num_ranks > 1:
+        # As torchrun does, so that ranks do not fight over cores.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryDirectory(prefix="xorl_ranks_") as records:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=num_ranks,
+            run_id=uuid.uuid4().hex,
+            role="rank",
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=records),
+            local_addr="localhost",
+        )
+        try:
+            elastic_launch(config, sys.executable)("-u", *arguments)
+        except ChildFailedError as error:
+            _, first = error.get_first_failure()
+            return BY_SIGNAL - first.exitcode if first.exitcode < 0 else first.exitcode
+        except SignalException as error:
+            return BY_SIGNAL + error.sigval
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run(int(sys.argv[1]), sys.argv[2:]))
