@@ -196,8 +196,8 @@ class ApiFields(Section):
         description=f"Key that clients must send, {TOKEN_PREFIX} and at least 12 characters; ${{NAME}} takes it from "
         "the environment. null means none on a loopback address; on any other one is made, and kept in output_dir.",
     )
-    max_request_mb: Positive = Field(
-        default=256.0, description="Largest request body, in MB after decompression; larger ones get 413."
+    max_request_mb: float = Field(
+        default=256.0, gt=0, le=480, description="Largest request body, in MB after decompression; larger ones get 413."
     )
     max_sessions: AtLeastOne = Field(
         default=1024, description="Sessions that may be open at once; another one gets 429."

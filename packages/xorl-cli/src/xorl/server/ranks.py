@@ -1,4 +1,4 @@
-"""`python -m xorl.server.ranks N ARGUMENT...`: N ranks of `python ARGUMENT...` on this host, by torchrun's own launcher.
+"""`python -m xorl.server.ranks N ARGUMENT...`: N ranks of `python ARGUMENT...` on this host, by torchrun's launcher.
 
 Its exit code is that of the first rank that failed, where torchrun's command always ends with 1: whoever started it
 can tell bad input from a crash.
