@@ -1,0 +1,234 @@
+"""Which requests the workers run next: each model in its order, clients in fair turns, calls together that can be.
+
+A pure data structure: it knows no time, no disk and no network, and every request in it stands in the journal.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from xorl.server.orchestrator.lane import FIRST_SEQ, Gap, Lane, Ticket
+
+# A mixed pass saves little beyond some dozens of calls, and all of them wait for the last.
+MAX_GROUP_SIZE = 64
+MAX_GROUP_COST = 64 * 1024 * 1024
+
+
+@dataclass
+class _Client:
+    """One who shares the workers. served: what has been run for it, counted from where the others were when it came."""
+
+    served: float
+    lanes: set[str] = field(default_factory=set)
+    unordered: deque[Ticket] = field(default_factory=deque)
+
+
+class Scheduler:
+    """Requests that wait for the workers, and those that are running there.
+
+    Clients take turns by what they have cost (start-time fair queueing, Goyal et al. 1996): one that has been idle is
+    neither owed what it did not use nor made to pay for it. Within a client, what arrived first goes first.
+    """
+
+    def __init__(self, *, max_group_size: int = MAX_GROUP_SIZE, max_group_cost: float = MAX_GROUP_COST) -> None:
+        self._max_group_size = max_group_size
+        self._max_group_cost = max_group_cost
+        self._lanes: dict[str, Lane] = {}
+        self._ready: dict[str, Ticket] = {}  # the head of each lane that has one
+        self._clients: dict[str, _Client] = {}
+        self._arrivals: list[int] = []  # of all that are queued, growing
+        self._alone: set[str] = set()
+        self._floor = 0.0
+
+    def open_lane(self, lane: str, next_seq: int = FIRST_SEQ) -> None:
+        """Begin the order of a model; requests of a lane need it open."""
+        assert lane not in self._lanes, f"{lane} is open"
+        self._lanes[lane] = Lane(next_seq)
+
+    def close_lane(self, lane: str) -> list[Ticket]:
+        """End the order of a model whose requests do not run; returns what was queued, which will not run."""
+        dropped = self.clear_lane(lane)
+        del self._lanes[lane]
+        return dropped
+
+    def clear_lane(self, lane: str) -> list[Ticket]:
+        """Take what is queued out of a lane and go on behind it; returns it."""
+        dropped = self._lanes[lane].clear()
+        for ticket in dropped:
+            self._forget(ticket)
+        self._refresh(lane)
+        return dropped
+
+    def has_lane(self, lane: str) -> bool:
+        """Whether the lane is open."""
+        return lane in self._lanes
+
+    def next_seq(self, lane: str) -> int:
+        """The lowest number of an open lane that neither ran nor was passed over."""
+        return self._lanes[lane].next_seq
+
+    def is_pristine(self, lane: str) -> bool:
+        """Whether no number of an open lane has come, run or been passed over."""
+        return self._lanes[lane].is_pristine
+
+    def admits(self, lane: str, seq: int | None) -> bool:
+        """Whether a request of this number can still run in an open lane."""
+        return self._lanes[lane].admits(seq)
+
+    def add(self, ticket: Ticket) -> None:
+        """Queue a request; its lane is open and admits it."""
+        insort(self._arrivals, ticket.arrival)
+        client = self._clients.setdefault(ticket.client, _Client(self._floor))
+        if ticket.lane is None:
+            client.unordered.append(ticket)
+        else:
+            self._lanes[ticket.lane].add(ticket)
+            self._refresh(ticket.lane)
+
+    def reject(self, lane: str, seq: int) -> None:
+        """Never wait for a number of an open lane."""
+        self._lanes[lane].reject(seq)
+        self._refresh(lane)
+
+    def take(self) -> list[Ticket]:
+        """Start what is to run next: one request, or several of one group and of different models; [] for nothing."""
+        turns = self._turns()
+        if not turns:
+            return []
+        first = turns[0]
+        group = [first]
+        if first.group is not None and first.request_id not in self._alone:
+            group += self._companions(first)
+        self._floor = max(self._floor, self._clients[first.client].served)
+        for ticket in group:
+            self._start(ticket)
+        self._drop_idle_clients()
+        return group
+
+    def finish(self, tickets: Sequence[Ticket]) -> None:
+        """Running requests have ended."""
+        for ticket in tickets:
+            self._alone.discard(ticket.request_id)
+            if ticket.lane is not None and ticket.lane in self._lanes:
+                self._lanes[ticket.lane].finish()
+                self._refresh(ticket.lane)
+        self._drop_idle_clients()
+
+    def put_back(self, tickets: Sequence[Ticket], *, alone: bool = False) -> None:
+        """Running requests are to run again, before others of their model; `alone`: each by itself."""
+        for ticket in tickets:
+            insort(self._arrivals, ticket.arrival)
+            client = self._clients.setdefault(ticket.client, _Client(self._floor))
+            if alone:
+                self._alone.add(ticket.request_id)
+            if ticket.lane is None:
+                client.unordered.appendleft(ticket)
+            else:
+                self._lanes[ticket.lane].put_back()
+                self._refresh(ticket.lane)
+
+    def drop(self, ticket: Ticket) -> bool:
+        """Take out a queued request that keeps no order; False where it is not queued."""
+        client = self._clients.get(ticket.client)
+        if ticket.lane is not None or client is None or ticket not in client.unordered:
+            return False
+        client.unordered.remove(ticket)
+        self._forget(ticket)
+        self._drop_idle_clients()
+        return True
+
+    def drain(self) -> list[Ticket]:
+        """Take everything queued out; returns it."""
+        tickets = [ticket for lane in self._lanes for ticket in self.clear_lane(lane)]
+        for client in self._clients.values():
+            tickets += client.unordered
+            client.unordered.clear()
+        self._arrivals.clear()
+        self._drop_idle_clients()
+        return tickets
+
+    def gaps(self) -> dict[str, Gap]:
+        """The lanes that wait for a number which has not come."""
+        found = {name: lane.gap() for name, lane in self._lanes.items()}
+        return {name: gap for name, gap in found.items() if gap is not None}
+
+    def gap(self, lane: str) -> Gap | None:
+        """What a lane waits for, if it does."""
+        return self._lanes[lane].gap() if lane in self._lanes else None
+
+    def place(self, arrival: int) -> int:
+        """How many queued requests arrived before this one."""
+        return bisect_left(self._arrivals, arrival)
+
+    def __len__(self) -> int:
+        """How many requests are queued."""
+        return len(self._arrivals)
+
+    def _turns(self) -> list[Ticket]:
+        """The first request of each client that has one, the client whose turn it is first."""
+        heads = [head for head in map(self._head_of, self._clients.values()) if head is not None]
+        return sorted(heads, key=lambda ticket: (self._clients[ticket.client].served, ticket.arrival))
+
+    def _head_of(self, client: _Client) -> Ticket | None:
+        ready = [self._ready[lane] for lane in client.lanes]
+        if client.unordered:
+            ready.append(client.unordered[0])
+        return min(ready, key=lambda ticket: ticket.arrival, default=None)
+
+    def _companions(self, first: Ticket) -> list[Ticket]:
+        """What shares a pass with `first`, those of the clients that are behind first."""
+        ready = [*self._ready.values(), *(t for client in self._clients.values() for t in client.unordered)]
+        fitting = [
+            ticket
+            for ticket in ready
+            if ticket is not first and ticket.group == first.group and ticket.request_id not in self._alone
+        ]
+        fitting.sort(key=lambda ticket: (self._clients[ticket.client].served, ticket.arrival))
+        companions, cost = [], first.cost
+        for ticket in fitting[: self._max_group_size - 1]:
+            cost += ticket.cost
+            if cost > self._max_group_cost:
+                break
+            companions.append(ticket)
+        return companions
+
+    def _start(self, ticket: Ticket) -> None:
+        client = self._clients[ticket.client]
+        client.served = max(client.served, self._floor) + ticket.cost
+        if ticket.lane is None:
+            client.unordered.remove(ticket)
+        else:
+            self._lanes[ticket.lane].take()
+            self._refresh(ticket.lane)
+        self._forget(ticket)
+
+    def _refresh(self, lane: str) -> None:
+        """Bring `_ready` and the client's lanes up to what the lane has at its head."""
+        before = self._ready.pop(lane, None)
+        if before is not None:
+            self._clients[before.client].lanes.discard(lane)
+        head = self._lanes[lane].head()
+        if head is not None:
+            self._ready[lane] = head
+            self._clients.setdefault(head.client, _Client(self._floor)).lanes.add(lane)
+
+    def _forget(self, ticket: Ticket) -> None:
+        place = bisect_left(self._arrivals, ticket.arrival)
+        if place < len(self._arrivals) and self._arrivals[place] == ticket.arrival:
+            del self._arrivals[place]
+
+    def _drop_idle_clients(self) -> None:
+        """Forget clients that wait for nothing and owe nothing, so that memory does not grow with those who came."""
+        if not self._arrivals:
+            # Nobody waits, so nobody was made to wait by those who were served most: all begin anew.
+            self._floor = max((client.served for client in self._clients.values()), default=self._floor)
+        idle = [
+            name
+            for name, client in self._clients.items()
+            if not client.lanes and not client.unordered and client.served <= self._floor
+        ]
+        for name in idle:
+            del self._clients[name]
