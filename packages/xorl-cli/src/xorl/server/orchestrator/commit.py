@@ -1,0 +1,113 @@
+"""GroupCommit: one thread that writes to a SQLite file; what waits at the same time shares a transaction and its fsync.
+
+Here is how writes become durable; what is written is `journal`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Write = Callable[[sqlite3.Connection], T]
+
+# A transaction that takes more than this of others' waiting time for its own is cut.
+MAX_WRITES = 256
+
+
+class JournalError(Exception):
+    """Nothing of a write was kept: the disk is full or broken. The message says what SQLite said."""
+
+
+class GroupCommit:
+    """Runs writes in the order in which they were given, each whole or not at all.
+
+    WAL with synchronous FULL: once `write` returns, what was written survives the process and the machine. One loop
+    gives writes; a thread runs them. `write` raises JournalError.
+    """
+
+    def __init__(self, path: Path, *, schema: str) -> None:
+        self._path = path
+        self._waiting: SimpleQueue[tuple[Write[Any], asyncio.Future[Any]] | None] = SimpleQueue()
+        self._connection = connect(path)
+        self._connection.executescript(schema)
+        self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def write(self, write: Write[T]) -> asyncio.Future[T]:
+        """Run `write` in a transaction; the future is done when it is durable. It must not fail for its own reasons."""
+        future: asyncio.Future[T] = self._loop.create_future()
+        self._waiting.put((write, future))
+        return future
+
+    def close(self) -> None:
+        """Write what waits, and stop."""
+        self._waiting.put(None)
+        self._thread.join()
+        self._connection.close()
+
+    def _run(self) -> None:
+        is_open = True
+        while is_open:
+            batch = [self._waiting.get()]
+            while len(batch) < MAX_WRITES and batch[-1] is not None and not self._waiting.empty():
+                batch.append(self._waiting.get())
+            is_open = batch[-1] is not None
+            writes = [item for item in batch if item is not None]
+            if writes:
+                self._commit(writes)
+
+    def _commit(self, writes: list[tuple[Write[Any], asyncio.Future[Any]]]) -> None:
+        try:
+            values = self._transact([write for write, _ in writes])
+        except sqlite3.Error as error:
+            failure = JournalError(f"{self._path}: {error}")
+            self._answer([(future, None, failure) for _, future in writes])
+        else:
+            self._answer([(future, value, None) for (_, future), value in zip(writes, values, strict=True)])
+
+    def _transact(self, writes: list[Write[Any]]) -> list[Any]:
+        connection = self._connection
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            values = [write(connection) for write in writes]
+            connection.execute("COMMIT")
+        except sqlite3.Error:
+            if connection.in_transaction:  # a full disk may have rolled it back already
+                connection.execute("ROLLBACK")
+            raise
+        return values
+
+    def _answer(self, answers: list[tuple[asyncio.Future[Any], Any, JournalError | None]]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(_resolve, answers)
+        except RuntimeError:
+            return  # the loop has ended: nobody waits
+
+
+def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
+    """A connection as the journal's are set; statements begin no transaction by themselves."""
+    source = f"file:{path}?mode=ro" if read_only else f"file:{path}"
+    connection = sqlite3.connect(source, uri=True, isolation_level=None, check_same_thread=False, timeout=30)
+    if not read_only:
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=FULL")
+        # The log is cut back to this when it has been copied into the file; large results make it grow.
+        connection.execute(f"PRAGMA journal_size_limit={64 * 1024 * 1024}")
+    return connection
+
+
+def _resolve(answers: list[tuple[asyncio.Future[Any], Any, JournalError | None]]) -> None:
+    for future, value, failure in answers:
+        if future.cancelled():
+            continue
+        if failure is None:
+            future.set_result(value)
+        else:
+            future.set_exception(failure)

@@ -1,0 +1,362 @@
+"""The journal: every request from when it is acknowledged until nobody can need it, on disk before anybody is told.
+
+Tables: requests (one row each), operations (their bodies, until they have run and cannot be needed again), results,
+tail (what changed a model since its boundary, in the order in which it ran: what `recovery` runs again), records (the
+latest state of sessions, models, samplers ...). A lane is one life of a model. Bodies are bytes: what they mean is not
+known here.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from xorl.server.orchestrator.commit import GroupCommit, connect
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS requests(
+  number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, key TEXT, body_hash BLOB NOT NULL,
+  lane TEXT, seq INTEGER, client TEXT NOT NULL, dialect TEXT NOT NULL, kind TEXT NOT NULL, share TEXT,
+  cost REAL NOT NULL, size INTEGER NOT NULL, attempts INTEGER NOT NULL DEFAULT 0, begun_by TEXT,
+  finished REAL, retrieved REAL, result_bytes INTEGER);
+CREATE UNIQUE INDEX IF NOT EXISTS requests_by_key ON requests(key) WHERE key IS NOT NULL;
+CREATE INDEX IF NOT EXISTS requests_unfinished ON requests(number) WHERE finished IS NULL;
+CREATE INDEX IF NOT EXISTS requests_kept ON requests(number) WHERE result_bytes IS NOT NULL;
+CREATE INDEX IF NOT EXISTS requests_by_lane ON requests(lane) WHERE key IS NOT NULL;
+CREATE TABLE IF NOT EXISTS tombstones(lane TEXT, seq INTEGER, PRIMARY KEY(lane, seq)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS operations(number INTEGER PRIMARY KEY, body BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS results(number INTEGER PRIMARY KEY, body BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS tail(
+  position INTEGER PRIMARY KEY AUTOINCREMENT, lane TEXT NOT NULL, number INTEGER NOT NULL, settles INTEGER NOT NULL);
+CREATE INDEX IF NOT EXISTS tail_by_lane ON tail(lane, position);
+CREATE TABLE IF NOT EXISTS records(kind TEXT, name TEXT, body BLOB NOT NULL, PRIMARY KEY(kind, name)) WITHOUT ROWID;
+"""
+Dialect = Literal["tinker", "xorl"]
+
+
+@dataclass(frozen=True)
+class Record:
+    """The latest state of something, by kind and name; body None removes it."""
+
+    kind: str
+    name: str
+    body: bytes | None
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A request as it comes. key: the same for every retry of it. share: what it can share a pass with. See `Ticket`.
+
+    records: kept with it. ends_lane: whose keys, numbers and tail mean nothing from now on.
+    """
+
+    request_id: str
+    key: str | None
+    body_hash: bytes
+    lane: str | None
+    seq: int | None
+    client: str
+    dialect: Dialect
+    kind: str
+    share: str | None
+    cost: float
+    body: bytes
+    records: Sequence[Record] = field(default=())
+    ends_lane: str | None = None
+
+
+@dataclass(frozen=True)
+class Written:
+    """What became of a submission: number is its place among all requests, None where it was there already.
+
+    is_same: whether what was there has the same body.
+    """
+
+    request_id: str
+    number: int | None
+    is_same: bool = True
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """A request that has been acknowledged and has no result.
+
+    attempts: how often the workers were lost while they ran it. begun_by: the workers that were given it last.
+    """
+
+    request_id: str
+    number: int
+    lane: str | None
+    seq: int | None
+    client: str
+    kind: str
+    share: str | None
+    cost: float
+    size: int
+    attempts: int
+    begun_by: str | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a request, and what it changed, in one transaction.
+
+    tail: "changes" where the request changed its model and has to run again if that is restored; "settles" if it also
+    left no gradient behind; None otherwise. cuts: the lane's tail is not needed any more but for what came after the
+    last request that settled (a checkpoint holds the rest); "all" drops that too.
+    """
+
+    request_id: str
+    result: bytes
+    finished: float
+    tail: Literal["changes", "settles"] | None = None
+    cuts: Literal["settled", "all"] | None = None
+    lane: str | None = None
+    records: Sequence[Record] = field(default=())
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What is known of a request. result: None where there is none yet, or not any more (`is_finished`)."""
+
+    dialect: Dialect
+    number: int
+    is_finished: bool
+    result: bytes | None
+
+
+@dataclass(frozen=True)
+class Retention:
+    """How long and how much of finished requests is kept; times in seconds."""
+
+    after_retrieval_s: float = 600.0
+    unretrieved_s: float = 24 * 3600.0
+    result_bytes: int = 8 * 1024**3
+    num_requests: int = 200_000
+
+
+class Journal:
+    """The journal's file, opened by the loop that runs it. Whatever is awaited here is durable then.
+
+    Raises JournalError where the disk does not take it; nothing of that write was kept then.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._commit = GroupCommit(path, schema=SCHEMA)
+        self._reader = connect(path, read_only=True)
+
+    def close(self) -> None:
+        """Write what was given, and stop."""
+        self._reader.close()
+        self._commit.close()
+
+    # --- writing ---
+
+    async def submit(self, submission: Submission) -> Written:
+        """Keep a request and its records, unless it is here already."""
+        return await self._commit.write(lambda connection: _submit(connection, submission))
+
+    async def finish(self, outcomes: Sequence[Outcome]) -> None:
+        """Keep results and what comes with them; a second result of a request changes nothing."""
+        await self._commit.write(lambda connection: _finish(connection, outcomes))
+
+    async def reject(self, lane: str, seq: int) -> None:
+        """Keep that a number of a lane will not come."""
+        statement = "INSERT OR IGNORE INTO tombstones VALUES(?, ?)"
+        await self._commit.write(lambda connection: _execute(connection, statement, (lane, seq)))
+
+    async def put(self, records: Iterable[Record]) -> None:
+        """Keep or remove records."""
+        kept = list(records)
+        await self._commit.write(lambda connection: _put(connection, kept))
+
+    async def begin(self, request_ids: Sequence[str], workers: str) -> None:
+        """These requests are about to be given to workers; other ones than before, which are lost, are an attempt."""
+        statement = (
+            "UPDATE requests SET attempts = attempts + (begun_by IS NOT NULL AND begun_by != ?), begun_by = ?"
+            " WHERE id = ?"
+        )
+        rows = [(workers, workers, request_id) for request_id in request_ids]
+        await self._commit.write(lambda connection: _execute_many(connection, statement, rows))
+
+    async def settle(self, lane: str, records: Iterable[Record]) -> None:
+        """A checkpoint holds a lane's model, but for what came after the last request that settled."""
+        kept = list(records)
+        await self._commit.write(lambda connection: (_cut_tail(connection, lane, "settled"), _put(connection, kept)))
+
+    async def mark_retrieved(self, request_ids: Iterable[str], now: float) -> None:
+        """These results were asked for and sent."""
+        statement = "UPDATE requests SET retrieved = ? WHERE id = ? AND retrieved IS NULL"
+        rows = [(now, request_id) for request_id in request_ids]
+        await self._commit.write(lambda connection: _execute_many(connection, statement, rows))
+
+    async def prune(self, now: float, retention: Retention, next_seqs: Mapping[str, int]) -> int:
+        """Drop results and requests that were kept long enough or are too many; returns how many results went.
+
+        next_seqs: by lane, the lowest number that has not been passed over.
+        """
+        passed = list(next_seqs.items())
+        return await self._commit.write(lambda connection: _prune(connection, now, retention, passed))
+
+    # --- reading ---
+
+    def unfinished(self) -> list[Unfinished]:
+        """All requests without a result, in the order in which they were acknowledged."""
+        rows = self._reader.execute(
+            "SELECT id, number, lane, seq, client, kind, share, cost, size, attempts, begun_by FROM requests"
+            " WHERE finished IS NULL ORDER BY number"
+        )
+        return [Unfinished(*row) for row in rows]
+
+    def tombstones(self) -> list[tuple[str, int]]:
+        """(lane, number) of all that were rejected."""
+        return self._reader.execute("SELECT lane, seq FROM tombstones").fetchall()
+
+    def operation(self, request_id: str) -> bytes:
+        """The body of a request that has not finished."""
+        statement = "SELECT body FROM operations JOIN requests USING(number) WHERE id = ?"
+        (body,) = self._reader.execute(statement, (request_id,)).fetchone()
+        return body
+
+    def tail(self, lane: str) -> list[int]:
+        """The numbers of the requests that changed a model since its boundary, in the order in which they ran."""
+        rows = self._reader.execute("SELECT number FROM tail WHERE lane = ? ORDER BY position", (lane,))
+        return [number for (number,) in rows]
+
+    def num_settled(self, lane: str) -> int:
+        """How many requests of a tail a checkpoint of now would hold: those before the gradient that is left."""
+        last = "SELECT max(position) FROM tail WHERE lane = ? AND settles"
+        statement = f"SELECT count(*) FROM tail WHERE lane = ? AND position <= ({last})"
+        (count,) = self._reader.execute(statement, (lane, lane)).fetchone()
+        return count
+
+    def tail_operation(self, number: int) -> bytes:
+        """The body of a request of a tail."""
+        (body,) = self._reader.execute("SELECT body FROM operations WHERE number = ?", (number,)).fetchone()
+        return body
+
+    def find(self, request_id: str) -> Stored | None:
+        """What is known of a request."""
+        row = self._reader.execute(
+            "SELECT dialect, number, finished IS NOT NULL, body FROM requests LEFT JOIN results USING(number)"
+            " WHERE id = ?",
+            (request_id,),
+        ).fetchone()
+        return None if row is None else Stored(row[0], row[1], bool(row[2]), row[3])
+
+    def find_key(self, key: str, body_hash: bytes) -> Written | None:
+        """The request that has this natural key."""
+        row = self._reader.execute("SELECT id, body_hash FROM requests WHERE key = ?", (key,)).fetchone()
+        return None if row is None else Written(row[0], None, row[1] == body_hash)
+
+    def records(self, kind: str) -> list[tuple[str, bytes]]:
+        """(name, body) of all records of a kind."""
+        return self._reader.execute("SELECT name, body FROM records WHERE kind = ?", (kind,)).fetchall()
+
+    def size_bytes(self) -> int:
+        """What the file takes, without what waits to be copied into it."""
+        (pages,) = self._reader.execute("PRAGMA page_count").fetchone()
+        (page,) = self._reader.execute("PRAGMA page_size").fetchone()
+        return pages * page
+
+
+def _submit(connection: sqlite3.Connection, submission: Submission) -> Written:
+    s = submission
+    if s.ends_lane is not None:
+        connection.execute("UPDATE requests SET key = NULL WHERE lane = ? AND key IS NOT NULL", (s.ends_lane,))
+        connection.execute("DELETE FROM tombstones WHERE lane = ?", (s.ends_lane,))
+        _cut_tail(connection, s.ends_lane, "all")
+    found = connection.execute("SELECT id, body_hash FROM requests WHERE key = ? OR id = ?", (s.key, s.request_id))
+    existing = found.fetchone()
+    if existing is not None:
+        return Written(existing[0], None, existing[1] == s.body_hash)
+    columns = "id, key, body_hash, lane, seq, client, dialect, kind, share, cost, size"
+    values = (s.request_id, s.key, s.body_hash, s.lane, s.seq, s.client, s.dialect, s.kind, s.share, s.cost)
+    insert = f"INSERT INTO requests({columns}) VALUES({', '.join('?' * 11)})"
+    number = connection.execute(insert, (*values, len(s.body))).lastrowid
+    connection.execute("INSERT INTO operations VALUES(?, ?)", (number, s.body))
+    _put(connection, s.records)
+    return Written(s.request_id, number)
+
+
+def _finish(connection: sqlite3.Connection, outcomes: Sequence[Outcome]) -> None:
+    for outcome in outcomes:
+        statement = "UPDATE requests SET finished = ?, result_bytes = ? WHERE id = ? AND finished IS NULL"
+        row = (outcome.finished, len(outcome.result), outcome.request_id)
+        if not connection.execute(statement, row).rowcount:
+            continue
+        find = "SELECT number FROM requests WHERE id = ?"
+        (number,) = connection.execute(find, (outcome.request_id,)).fetchone()
+        connection.execute("INSERT INTO results VALUES(?, ?)", (number, outcome.result))
+        if outcome.tail is None:
+            connection.execute("DELETE FROM operations WHERE number = ?", (number,))
+        else:
+            insert = "INSERT INTO tail(lane, number, settles) VALUES(?, ?, ?)"
+            connection.execute(insert, (outcome.lane, number, outcome.tail == "settles"))
+        if outcome.cuts is not None:
+            _cut_tail(connection, outcome.lane, outcome.cuts)
+        _put(connection, outcome.records)
+
+
+def _cut_tail(connection: sqlite3.Connection, lane: str | None, cuts: Literal["settled", "all"]) -> None:
+    settled = "" if cuts == "all" else " AND settles"
+    find = f"SELECT max(position) FROM tail WHERE lane = ?{settled}"
+    (last,) = connection.execute(find, (lane,)).fetchone()
+    if last is None:
+        return
+    chosen = "WHERE lane = ? AND position <= ?"
+    operations = f"DELETE FROM operations WHERE number IN (SELECT number FROM tail {chosen})"
+    connection.execute(operations, (lane, last))
+    connection.execute(f"DELETE FROM tail {chosen}", (lane, last))
+
+
+def _put(connection: sqlite3.Connection, records: Sequence[Record]) -> None:
+    for record in records:
+        if record.body is None:
+            connection.execute("DELETE FROM records WHERE kind = ? AND name = ?", (record.kind, record.name))
+        else:
+            row = (record.kind, record.name, record.body)
+            connection.execute("INSERT OR REPLACE INTO records VALUES(?, ?, ?)", row)
+
+
+def _prune(connection: sqlite3.Connection, now: float, retention: Retention, passed: Sequence[tuple[str, int]]) -> int:
+    """Results first; of a request without one its row stays as long as there is room, since retries find it by key."""
+    kept = connection.execute(
+        "SELECT number, retrieved, finished, result_bytes FROM requests WHERE result_bytes IS NOT NULL ORDER BY number"
+    ).fetchall()
+    gone = {
+        number
+        for number, retrieved, finished, _ in kept
+        if (retrieved is not None and retrieved <= now - retention.after_retrieval_s)
+        or finished <= now - retention.unretrieved_s
+    }
+    total = sum(size for number, _, _, size in kept if number not in gone)
+    # Too much: what was retrieved goes first, then what is oldest.
+    for number, _, _, size in sorted(kept, key=lambda row: (row[1] is None, row[0])):
+        if total <= retention.result_bytes:
+            break
+        if number not in gone:
+            gone.add(number)
+            total -= size
+    rows = [(number,) for number in gone]
+    _execute_many(connection, "DELETE FROM results WHERE number = ?", rows)
+    _execute_many(connection, "UPDATE requests SET result_bytes = NULL WHERE number = ?", rows)
+    finished = "finished IS NOT NULL AND result_bytes IS NULL AND number NOT IN (SELECT number FROM tail)"
+    connection.execute(
+        f"DELETE FROM requests WHERE {finished} AND number <= (SELECT max(number) FROM requests) - ?",
+        (retention.num_requests,),
+    )
+    _execute_many(connection, "DELETE FROM tombstones WHERE lane = ? AND seq < ?", passed)
+    return len(gone)
+
+
+def _execute(connection: sqlite3.Connection, statement: str, row: tuple[object, ...]) -> None:
+    connection.execute(statement, row)
+
+
+def _execute_many(connection: sqlite3.Connection, statement: str, rows: Sequence[tuple[object, ...]]) -> None:
+    connection.executemany(statement, rows)
