@@ -1,0 +1,67 @@
+"""`python -m xorl.server.orchestrator`: the orchestrator's process, from a configuration until a signal ends it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import fcntl
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from xorl.config import load_server_config
+from xorl.server.channel import ChannelError
+from xorl.server.orchestrator.options import OrchestratorOptions
+from xorl.server.orchestrator.orchestrator import Orchestrator
+from xorl.server.orchestrator.served import options_of
+from xorl.server.process import begin_process
+
+logger = logging.getLogger(__name__)
+
+
+async def serve(options: OrchestratorOptions) -> None:
+    """Run until SIGTERM or SIGINT, then save what the workers hold."""
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    orchestrator = Orchestrator(options)
+    await orchestrator.start()
+    logger.info("event=listening address=%s", orchestrator.address)
+    await stopping.wait()
+    logger.info("event=stopping")
+    await orchestrator.save_models()
+    await orchestrator.stop()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the orchestrator and returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m xorl.server.orchestrator", description=serve.__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="the service's configuration, resolved")
+    parser.add_argument("--bind", required=True, help="address that the API asks")
+    parser.add_argument("--workers", required=True, help="address at which the first worker listens")
+    parser.add_argument("--keys", type=Path, help="file of the keys of the channel to the workers")
+    flags = parser.parse_args(arguments)
+    config = load_server_config(flags.config, []).config
+    begin_process("orchestrator", config.log_level, follows_parent=False)
+    options = options_of(config, api_address=flags.bind, worker_address=flags.workers, keys=flags.keys)
+    options.journal_path.parent.mkdir(parents=True, exist_ok=True)
+    with options.journal_path.with_suffix(".lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.error(
+                "event=journal_in_use path=%s: another orchestrator has it; stop that one", options.journal_path
+            )
+            return 1
+        try:
+            asyncio.run(serve(options))
+        except (RuntimeError, ChannelError) as problem:
+            logger.error("event=cannot_serve why=%r", str(problem))
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

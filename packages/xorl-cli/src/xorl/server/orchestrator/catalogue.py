@@ -1,0 +1,116 @@
+"""Checkpoints as they lie in the output folder: found, measured, deleted, and the room that is left for more."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+from xorl.server.names import CheckpointKind, CheckpointRef, check_name, checkpoint_folder, model_id_in_folder
+
+# Beside the limit, what a file system needs to stay usable while a checkpoint is written.
+FREE_MARGIN_BYTES = 64 * 2**20
+
+
+class StorageLimitError(Exception):
+    """There is no room for what is to be saved; the message says how much there is and what to do."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint's folder. created: seconds since 1970."""
+
+    checkpoint: CheckpointRef
+    created: float
+    size_bytes: int
+
+
+def scan(output_dir: Path, model_id: str | None = None) -> list[Found]:
+    """All checkpoints there are, or those of one model, newest first; what is still being written is none."""
+    found = []
+    for kind in get_args(CheckpointKind):
+        for folder in _folders(output_dir / kind):
+            owner = _parsed(model_id_in_folder, folder.name)
+            if owner is None or model_id not in (None, owner):
+                continue
+            for entry in _folders(Path(folder.path)):
+                if _parsed(check_name, entry.name) is not None:
+                    ref = CheckpointRef(owner, kind, entry.name)
+                    found.append(Found(ref, entry.stat().st_mtime, size_of(Path(entry.path))))
+    return sorted(found, key=lambda one: one.created, reverse=True)
+
+
+def find(output_dir: Path, checkpoint: CheckpointRef) -> Found | None:
+    """One checkpoint, if it is there."""
+    folder = checkpoint_folder(output_dir, checkpoint)
+    if not folder.is_dir():
+        return None
+    return Found(checkpoint, folder.stat().st_mtime, size_of(folder))
+
+
+def delete(output_dir: Path, checkpoint: CheckpointRef) -> bool:
+    """Remove a checkpoint, all at once for whoever looks; False where there is none."""
+    folder = checkpoint_folder(output_dir, checkpoint)
+    gone = folder.with_name(f".deleting_{folder.name}_{secrets.token_hex(4)}")
+    try:
+        folder.rename(gone)
+    except FileNotFoundError:
+        return False
+    shutil.rmtree(gone, ignore_errors=True)
+    return True
+
+
+def check_room(output_dir: Path, limit_bytes: int, wanted_bytes: int) -> None:
+    """Raise StorageLimitError unless wanted_bytes more are within the limit and on the disk."""
+    used = size_of(output_dir)
+    if used + wanted_bytes > limit_bytes:
+        raise StorageLimitError(
+            f"StorageLimitError: {output_dir} holds {_readable(used)}, this would add about "
+            f"{_readable(wanted_bytes)}, and storage_limit is {_readable(limit_bytes)}: delete checkpoints, or start "
+            "the service with a higher storage_limit"
+        )
+    free = shutil.disk_usage(output_dir).free
+    if wanted_bytes + FREE_MARGIN_BYTES > free:
+        raise StorageLimitError(
+            f"StorageLimitError: the disk of {output_dir} has {_readable(free)} free, and this would take about "
+            f"{_readable(wanted_bytes)}: delete checkpoints or make room"
+        )
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all files below a folder; what vanishes meanwhile counts nothing, links are not followed."""
+    total = 0
+    for root, _, files in os.walk(folder):
+        for name in files:
+            try:
+                total += os.lstat(os.path.join(root, name)).st_size
+            except FileNotFoundError:
+                continue
+    return total
+
+
+def _folders(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return [entry for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except FileNotFoundError:
+        return []
+
+
+def _parsed(check: Callable[[str], str], name: str) -> str | None:
+    try:
+        return check(name)
+    except ValueError:
+        return None
+
+
+def _readable(size: float) -> str:
+    for unit in ("bytes", "KB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.4g} {unit}"
+        size /= 1000
+    return f"{size:.4g} TB"

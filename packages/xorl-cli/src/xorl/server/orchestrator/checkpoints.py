@@ -1,0 +1,134 @@
+"""Checkpoints and training runs as clients ask for them: what lies in the output folder, with what is known of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from xorl.server.messages import Ok, Rejected
+from xorl.server.names import CheckpointRef
+from xorl.server.orchestrator import catalogue
+from xorl.server.orchestrator.calls import RECOVERY_PREFIX
+from xorl.server.orchestrator.catalogue import Found
+from xorl.server.orchestrator.registry import CheckpointRecord, checkpoint_key, dropped, stored
+from xorl.server.orchestrator.state import State
+from xorl.server.queries import (
+    CheckpointInfo,
+    Checkpoints,
+    DeleteCheckpoint,
+    GetTrainingRun,
+    GetWeightsInfo,
+    ListCheckpoints,
+    ListTrainingRuns,
+    SetCheckpointTtl,
+    TrainingRun,
+    TrainingRuns,
+    WeightsInfo,
+)
+
+
+async def list_checkpoints(state: State, ask: ListCheckpoints) -> Checkpoints:
+    """Newest first; without those that the service makes to recover from."""
+    found = await _scan(state, ask.model_id)
+    last = None if ask.limit is None else ask.offset + ask.limit
+    return Checkpoints([_info(state, one) for one in found[ask.offset : last]], len(found))
+
+
+async def delete_checkpoint(state: State, ask: DeleteCheckpoint) -> Ok | Rejected:
+    """Remove a checkpoint, unless a model that is not in memory has nothing else to come back from."""
+    for model in state.registry.models.values():
+        if model.is_there and model.boundary == ask.checkpoint:
+            return Rejected(
+                400,
+                f"model {model.model_id} comes back from {ask.checkpoint.uri('xorl')} if the workers are lost: save it "
+                "again under another name, or unload it, and delete this one then",
+            )
+    if not await asyncio.to_thread(catalogue.delete, state.options.folder, ask.checkpoint):
+        return _missing(ask.checkpoint)
+    record = state.registry.checkpoints.pop(checkpoint_key(ask.checkpoint), None)
+    if record is not None:
+        await state.journal.put([dropped(record)])
+    return Ok()
+
+
+async def set_ttl(state: State, ask: SetCheckpointTtl) -> Ok | Rejected:
+    """When to delete a checkpoint."""
+    found = catalogue.find(state.options.folder, ask.checkpoint)
+    if found is None:
+        return _missing(ask.checkpoint)
+    record = _record(state, found)
+    record.expires = None if ask.ttl_s is None else time.time() + ask.ttl_s
+    state.registry.checkpoints[record.key] = record
+    await state.journal.put([stored(record)])
+    return Ok()
+
+
+async def weights_info(state: State, ask: GetWeightsInfo) -> WeightsInfo | Rejected:
+    """What a checkpoint is of."""
+    found = catalogue.find(state.options.folder, ask.checkpoint)
+    if found is None:
+        return _missing(ask.checkpoint)
+    record = _record(state, found)
+    return WeightsInfo(record.base_model, record.lora, found.size_bytes, record.num_steps)
+
+
+async def list_training_runs(state: State, ask: ListTrainingRuns) -> TrainingRuns:
+    """Models that are there or have left checkpoints, those active last first."""
+    runs = await _runs(state)
+    return TrainingRuns(runs[ask.offset : ask.offset + ask.limit], len(runs))
+
+
+async def get_training_run(state: State, ask: GetTrainingRun) -> TrainingRun | Rejected:
+    """One of them."""
+    runs = [run for run in await _runs(state, ask.model_id) if run.model_id == ask.model_id]
+    return runs[0] if runs else Rejected(404, f"there is no training run {ask.model_id}")
+
+
+async def _runs(state: State, model_id: str | None = None) -> list[TrainingRun]:
+    newest: dict[str, dict[str, Found]] = {}
+    for found in await _scan(state, model_id):
+        newest.setdefault(found.checkpoint.model_id, {}).setdefault(found.checkpoint.kind, found)
+    known = state.registry.models
+    runs = [_run(state, name, newest.get(name, {})) for name in {*newest, *known} if model_id in (None, name)]
+    return sorted(runs, key=lambda run: run.last_active, reverse=True)
+
+
+def _run(state: State, model_id: str, newest: dict[str, Found]) -> TrainingRun:
+    model = state.registry.models.get(model_id)
+    trained, sampled = newest.get("weights"), newest.get("sampler_weights")
+    last = max((one.created for one in newest.values()), default=0.0)
+    records = [_record(state, one) for one in newest.values()]
+    lora = model.lora if model is not None else next((r.lora for r in records if r.lora is not None), None)
+    return TrainingRun(
+        model_id,
+        state.options.model_name if model is not None else next(r.base_model for r in records),
+        lora.rank if lora is not None else None,
+        max(model.last_active, last) if model is not None else last,
+        None if trained is None else _info(state, trained),
+        None if sampled is None else _info(state, sampled),
+        {} if model is None else model.create.user_metadata,
+    )
+
+
+async def _scan(state: State, model_id: str | None) -> list[Found]:
+    found = await asyncio.to_thread(catalogue.scan, state.options.folder, model_id)
+    return [one for one in found if not one.checkpoint.name.startswith(RECOVERY_PREFIX)]
+
+
+def _info(state: State, found: Found) -> CheckpointInfo:
+    record = _record(state, found)
+    return CheckpointInfo(found.checkpoint, found.created, found.size_bytes, record.user_metadata, record.expires)
+
+
+def _record(state: State, found: Found) -> CheckpointRecord:
+    """What is known of a checkpoint; of one that this journal has not seen being made, only what can be told."""
+    record = state.registry.checkpoints.get(checkpoint_key(found.checkpoint))
+    if record is not None:
+        return record
+    model = state.registry.models.get(found.checkpoint.model_id)
+    lora = None if model is None else model.lora
+    return CheckpointRecord(found.checkpoint, found.created, state.options.model_name, lora, 0)
+
+
+def _missing(checkpoint: CheckpointRef) -> Rejected:
+    return Rejected(404, f"there is no checkpoint {checkpoint.uri('xorl')}")

@@ -1,0 +1,273 @@
+"""Requests as they come: checked against what there is, journaled, queued; and the numbers that will not come."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import secrets
+import time
+
+from msgspec.structs import replace
+
+from xorl.server.messages import (
+    Accepted,
+    CreateModel,
+    Failure,
+    LoraSpec,
+    ModelOperation,
+    Ok,
+    Rejected,
+    Sample,
+    SessionSampler,
+    Submit,
+    Tombstone,
+)
+from xorl.server.orchestrator.calls import RECOVERY_PREFIX, cost_of, encode, saved_as, share_of
+from xorl.server.orchestrator.commit import JournalError
+from xorl.server.orchestrator.journal import Submission, Unfinished, Written
+from xorl.server.orchestrator.lane import Ticket
+from xorl.server.orchestrator.registry import ModelRecord, stored
+from xorl.server.orchestrator.state import State
+
+# Kinds of requests that the service makes itself, beside the names of operations.
+RELEASE = "Release"
+
+
+class Refused(Exception):
+    """A request that is not taken; the HTTP status and what to do."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.rejected = Rejected(status, message)
+
+
+class Door:
+    """Takes requests: each is in the journal before it is accepted, and in the scheduler once it is there."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._creating = asyncio.Lock()
+
+    def reopen(self) -> list[Ticket]:
+        """Queue what the journal holds without a result; returns what cannot run any more."""
+        state, stale = self._state, []
+        for model in state.registry.models.values():
+            if model.is_there:
+                state.scheduler.open_lane(model.lane, model.next_seq)
+        for lane, seq in state.journal.tombstones():
+            if state.scheduler.has_lane(lane):
+                state.scheduler.reject(lane, seq)
+        for request in state.journal.unfinished():
+            ticket = _ticket(request)
+            if _can_run(state, ticket):
+                state.admit(ticket, request.kind, attempts=request.attempts, begun_by=request.begun_by)
+            else:
+                stale.append(ticket)
+        return stale
+
+    async def submit(self, submit: Submit) -> Accepted | Rejected:
+        """Accept a request, durably; answers its first id for a retry."""
+        try:
+            return await self._submit(submit)
+        except Refused as refused:
+            return refused.rejected
+        except JournalError as problem:
+            return Rejected(507, f"the request cannot be kept: {problem}; make room on the service's disk")
+
+    async def submit_own(self, operation: ModelOperation, kind: str | None = None) -> None:
+        """Queue a request of the service itself behind what has arrived for its model."""
+        state = self._state
+        model = state.registry.models[operation.model_id]
+        request_id = f"own-{secrets.token_hex(8)}"
+        await self._keep(_submission(request_id, operation, model.client, model.lane, kind=kind))
+
+    async def reject(self, tombstone: Tombstone) -> Ok | Rejected:
+        """Let a model go on past a number that was refused at the door."""
+        state = self._state
+        model = state.registry.models.get(tombstone.model_id)
+        if model is None or not model.is_there or not state.scheduler.admits(model.lane, tombstone.seq_id):
+            return Ok()
+        try:
+            await state.journal.reject(model.lane, tombstone.seq_id)
+        except JournalError as problem:
+            return Rejected(507, f"the service's disk takes nothing: {problem}")
+        if state.scheduler.has_lane(model.lane):
+            state.scheduler.reject(model.lane, tombstone.seq_id)
+            state.wake.set()
+        return Ok()
+
+    async def _submit(self, submit: Submit) -> Accepted:
+        state, operation = self._state, submit.operation
+        if isinstance(operation, CreateModel):
+            # One after the other, so that a retry finds the one before it in the journal.
+            async with self._creating:
+                return await self._create(operation, submit)
+        found = self._find(submit)
+        if found is not None:
+            return _accepted(found, submit.key)
+        if len(state.scheduler) >= state.options.max_queued:
+            raise Refused(429, f"{len(state.scheduler)} requests are waiting, no more are taken: send it again later")
+        if state.workers.are_gone:
+            away = f"{state.workers.timeout_s:g} s"
+            raise Refused(503, f"the workers have been away for more than {away}: see the service's log")
+        if isinstance(operation, Sample):
+            client = self._sampling_client(operation, submit)
+            return await self._keep(_submission(submit.request_id, operation, client, None, submit=submit))
+        model = self._model(operation)
+        model.last_active = time.time()
+        if not state.scheduler.admits(model.lane, submit.seq_id):
+            raise Refused(
+                400,
+                f"request {submit.seq_id} of model {model.model_id} was taken or passed over before; the next one is "
+                f"{state.scheduler.next_seq(model.lane)}",
+            )
+        return await self._keep(_submission(submit.request_id, operation, model.client, model.lane, submit=submit))
+
+    async def _keep(self, submission: Submission) -> Accepted:
+        state, s = self._state, submission
+        written = await state.journal.submit(submission)
+        if written.number is None:
+            return _accepted(written, s.key)
+        ticket = Ticket(s.request_id, s.lane, s.seq, s.client, s.share, s.cost, written.number, len(s.body))
+        state.tally.count("requests_total", operation=s.kind)
+        if _can_run(state, ticket):
+            state.admit(ticket, s.kind)
+        else:
+            # Its model went, or its number was given up, while it was written.
+            await state.fail([ticket], Failure("user", 410, "the model was unloaded, or the request came too late"))
+        return Accepted(written.request_id)
+
+    def _find(self, submit: Submit) -> Written | None:
+        """The request of which this one is a retry."""
+        return None if submit.key is None else self._state.journal.find_key(submit.key, submit.body_hash)
+
+    async def _create(self, operation: CreateModel, submit: Submit) -> Accepted:
+        state = self._state
+        old = state.registry.models.get(operation.model_id)
+        found = self._find(submit)
+        if found is not None and (submit.session_id is not None or not self._was_used(old, found)):
+            return _accepted(found, submit.key)
+        self._check_creation(operation, submit, old)
+        generation = 1 if old is None else old.generation + 1
+        create = self._completed(operation)
+        now = time.time()
+        model = ModelRecord(create.model_id, submit.session_id, generation, create, now, now)
+        model.replaces = old is not None and old.workers is not None
+        submission = _submission(submit.request_id, create, model.client, model.lane, submit=submit)
+        ends_lane = None if old is None else old.lane
+        submission = dataclasses.replace(submission, records=[stored(model)], ends_lane=ends_lane)
+        dropped = state.scheduler.close_lane(old.lane) if old is not None and old.is_there else []
+        state.registry.models[model.model_id] = model
+        state.scheduler.open_lane(model.lane)
+        try:
+            answer = await self._keep(submission)
+        except JournalError:
+            del state.registry.models[model.model_id]
+            state.scheduler.close_lane(model.lane)
+            if old is not None:
+                state.registry.models[model.model_id] = old
+                if old.is_there:
+                    state.scheduler.open_lane(old.lane, old.next_seq)
+            await state.fail(dropped, Failure("server", 507, "the journal's disk is full"))
+            raise
+        if dropped:
+            await state.fail(dropped, Failure("user", 410, f"model {model.model_id} was created anew"))
+        return answer
+
+    def _was_used(self, model: ModelRecord | None, found: Written) -> bool:
+        """Whether a client that creates its model again begins anew, and does not retry: only one without sessions."""
+        if model is None or not model.is_there or model.num_steps or not self._state.scheduler.is_pristine(model.lane):
+            return True
+        created = self._state.journal.find(found.request_id)
+        return created is not None and created.is_finished and created.result is None
+
+    def _check_creation(self, operation: CreateModel, submit: Submit, old: ModelRecord | None) -> None:
+        state, options = self._state, self._state.options
+        if operation.base_model not in (None, options.model_name, options.model_path):
+            raise Refused(400, f"this service trains {options.model_name}, and not {operation.base_model!r}")
+        if submit.session_id is not None and submit.session_id not in state.registry.sessions:
+            raise Refused(404, f"there is no session {submit.session_id}")
+        if old is not None and old.is_there and submit.session_id is not None:
+            raise Refused(400, f"model {operation.model_id} was created already, by another request")
+        if options.enable_lora:
+            return
+        # Full weights are the base itself, so one model at a time has it.
+        for other in state.registry.models.values():
+            if other.state in ("creating", "ready") and other.model_id != operation.model_id:
+                raise Refused(
+                    400,
+                    f"this service trains full weights, one model at a time, and {other.model_id} is training: end its "
+                    "session or unload it first, or serve with enable_lora: true",
+                )
+
+    def _completed(self, operation: CreateModel) -> CreateModel:
+        """With what the client left open decided, so that it can be done again and give the same."""
+        if not self._state.options.enable_lora:
+            return replace(operation, lora=None)
+        if operation.lora is None and operation.checkpoint is not None:
+            return operation
+        lora = operation.lora or LoraSpec()
+        return replace(operation, lora=lora if lora.seed is not None else replace(lora, seed=secrets.randbits(31)))
+
+    def _model(self, operation: ModelOperation) -> ModelRecord:
+        model = self._state.registry.models.get(operation.model_id)
+        if model is None or not model.is_there:
+            gone = "" if model is None else f": it is {model.state}"
+            raise Refused(404, f"there is no model {operation.model_id}{gone}; create it first")
+        checkpoint = saved_as(operation)
+        if checkpoint is not None and checkpoint.name.startswith(RECOVERY_PREFIX):
+            raise Refused(400, f"names that begin with {RECOVERY_PREFIX} are the service's own; choose another one")
+        return model
+
+    def _sampling_client(self, operation: Sample, submit: Submit) -> str:
+        """Among whom the workers are shared, of a sample."""
+        if isinstance(operation.sampler, SessionSampler):
+            name = operation.sampler.sampling_session_id
+            sampler = self._state.registry.samplers.get(name)
+            if sampler is None:
+                raise Refused(404, f"there is no sampling session {name}")
+            return sampler.session_id or name
+        return submit.session_id or "samples"
+
+
+def _submission(
+    request_id: str,
+    operation: ModelOperation | Sample,
+    client: str,
+    lane: str | None,
+    *,
+    kind: str | None = None,
+    submit: Submit | None = None,
+) -> Submission:
+    body = encode(operation)
+    return Submission(
+        request_id=request_id,
+        key=submit.key if submit else None,
+        body_hash=submit.body_hash if submit else b"",
+        lane=lane,
+        # A creation comes before all numbers, a sample has none in its model's order.
+        seq=submit.seq_id if submit and not isinstance(operation, CreateModel | Sample) else None,
+        client=client,
+        dialect=submit.dialect if submit else "xorl",
+        kind=kind or type(operation).__name__,
+        share=share_of(operation),
+        cost=cost_of(operation, len(body)),
+        body=body,
+    )
+
+
+def _ticket(request: Unfinished) -> Ticket:
+    r = request
+    return Ticket(r.request_id, r.lane, r.seq, r.client, r.share, r.cost, r.number, r.size)
+
+
+def _can_run(state: State, ticket: Ticket) -> bool:
+    if ticket.lane is None:
+        return True
+    return state.scheduler.has_lane(ticket.lane) and state.scheduler.admits(ticket.lane, ticket.seq)
+
+
+def _accepted(written: Written, key: str | None) -> Accepted:
+    if not written.is_same:
+        raise Refused(400, f"{key} was sent before with another content: a number is used once, a retry sends the same")
+    return Accepted(written.request_id)

@@ -1,0 +1,121 @@
+"""What the end of a request changes in what is known: its model's record, its tail, checkpoints and samplers."""
+
+from __future__ import annotations
+
+import time
+from typing import Literal
+
+from msgspec.structs import replace
+
+from xorl.server.messages import (
+    CreateModel,
+    Failure,
+    Loaded,
+    LoraSpec,
+    ModelCreated,
+    Operation,
+    OptimResult,
+    OptimStep,
+    Result,
+    Saved,
+    SaveFullWeights,
+    SaveWeights,
+    SaveWeightsForSampler,
+    Unloaded,
+)
+from xorl.server.orchestrator.calls import RECOVERY_PREFIX, encode, saved_as, tail_of
+from xorl.server.orchestrator.journal import Outcome, Record
+from xorl.server.orchestrator.lane import Ticket
+from xorl.server.orchestrator.registry import CheckpointRecord, ModelRecord, SamplerRecord, stored
+from xorl.server.orchestrator.state import State
+
+
+class Effects:
+    """Makes the outcome of a request, which the journal keeps in one transaction, and changes records with it."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def of(self, ticket: Ticket, operation: Operation, result: Result, seconds: float) -> Outcome:
+        """The outcome of a request that took the workers so long."""
+        now, model = time.time(), self._state.model_of(ticket)
+        if model is None:
+            return Outcome(ticket.request_id, encode(result), now)
+        records: list[Record] = []
+        tail: Literal["changes", "settles"] | None = None
+        cuts: Literal["settled", "all"] | None = None
+        if isinstance(result, Failure):
+            self._failed(model, operation)
+        elif (changed := tail_of(operation)) is not None:
+            tail = "settles" if changed[1] else "changes"
+            self._stepped(model, operation, result, seconds)
+            model.tail_bytes += ticket.size
+        elif isinstance(result, ModelCreated):
+            self._created(model, result)
+        elif isinstance(result, Unloaded):
+            model.state, model.workers, cuts = "unloaded", None, "all"
+        elif isinstance(result, Saved):
+            cuts = "settled" if isinstance(operation, SaveWeights) else None
+            model.save_s = seconds if cuts else model.save_s
+            records = self.saved(model, operation, result)
+        records += self._state.passed(ticket) or [stored(model)]
+        return Outcome(ticket.request_id, encode(result), now, tail, cuts, model.lane, records)
+
+    def saved(self, model: ModelRecord, operation: Operation, result: Saved) -> list[Record]:
+        """What is known of a model and its checkpoint once it is saved; the model's own record is changed alone."""
+        if isinstance(operation, SaveWeightsForSampler) and operation.sampler_id is not None:
+            return [self._snapshot(model, operation.sampler_id)]
+        checkpoint = saved_as(operation)
+        if checkpoint is None:
+            return []
+        assert isinstance(operation, SaveWeights | SaveWeightsForSampler | SaveFullWeights)
+        model.checkpoint_bytes[checkpoint.kind] = result.size_bytes
+        if isinstance(operation, SaveWeights):
+            model.boundary, model.boundary_steps, model.is_overwriting = checkpoint, model.num_steps, False
+            model.tail_s, model.tail_bytes = 0.0, 0
+        if checkpoint.name.startswith(RECOVERY_PREFIX):
+            model.num_recoveries += 1
+            return []
+        now = time.time()
+        record = CheckpointRecord(
+            checkpoint,
+            now,
+            self._state.options.model_name,
+            model.lora,
+            model.num_steps,
+            {} if isinstance(operation, SaveFullWeights) else operation.user_metadata,
+            None if operation.ttl_s is None else now + operation.ttl_s,
+        )
+        self._state.registry.checkpoints[record.key] = record
+        return [stored(record)]
+
+    def _snapshot(self, model: ModelRecord, sampler_id: str) -> Record:
+        record = SamplerRecord(
+            sampler_id,
+            model.session_id,
+            self._state.options.model_name,
+            snapshot_of=model.model_id,
+            workers=self._state.workers.incarnation,
+        )
+        self._state.registry.samplers[sampler_id] = record
+        return stored(record)
+
+    def _created(self, model: ModelRecord, result: ModelCreated) -> None:
+        model.state, model.workers = "ready", self._state.workers.incarnation
+        model.num_steps = model.boundary_steps = result.num_steps
+        if result.lora_rank is not None:
+            asked = model.create.lora or LoraSpec()
+            model.lora = replace(asked, rank=result.lora_rank, alpha=result.lora_alpha)
+
+    def _stepped(self, model: ModelRecord, operation: Operation, result: Result, seconds: float) -> None:
+        model.tail_s += seconds
+        if isinstance(operation, OptimStep) and isinstance(result, OptimResult):
+            model.num_steps = int(result.metrics.get("step", model.num_steps + 1))
+        elif isinstance(result, Loaded):
+            model.num_steps = result.num_steps
+
+    def _failed(self, model: ModelRecord, operation: Operation) -> None:
+        if isinstance(operation, CreateModel):
+            model.state = "failed"
+        elif isinstance(operation, SaveWeights) and saved_as(operation) == model.boundary:
+            model.is_overwriting = False

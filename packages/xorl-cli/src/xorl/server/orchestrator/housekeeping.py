@@ -1,0 +1,108 @@
+"""What happens by the clock: numbers that never come, workers that stay away, idle models, expired checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from xorl.server.messages import Failure, UnloadModel
+from xorl.server.orchestrator import catalogue
+from xorl.server.orchestrator.commit import JournalError
+from xorl.server.orchestrator.door import RELEASE, Door
+from xorl.server.orchestrator.journal import Retention
+from xorl.server.orchestrator.registry import dropped, stored
+from xorl.server.orchestrator.state import State
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 1.0
+# Pruning reads an index and writes; nothing is in a hurry for it.
+PRUNE_EVERY_S = 15.0
+
+
+class Housekeeping:
+    """Runs until it is cancelled."""
+
+    def __init__(self, state: State, door: Door, retention: Retention) -> None:
+        self._state = state
+        self._door = door
+        self._retention = retention
+        self._gaps: dict[tuple[str, int], float] = {}
+        self._releasing: set[str] = set()
+        self._pruned = 0.0
+
+    async def run(self) -> None:
+        """All of it, again and again."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            try:
+                await self.tick(time.time())
+            except (JournalError, OSError) as problem:
+                logger.error("event=housekeeping_failed why=%r", str(problem))
+
+    async def tick(self, now: float) -> None:
+        """What is due at `now`, seconds since 1970."""
+        await self._give_up_on_workers()
+        await self._give_up_on_gaps(now)
+        await self._release_idle(now)
+        if now - self._pruned >= PRUNE_EVERY_S:
+            self._pruned = now
+            await self._prune(now)
+
+    async def _give_up_on_workers(self) -> None:
+        state = self._state
+        if not state.workers.are_gone or not len(state.scheduler):
+            return
+        message = (
+            f"the workers have been away for more than {state.workers.timeout_s:g} s, so this did not run; models are "
+            "kept, and are there again when the workers are"
+        )
+        await state.fail(state.scheduler.drain(), Failure("server", 503, message))
+
+    async def _give_up_on_gaps(self, now: float) -> None:
+        """What waits for a number that nobody will send fails: to run it would be to leave something out."""
+        state, gaps = self._state, self._state.scheduler.gaps()
+        keys = {(lane, gap.seq) for lane, gap in gaps.items()}
+        self._gaps = {key: self._gaps.get(key, now) for key in keys}
+        for (lane, seq), since in self._gaps.items():
+            if now - since < state.options.gap_timeout_s:
+                continue
+            message = (
+                f"request {seq} of this model did not arrive within {state.options.gap_timeout_s:g} s, so what was "
+                "sent after it did not run; gradients are as they were before it. Go on with new requests"
+            )
+            await state.fail(state.scheduler.clear_lane(lane), Failure("user", 408, message))
+            state.wake.set()
+
+    async def _release_idle(self, now: float) -> None:
+        """Take models whose clients are silent off the workers; they come back when they are called."""
+        state, registry = self._state, self._state.registry
+        for model in list(registry.models.values()):
+            if model.state != "ready" or model.lane in self._releasing:
+                continue
+            session = registry.sessions.get(model.session_id or "")
+            is_over = session is not None and session.is_finished and session.last_active >= model.last_active
+            is_idle = now - registry.activity(model) > state.options.idle_session_timeout_s
+            if is_over or is_idle:
+                self._releasing.add(model.lane)
+                await self._door.submit_own(UnloadModel(model.model_id), RELEASE)
+        still = {model.lane for model in registry.models.values() if model.state == "ready"}
+        running = {request.ticket.lane for request in state.open.values() if request.kind == RELEASE}
+        self._releasing &= still & running
+
+    async def _prune(self, now: float) -> None:
+        state = self._state
+        retrieved, state.retrieved = state.retrieved, set()
+        if retrieved:
+            await state.journal.mark_retrieved(retrieved, now)
+        models = [model for model in state.registry.models.values() if model.is_there]
+        await state.journal.prune(now, self._retention, {model.lane: model.next_seq for model in models})
+        active = [*state.registry.sessions.values(), *models]
+        await state.journal.put([stored(record) for record in active if record.last_active > now - 2 * PRUNE_EVERY_S])
+        expired = [c for c in state.registry.checkpoints.values() if c.expires is not None and c.expires <= now]
+        for record in expired:
+            await asyncio.to_thread(catalogue.delete, state.options.folder, record.checkpoint)
+            del state.registry.checkpoints[record.key]
+            logger.info("event=expired checkpoint=%s", record.checkpoint.uri("xorl"))
+        await state.journal.put([dropped(record) for record in expired])

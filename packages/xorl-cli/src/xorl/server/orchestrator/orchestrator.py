@@ -1,0 +1,143 @@
+"""Orchestrator: the one process that knows every request, made of the parts of this room."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from xorl.server.channel import ChannelKeys, ChannelServer, Limits
+from xorl.server.messages import Cancel, Failure, Message, Poll, Rejected, Submit, Tombstone
+from xorl.server.orchestrator import checkpoints, sessions, status, waiting
+from xorl.server.orchestrator.commit import JournalError
+from xorl.server.orchestrator.door import Door
+from xorl.server.orchestrator.housekeeping import Housekeeping
+from xorl.server.orchestrator.journal import Journal, Retention
+from xorl.server.orchestrator.options import OrchestratorOptions
+from xorl.server.orchestrator.registry import Registry
+from xorl.server.orchestrator.runner import Runner
+from xorl.server.orchestrator.scheduler import Scheduler
+from xorl.server.orchestrator.state import State
+from xorl.server.orchestrator.workers import Workers
+from xorl.server.queries import (
+    CreateSamplingSession,
+    CreateSession,
+    DeleteCheckpoint,
+    FinishSession,
+    GetModel,
+    GetSampler,
+    GetService,
+    GetSession,
+    GetStatus,
+    GetTrainingRun,
+    GetWeightsInfo,
+    Heartbeat,
+    ListCheckpoints,
+    ListSessions,
+    ListTrainingRuns,
+    Request,
+    SetCheckpointTtl,
+)
+
+logger = logging.getLogger(__name__)
+
+Answering = Callable[[State, Any], Awaitable[Message]]
+# Requests and results are what the API lets in, and what comes of it.
+LIMITS = Limits(message_bytes=1024 * 2**20)
+
+QUERIES: dict[type[Message], Answering] = {
+    Poll: waiting.poll,
+    Cancel: waiting.cancel,
+    GetService: status.get_service,
+    GetStatus: status.get_status,
+    CreateSession: sessions.create_session,
+    Heartbeat: sessions.heartbeat,
+    FinishSession: sessions.finish_session,
+    GetSession: sessions.get_session,
+    ListSessions: sessions.list_sessions,
+    GetModel: sessions.get_model,
+    CreateSamplingSession: sessions.create_sampling_session,
+    GetSampler: sessions.get_sampler,
+    ListCheckpoints: checkpoints.list_checkpoints,
+    DeleteCheckpoint: checkpoints.delete_checkpoint,
+    SetCheckpointTtl: checkpoints.set_ttl,
+    GetWeightsInfo: checkpoints.weights_info,
+    ListTrainingRuns: checkpoints.list_training_runs,
+    GetTrainingRun: checkpoints.get_training_run,
+}
+
+
+class Orchestrator:
+    """Answers the API and drives the workers, from `start` to `stop`, in one event loop.
+
+    address: where it listens, once it has started.
+    """
+
+    def __init__(self, options: OrchestratorOptions, *, limits: Limits = LIMITS) -> None:
+        self._options = options
+        self._limits = limits
+        self.address = options.api_address
+
+    async def start(self) -> None:
+        """Take up what the journal holds, and listen."""
+        options = self._options
+        keys = None if options.keys is None else ChannelKeys.load(Path(options.keys))
+        wake = asyncio.Event()
+        journal = Journal(options.journal_path)
+        workers = Workers(
+            options.worker_address,
+            keys=keys,
+            limits=self._limits,
+            connection_timeout_s=options.worker_connection_timeout_s,
+            on_change=wake.set,
+        )
+        self.state = State(options, journal, Registry(journal), Scheduler(), workers, {}, wake)
+        self._door = Door(self.state)
+        stale = self._door.reopen()
+        logger.info("event=journal_read requests=%d bytes=%d", len(self.state.open), journal.size_bytes())
+        await self.state.fail(stale, Failure("user", 410, "the model was unloaded or created anew before this ran"))
+        await workers.start()
+        self._server: ChannelServer[Request] = ChannelServer(
+            options.api_address, Request, self.answer, limits=self._limits
+        )
+        self.address = await self._server.bind()
+        retention = Retention(after_retrieval_s=options.result_retention_s)
+        self.runner = Runner(self.state, self._door)
+        self.housekeeping = Housekeeping(self.state, self._door, retention)
+        self._tasks = [
+            asyncio.create_task(self._server.serve()),
+            asyncio.create_task(self.runner.drive()),
+            asyncio.create_task(self.housekeeping.run()),
+        ]
+
+    async def save_models(self) -> None:
+        """Before `stop`, while the workers are still there: so that the next start need run nothing again."""
+        await self.runner.save_models()
+
+    async def stop(self) -> None:
+        """Close; what has not ended is taken up by the next start."""
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        await self.runner.stop()
+        await self.state.workers.close()
+        self.state.journal.close()
+
+    async def answer(self, ask: Request) -> Message:
+        """The answer to one request of the API."""
+        if isinstance(ask, Submit):
+            return await self._door.submit(ask)
+        if isinstance(ask, Tombstone):
+            return await self._door.reject(ask)
+        query = QUERIES.get(type(ask))
+        if query is None:
+            return Rejected(501, f"this service does not answer {type(ask).__name__}")
+        try:
+            return await query(self.state, ask)
+        except JournalError as problem:
+            return Rejected(507, f"this cannot be kept: {problem}; make room on the service's disk")

@@ -1,0 +1,156 @@
+"""What has to be so before a request can run: its model is on the workers, a save has room, a sampler is found."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+
+from msgspec.structs import replace
+
+from xorl.server.messages import (
+    BaseSampler,
+    CheckpointSampler,
+    CreateModel,
+    Failure,
+    NamedSampler,
+    Operation,
+    Sample,
+    SamplerRef,
+    SaveWeights,
+    SessionSampler,
+    SnapshotSampler,
+    SyncWeights,
+    UnloadModel,
+    Work,
+)
+from xorl.server.names import CheckpointRef
+from xorl.server.orchestrator import catalogue
+from xorl.server.orchestrator.calls import saved_as
+from xorl.server.orchestrator.lane import Ticket
+from xorl.server.orchestrator.recovery import RecoveryError, restore
+from xorl.server.orchestrator.registry import ModelRecord, SamplerRecord, stored
+from xorl.server.orchestrator.state import OpenRequest, State
+
+
+class CannotRun(Exception):
+    """A request that ends without the workers; `failure` is its result."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+class Readiness:
+    """Brings requests to where workers can run them."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    async def prepare(self, ticket: Ticket, operation: Operation) -> Operation:
+        """The operation as the workers are to get it; CannotRun where it has ended here."""
+        if isinstance(operation, Sample):
+            return replace(operation, sampler=self._resolve(operation.sampler))
+        model = self._state.model_of(ticket)
+        if model is None or not model.is_there:
+            raise CannotRun(Failure("user", 410, "the model was unloaded or created anew before this ran"))
+        if isinstance(operation, CreateModel):
+            await self._make_way(model)
+        else:
+            if model.state == "creating":
+                raise CannotRun(Failure("user", 404, f"model {model.model_id} has not been created"))
+            if not isinstance(operation, UnloadModel):
+                await self._make_present(model)
+        checkpoint = saved_as(operation)
+        if checkpoint is not None:
+            await self._make_room(model, checkpoint)
+        if isinstance(operation, SyncWeights):
+            return self._with_endpoints(operation)
+        return operation
+
+    async def check_begin(self, request: OpenRequest, operation: Operation, workers: str) -> None:
+        """Before a save is given to workers: nobody's checkpoint is in its way.
+
+        What other workers that are gone may have saved for it is removed. It is the request's own: whether there was
+        such a checkpoint was asked before it began.
+        """
+        checkpoint = saved_as(operation)
+        if checkpoint is None or (isinstance(operation, SaveWeights) and operation.overwrite):
+            return
+        folder = self._state.options.folder
+        if request.begun_by is None and await asyncio.to_thread(catalogue.find, folder, checkpoint) is not None:
+            message = f"there is a checkpoint {checkpoint.uri('xorl')} already: choose another name"
+            raise CannotRun(Failure("user", 409, message))
+        if request.begun_by not in (None, workers):
+            await asyncio.to_thread(catalogue.delete, folder, checkpoint)
+
+    async def _make_way(self, model: ModelRecord) -> None:
+        """Take an earlier model of that id off the workers, and keep that this is done before the new one is there."""
+        if not model.replaces:
+            return
+        await self._state.workers.run(Work([f"make-way-{secrets.token_hex(8)}"], [UnloadModel(model.model_id)]))
+        model.replaces = False
+        await self._state.journal.put([stored(model)])
+
+    async def _make_present(self, model: ModelRecord) -> None:
+        state = self._state
+        if model.workers is not None and model.workers == state.workers.incarnation:
+            return
+        if not state.options.enable_lora:
+            for other in state.registry.models.values():
+                if other is not model and other.state in ("creating", "ready"):
+                    message = f"model {model.model_id} was released, and {other.model_id} has its place since"
+                    raise CannotRun(Failure("user", 409, f"{message}: unload that one first"))
+        try:
+            again = await restore(model, state.journal, state.workers)
+        except RecoveryError as problem:
+            raise CannotRun(Failure("server", 500, str(problem))) from None
+        state.tally.count("restores_total")
+        state.tally.count("requests_run_again_total", again)
+
+    async def _make_room(self, model: ModelRecord, checkpoint: CheckpointRef) -> None:
+        state, wanted = self._state, model.checkpoint_bytes.get(checkpoint.kind, 0)
+        limit = state.options.storage_limit_bytes
+        try:
+            await asyncio.to_thread(catalogue.check_room, state.options.folder, limit, wanted)
+        except catalogue.StorageLimitError as problem:
+            raise CannotRun(Failure("user", 507, str(problem))) from None
+        if checkpoint == model.boundary:
+            model.is_overwriting = True
+            await state.journal.put([stored(model)])
+
+    def _resolve(self, sampler: SamplerRef) -> SamplerRef:
+        registry = self._state.registry
+        if isinstance(sampler, SessionSampler):
+            return self._weights_of(registry.samplers[sampler.sampling_session_id])
+        if not isinstance(sampler, NamedSampler):
+            return sampler
+        named = [
+            record
+            for record in registry.checkpoints.values()
+            if record.checkpoint.name == sampler.name and record.checkpoint.kind == "sampler_weights"
+        ]
+        if not named:
+            raise CannotRun(Failure("user", 404, f"there are no sampler weights of the name {sampler.name}"))
+        return CheckpointSampler(max(named, key=lambda record: record.created).checkpoint)
+
+    def _weights_of(self, record: SamplerRecord) -> SamplerRef:
+        if record.checkpoint is not None:
+            return CheckpointSampler(record.checkpoint)
+        if record.snapshot_of is None:
+            return BaseSampler()
+        if record.workers != self._state.workers.incarnation:
+            message = (
+                f"the weights of sampling session {record.sampling_session_id} were in the memory of workers that are "
+                "gone: save the model's weights for sampling again, under a name if they are to be kept"
+            )
+            raise CannotRun(Failure("user", 404, message))
+        return SnapshotSampler(record.snapshot_of, record.sampling_session_id)
+
+    def _with_endpoints(self, operation: SyncWeights) -> SyncWeights:
+        if operation.endpoints is not None:
+            return operation
+        endpoints = tuple(self._state.options.endpoints)
+        if not endpoints:
+            message = "no inference endpoint takes weights: add one with sync_weights: true first"
+            raise CannotRun(Failure("user", 400, message))
+        return replace(operation, endpoints=endpoints)

@@ -1,0 +1,85 @@
+"""A model that the workers do not hold is made again: from its boundary, and what changed it since, in that order.
+
+One way for three cases: the workers were lost, the whole service was started again, or the model was released while
+its client was idle. Nothing is made again before a request needs it.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from xorl.server.messages import CreateModel, Failure, ModelCreated, Operation, Result, UnloadModel, Work
+from xorl.server.orchestrator.calls import decode_operation
+from xorl.server.orchestrator.journal import Journal
+from xorl.server.orchestrator.registry import ModelRecord, stored
+from xorl.server.orchestrator.workers import Workers
+
+logger = logging.getLogger(__name__)
+
+
+class RecoveryError(Exception):
+    """A model cannot be made again; the message says why and what its client can do."""
+
+
+async def restore(model: ModelRecord, journal: Journal, workers: Workers) -> int:
+    """Make the model as it was after the last request that ended; returns how many requests ran again.
+
+    Raises RecoveryError, and WorkersLost where the workers are lost again. Either way nothing half made stays: it
+    begins by unloading what there is, and only at the end is the model said to be there.
+    """
+    started = time.monotonic()
+    # Its answer does not matter: there may be none to unload.
+    await _run(workers, UnloadModel(model.model_id))
+    created = await _run(workers, _creation(model))
+    if not isinstance(created, ModelCreated):
+        raise RecoveryError(_advice(model, created))
+    numbers = _after_boundary(model, created, journal)
+    for number in numbers:
+        result = await _run(workers, decode_operation(journal.tail_operation(number)))
+        if isinstance(result, Failure):
+            await _run(workers, UnloadModel(model.model_id))
+            raise RecoveryError(_advice(model, result))
+    model.workers = workers.incarnation
+    model.state = "ready"
+    await journal.put([stored(model)])
+    seconds = time.monotonic() - started
+    logger.info("event=restored model=%s num_requests=%d seconds=%.2f", model.model_id, len(numbers), seconds)
+    return len(numbers)
+
+
+def _creation(model: ModelRecord) -> CreateModel:
+    if model.boundary is None:
+        return model.create
+    return replace(model.create, checkpoint=model.boundary, lora=None, with_optimizer=True)
+
+
+def _after_boundary(model: ModelRecord, created: ModelCreated, journal: Journal) -> Sequence[int]:
+    """The requests that the boundary does not hold.
+
+    Where the boundary was being overwritten by a newer save of itself, which may have come to its end or not, the
+    steps in it tell which of the two it is.
+    """
+    numbers = journal.tail(model.lane)
+    if not model.is_overwriting or created.num_steps == model.boundary_steps:
+        return numbers
+    return numbers[journal.num_settled(model.lane) :]
+
+
+async def _run(workers: Workers, operation: Operation) -> Result:
+    # A new name: the workers would answer an old one with what they remember, and do nothing.
+    done = await workers.run(Work([f"again-{secrets.token_hex(8)}"], [operation]))
+    return done.results[0]
+
+
+def _advice(model: ModelRecord, result: Result) -> str:
+    why = result.message if isinstance(result, Failure) else f"the workers answered {type(result).__name__}"
+    where = "its creation" if model.boundary is None else model.boundary.uri("xorl")
+    return (
+        f"model {model.model_id} was not on the workers any more and could not be made again from {where}: {why}. "
+        "Create a model from one of its checkpoints and go on from there"
+    )

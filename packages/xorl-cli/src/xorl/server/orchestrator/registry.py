@@ -1,0 +1,167 @@
+"""What the service knows of sessions, models and samplers: in memory to ask, in the journal to survive."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from xorl.server.messages import CreateModel, LoraSpec
+from xorl.server.names import CheckpointRef
+from xorl.server.orchestrator.journal import Journal, Record
+
+
+class SessionRecord(msgspec.Struct):
+    """A client's session. Times are seconds since 1970."""
+
+    session_id: str
+    created: float
+    last_active: float
+    tags: tuple[str, ...] = ()
+    user_metadata: dict[str, str] = msgspec.field(default_factory=dict)
+    display_name: str | None = None
+    is_finished: bool = False
+
+
+class ModelRecord(msgspec.Struct):
+    """A model: what it is, where its state is, and from where it can be made again.
+
+    generation: counts how often a model of this id was created. create: the operation that made it, its seed chosen.
+    state: creating, until the workers have made it; ready; released, when it was saved and taken off the workers, and
+    comes back when it is called; unloaded or failed, when there is none any more. workers: the incarnation that holds
+    it, None for none.
+    replaces: the workers may still hold the one before it.
+    boundary: the checkpoint from which the journal's tail makes the model again, None for its creation; boundary_steps:
+    the optimizer steps in it. is_overwriting: a newer state is being saved over the boundary. num_steps: steps taken so
+    far. tail_s: the workers' time that the tail took; save_s: that of its last save.
+    checkpoint_bytes: what the last checkpoint took, by kind.
+    """
+
+    model_id: str
+    session_id: str | None
+    generation: int
+    create: CreateModel
+    created: float
+    last_active: float
+    state: str = "creating"
+    workers: str | None = None
+    boundary: CheckpointRef | None = None
+    boundary_steps: int = 0
+    is_overwriting: bool = False
+    replaces: bool = False
+    num_steps: int = 0
+    next_seq: int = 1
+    lora: LoraSpec | None = None
+    tail_s: float = 0.0
+    tail_bytes: int = 0
+    save_s: float = 0.0
+    num_recoveries: int = 0
+    checkpoint_bytes: dict[str, int] = msgspec.field(default_factory=dict)
+
+    @property
+    def lane(self) -> str:
+        """Its lane in the scheduler."""
+        return f"{self.model_id}#{self.generation}"
+
+    @property
+    def client(self) -> str:
+        """Among whom the workers are shared."""
+        return self.session_id or self.model_id
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it takes requests."""
+        return self.state in ("creating", "ready", "released")
+
+
+class SamplerRecord(msgspec.Struct):
+    """A sampling session: of the base, of a checkpoint, or of a model's weights in the workers' memory (`snapshot_of`).
+
+    workers: the incarnation in whose memory they are.
+    """
+
+    sampling_session_id: str
+    session_id: str | None
+    base_model: str
+    checkpoint: CheckpointRef | None = None
+    snapshot_of: str | None = None
+    workers: str | None = None
+    name: str | None = None
+
+
+class CheckpointRecord(msgspec.Struct):
+    """What a checkpoint's files do not say by themselves; expires: when to delete it."""
+
+    checkpoint: CheckpointRef
+    created: float
+    base_model: str
+    lora: LoraSpec | None
+    num_steps: int
+    user_metadata: dict[str, str] = msgspec.field(default_factory=dict)
+    expires: float | None = None
+
+    @property
+    def key(self) -> str:
+        return checkpoint_key(self.checkpoint)
+
+
+AnyRecord = SessionRecord | ModelRecord | SamplerRecord | CheckpointRecord
+Kept = TypeVar("Kept", SessionRecord, ModelRecord, SamplerRecord, CheckpointRecord)
+_KINDS: dict[type, str] = {
+    SessionRecord: "session",
+    ModelRecord: "model",
+    SamplerRecord: "sampler",
+    CheckpointRecord: "checkpoint",
+}
+
+
+class Registry:
+    """All records, read from the journal once. Who changes one keeps `stored(record)` in the change's transaction."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.sessions = _read(journal, SessionRecord)
+        self.models = _read(journal, ModelRecord)
+        self.samplers = _read(journal, SamplerRecord)
+        self.checkpoints = _read(journal, CheckpointRecord)
+
+    def activity(self, model: ModelRecord) -> float:
+        """When a model's client was last heard of."""
+        session = self.sessions.get(model.session_id or "")
+        return max(model.last_active, session.last_active if session is not None else 0.0)
+
+    def models_of(self, session_id: str) -> list[ModelRecord]:
+        """The models of a session, in the order of their creation."""
+        found = [model for model in self.models.values() if model.session_id == session_id]
+        return sorted(found, key=lambda model: model.created)
+
+
+def checkpoint_key(checkpoint: CheckpointRef) -> str:
+    """The name of a checkpoint's record."""
+    return f"{checkpoint.model_id}/{checkpoint.kind}/{checkpoint.name}"
+
+
+def stored(record: AnyRecord) -> Record:
+    """The record as the journal keeps it."""
+    return Record(_KINDS[type(record)], _name(record), msgspec.msgpack.encode(record))
+
+
+def dropped(record: AnyRecord) -> Record:
+    """The journal's record to be removed."""
+    return Record(_KINDS[type(record)], _name(record), None)
+
+
+def _name(record: AnyRecord) -> str:
+    match record:
+        case SessionRecord():
+            return record.session_id
+        case ModelRecord():
+            return record.model_id
+        case SamplerRecord():
+            return record.sampling_session_id
+        case CheckpointRecord():
+            return record.key
+
+
+def _read(journal: Journal, kind: type[Kept]) -> dict[str, Kept]:
+    decoder = msgspec.msgpack.Decoder(kind)
+    return {name: decoder.decode(body) for name, body in journal.records(_KINDS[kind])}

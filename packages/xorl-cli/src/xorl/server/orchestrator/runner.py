@@ -1,0 +1,282 @@
+"""Takes what the scheduler says is next, brings it to the workers, and keeps what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from xorl.server.messages import (
+    CreateModel,
+    Failure,
+    ForwardBackward,
+    Operation,
+    OptimStep,
+    Result,
+    Sample,
+    SampleResult,
+    Saved,
+    SaveWeights,
+    Unloaded,
+    UnloadModel,
+    Work,
+)
+from xorl.server.names import CheckpointRef
+from xorl.server.orchestrator import catalogue
+from xorl.server.orchestrator.calls import INITIAL_NAME, RECOVERY_PREFIX, decode_operation, encode, saved_as
+from xorl.server.orchestrator.commit import JournalError
+from xorl.server.orchestrator.door import RELEASE, Door
+from xorl.server.orchestrator.effects import Effects
+from xorl.server.orchestrator.journal import Outcome
+from xorl.server.orchestrator.lane import Ticket
+from xorl.server.orchestrator.readiness import CannotRun, Readiness
+from xorl.server.orchestrator.registry import ModelRecord, stored
+from xorl.server.orchestrator.state import OpenRequest, State
+from xorl.server.orchestrator.workers import WorkersLost
+
+logger = logging.getLogger(__name__)
+
+# While the workers compute one piece of work, the next one is on its way to them; more would only undo fair turns.
+NUM_SLOTS = 2
+# A model is saved before running its tail again would take longer than this, in seconds of the workers ...
+MAX_TAIL_S = 600.0
+# ... or its bodies more of the disk; but no more than a thirtieth of the workers' time goes into it.
+MAX_TAIL_BYTES = 1024**3
+TAIL_PER_SAVE = 30.0
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request on its way to the workers. operation: as they get it."""
+
+    ticket: Ticket
+    request: OpenRequest
+    operation: Operation
+
+
+class Runner:
+    """Runs requests until it is cancelled.
+
+    A result is in the journal before it is told and before the next request of its model starts. If the workers are
+    lost, what they had is queued again, and its models are made again when that is tried.
+    """
+
+    def __init__(self, state: State, door: Door) -> None:
+        self._state = state
+        self._door = door
+        self._readiness = Readiness(state)
+        self._effects = Effects(state)
+        self._slots = NUM_SLOTS
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._saving: set[str] = set()
+
+    async def drive(self) -> None:
+        """Start what can start, whenever something may have changed."""
+        state = self._state
+        while True:
+            await state.wake.wait()
+            state.wake.clear()
+            while self._slots > 0 and state.workers.is_ready and (group := state.scheduler.take()):
+                self._slots -= 1
+                task = asyncio.create_task(self._run(group))
+                self._tasks.add(task)
+                task.add_done_callback(self._finished)
+
+    async def save_models(self) -> None:
+        """Start nothing more, wait for what runs, and save what the workers hold, so that nothing has to run again."""
+        self._slots = -NUM_SLOTS
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for model in self._state.registry.models.values():
+            if model.state != "ready" or not self._is_held(model):
+                continue
+            try:
+                problem = await self._save(model)
+            except (WorkersLost, JournalError) as lost:
+                logger.warning("event=not_saved model=%s why=%r", model.model_id, str(lost))
+                continue
+            if problem is not None:
+                logger.warning("event=not_saved model=%s why=%r", model.model_id, problem.message)
+
+    async def stop(self) -> None:
+        """Leave what is running to the workers, which remember its results, and to the next start."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._slots += 1
+        self._state.wake.set()
+        if not task.cancelled() and task.exception() is not None:
+            # Its requests stay unfinished in the journal, from which the next start takes them up.
+            logger.critical("event=orchestrator_broken", exc_info=task.exception())
+            asyncio.get_running_loop().stop()
+
+    async def _run(self, group: Sequence[Ticket]) -> None:
+        state = self._state
+        try:
+            calls = await self._prepare(group)
+            if calls:
+                started = time.monotonic()
+                ids = [call.ticket.request_id for call in calls]
+                done = await state.workers.run(Work(ids, [call.operation for call in calls]))
+                await self._settle(calls, done.results, time.monotonic() - started)
+        except WorkersLost as problem:
+            state.tally.count("workers_lost_total")
+            await self._put_back([t for t in group if t.request_id in state.open], str(problem), alone=True)
+
+    async def _prepare(self, group: Sequence[Ticket]) -> list[Call]:
+        """What of a group can run; the rest is ended here."""
+        state, calls = self._state, []
+        for ticket in group:
+            request = state.open[ticket.request_id]
+            request.is_running = True
+            operation = decode_operation(state.journal.operation(ticket.request_id))
+            try:
+                await self._begin(request, operation)
+                operation = await self._readiness.prepare(ticket, operation)
+            except CannotRun as problem:
+                await self._settle([Call(ticket, request, operation)], [problem.failure], 0.0)
+                continue
+            model = state.model_of(ticket)
+            if request.kind == RELEASE and model is not None:
+                await self._release(Call(ticket, request, operation), model)
+            elif isinstance(operation, UnloadModel) and model is not None and not self._is_held(model):
+                await self._settle([Call(ticket, request, operation)], [Unloaded(model.model_id)], 0.0)
+            else:
+                calls.append(Call(ticket, request, operation))
+        return calls
+
+    async def _begin(self, request: OpenRequest, operation: Operation) -> None:
+        """Remember who is given a request; other workers than before mean that those are gone."""
+        state, workers = self._state, self._state.workers.incarnation
+        if workers is None:
+            raise WorkersLost("there are none")
+        request_id, before = request.ticket.request_id, request.begun_by
+        if before == workers:
+            return
+        await self._readiness.check_begin(request, operation, workers)
+        request.attempts += before is not None
+        request.begun_by = workers
+        if request.attempts > state.options.worker_max_retries:
+            raise CannotRun(
+                Failure(
+                    "server",
+                    500,
+                    f"the workers were lost {request.attempts} times while they ran this request, which is given up; "
+                    "its model is as it was before it. See the service's log for what became of them",
+                )
+            )
+        await state.journal.begin([request_id], workers)
+
+    async def _settle(self, calls: Sequence[Call], results: Sequence[Result], seconds: float) -> None:
+        """End requests. Of those that failed together each is tried alone: the fault may be one client's."""
+        state = self._state
+        again = [c for c, r in zip(calls, results, strict=True) if isinstance(r, Failure) and len(calls) > 1]
+        ended = [(c, r) for c, r in zip(calls, results, strict=True) if c not in again]
+        outcomes = []
+        for call, result in ended:
+            if isinstance(call.operation, CreateModel) and not isinstance(result, Failure):
+                await self._order_initial_checkpoint(call.operation.model_id)
+            self._count(call.operation, result)
+            outcomes.append(self._effects.of(call.ticket, call.operation, result, seconds / len(calls)))
+        if outcomes:
+            await state.end(outcomes, [result for _, result in ended])
+        state.scheduler.finish([call.ticket for call, _ in ended])
+        await self._put_back([call.ticket for call in again], "it failed beside others", alone=True)
+        for call, result in ended:
+            await self._follow(call, result)
+
+    async def _put_back(self, tickets: Sequence[Ticket], why: str, *, alone: bool) -> None:
+        state = self._state
+        gone = [t for t in tickets if t.lane is not None and not state.scheduler.has_lane(t.lane)]
+        if state.workers.are_gone:
+            gone = list(tickets)
+            state.scheduler.finish(gone)
+        kept = [ticket for ticket in tickets if ticket not in gone]
+        for ticket in kept:
+            state.open[ticket.request_id].is_running = False
+            logger.info("event=run_again request=%s why=%r", ticket.request_id, why)
+        state.scheduler.put_back(kept, alone=alone)
+        if gone:
+            await state.fail(gone, Failure("server", 503, f"this did not run: {why}"))
+
+    async def _follow(self, call: Call, result: Result) -> None:
+        """What the service itself does after a request has ended."""
+        state, model = self._state, self._state.model_of(call.ticket)
+        if model is None:
+            return
+        if not model.is_there:
+            dropped = state.scheduler.close_lane(model.lane) if state.scheduler.has_lane(model.lane) else []
+            await state.fail(dropped, Failure("user", 410, f"model {model.model_id} is {model.state}"))
+            for number in range(2):
+                ref = CheckpointRef(model.model_id, "weights", f"{RECOVERY_PREFIX}{number}")
+                await asyncio.to_thread(catalogue.delete, state.options.folder, ref)
+            return
+        if isinstance(call.operation, SaveWeights):
+            self._saving.discard(model.lane)
+        longest = max(MAX_TAIL_S, TAIL_PER_SAVE * model.save_s)
+        is_long = model.tail_s > longest or model.tail_bytes > MAX_TAIL_BYTES
+        if isinstance(call.operation, OptimStep) and is_long and model.lane not in self._saving:
+            self._saving.add(model.lane)
+            await self._door.submit_own(self._recovery_save(model))
+
+    async def _release(self, call: Call, model: ModelRecord) -> None:
+        """Save a model whose client is idle, unless a checkpoint has it, and take it off the workers."""
+        state, result = self._state, Unloaded(model.model_id)
+        if self._is_held(model):
+            saved = await self._save(model)
+            if isinstance(saved, Failure):
+                await self._settle([call], [saved], 0.0)
+                return
+            await self._work(UnloadModel(model.model_id))
+        model.state, model.workers = "released", None
+        logger.info("event=released model=%s", model.model_id)
+        records = [*state.passed(call.ticket), stored(model)]
+        await state.end([Outcome(call.ticket.request_id, encode(result), time.time(), records=records)], [result])
+        state.scheduler.finish([call.ticket])
+
+    async def _save(self, model: ModelRecord) -> Failure | None:
+        """Move a model's boundary to now, but for a gradient that is left."""
+        state = self._state
+        if not state.journal.num_settled(model.lane):
+            return None
+        save = self._recovery_save(model)
+        result = await self._work(save)
+        if not isinstance(result, Saved):
+            return result if isinstance(result, Failure) else Failure("server", 500, f"not saved: {result}")
+        self._effects.saved(model, save, result)
+        await state.journal.settle(model.lane, [stored(model)])
+        return None
+
+    async def _work(self, operation: Operation) -> Result:
+        """What the workers make of an operation of the service's own."""
+        name = f"own-{secrets.token_hex(8)}"
+        return (await self._state.workers.run(Work([name], [operation]))).results[0]
+
+    async def _order_initial_checkpoint(self, model_id: str) -> None:
+        if not self._state.options.skip_initial_checkpoint:
+            await self._door.submit_own(SaveWeights(model_id, INITIAL_NAME, overwrite=True))
+
+    def _recovery_save(self, model: ModelRecord) -> SaveWeights:
+        """To one of two names in turn, so that the boundary is never what is written over."""
+        name = f"{RECOVERY_PREFIX}{model.num_recoveries % 2}"
+        if model.boundary is not None and model.boundary.name == name:
+            name = f"{RECOVERY_PREFIX}{(model.num_recoveries + 1) % 2}"
+        return SaveWeights(model.model_id, name, overwrite=True)
+
+    def _is_held(self, model: ModelRecord) -> bool:
+        return model.workers is not None and model.workers == self._state.workers.incarnation
+
+    def _count(self, operation: Operation, result: Result) -> None:
+        if isinstance(result, Failure):
+            return
+        if isinstance(operation, ForwardBackward):
+            self._state.tally.count_tokens(sum(datum.tokens.shape[0] for datum in operation.data))
+        elif isinstance(operation, Sample) and isinstance(result, SampleResult):
+            self._state.tally.count_tokens(sum(one.tokens.shape[0] for one in result.sequences))
+        if (checkpoint := saved_as(operation)) is not None:
+            logger.info("event=saved checkpoint=%s", checkpoint.uri("xorl"))

@@ -1,0 +1,62 @@
+"""From the service's configuration to what the orchestrator is started with; a model's config.json is read here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from huggingface_hub import hf_hub_download
+
+from xorl.config import ServerConfig
+from xorl.server.messages import Endpoint
+from xorl.server.orchestrator.options import OrchestratorOptions
+
+
+def options_of(
+    config: ServerConfig, *, api_address: str, worker_address: str, keys: Path | None
+) -> OrchestratorOptions:
+    """The orchestrator's share of a configuration whose defaults are filled in."""
+    path = config.config_path or config.model_path
+    assert path is not None, "the configuration names a model"
+    described = describe(path)
+    enable_lora = config.enable_lora or config.enable_qlora
+    return OrchestratorOptions(
+        api_address=api_address,
+        worker_address=worker_address,
+        output_dir=config.output_dir,
+        model_name=config.model_name or path,
+        model_path=config.model_path or path,
+        tokenizer=config.tokenizer_path or path,
+        arch=str(described.get("model_type", "")),
+        vocab_size=_integer(described, "vocab_size"),
+        max_context_length=_integer(described, "max_position_embeddings") or None,
+        enable_lora=enable_lora,
+        lora_rank=config.lora_rank if enable_lora else None,
+        lora_alpha=config.lora_alpha if enable_lora else None,
+        keys=None if keys is None else str(keys),
+        endpoints=tuple(Endpoint(e.host, e.port, e.world_size, e.sync_weights) for e in config.inference_endpoints),
+        storage_limit_bytes=config.storage_limit_bytes,
+        idle_session_timeout_s=config.idle_session_timeout,
+        skip_initial_checkpoint=config.skip_initial_checkpoint,
+        worker_connection_timeout_s=config.worker_connection_timeout,
+        worker_max_retries=config.worker_max_retries,
+        max_queued=config.max_queued_requests,
+        max_sessions=config.max_sessions,
+        result_retention_s=config.result_retention,
+    )
+
+
+def describe(path: str) -> dict[str, object]:
+    """A model's config.json, of a folder, a file or a Hub id."""
+    given = Path(path)
+    file = given if given.is_file() else given / "config.json"
+    if not file.is_file():
+        # The workers load the same; whoever is first fetches it.
+        file = Path(hf_hub_download(path, "config.json"))
+    described = json.loads(file.read_text(encoding="utf-8"))
+    return described.get("text_config") or described
+
+
+def _integer(described: dict[str, object], name: str) -> int:
+    value = described.get(name, 0)
+    return value if isinstance(value, int) else 0

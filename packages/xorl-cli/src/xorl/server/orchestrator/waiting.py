@@ -1,0 +1,64 @@
+"""Those who wait for results: they are told when there is one, or why there is none yet."""
+
+from __future__ import annotations
+
+import asyncio
+
+from xorl.server.messages import Cancel, Failure, Finished, Ok, Pending, Poll, Unknown
+from xorl.server.orchestrator.calls import decode_result
+from xorl.server.orchestrator.state import OpenRequest, State
+
+# Proxies close connections that are silent for longer.
+MAX_WAIT_S = 30.0
+
+
+async def poll(state: State, ask: Poll) -> Pending | Finished | Unknown:
+    """The result of a request, waited for if there is none yet."""
+    request = state.open.get(ask.request_id)
+    if request is not None and ask.wait_s > 0:
+        await _wait(request, min(ask.wait_s, MAX_WAIT_S))
+        request = state.open.get(ask.request_id)
+    if request is not None:
+        return _pending(state, request)
+    stored = state.journal.find(ask.request_id)
+    if stored is None:
+        return Unknown(ask.request_id)
+    if stored.result is None:
+        # Between its acknowledgement and the queue there is an instant without either.
+        return Unknown(ask.request_id, was_known=True) if stored.is_finished else Pending(ask.request_id)
+    state.retrieved.add(ask.request_id)
+    return Finished(ask.request_id, stored.dialect, decode_result(stored.result))
+
+
+async def cancel(state: State, ask: Cancel) -> Ok:
+    """Drop a request that waits and that nothing else is ordered behind; others run, whoever has lost interest."""
+    request = state.open.get(ask.request_id)
+    if request is not None and state.scheduler.drop(request.ticket):
+        await state.fail([request.ticket], Failure("user", 410, "the request was cancelled before it ran"))
+    return Ok()
+
+
+async def _wait(request: OpenRequest, seconds: float) -> None:
+    waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    request.waiting.append(waiting)
+    try:
+        await asyncio.wait_for(waiting, seconds)
+    except TimeoutError:
+        return
+    finally:
+        # Whoever polls for a day must not leave a day of futures behind.
+        if waiting in request.waiting:
+            request.waiting.remove(waiting)
+
+
+def _pending(state: State, request: OpenRequest) -> Pending:
+    ticket = request.ticket
+    position = None if request.is_running else state.scheduler.place(ticket.arrival)
+    if state.problem is not None:
+        return Pending(ticket.request_id, "paused_capacity", position, state.problem)
+    if not state.workers.is_ready:
+        what = "are loading the model" if state.workers.is_connected else "are being started"
+        return Pending(ticket.request_id, "paused_capacity", position, f"the workers {what}")
+    gap = None if request.is_running or ticket.lane is None else state.scheduler.gap(ticket.lane)
+    reason = None if gap is None else f"request {gap.seq} of this model has not arrived"
+    return Pending(ticket.request_id, "active", position, reason)

@@ -1,0 +1,130 @@
+"""The workers as the orchestrator sees them: there or not, the same as before or others, and asked to work."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable
+
+from xorl.server.channel import ChannelClient, ChannelError, ChannelKeys, Limits, PeerLost
+from xorl.server.messages import Done, Failure, Health, HealthResult, Work
+
+logger = logging.getLogger(__name__)
+
+
+class WorkersLost(Exception):
+    """The workers that were asked are gone, and what was in their memory with them."""
+
+
+class Workers:
+    """The channel to rank 0. `on_change` is called whenever `is_ready` may have changed.
+
+    An incarnation is one start of the workers: their memory holds what was done in it, and they remember the results
+    of the last operations that succeeded, so that work which is sent again is not done again.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        keys: ChannelKeys | None = None,
+        limits: Limits | None = None,
+        connection_timeout_s: float,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._channel: ChannelClient[Done] = ChannelClient(address, Done, keys=keys, limits=limits)
+        self._timeout_s = connection_timeout_s
+        self._on_change = on_change
+        self._absent_since = time.monotonic()
+        self.incarnation: str | None = None
+        self.health: HealthResult | None = None
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether rank 0 answers, if only to say that it still loads."""
+        return self._channel.is_connected
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the workers take work: they have answered Health since they were started."""
+        return self.is_connected and self.incarnation is not None and self._channel.incarnation == self.incarnation
+
+    @property
+    def are_gone(self) -> bool:
+        """Whether they were absent for so long that nobody should wait for them any more."""
+        return not self.is_connected and time.monotonic() - self._absent_since > self._timeout_s
+
+    @property
+    def timeout_s(self) -> float:
+        """How long they may be absent."""
+        return self._timeout_s
+
+    async def start(self) -> None:
+        """Begin to connect."""
+        await self._channel.start()
+        self._watching = asyncio.create_task(self._watch())
+
+    async def close(self) -> None:
+        """Leave the workers alone."""
+        self._watching.cancel()
+        await asyncio.gather(self._watching, return_exceptions=True)
+        await self._channel.close()
+
+    async def run(self, work: Work) -> Done:
+        """What the workers that are ready make of work, sent again whenever the connection was lost and not they.
+
+        Raises WorkersLost where they were replaced, or stayed away for longer than the time-out.
+        """
+        asked = self.incarnation
+        while True:
+            if asked is None or (self.is_connected and self._channel.incarnation != asked):
+                raise WorkersLost("the workers were started anew")
+            try:
+                return await self._channel.request(work, timeout_s=math.inf, connect_timeout_s=self._timeout_s)
+            except PeerLost as problem:
+                logger.warning("event=workers_lost why=%r", str(problem))
+                await self._reconnect(problem)
+            except ChannelError as problem:
+                failure = Failure("server", 500, f"the workers refused: {problem}")
+                return Done(work.ids, [failure for _ in work.ids])
+
+    async def _reconnect(self, problem: PeerLost) -> None:
+        try:
+            await self._channel.wait_connected(self._timeout_s)
+        except (TimeoutError, ChannelError):
+            raise WorkersLost(str(problem)) from None
+
+    async def _watch(self) -> None:
+        """Ask each new incarnation whether it is ready, and notice when one goes."""
+        was_connected = False
+        while True:
+            if self.is_connected != was_connected:
+                was_connected = self.is_connected
+                self._absent_since = time.monotonic()
+                self._on_change()
+            if self.is_connected and self._channel.incarnation != self.incarnation:
+                await self._ask_health()
+            # Far below what a restart takes, far above what it costs.
+            await asyncio.sleep(0.05)
+
+    async def _ask_health(self) -> None:
+        asked = self._channel.incarnation
+        try:
+            done = await self._channel.request(Work([f"health-{asked}"], [Health()]), timeout_s=math.inf)
+        except PeerLost:
+            return
+        except ChannelError as problem:
+            logger.error("event=workers_unwell why=%r", str(problem))
+            await asyncio.sleep(1.0)
+            return
+        (result,) = done.results
+        if not isinstance(result, HealthResult):
+            logger.error("event=workers_unwell why=%r", result)
+            await asyncio.sleep(1.0)
+            return
+        logger.info("event=workers_ready incarnation=%s world_size=%d", asked, result.world_size)
+        self.health = result
+        self.incarnation = asked
+        self._on_change()

@@ -1,0 +1,224 @@
+"""Workers that count where others compute: they speak the service's protocol, and what was done twice or not shows.
+
+A model's state is a number. An optimizer step folds the gradient into it so that order and number of calls matter;
+checkpoints are files with it. Started as a process, or as `CountingWorkers` in a thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from xorl.server.arrays import Array
+from xorl.server.channel import BlockingServer, Limits
+from xorl.server.messages import (
+    AbortGradients,
+    CreateModel,
+    Done,
+    Failure,
+    ForwardBackward,
+    GradientsAborted,
+    Health,
+    HealthResult,
+    Loaded,
+    LoadWeights,
+    LossResult,
+    ModelCreated,
+    OptimResult,
+    OptimStep,
+    Sample,
+    SampledSequence,
+    SampleResult,
+    Saved,
+    SaveWeights,
+    SaveWeightsForSampler,
+    Unloaded,
+    UnloadModel,
+    Work,
+)
+from xorl.server.names import CheckpointRef, checkpoint_folder
+
+MODULUS = 2**31 - 1
+NUM_REMEMBERED = 64
+POISON = "poison"  # a loss of this name ends the process
+BAD = "bad"  # a loss of this name fails
+
+
+def folded(weights: int, gradient: int) -> int:
+    """The state after a step."""
+    return (weights * 31 + gradient) % MODULUS
+
+
+@dataclass
+class Counted:
+    """A model."""
+
+    weights: int = 1
+    gradient: int = 0
+    steps: int = 0
+
+
+@dataclass
+class CountingWorkers:
+    """Answers at `address` from a thread until `close`.
+
+    delay_s: of each forward_backward. ran: the ids of all operations that were run, in their order.
+    """
+
+    address: str
+    output_dir: Path
+    delay_s: float = 0.0
+    models: dict[str, Counted] = field(default_factory=dict)
+    ran: list[str] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._remembered: OrderedDict[str, object] = OrderedDict()
+        self._server: BlockingServer[Work] = BlockingServer(
+            self.address, Work, limits=Limits(message_bytes=2**30, ping_every_s=0.2, lost_after_s=3.0)
+        )
+        self.address = self._server.address
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Be gone."""
+        self._stopping.set()
+        self._server.close()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while not self._stopping.is_set():
+            received = self._server.receive(timeout_s=0.05)
+            if received is not None:
+                received.reply(self._work(received.message))
+
+    def _work(self, work: Work) -> Done:
+        self.sizes.append(len(work.ids))
+        new = [op for name, op in zip(work.ids, work.operations, strict=True) if name not in self._remembered]
+        if self.delay_s and any(isinstance(operation, ForwardBackward) for operation in new):
+            time.sleep(self.delay_s)
+        # As in a mixed pass: one bad call fails all of them, and changes nothing.
+        bad = any(isinstance(op, ForwardBackward) and op.loss_fn == BAD for op in new)
+        results = [
+            self._result(name, operation, fails=bad and len(work.ids) > 1)
+            for name, operation in zip(work.ids, work.operations, strict=True)
+        ]
+        return Done(work.ids, results)
+
+    def _result(self, name: str, operation: object, *, fails: bool) -> object:
+        if name in self._remembered:
+            return self._remembered[name]
+        if fails:
+            return Failure("user", 400, "a call beside it is bad")
+        result = self._run(operation)
+        if not isinstance(operation, Health):
+            self.ran.append(name)
+        if not isinstance(result, Failure):
+            self._remembered[name] = result
+            while len(self._remembered) > NUM_REMEMBERED:
+                self._remembered.popitem(last=False)
+        return result
+
+    def _run(self, operation: object) -> object:
+        match operation:
+            case Health():
+                incarnation = self._server.incarnation
+                return HealthResult(incarnation, 1, 1, list(self.models), len(self.ran))
+            case CreateModel():
+                return self._create(operation)
+            case Sample():
+                tokens = Array.of(np.arange(operation.max_tokens or 1, dtype=np.int32))
+                logprobs = Array.of(np.zeros(tokens.shape, dtype=np.float32))
+                return SampleResult([SampledSequence(tokens, logprobs, "length")] * operation.num_samples)
+        model = self.models.get(operation.model_id)
+        if model is None:
+            return Failure("user", 404, f"no model {operation.model_id}")
+        return self._change(operation, model)
+
+    def _change(self, operation: object, model: Counted) -> object:
+        match operation:
+            case ForwardBackward():
+                return self._forward_backward(operation, model)
+            case OptimStep():
+                model.weights = folded(model.weights, model.gradient)
+                model.gradient, model.steps = 0, model.steps + 1
+                return OptimResult({"step": model.steps, "weights": model.weights})
+            case AbortGradients():
+                model.gradient = 0
+                return GradientsAborted(operation.model_id, model.steps)
+            case UnloadModel():
+                del self.models[operation.model_id]
+                return Unloaded(operation.model_id)
+            case SaveWeights():
+                ref = CheckpointRef(operation.model_id, "weights", operation.name)
+                return self._save(ref, model, overwrite=operation.overwrite)
+            case SaveWeightsForSampler():
+                if operation.name is None:
+                    return Saved(None, operation.sampler_id)
+                ref = CheckpointRef(operation.model_id, "sampler_weights", operation.name)
+                return self._save(ref, model, overwrite=False)
+            case LoadWeights():
+                self.models[operation.model_id] = self._load(operation.checkpoint)
+                return Loaded(operation.model_id, operation.checkpoint, self.models[operation.model_id].steps)
+        raise NotImplementedError(type(operation).__name__)
+
+    def _create(self, operation: CreateModel) -> object:
+        if operation.model_id in self.models:
+            return Failure("user", 409, "there is such a model")
+        model = Counted(weights=1 if operation.lora is None else 1 + (operation.lora.seed or 0) % 1000)
+        if operation.checkpoint is not None:
+            if not checkpoint_folder(self.output_dir, operation.checkpoint).is_dir():
+                return Failure("user", 404, f"no checkpoint {operation.checkpoint}")
+            model = self._load(operation.checkpoint)
+        self.models[operation.model_id] = model
+        return ModelCreated(operation.model_id, 8, 16.0, num_steps=model.steps)
+
+    def _forward_backward(self, operation: ForwardBackward, model: Counted) -> object:
+        if operation.loss_fn == BAD:
+            return Failure("user", 400, "a bad loss")
+        if operation.loss_fn == POISON:
+            os._exit(1)
+        total = sum(int(datum.tokens.numpy().sum()) for datum in operation.data)
+        if not operation.forward_only:
+            model.gradient += total
+        logprobs = [Array.of(np.zeros(datum.tokens.shape, dtype=np.float32)) for datum in operation.data]
+        return LossResult("CrossEntropyLossReturn", {"logprobs": logprobs}, {"loss:sum": float(total)})
+
+    def _save(self, ref: CheckpointRef, model: Counted, *, overwrite: bool) -> object:
+        folder = checkpoint_folder(self.output_dir, ref)
+        if folder.exists() and not overwrite:
+            return Failure("user", 409, "exists")
+        folder.mkdir(parents=True, exist_ok=True)
+        fresh = folder / ".state"
+        fresh.write_text(json.dumps([model.weights, model.steps]))
+        fresh.replace(folder / "state.json")
+        return Saved(ref, size_bytes=(folder / "state.json").stat().st_size, num_files=1)
+
+    def _load(self, ref: CheckpointRef) -> Counted:
+        weights, steps = json.loads((checkpoint_folder(self.output_dir, ref) / "state.json").read_text())
+        return Counted(weights, 0, steps)
+
+
+def main() -> None:
+    """`python counting_workers.py ADDRESS OUTPUT_DIR [--delay SECONDS]`: until it is killed."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("address")
+    parser.add_argument("output_dir", type=Path)
+    parser.add_argument("--delay", type=float, default=0.0)
+    flags = parser.parse_args()
+    CountingWorkers(flags.address, flags.output_dir, flags.delay)
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()
