@@ -32,6 +32,9 @@ BYTES_PER_TOKEN = 24
 COST_OF_OTHERS = 64 * 1024.0
 # A sample without a limit goes on to the end of the context, mostly not.
 SAMPLE_TOKENS = 1024
+# Kinds of requests that the service makes itself, beside the names of operations.
+RELEASE = "Release"
+AFTER_STEP = "SyncAfterStep"
 # Names of checkpoints that the service makes for itself.
 INITIAL_NAME = "000000"
 RECOVERY_PREFIX = "recovery-"

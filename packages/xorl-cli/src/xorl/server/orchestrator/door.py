@@ -29,9 +29,6 @@ from xorl.server.orchestrator.lane import Ticket
 from xorl.server.orchestrator.registry import ModelRecord, stored
 from xorl.server.orchestrator.state import State
 
-# Kinds of requests that the service makes itself, beside the names of operations.
-RELEASE = "Release"
-
 
 class Refused(Exception):
     """A request that is not taken; the HTTP status and what to do."""

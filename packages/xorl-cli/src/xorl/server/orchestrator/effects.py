@@ -24,6 +24,7 @@ from xorl.server.messages import (
     Unloaded,
 )
 from xorl.server.orchestrator.calls import RECOVERY_PREFIX, encode, saved_as, tail_of
+from xorl.server.orchestrator.inference import version_of
 from xorl.server.orchestrator.journal import Outcome, Record
 from xorl.server.orchestrator.lane import Ticket
 from xorl.server.orchestrator.registry import CheckpointRecord, ModelRecord, SamplerRecord, stored
@@ -96,6 +97,7 @@ class Effects:
             self._state.options.model_name,
             snapshot_of=model.model_id,
             workers=self._state.workers.incarnation,
+            version=version_of(model.lane, model.num_steps),
         )
         self._state.registry.samplers[sampler_id] = record
         return stored(record)

@@ -8,8 +8,9 @@ import time
 
 from xorl.server.messages import Failure, UnloadModel
 from xorl.server.orchestrator import catalogue
+from xorl.server.orchestrator.calls import RELEASE
 from xorl.server.orchestrator.commit import JournalError
-from xorl.server.orchestrator.door import RELEASE, Door
+from xorl.server.orchestrator.door import Door
 from xorl.server.orchestrator.journal import Retention
 from xorl.server.orchestrator.registry import dropped, stored
 from xorl.server.orchestrator.state import State

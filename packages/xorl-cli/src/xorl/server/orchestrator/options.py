@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from xorl.server.messages import Endpoint
+from xorl.server.queries import AddEndpoint
 
 
 class OrchestratorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -32,7 +32,7 @@ class OrchestratorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     lora_rank: int | None = None
     lora_alpha: float | None = None
     keys: str | None = None
-    endpoints: tuple[Endpoint, ...] = ()
+    endpoints: tuple[AddEndpoint, ...] = ()
     storage_limit_bytes: int = 10 * 10**12
     idle_session_timeout_s: float = 7200.0
     skip_initial_checkpoint: bool = False

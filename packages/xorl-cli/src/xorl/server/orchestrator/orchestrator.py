@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from xorl.server.orchestrator import checkpoints, sessions, status, waiting
 from xorl.server.orchestrator.commit import JournalError
 from xorl.server.orchestrator.door import Door
 from xorl.server.orchestrator.housekeeping import Housekeeping
+from xorl.server.orchestrator.inference import Inference
 from xorl.server.orchestrator.journal import Journal, Retention
 from xorl.server.orchestrator.options import OrchestratorOptions
 from xorl.server.orchestrator.registry import Registry
@@ -23,9 +25,12 @@ from xorl.server.orchestrator.scheduler import Scheduler
 from xorl.server.orchestrator.state import State
 from xorl.server.orchestrator.workers import Workers
 from xorl.server.queries import (
+    AddEndpoint,
+    ConnectEndpoints,
     CreateSamplingSession,
     CreateSession,
     DeleteCheckpoint,
+    DisconnectEndpoints,
     FinishSession,
     GetModel,
     GetSampler,
@@ -36,19 +41,21 @@ from xorl.server.queries import (
     GetWeightsInfo,
     Heartbeat,
     ListCheckpoints,
+    ListEndpoints,
     ListSessions,
     ListTrainingRuns,
+    RemoveEndpoint,
     Request,
     SetCheckpointTtl,
 )
 
 logger = logging.getLogger(__name__)
 
-Answering = Callable[[State, Any], Awaitable[Message]]
+Answering = Callable[[Any], Awaitable[Message]]
 # Requests and results are what the API lets in, and what comes of it.
 LIMITS = Limits(message_bytes=1024 * 2**20)
 
-QUERIES: dict[type[Message], Answering] = {
+QUERIES: dict[type[Message], Callable[[State, Any], Awaitable[Message]]] = {
     Poll: waiting.poll,
     Cancel: waiting.cancel,
     GetService: status.get_service,
@@ -94,7 +101,17 @@ class Orchestrator:
             connection_timeout_s=options.worker_connection_timeout_s,
             on_change=wake.set,
         )
-        self.state = State(options, journal, Registry(journal), Scheduler(), workers, {}, wake)
+        registry = Registry(journal)
+        inference = Inference(options, journal, registry)
+        self.state = State(options, journal, registry, Scheduler(), workers, inference, {}, wake)
+        self._queries: dict[type[Message], Answering] = {
+            AddEndpoint: inference.add,
+            RemoveEndpoint: inference.remove,
+            ListEndpoints: inference.list_all,
+            ConnectEndpoints: inference.connect,
+            DisconnectEndpoints: inference.disconnect,
+            **{kind: partial(query, self.state) for kind, query in QUERIES.items()},
+        }
         self._door = Door(self.state)
         stale = self._door.reopen()
         logger.info("event=journal_read requests=%d bytes=%d", len(self.state.open), journal.size_bytes())
@@ -111,6 +128,7 @@ class Orchestrator:
             asyncio.create_task(self._server.serve()),
             asyncio.create_task(self.runner.drive()),
             asyncio.create_task(self.housekeeping.run()),
+            asyncio.create_task(inference.watch()),
         ]
 
     async def save_models(self) -> None:
@@ -126,6 +144,7 @@ class Orchestrator:
                 await task
         await self.runner.stop()
         await self.state.workers.close()
+        await self.state.inference.close()
         self.state.journal.close()
 
     async def answer(self, ask: Request) -> Message:
@@ -134,10 +153,7 @@ class Orchestrator:
             return await self._door.submit(ask)
         if isinstance(ask, Tombstone):
             return await self._door.reject(ask)
-        query = QUERIES.get(type(ask))
-        if query is None:
-            return Rejected(501, f"this service does not answer {type(ask).__name__}")
         try:
-            return await query(self.state, ask)
+            return await self._queries[type(ask)](ask)
         except JournalError as problem:
             return Rejected(507, f"this cannot be kept: {problem}; make room on the service's disk")

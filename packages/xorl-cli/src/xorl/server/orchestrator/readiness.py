@@ -25,7 +25,7 @@ from xorl.server.messages import (
 )
 from xorl.server.names import CheckpointRef
 from xorl.server.orchestrator import catalogue
-from xorl.server.orchestrator.calls import saved_as
+from xorl.server.orchestrator.calls import AFTER_STEP, saved_as
 from xorl.server.orchestrator.lane import Ticket
 from xorl.server.orchestrator.recovery import RecoveryError, restore
 from xorl.server.orchestrator.registry import ModelRecord, SamplerRecord, stored
@@ -64,7 +64,7 @@ class Readiness:
         if checkpoint is not None:
             await self._make_room(model, checkpoint)
         if isinstance(operation, SyncWeights):
-            return self._with_endpoints(operation)
+            return self._with_receivers(operation, model, ticket)
         return operation
 
     async def check_begin(self, request: OpenRequest, operation: Operation, workers: str) -> None:
@@ -146,11 +146,10 @@ class Readiness:
             raise CannotRun(Failure("user", 404, message))
         return SnapshotSampler(record.snapshot_of, record.sampling_session_id)
 
-    def _with_endpoints(self, operation: SyncWeights) -> SyncWeights:
-        if operation.endpoints is not None:
-            return operation
-        endpoints = tuple(self._state.options.endpoints)
-        if not endpoints:
-            message = "no inference endpoint takes weights: add one with sync_weights: true first"
+    def _with_receivers(self, operation: SyncWeights, model: ModelRecord, ticket: Ticket) -> SyncWeights:
+        is_own = self._state.open[ticket.request_id].kind == AFTER_STEP
+        complete = self._state.inference.complete(operation, model, after_step=is_own)
+        if complete is None:
+            message = "no inference endpoint takes weights: add one, an SGLang server that answers, first"
             raise CannotRun(Failure("user", 400, message))
-        return replace(operation, endpoints=endpoints)
+        return complete

@@ -77,7 +77,7 @@ class ModelRecord(msgspec.Struct):
 class SamplerRecord(msgspec.Struct):
     """A sampling session: of the base, of a checkpoint, or of a model's weights in the workers' memory (`snapshot_of`).
 
-    workers: the incarnation in whose memory they are.
+    workers: the incarnation in whose memory they are; version: that of the weights, as endpoints are told it.
     """
 
     sampling_session_id: str
@@ -87,6 +87,7 @@ class SamplerRecord(msgspec.Struct):
     snapshot_of: str | None = None
     workers: str | None = None
     name: str | None = None
+    version: str | None = None
 
 
 class CheckpointRecord(msgspec.Struct):

@@ -14,21 +14,32 @@ from xorl.server.messages import (
     Failure,
     ForwardBackward,
     Operation,
+    OptimResult,
     OptimStep,
     Result,
     Sample,
     SampleResult,
     Saved,
     SaveWeights,
+    SyncResult,
+    SyncWeights,
     Unloaded,
     UnloadModel,
     Work,
 )
 from xorl.server.names import CheckpointRef
 from xorl.server.orchestrator import catalogue
-from xorl.server.orchestrator.calls import INITIAL_NAME, RECOVERY_PREFIX, decode_operation, encode, saved_as
+from xorl.server.orchestrator.calls import (
+    AFTER_STEP,
+    INITIAL_NAME,
+    RECOVERY_PREFIX,
+    RELEASE,
+    decode_operation,
+    encode,
+    saved_as,
+)
 from xorl.server.orchestrator.commit import JournalError
-from xorl.server.orchestrator.door import RELEASE, Door
+from xorl.server.orchestrator.door import Door
 from xorl.server.orchestrator.effects import Effects
 from xorl.server.orchestrator.journal import Outcome
 from xorl.server.orchestrator.lane import Ticket
@@ -71,6 +82,7 @@ class Runner:
         self._effects = Effects(state)
         self._slots = NUM_SLOTS
         self._tasks: set[asyncio.Task[None]] = set()
+        self._elsewhere: set[asyncio.Task[None]] = set()
         self._saving: set[str] = set()
 
     async def drive(self) -> None:
@@ -102,9 +114,10 @@ class Runner:
 
     async def stop(self) -> None:
         """Leave what is running to the workers, which remember its results, and to the next start."""
-        for task in list(self._tasks):
+        tasks = [*self._tasks, *self._elsewhere]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -117,6 +130,8 @@ class Runner:
 
     async def _run(self, group: Sequence[Ticket]) -> None:
         state = self._state
+        if group[0].lane is None and state.inference.can_sample:
+            group = self._send_elsewhere(group)
         try:
             calls = await self._prepare(group)
             if calls:
@@ -127,6 +142,33 @@ class Runner:
         except WorkersLost as problem:
             state.tally.count("workers_lost_total")
             await self._put_back([t for t in group if t.request_id in state.open], str(problem), alone=True)
+
+    def _send_elsewhere(self, group: Sequence[Ticket]) -> list[Ticket]:
+        """Give samples to endpoints, for as long as those take, and the place of this group free; returns the rest."""
+        for ticket in group:
+            request = self._state.open[ticket.request_id]
+            if not request.is_for_workers:
+                task = asyncio.create_task(self._sample_elsewhere(ticket, request))
+                self._elsewhere.add(task)
+                task.add_done_callback(self._elsewhere.discard)
+        return [ticket for ticket in group if self._state.open[ticket.request_id].is_for_workers]
+
+    async def _sample_elsewhere(self, ticket: Ticket, request: OpenRequest) -> None:
+        state = self._state
+        request.is_running = True
+        operation = decode_operation(state.journal.operation(ticket.request_id))
+        try:
+            operation = await self._readiness.prepare(ticket, operation)
+            assert isinstance(operation, Sample)
+            result = await state.inference.sample(operation)
+        except CannotRun as problem:
+            result = problem.failure
+        if result is not None:
+            await self._settle([Call(ticket, request, operation)], [result], 0.0)
+            return
+        request.is_for_workers, request.is_running = True, False
+        state.scheduler.put_back([ticket])
+        state.wake.set()
 
     async def _prepare(self, group: Sequence[Ticket]) -> list[Call]:
         """What of a group can run; the rest is ended here."""
@@ -216,6 +258,10 @@ class Runner:
                 ref = CheckpointRef(model.model_id, "weights", f"{RECOVERY_PREFIX}{number}")
                 await asyncio.to_thread(catalogue.delete, state.options.folder, ref)
             return
+        if isinstance(result, SyncResult):
+            await state.inference.note_sync(result)
+        if isinstance(result, OptimResult) and state.inference.takes_steps:
+            await self._door.submit_own(SyncWeights(model.model_id), AFTER_STEP)
         if isinstance(call.operation, SaveWeights):
             self._saving.discard(model.lane)
         longest = max(MAX_TAIL_S, TAIL_PER_SAVE * model.save_s)

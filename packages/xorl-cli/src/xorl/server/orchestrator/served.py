@@ -8,8 +8,10 @@ from pathlib import Path
 from huggingface_hub import hf_hub_download
 
 from xorl.config import ServerConfig
+from xorl.config.server import InferenceEndpointConfig
 from xorl.server.messages import Endpoint
 from xorl.server.orchestrator.options import OrchestratorOptions
+from xorl.server.queries import AddEndpoint
 
 
 def options_of(
@@ -34,7 +36,7 @@ def options_of(
         lora_rank=config.lora_rank if enable_lora else None,
         lora_alpha=config.lora_alpha if enable_lora else None,
         keys=None if keys is None else str(keys),
-        endpoints=tuple(Endpoint(e.host, e.port, e.world_size, e.sync_weights) for e in config.inference_endpoints),
+        endpoints=tuple(map(_endpoint, config.inference_endpoints)),
         storage_limit_bytes=config.storage_limit_bytes,
         idle_session_timeout_s=config.idle_session_timeout,
         skip_initial_checkpoint=config.skip_initial_checkpoint,
@@ -43,6 +45,16 @@ def options_of(
         max_queued=config.max_queued_requests,
         max_sessions=config.max_sessions,
         result_retention_s=config.result_retention,
+    )
+
+
+def _endpoint(listed: InferenceEndpointConfig) -> AddEndpoint:
+    return AddEndpoint(
+        Endpoint(listed.host, listed.port, listed.world_size, listed.sync_weights),
+        listed.group_name,
+        listed.master_address or "",
+        listed.master_port,
+        listed.buffer_size_mb,
     )
 
 

@@ -111,6 +111,10 @@ async def create_sampling_session(state: State, ask: CreateSamplingSession) -> S
         name = None if ask.checkpoint is None else ask.checkpoint.name
         base = options.model_name
         record = SamplerRecord(sampling_session_id, ask.session_id, base, ask.checkpoint, name=name)
+        if ask.checkpoint is not None and name is not None:
+            refused = await state.inference.publish(ask.checkpoint, name)
+            if refused is not None:
+                return refused
         registry.samplers[sampling_session_id] = record
         await state.journal.put([stored(record)])
     return _sampler(record)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from xorl.server.messages import Failure, Result
 from xorl.server.orchestrator.calls import encode
 from xorl.server.orchestrator.commit import JournalError
+from xorl.server.orchestrator.inference import Inference
 from xorl.server.orchestrator.journal import Journal, Outcome, Record
 from xorl.server.orchestrator.lane import Ticket
 from xorl.server.orchestrator.options import OrchestratorOptions
@@ -29,13 +30,15 @@ RATE_WINDOW_S = 60.0
 
 @dataclass
 class OpenRequest:
-    """A request that has been acknowledged and has not ended. is_running: the workers have it."""
+    """A request that has been acknowledged and has not ended. is_running: the workers, or an endpoint, have it.
+    is_for_workers: no endpoint can do it."""
 
     ticket: Ticket
     kind: str
     attempts: int = 0
     begun_by: str | None = None
     is_running: bool = False
+    is_for_workers: bool = False
     waiting: list[asyncio.Future[None]] = field(default_factory=list)
 
 
@@ -80,6 +83,7 @@ class State:
     registry: Registry
     scheduler: Scheduler
     workers: Workers
+    inference: Inference
     open: dict[str, OpenRequest]
     wake: asyncio.Event
     tally: Tally = field(default_factory=Tally)

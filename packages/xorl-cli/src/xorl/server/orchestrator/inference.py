@@ -1,0 +1,235 @@
+"""Inference servers beside the workers: kept across restarts, sampled from where they hold the weights, and synced."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import httpx
+import msgspec
+
+from xorl.server.endpoints import EndpointRegistry, EndpointSampler, EngineError
+from xorl.server.messages import (
+    BaseSampler,
+    CheckpointSampler,
+    Failure,
+    Ok,
+    Rejected,
+    Result,
+    Sample,
+    SnapshotSampler,
+    SyncResult,
+    SyncWeights,
+)
+from xorl.server.names import CheckpointRef, checkpoint_folder
+from xorl.server.orchestrator.journal import Journal, Record
+from xorl.server.orchestrator.options import OrchestratorOptions
+from xorl.server.orchestrator.registry import ModelRecord, Registry, checkpoint_key
+from xorl.server.queries import (
+    AddEndpoint,
+    ConnectEndpoints,
+    DisconnectEndpoints,
+    Endpoints,
+    EndpointState,
+    ListEndpoints,
+    RemoveEndpoint,
+)
+
+logger = logging.getLogger(__name__)
+
+CHECK_EVERY_S = 10.0
+# A hundred clients may each have some samples on their way.
+MAX_CONNECTIONS = 2048
+
+
+class Added(msgspec.Struct, frozen=True):
+    """An endpoint as the journal keeps it, with how it is to be sent weights."""
+
+    asked: AddEndpoint
+    state: EndpointState
+
+
+class Inference:
+    """What the orchestrator has to do with inference servers; `start` and `close` in its loop."""
+
+    def __init__(self, options: OrchestratorOptions, journal: Journal, registry: Registry) -> None:
+        self._options = options
+        self._journal = journal
+        self._registry = registry
+        limits = httpx.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=100)
+        # Proxies are for the world outside; endpoints are named by who runs the service.
+        self._client = httpx.AsyncClient(limits=limits, trust_env=False)
+        kept = [msgspec.msgpack.decode(body, type=Added) for _, body in journal.records("endpoint")]
+        self._asked = {_place(added.state): added.asked for added in kept}
+        self._endpoints = EndpointRegistry(self._client, [added.state for added in kept], self._changed)
+        self._sampler = EndpointSampler(self._endpoints, options.max_context_length)
+        self._turn = asyncio.Lock()
+        self._missing = [one for one in options.endpoints if (one.endpoint.host, one.endpoint.port) not in self._asked]
+        self._is_stale = False
+
+    @property
+    def can_sample(self) -> bool:
+        """Whether any of them may have the weights that are to be sampled."""
+        return any(state.state == "healthy" for state in self._endpoints.states)
+
+    async def close(self) -> None:
+        """Let go of connections."""
+        await self._client.aclose()
+
+    async def watch(self) -> None:
+        """Add those of the configuration once they answer, and ask all how they are; until cancelled."""
+        while True:
+            for asked in list(self._missing):
+                async with self._turn:
+                    try:
+                        self._asked[asked.endpoint.host, asked.endpoint.port] = asked
+                        await self._endpoints.add(asked.endpoint)
+                        self._missing.remove(asked)
+                    except EngineError as problem:
+                        logger.warning("event=endpoint_missing why=%r", str(problem))
+            async with self._turn:
+                await self._endpoints.check()
+                await self._keep()
+            await asyncio.sleep(CHECK_EVERY_S)
+
+    # --- queries ---
+
+    async def add(self, ask: AddEndpoint) -> EndpointState | Rejected:
+        """Register one that answers."""
+        async with self._turn:
+            try:
+                self._asked[ask.endpoint.host, ask.endpoint.port] = ask
+                state = await self._endpoints.add(ask.endpoint)
+            except EngineError as problem:
+                return Rejected(400, str(problem))
+            await self._keep()
+        return state
+
+    async def remove(self, ask: RemoveEndpoint) -> Ok | Rejected:
+        """Use one no more."""
+        async with self._turn:
+            if not self._endpoints.remove(ask.host, ask.port):
+                return Rejected(404, f"no endpoint {ask.host}:{ask.port} is registered")
+            await self._keep()
+        return Ok()
+
+    async def list_all(self, ask: ListEndpoints) -> Endpoints:
+        """As they were found last."""
+        return Endpoints(self._endpoints.states)
+
+    async def connect(self, ask: ConnectEndpoints) -> Endpoints:
+        """Use all of them again, as far as they answer."""
+        async with self._turn:
+            states = await self._endpoints.connect()
+            await self._keep()
+        return Endpoints(states)
+
+    async def disconnect(self, ask: DisconnectEndpoints) -> Endpoints:
+        """Use none of them for the time being."""
+        async with self._turn:
+            states = self._endpoints.disconnect()
+            await self._keep()
+        return Endpoints(states)
+
+    # --- weights ---
+
+    def complete(self, operation: SyncWeights, model: ModelRecord, *, after_step: bool) -> SyncWeights | None:
+        """A sync with its receivers and version; None where nobody takes weights."""
+        endpoints = operation.endpoints
+        if endpoints is None:
+            endpoints = self._endpoints.receivers(after_step=after_step)
+        if not endpoints:
+            return None
+        version = operation.weight_version or version_of(model.lane, model.num_steps)
+        operation = msgspec.structs.replace(operation, endpoints=endpoints, weight_version=version)
+        asked = self._asked.get((endpoints[0].host, endpoints[0].port))
+        if not after_step or asked is None:
+            return operation
+        return msgspec.structs.replace(
+            operation,
+            master_address=asked.master_address,
+            master_port=asked.master_port,
+            group_name=asked.group_name,
+            buffer_size_mb=asked.buffer_size_mb,
+        )
+
+    @property
+    def takes_steps(self) -> bool:
+        """Whether an endpoint is to be sent weights after each step."""
+        return bool(self._endpoints.receivers(after_step=True))
+
+    async def note_sync(self, result: SyncResult) -> None:
+        """What became of them in a sync."""
+        async with self._turn:
+            self._endpoints.note_sync(result)
+            await self._keep()
+
+    # --- sampling ---
+
+    async def publish(self, checkpoint: CheckpointRef, name: str) -> Rejected | None:
+        """Let all of them load a sampler's adapter under the name by which a client will ask them."""
+        if not (self._options.enable_lora and self.can_sample and checkpoint.kind == "sampler_weights"):
+            return None
+        folder = checkpoint_folder(self._options.folder, checkpoint)
+        async with self._turn:
+            try:
+                await self._endpoints.publish_adapter(name, folder)
+            except EngineError as problem:
+                return Rejected(502, str(problem))
+        return None
+
+    async def sample(self, operation: Sample) -> Result | None:
+        """The samples of an operation whose sampler is found; None where it is the workers' to make them."""
+        sampler, adapter = operation.sampler, None
+        version: str | None = None
+        match sampler:
+            case BaseSampler():
+                pass
+            case CheckpointSampler(checkpoint=checkpoint) if self._options.enable_lora:
+                if checkpoint.kind != "sampler_weights":
+                    return None
+                record = self._registry.checkpoints.get(checkpoint_key(checkpoint))
+                made = 0 if record is None else int(record.created)
+                folder = checkpoint_folder(self._options.folder, checkpoint)
+                adapter = (f"{checkpoint.model_id}-{checkpoint.name}-{made}".replace(":", "-"), folder)
+            case CheckpointSampler(checkpoint=checkpoint):
+                record = self._registry.checkpoints.get(checkpoint_key(checkpoint))
+                model = self._registry.models.get(checkpoint.model_id)
+                if record is None or model is None:
+                    return None
+                version = version_of(model.lane, record.num_steps)
+            case SnapshotSampler():
+                version = self._registry.samplers[sampler.sampler_id].version
+                if version is None:
+                    return None
+            case _:
+                return None
+        try:
+            return await self._sampler.sample(operation, version=version, adapter=adapter)
+        except EngineError as problem:
+            return Failure("user", 400, str(problem))
+
+    def _changed(self) -> None:
+        self._is_stale = True
+
+    async def _keep(self) -> None:
+        """What has changed, in the journal."""
+        if not self._is_stale:
+            return
+        self._is_stale = False
+        states = {_place(state): state for state in self._endpoints.states}
+        gone = [place for place in self._asked if place not in states]
+        records = [Record("endpoint", f"{host}:{port}", None) for host, port in gone]
+        for (host, port), state in states.items():
+            body = msgspec.msgpack.encode(Added(self._asked[host, port], state))
+            records.append(Record("endpoint", f"{host}:{port}", body))
+        await self._journal.put(records)
+
+
+def _place(state: EndpointState) -> tuple[str, int]:
+    return state.endpoint.host, state.endpoint.port
+
+
+def version_of(lane: str, num_steps: int) -> str:
+    """Of a model's full weights: which model, and after how many steps."""
+    return f"{lane}-{num_steps}"
