@@ -89,8 +89,13 @@ class Checkpointer:
         scalars: Mapping[str, JSON] | None = None,
         rng: Mapping[str, torch.Tensor] | None = None,
         write_further: FurtherFiles | None = None,
+        name: str | None = None,
+        replaces: bool = False,
     ) -> Path:
         """Publish `{root}/global_step_{step}` and move `latest` to it.
+
+        With a `name` it is `{root}/{name}`, and `latest` stays as it is; `replaces` puts it in the place of a
+        checkpoint of this name, which is whole until the new one is.
 
         `info` (goes into the manifest) and `scalars` are those of rank 0; `rng` is each rank's own. `write_further` is
         called on every rank with the folder, writes files of the caller's own into it and returns what this rank wrote;
@@ -103,20 +108,23 @@ class Checkpointer:
         CheckpointError, since one that is there is never written to.
         """
         assert step >= 0, f"there is no step {step}"
-        final = self.root / layout.checkpoint_name(step)
+        assert name is not None or not replaces, "a step is never saved again"
+        final = self.root / (name or layout.checkpoint_name(step))
         with agreed("save a checkpoint"):
             folder, exists = final, False
             if this_rank() == 0:
                 layout.prepare_root(self.root, self._root_option)
-                exists = self._exists_already(final)
-                folder = final if exists else layout.begin(self.root, step)
+                exists = not replaces and self._exists_already(final)
+                folder = final if exists else layout.begin(self.root, final.name)
         folder = Path(broadcast_text(str(folder)))
         if folder == final:
             return final
         try:
             manifest = self._write(folder, step, state, info or {}, scalars or {}, rng or {}, write_further)
             with agreed("publish a checkpoint"):
-                if this_rank() == 0:
+                if this_rank() == 0 and name is not None:
+                    layout.publish_named(folder, final, manifest, replaces=replaces)
+                elif this_rank() == 0:
                     layout.publish(folder, self.root, manifest)
                     self._prune()
         except Exception:

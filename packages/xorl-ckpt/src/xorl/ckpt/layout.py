@@ -196,16 +196,19 @@ def prepare_root(root: Path, option: str) -> None:
         ) from error
 
 
-def begin(root: Path, step: int) -> Path:
-    """Remove what crashed saves left and make the folder that will become the checkpoint of `step`."""
+def begin(root: Path, name: str) -> Path:
+    """Remove what crashed saves left and make the folder that will become the checkpoint of this name."""
     remove_leftovers(root)
-    folder = root / f"{_SAVING}{checkpoint_name(step)}"
+    folder = root / f"{_SAVING}{name}"
     (folder / TRAINING_STATE).mkdir(parents=True)
     return folder
 
 
 def publish(folder: Path, root: Path, manifest: Manifest) -> Path:
-    """Turn a folder of `begin`, whose files are written and durable, into the checkpoint that `latest` names."""
+    """Turn a folder of `begin`, whose files are written and durable, into the checkpoint that `latest` names.
+
+    That is one of a step; one that has a name of its own is `publish_named`.
+    """
     _require_shared(folder, manifest)
     pointed = _pointed(root)
     manifest = replace(manifest, previous=pointed.name if pointed else None)
@@ -223,6 +226,28 @@ def publish(folder: Path, root: Path, manifest: Manifest) -> Path:
     pointer.replace(root / LATEST)
     sync_file(root)
     return final
+
+
+def publish_named(folder: Path, final: Path, manifest: Manifest, *, replaces: bool) -> None:
+    """Turn a folder of `begin` into the checkpoint `final`, which `latest` does not know.
+
+    `replaces` puts it in the place of one that is there, which is whole until then.
+    """
+    _require_shared(folder, manifest)
+    write_file(folder / MANIFEST, manifest.to_json().encode())
+    sync_file(folder / TRAINING_STATE)
+    sync_file(folder)
+    if not final.exists():
+        folder.rename(final)
+        sync_file(final.parent)
+        return
+    if not replaces:
+        raise CheckpointError(f"{final} appeared while this checkpoint was written; does another job save there?")
+    doomed = final.with_name(f"{_DELETING}{final.name}")
+    final.rename(doomed)
+    folder.rename(final)
+    sync_file(final.parent)
+    shutil.rmtree(doomed)
 
 
 def prune(root: Path, keep_last: int) -> list[Path]:
