@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -76,20 +76,27 @@ class BankEngine:
         record_waits(model, self.timer)
 
     def forward_backward(
-        self, batches: Iterable[MixedBatch], loss_fn: LossFn, names: Sequence[str], on_output: OnOutput | None = None
+        self,
+        batches: Iterable[MixedBatch],
+        loss_fn: LossFn,
+        names: Sequence[str],
+        on_output: OnOutput | None = None,
+        whole: AbstractContextManager[object] | None = None,
     ) -> dict[str, StepLosses]:
         """Add each adapter's gradient of the summed loss over its tokens; returns the sums of each over all ranks.
 
         Collective: every rank must bring the same number of micro-batches and the same `names`, in their order; these
         are the adapters that any rank has tokens of. If it fails, gradients here are what they were before, and where
-        every rank fails, the model can compute again. `on_output` as for `Engine`.
+        every rank fails, the model can compute again. `whole` is what else must not fail: it surrounds the passes.
+        `on_output` as for `Engine`.
         """
         self.model.module.train()
         pending = list(batches)
         self.timer.start()
         places = {name: place for place, name in enumerate(names)}
         losses = torch.zeros(len(names), dtype=torch.float64, device=self.device)
-        with self._recovering(), self.bank.gradients_kept({name for mixed in pending for name, _ in mixed.parts}):
+        own_names = {name for mixed in pending for name, _ in mixed.parts}
+        with self._recovering(), self.bank.gradients_kept(own_names), whole or nullcontext():
             for index, mixed in enumerate(pending):
                 self.bank.activate(mixed.runs)
                 output = call_model(self.model, mixed.batch, _isolating(loss_fn), self.device)
@@ -114,14 +121,22 @@ class BankEngine:
             self.bank.activate(mixed.runs)
             return call_model(self.model, mixed.batch, _isolating(loss_fn), self.device)
 
-    def optim_step(self, name: str, adam: Adam, divisor: Tensor | float, max_grad_norm: float | None) -> Update:
+    def optim_step(
+        self,
+        name: str,
+        adam: Adam,
+        divisor: Tensor | float,
+        max_grad_norm: float | None,
+        kind_of: Callable[[str], str] | None = None,
+    ) -> Update:
         """Divide one adapter's accumulated gradient by `divisor`, clip it, step and zero it; collective.
 
-        A divisor that is NaN changes nothing, as a gradient that is not finite.
+        A divisor that is NaN changes nothing, as a gradient that is not finite. `kind_of` asks for norms by kind of
+        layer, which it tells of an adapted layer's name.
         """
-        update = Update(*self.bank.step(name, adam, divisor=divisor, max_norm=max_grad_norm))
+        outcome = self.bank.step(name, adam, divisor=divisor, max_norm=max_grad_norm, kind_of=kind_of)
         self.timer.mark("optimizer")
-        return update
+        return Update(outcome.grad_norm, outcome.skipped, outcome.norms)
 
     @contextmanager
     def _recovering(self) -> Iterator[None]:

@@ -314,8 +314,13 @@ def build_engine(config: Config, architecture: Architecture, mesh: Mesh, device:
     """xorl's own engine: the model as it is placed, and its optimizer; collective."""
     if config.lora.sweep:
         raise ValueError("lora.sweep: `xorl train` trains its members; this is for one adapter: leave the option out")
+    model = build_model(architecture, config.model, config.train, config.lora, mesh, device)
+    return engine_over(model, config, architecture, device)
+
+
+def engine_over(model: ParallelModel, config: Config, architecture: Architecture, device: torch.device) -> Engine:
+    """An engine that trains a placed model, with the optimizer of the configuration."""
     train = config.train
-    model = build_model(architecture, config.model, train, config.lora, mesh, device)
     assert isinstance(model.module, Decoder)
     optimizer = build_optimizer(
         train.optimizer,

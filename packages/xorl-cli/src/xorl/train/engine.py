@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -37,10 +37,12 @@ class Update:
     """What an optimizer step did: scalars on the device, the same on every rank.
 
     grad_norm: of the divided gradient, before clipping. skipped: 1 where it was not finite and nothing was changed.
+    norms: of the undivided gradient, by kind of layer, where they were asked for.
     """
 
     grad_norm: Tensor
     skipped: Tensor
+    norms: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class ModelState:
@@ -135,15 +137,24 @@ class Engine:
         """
         return self._step(lr, divisor, self._max_grad_norm)
 
-    def adam_step(self, adam: Adam, divisor: Tensor | float, max_grad_norm: float | None) -> Update:
+    def adam_step(
+        self,
+        adam: Adam,
+        divisor: Tensor | float,
+        max_grad_norm: float | None,
+        kind_of: Callable[[str], str] | None = None,
+    ) -> Update:
         """`optim_step` with hyperparameters of its own, which no later step remembers; None clips nothing.
 
-        Of an optimizer that has no such parameters, it takes what it has: lr and weight_decay always.
+        Of an optimizer that has no such parameters, it takes what it has: lr and weight_decay always. `kind_of` asks
+        for norms by kind of layer, which it tells of a parameter's name.
         """
         own = {"betas": adam.betas, "eps": adam.eps, "weight_decay": adam.weight_decay}
         for group in self.optimizer.param_groups:
             group.update({key: value for key, value in own.items() if key in group})
-        return self._step(adam.lr, divisor, max_grad_norm)
+        norms = {} if kind_of is None else self._norms(kind_of)
+        update = self._step(adam.lr, divisor, max_grad_norm)
+        return Update(update.grad_norm, update.skipped, norms)
 
     def zero_grad(self) -> None:
         """Forget what was accumulated."""
@@ -168,6 +179,14 @@ class Engine:
                     parameter.grad_dtype = parameter.dtype if gradient is None else gradient.dtype
                 parameter.grad = gradient
             raise
+
+    def _norms(self, kind_of: Callable[[str], str]) -> dict[str, Tensor]:
+        """Collective where parameters are sharded."""
+        by_kind: dict[str, list[Tensor]] = {}
+        for name, parameter in self.model.module.named_parameters():
+            if parameter.requires_grad:
+                by_kind.setdefault(kind_of(name), []).append(parameter)
+        return {kind: gradient_scale(own, 1.0, None)[0] for kind, own in by_kind.items()}
 
     def _step(self, lr: float, divisor: Tensor | float, max_grad_norm: float | None) -> Update:
         norm, scale = gradient_scale(self._parameters, divisor, max_grad_norm)

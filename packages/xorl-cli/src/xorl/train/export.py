@@ -25,7 +25,7 @@ class ModelExport:
 
     Attributes:
         dtype: that of the weights; None keeps what the parameters have, and fp32 for quantised ones.
-        adapters: those of the model, for README.md; None where it has none.
+        adapters: those of the model, or one of a bank, that are folded in; None where there are none.
     """
 
     model: ParallelModel
@@ -38,7 +38,8 @@ class ModelExport:
         """Write safetensors, config and tokenizer files to a new `folder`; collective. Adapters are folded in."""
         # What an evaluation left gathered is rounded to the compute dtype, or in fp8 and not in the parameter at all.
         self.model.drop_gathered()
-        weights = WholeWeights(self.model.module, self.recipes, self.dtype)
+        found = None if self.adapters is None else self.adapters.found
+        weights = WholeWeights(self.model.module, self.recipes, self.dtype, found)
         export_hf(
             weights.params,
             self.recipes,

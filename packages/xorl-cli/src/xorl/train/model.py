@@ -17,6 +17,7 @@ from xorl.ckpt import (
     CheckpointFailure,
     SafetensorsSource,
     WeightRecipe,
+    WeightSource,
     load_weights,
     resolve_folder,
     source_shapes,
@@ -205,7 +206,7 @@ def _fill(
 
     Those of the base are from `model.model_path`, or drawn by the seed; those of adapters from `start`, or drawn.
     """
-    _fill_base(module, architecture, model, train, quantization, device)
+    fill_base(module, architecture, model, train, quantization, device)
     if found := adapters(module):
         init_adapters(module, seed=train.seed)
         trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
@@ -215,23 +216,29 @@ def _fill(
         logger.info("adapters_from=%s", start.folder)
 
 
-def _fill_base(
+def fill_base(
     module: Decoder,
     architecture: Architecture,
     model: ModelConfig,
     train: TrainConfig,
     quantization: Quantization | None,
     device: torch.device,
+    source: WeightSource | None = None,
 ) -> None:
-    if model.model_path is None:
+    """Give the base's parameters, sharded or whole, the values that they begin with, or those of `source`; collective.
+
+    `source` has them under the names of transformers.
+    """
+    if model.model_path is None and source is None:
         targets = quantized_rows(module)
         module.init_weights(train.seed, local_part=local_part, device=device, targets=targets)
         logger.info("weights=random seed=%d parameters=%d", train.seed, sum(p.numel() for p in module.parameters()))
         return
     assert train.load_weights_mode in ("broadcast", "all_ranks"), "the other names are resolved or refused before"
-    source = architecture.spec.checkpoint_view(
-        architecture.config, SafetensorsSource(_folder("model.model_path", model.model_path))
-    )
+    if source is None:
+        assert model.model_path is not None
+        files = SafetensorsSource(_folder("model.model_path", model.model_path))
+        source = architecture.spec.checkpoint_view(architecture.config, files)
     recipes = architecture.recipes(merge_qkv=model.merge_qkv)
     report = load_weights(*base_targets(module, recipes, source, quantization), mode=train.load_weights_mode)
     logger.info("weights=%s mode=%s %s", model.model_path, train.load_weights_mode, report)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,11 +53,12 @@ class Adam:
 class StepOutcome(NamedTuple):
     """0-dim fp32 tensors on the device: the norm of the divided gradient, and 1 where it was not finite, 0 elsewhere.
 
-    Then nothing was changed.
+    Then nothing was changed. norms: of the undivided gradient, by kind of layer, where they were asked for.
     """
 
     grad_norm: Tensor
     skipped: Tensor
+    norms: dict[str, Tensor]
 
 
 @dataclass
@@ -175,6 +176,22 @@ class AdapterBank:
             self.remove(name)
         self._slots.write(self._enter(name, entry), entry.places, snapshot)
 
+    def copy(self, name: str, to: str) -> None:
+        """A new adapter with the values that another has now, without its optimizer's state; on the device.
+
+        Raises ValueError for a name that is taken.
+        """
+        if to in self._entries:
+            raise ValueError(f"there is an adapter {to!r} already")
+        if self._base_slot == 1:
+            held = self.snapshot(name)
+            values = {kind: flat if kind == VALUE else torch.zeros_like(flat) for kind, flat in held.values.items()}
+            self.restore(to, AdapterSnapshot(held.spec, 0, held.names, values))
+            return
+        source, entry = self._load(name), self._entry(name)
+        target = self._enter(to, _Entry(entry.spec, entry.places), keep=(name,))
+        self._slots.rows[VALUE][target].copy_(self._slots.rows[VALUE][source])
+
     def remove(self, name: str) -> None:
         """Forget an adapter."""
         self._entry(name)
@@ -207,11 +224,18 @@ class AdapterBank:
 
     @torch.no_grad()
     def step(
-        self, name: str, adam: Adam, *, divisor: Tensor | float = 1.0, max_norm: float | None = None
+        self,
+        name: str,
+        adam: Adam,
+        *,
+        divisor: Tensor | float = 1.0,
+        max_norm: float | None = None,
+        kind_of: Callable[[str], str] | None = None,
     ) -> StepOutcome:
         """Sum one adapter's gradient over the ranks, divide it, clip it to `max_norm`, step and zero it. Collective.
 
-        A gradient that is not finite changes nothing but is zeroed; the host does not wait to learn of it.
+        A gradient that is not finite changes nothing but is zeroed; the host does not wait to learn of it. kind_of
+        says which kind of layer an adapted layer is, by its name, and asks for the norms of these.
         """
         slot = self._load(name)
         values, exp_avg, exp_avg_sq = (self._slots.rows[kind][slot] for kind in (VALUE, *STATES))
@@ -219,6 +243,7 @@ class AdapterBank:
         values.grad = self._slots.gradient(slot, self._entries[name].places)
         if self._group is not None:
             dist.all_reduce(values.grad, group=self._group)
+        norms = {} if kind_of is None else self._slots.norms(values.grad, kind_of)
         norm, scale = gradient_scale([values], divisor, max_norm)
         skipped = (~torch.isfinite(norm)).float()
         count = self._slots.steps[slot]
@@ -238,7 +263,7 @@ class AdapterBank:
             noises=None,
         )
         self.zero_grad(name)
-        return StepOutcome(norm, skipped)
+        return StepOutcome(norm, skipped, norms)
 
     def zero_grad(self, name: str) -> None:
         """Forget what was accumulated for one adapter."""
@@ -248,8 +273,8 @@ class AdapterBank:
     @contextmanager
     def gradients_kept(self, names: Collection[str]) -> Iterator[None]:
         """Around forward and backward passes: should they fail, these adapters' gradients are what they were before."""
-        earlier: dict[str, dict[str, Tensor]] = {
-            name: {key: grad.clone() for key, grad in self.gradients(name).items()}
+        earlier = {
+            name: self._slots.gradient(self._load(name), self._entries[name].places).clone()
             for name in names
             if self._entry(name).has_gradient
         }
@@ -258,8 +283,8 @@ class AdapterBank:
         except BaseException:
             for name in names:
                 self.zero_grad(name)
-                for key, grad in self.gradients(name).items() if name in earlier else ():
-                    grad.copy_(earlier[name][key])
+                if name in earlier:
+                    self._slots.set_gradient(self._load(name), earlier[name])
                 self._entries[name].has_gradient = name in earlier
             raise
 

@@ -9,7 +9,7 @@ Shapes: S slots, N values that a slot has room for, R largest rank, I input and 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -101,6 +101,23 @@ class Slots:
         self._gathered.zero_()
         torch._foreach_copy_([target for target, _ in parts], [grad for _, grad in parts])
         return self._gathered
+
+    def set_gradient(self, slot: int, gradient: Tensor) -> None:
+        """Let the gradient of a slot be what `gradient` gave."""
+        views = self._gradients(slot)
+        starts = [target.storage_offset() for target, _ in views]
+        sources = [gradient[start : start + len(grad)] for start, (_, grad) in zip(starts, views, strict=True)]
+        torch._foreach_copy_([grad for _, grad in views], sources)
+
+    def norms(self, gradient: Tensor, kind_of: Callable[[str], str]) -> dict[str, Tensor]:
+        """The norm of each kind of layer in what `gradient` gave: 0-dim fp32."""
+        kinds = [kind_of(place.site.name) for place in self.places]
+        names = list(dict.fromkeys(kinds))
+        lengths = torch.tensor([place.stop - place.start_a for place in self.places], device=gradient.device)
+        squares = torch.segment_reduce(gradient.square(), "sum", lengths=lengths)
+        places = torch.tensor([names.index(kind) for kind in kinds], device=gradient.device)
+        sums = torch.zeros(len(names), device=gradient.device).index_add_(0, places, squares)
+        return dict(zip(names, sums.sqrt().unbind(), strict=True))
 
     def zero_gradient(self, slot: int) -> None:
         """Forget the gradient of a slot."""
