@@ -1,0 +1,65 @@
+"""`python -m xorl.server.worker --config FILE --bind ADDRESS`, started by torchrun: one rank of the service."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from xorl.config import ServerConfig, load_server_config
+from xorl.core import runtime
+from xorl.server.addresses import publish
+from xorl.server.channel import BlockingServer, ChannelKeys
+from xorl.server.messages import Work
+from xorl.server.process import begin_process
+from xorl.server.worker.base import build_base
+from xorl.server.worker.operations import Worker
+from xorl.server.worker.selftest import self_test
+from xorl.server.worker.serve import follow, lead
+
+logger = logging.getLogger(__name__)
+
+BAD_INPUT = 2
+
+
+def run(config: ServerConfig, address: str, keys: ChannelKeys | None) -> None:
+    """Build this rank's part of the model and serve until rank 0 is asked to shut down; collective."""
+    server = None
+    if runtime.global_rank() == 0:
+        # Listening before the model is there says that it is on its way; what is asked meanwhile waits.
+        server = BlockingServer(address, Work, keys=keys)
+        publish(config, server.address)
+    place = runtime.init()
+    worker = Worker(build_base(config, place), "" if server is None else server.incarnation)
+    if config.enable_self_test:
+        self_test(worker)
+    logger.info("event=worker_ready rank=%d world_size=%d device=%s", place.rank, place.world_size, place.device)
+    if server is None:
+        follow(worker)
+    else:
+        lead(worker, server)
+        server.close()
+    runtime.shutdown()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one rank and returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m xorl.server.worker", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="YAML file of the service")
+    parser.add_argument("--bind", required=True, help="address that rank 0 listens on")
+    parser.add_argument("--keys", type=Path, help="file with the keys of that channel")
+    flags = parser.parse_args(arguments)
+    try:
+        config = load_server_config(flags.config).config
+        begin_process(f"worker{runtime.global_rank()}", config.log_level)
+        run(config, flags.bind, None if flags.keys is None else ChannelKeys.load(flags.keys))
+    except ValueError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return BAD_INPUT
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

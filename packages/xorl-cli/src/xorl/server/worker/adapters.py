@@ -1,0 +1,356 @@
+"""Clients' models as adapters over one frozen base: many at once, in a bank."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from xorl.ckpt import JSON, Stateful
+from xorl.core.loss import LossFn
+from xorl.lora import Adam, AdapterBank, AdapterSnapshot, AdapterSpec
+from xorl.lora.snapshot import STATES
+from xorl.lora.targets import Site, resolve, sites_of
+from xorl.server.messages import LoraSpec
+from xorl.server.worker.base import Base
+from xorl.server.worker.models import UnknownName
+from xorl.server.worker.passes import Row
+from xorl.train.adapter_files import AdapterFiles
+from xorl.train.bank_engine import BankEngine, MixedBatch
+from xorl.train.engine import OnOutput, Update
+
+logger = logging.getLogger(__name__)
+
+# Adapters that wait in host memory, and snapshots that are held to sample from, before the oldest give way: the former
+# to disk, the latter for good.
+HOST_LIMIT = 128
+NUM_SOURCES = 64
+PAGES = "service/adapters"
+
+
+@dataclass(frozen=True)
+class AdapterModel:
+    """One client's adapter: what it is, and the seed of its first values."""
+
+    spec: AdapterSpec
+    seed: int
+
+
+class AdapterRows:
+    """Runs rows with the adapters of a bank (see `passes.RowEngine`)."""
+
+    def __init__(self, engine: BankEngine) -> None:
+        self._engine = engine
+
+    def forward_backward(
+        self,
+        rows: Sequence[Row],
+        loss_fn: LossFn,
+        model_ids: Sequence[str],
+        on_output: OnOutput,
+        whole: AbstractContextManager[None],
+    ) -> None:
+        """Add these adapters' gradients; where that fails, none has changed."""
+        self._engine.forward_backward([MixedBatch.of(row) for row in rows], loss_fn, model_ids, on_output, whole)
+
+    def forward(self, rows: Sequence[Row], loss_fn: LossFn, on_output: OnOutput) -> None:
+        """The losses alone."""
+        for index, row in enumerate(rows):
+            on_output(index, self._engine.forward(MixedBatch.of(row), loss_fn))
+
+
+class AdapterModels:
+    """The adapters of all clients (see `models.Models`); a source to sample from is an adapter of the bank."""
+
+    samples_together = True
+
+    def __init__(self, base: Base) -> None:
+        """Raises ValueError that names the option where the base takes no such adapters."""
+        self._base = base
+        config, module = base.config, base.module
+        self._sites = _available_sites(base)
+        assert config.max_lora_rank is not None, "resolved by the configuration"
+        try:
+            self.bank = AdapterBank(
+                module,
+                targets=[site.name for site in self._sites],
+                num_resident=config.lora_models_on_device,
+                max_rank=config.max_lora_rank,
+                device=base.device,
+                host_limit=HOST_LIMIT,
+                folder=base.output_dir / PAGES / f"rank{base.place.rank}",
+                group=base.mesh.dp_group,
+            )
+            # What the options ask of every adapter is refused here, and not when the first client comes.
+            self.bank.add("", self._spec(LoraSpec()))
+            self.bank.remove("")
+        except ValueError as error:
+            raise ValueError(f"lora_target_modules / lora_rank: {error}") from error
+        bank_engine = BankEngine(base.model, self.bank, base.device, flops=lambda name, lengths: 0.0)
+        self._bank_engine = bank_engine
+        self.engine = AdapterRows(bank_engine)
+        self._models: dict[str, AdapterModel] = {}
+        self._sources: OrderedDict[str, None] = OrderedDict()
+
+    @property
+    def names(self) -> Sequence[str]:
+        """All models."""
+        return tuple(self._models)
+
+    @property
+    def max_per_pass(self) -> int:
+        """How many models one pass can have."""
+        return self.bank.num_resident
+
+    def create(self, model_id: str, lora: LoraSpec | None, saved: Mapping[str, JSON] | None) -> None:
+        """A new adapter with the values that its seed gives it."""
+        if lora is None and saved is not None:
+            model = _from_json(saved)
+        else:
+            lora = lora or LoraSpec()
+            seed = _seed_of(model_id, self._base.local.train.seed) if lora.seed is None else lora.seed
+            model = AdapterModel(self._spec(lora), seed)
+        if saved is not None and _shape_of(_from_json(saved).spec) != _shape_of(model.spec):
+            raise ValueError(
+                "the checkpoint is of an adapter of another rank, alpha or other layers than was asked for"
+            )
+        self.bank.add(model_id, model.spec, seed=model.seed)
+        self._models[model_id] = model
+
+    def remove(self, model_id: str) -> None:
+        """Forget an adapter, and what was kept of it to sample from."""
+        self._model(model_id)
+        del self._models[model_id]
+        self.bank.remove(model_id)
+        for source in [source for source in self._sources if source.startswith(f"{model_id}#")]:
+            self._forget(source)
+
+    def described(self, model_id: str) -> dict[str, JSON]:
+        """Spec and seed."""
+        model = self._model(model_id)
+        return {"lora": {"spec": cast(JSON, asdict(model.spec)), "seed": model.seed}}
+
+    def lora(self, model_id: str) -> tuple[int, float] | None:
+        """(rank, alpha)."""
+        spec = self._model(model_id).spec
+        return spec.rank, spec.alpha
+
+    def step(self, model_id: str, adam: Adam, divisor: float, max_norm: float | None, *, with_norms: bool) -> Update:
+        """One step of AdamW; norms are by the last parts of the adapted layers' names."""
+        self._model(model_id)
+        return self._bank_engine.optim_step(model_id, adam, divisor, max_norm, _kind_of if with_norms else None)
+
+    def zero_grad(self, model_id: str) -> None:
+        """Forget what was accumulated."""
+        self._model(model_id)
+        self.bank.zero_grad(model_id)
+
+    def state(self, model_id: str, *, with_optimizer: bool) -> Mapping[str, Stateful]:
+        """The adapter alone; the base is not in it."""
+        self._model(model_id)
+        return {"adapter": AdapterState(self.bank, model_id, with_optimizer=with_optimizer)}
+
+    def before_loading(self, model_id: str) -> None:
+        """Nothing depends on them."""
+        self._model(model_id)
+
+    def loaded(self, model_id: str, *, keeps_optimizer: bool) -> None:
+        """Its values are others now."""
+        if not keeps_optimizer:
+            held = self.bank.snapshot(model_id)
+            values = {kind: torch.zeros_like(flat) if kind in STATES else flat for kind, flat in held.values.items()}
+            self.bank.restore(model_id, AdapterSnapshot(held.spec, 0, held.names, values))
+        self.bank.zero_grad(model_id)
+
+    def adapter_files(self, model_id: str) -> AdapterFiles:
+        """The adapter, in the bank's memory until another one comes there."""
+        base, model = self._base, self._model(model_id)
+        return AdapterFiles.of(
+            base.model,
+            model.spec,
+            base.local.model.model_path or base.local.model.config_path,
+            base.architecture.recipes(merge_qkv=base.local.model.merge_qkv),
+            found=self.bank.adapters(model_id),
+        )
+
+    def keep(self, model_id: str, sampler_id: str) -> None:
+        """A copy of its values, under a name of its own in the bank."""
+        self._model(model_id)
+        source = f"{model_id}#{sampler_id}"
+        if source in self._sources:
+            self._forget(source)
+        self._make_room()
+        self.bank.copy(model_id, source)
+        self._sources[source] = None
+
+    def kept(self, model_id: str, sampler_id: str) -> str:
+        """The source that `keep` made."""
+        source = f"{model_id}#{sampler_id}"
+        if source not in self._sources:
+            raise UnknownName(
+                f"sampler {sampler_id!r} is not in the workers' memory any more, which holds the newest {NUM_SOURCES}: "
+                "save the weights again, under a name if they are to stay"
+            )
+        return source
+
+    def is_held(self, source: str) -> bool:
+        """Whether it is in the bank."""
+        return source in self._sources
+
+    def hold(self, source: str, saved: Mapping[str, JSON], read: Callable[[Mapping[str, Stateful]], None]) -> None:
+        """A checkpoint's adapter under a name of its own in the bank."""
+        self._make_room()
+        self.bank.add(source, _from_json(saved).spec)
+        try:
+            read({"adapter": AdapterState(self.bank, source, with_optimizer=False)})
+        except BaseException:
+            self.bank.remove(source)
+            raise
+        self._sources[source] = None
+
+    @contextmanager
+    def sampling(self, sources: Sequence[str | None]) -> Iterator[Sequence[str | None]]:
+        """The bank has them all."""
+        for source in sources:
+            if source is not None:
+                self._sources.move_to_end(source)
+        yield sources
+
+    def _model(self, model_id: str) -> AdapterModel:
+        if model_id not in self._models:
+            raise UnknownName(f"there is no model {model_id!r} on the workers")
+        return self._models[model_id]
+
+    def _spec(self, lora: LoraSpec) -> AdapterSpec:
+        config, options = self._base.config, self._base.local.lora
+        rank = config.lora_rank if lora.rank is None else lora.rank
+        if config.max_lora_rank is not None and rank > config.max_lora_rank:
+            raise ValueError(
+                f"rank {rank} is more than this service has room for, {config.max_lora_rank}: ask for less, or start "
+                "it with a higher max_lora_rank"
+            )
+        return AdapterSpec(
+            rank=rank,
+            alpha=config.lora_alpha if lora.alpha is None else lora.alpha,
+            targets=_target_names(self._sites, _chosen(self._sites, lora)),
+            use_rslora=options.use_rslora,
+            use_dora=options.use_dora,
+            dropout=options.lora_dropout,
+            rank_pattern=options.rank_pattern,
+            alpha_pattern=options.alpha_pattern,
+            modules_to_save=tuple(options.modules_to_save),
+        )
+
+    def _make_room(self) -> None:
+        while len(self._sources) >= NUM_SOURCES:
+            self._forget(next(iter(self._sources)))
+
+    def _forget(self, source: str) -> None:
+        del self._sources[source]
+        self.bank.remove(source)
+
+
+class AdapterState:
+    """One adapter of a bank for checkpoints, by the names of its tensors; without its optimizer, its values alone."""
+
+    def __init__(self, bank: AdapterBank, name: str, *, with_optimizer: bool) -> None:
+        self._bank = bank
+        self._name = name
+        self._with_optimizer = with_optimizer
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copies on the host; a load fills them and hands them to `load_state_dict`."""
+        held = self._bank.snapshot(self._name)
+        tensors = held.tensors()
+        return tensors if self._with_optimizer else {name: tensors[name] for name, _ in held.names}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Let the adapter be what `state` says; its optimizer stays where `state` has none."""
+        held = self._bank.snapshot(self._name)
+        tensors = {**held.tensors(), **state}
+        self._bank.restore(self._name, AdapterSnapshot.of_tensors(held.spec, held.names, tensors))
+
+
+def _kind_of(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _available_sites(base: Base) -> list[Site]:
+    """What clients may train: the service's targets, or by default those of the architecture and its head."""
+    options = base.local.lora
+    targets = options.lora_target_modules
+    if targets is None:
+        head = [site.name for site in sites_of(base.module).values() if site.is_head and site.refusal is None]
+        targets = [*base.architecture.spec.adapter_targets, *head]
+    spec = AdapterSpec(targets=targets if isinstance(targets, str) else tuple(targets))
+    try:
+        return list(resolve(spec, base.module))
+    except ValueError as error:
+        raise ValueError(f"lora_target_modules: {error}") from error
+
+
+def _chosen(sites: Sequence[Site], lora: LoraSpec) -> list[Site]:
+    """Those that a client asks for. Raises ValueError where there is none, or a name is none of the service's."""
+    wanted = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed, "other": True}
+    chosen = [site for site in sites if wanted[_part_of(site)]]
+    if lora.target_modules is not None:
+        chosen = [site for site in chosen if any(_is_target(site.name, name) for name in lora.target_modules)]
+        for name in lora.target_modules:
+            if not any(_is_target(site.name, name) for site in sites):
+                known = sorted({site.name.rpartition(".")[2] for site in sites})
+                raise ValueError(f"target_modules: {name!r} is no layer that this service adapts: {', '.join(known)}")
+    if not chosen:
+        raise ValueError(
+            "the adapter would train nothing: switch on train_attn, train_mlp or train_unembed (which a model whose "
+            "head is its embedding does not have)"
+        )
+    return chosen
+
+
+def _part_of(site: Site) -> str:
+    """Attention, MLP or head: every decoder has its layers' two halves under names that say it."""
+    if site.is_head:
+        return "unembed"
+    parts = site.name.split(".")
+    return next((kind for kind in ("attn", "mlp") if any(part.endswith(kind) for part in parts)), "other")
+
+
+def _is_target(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _target_names(sites: Sequence[Site], chosen: Sequence[Site]) -> tuple[str, ...]:
+    """The shortest last parts of names that mean the chosen sites and no other."""
+    others = [site.name for site in sites if site not in chosen]
+    names: dict[str, None] = {}
+    for site in chosen:
+        parts = site.name.split(".")
+        suffixes = (".".join(parts[start:]) for start in range(len(parts) - 1, -1, -1))
+        names[next(s for s in suffixes if not any(_is_target(other, s) for other in others))] = None
+    return tuple(names)
+
+
+def _seed_of(model_id: str, seed: int) -> int:
+    """One that no other model has, and every rank finds."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{model_id}".encode(), digest_size=6).digest(), "big")
+
+
+def _shape_of(spec: AdapterSpec) -> tuple[object, ...]:
+    return spec.rank, spec.alpha, frozenset(spec.targets), spec.use_rslora
+
+
+def _from_json(saved: Mapping[str, JSON]) -> AdapterModel:
+    """What `described` made. Raises ValueError for the checkpoint of something else."""
+    lora = saved.get("lora")
+    if not isinstance(lora, Mapping):
+        raise ValueError("the checkpoint is of full weights, and this service trains adapters")
+    content = cast(Mapping[str, object], lora["spec"])
+    fields = {key: tuple(value) if isinstance(value, list) else value for key, value in content.items()}
+    return AdapterModel(AdapterSpec(**fields), cast(int, lora["seed"]))  # pyright: ignore[reportArgumentType]

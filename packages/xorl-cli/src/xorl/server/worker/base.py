@@ -1,0 +1,127 @@
+"""The base of the service: the model as local training builds and places it, before anybody trains on it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from xorl.ckpt import JSON, WeightSource
+from xorl.config import Config, ServerConfig, SweepMemberConfig
+from xorl.config.server_training import in_server_terms, training_config
+from xorl.core import runtime
+from xorl.core.mesh import Mesh
+from xorl.core.models import Decoder
+from xorl.core.parallel import ParallelModel
+from xorl.core.runtime import Runtime
+from xorl.train.build import parallel_dims
+from xorl.train.model import Architecture, build_model, fill_base, read_architecture
+from xorl.train.quantization import read_options, scheme_of
+from xorl.train.saved_model import describe_model, open_saved
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Base:
+    """A placed model and what it was built from.
+
+    Attributes:
+        config: the service's, resolved.
+        local: the same as local training has it.
+        described: what checkpoints say of the model.
+        fill: gives the base's parameters the values that they began with; collective.
+    """
+
+    config: ServerConfig
+    local: Config
+    architecture: Architecture
+    place: Runtime
+    mesh: Mesh
+    model: ParallelModel
+    described: Mapping[str, JSON]
+    fill: Callable[[], None]
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self.place.device
+
+    @property
+    def module(self) -> Decoder:
+        """The decoder, which owns the parameters."""
+        assert isinstance(self.model.module, Decoder)
+        return self.model.module
+
+    @property
+    def output_dir(self) -> Path:
+        """Where everything is saved."""
+        return Path(self.config.output_dir)
+
+    @property
+    def head_options(self) -> dict[str, bool]:
+        """How losses compute logits."""
+        return {"logits_fp32": self.local.model.lm_head_fp32, "whole_logits": self.local.train.ce_mode == "eager"}
+
+
+def build_base(config: ServerConfig, place: Runtime) -> Base:
+    """Build and place the model in this process's part of the job; collective.
+
+    Raises ValueError that names the option for what the user can mend.
+    """
+    try:
+        return _build(config, place)
+    except ValueError as error:
+        raise ValueError(in_server_terms(str(error))) from error
+
+
+def _build(config: ServerConfig, place: Runtime) -> Base:
+    local = training_config(config)
+    runtime.seed_everything(local.train.seed, place.rank)
+    architecture = read_architecture(local.model)
+    mesh = Mesh(parallel_dims(local, place.world_size), place.device.type)
+    quantization = read_options(local.lora, architecture.hf_config, place.device)
+    source = _start_of(config, local, architecture)
+
+    def fill(module: nn.Module) -> None:
+        assert isinstance(module, Decoder)
+        fill_base(module, architecture, local.model, local.train, quantization, place.device, source)
+
+    lora = local.lora
+    if lora.enable_lora:
+        # The adapters are a bank's, as those of a sweep are: the base is frozen, and has none of its own.
+        lora = lora.model_copy(update={"sweep": [SweepMemberConfig(name="adapter")]})
+    model = build_model(architecture, local.model, local.train, lora, mesh, place.device, fill)
+    module = model.module
+    assert isinstance(module, Decoder)
+
+    def refill() -> None:
+        model.drop_gathered()
+        fill(module)
+        model.drop_gathered()
+
+    described = describe_model(local.model, architecture, scheme_of(module))
+    return Base(config, local, architecture, place, mesh, model, described, refill)
+
+
+def _start_of(config: ServerConfig, local: Config, architecture: Architecture) -> WeightSource | None:
+    """The weights of the checkpoint that the base starts from in place of the model's own, if it does."""
+    if not config.load_checkpoint_path:
+        return None
+    try:
+        saved = open_saved(config.load_checkpoint_path, local.model.model_path)
+    except ValueError as error:
+        raise ValueError(f"load_checkpoint_path: {str(error).removeprefix('PATH: ')}") from error
+    if saved.adapter is not None:
+        raise ValueError(
+            f"load_checkpoint_path: {saved.folder} holds an adapter, and the base starts from whole weights: name the "
+            "adapter's base in model_path, and let a client create a model from the adapter's checkpoint"
+        )
+    if dict(saved.architecture.hf_config) != dict(architecture.hf_config):
+        raise ValueError(f"load_checkpoint_path: {saved.folder} is of another model than config_path describes")
+    logger.info("base_from=%s step=%s", saved.folder, saved.step)
+    return saved.base

@@ -1,0 +1,175 @@
+"""Models to checkpoints and back: `{output_dir}/{kind}/{model}/{name}`, written and published as local training's."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from xorl.ckpt import JSON, Checkpointer, CheckpointError, Manifest, Stateful, is_complete, read_manifest
+from xorl.core.runtime import rng_state, set_rng_state
+from xorl.server.messages import Saved
+from xorl.server.names import CheckpointRef, checkpoint_folder
+from xorl.server.worker.base import Base
+from xorl.server.worker.models import SERVICE, Models, UnknownName
+from xorl.train.export import ModelExport
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class AlreadySaved(ValueError):
+    """There is a checkpoint of this name."""
+
+
+class SavedModels:
+    """The checkpoints of the service's models; every method is collective."""
+
+    def __init__(self, base: Base, models: Models) -> None:
+        self._base = base
+        self._models = models
+
+    def save(
+        self,
+        model_id: str,
+        ref: CheckpointRef,
+        *,
+        operation_id: str,
+        num_steps: int,
+        with_optimizer: bool,
+        replaces: bool = False,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> Saved:
+        """Publish a checkpoint, whole and durable. The same operation again finds it there.
+
+        Raises AlreadySaved for a name that is taken, unless it `replaces` what is there.
+        """
+        folder = self._folder(ref)
+        described = self._models.described(model_id)
+        if is_complete(folder) and not replaces:
+            if _service_info(read_manifest(folder)).get("operation") != operation_id:
+                raise AlreadySaved(f"there is a checkpoint {ref.name!r} of model {ref.model_id!r} already")
+            return _saved(ref, folder)
+        info: dict[str, JSON] = {
+            "model": self._base.described,
+            SERVICE: {
+                **described,
+                "model_id": model_id,
+                "kind": ref.kind,
+                "base_model": self._base.config.model_name,
+                "operation": operation_id,
+                "user_metadata": dict(user_metadata or {}),
+            },
+        }
+        files = self._models.adapter_files(model_id)
+        start = time.perf_counter()
+        Checkpointer(folder.parent, manager=self._base.local.train.ckpt_manager, root_option="output_dir").save(
+            num_steps,
+            self._models.state(model_id, with_optimizer=with_optimizer),
+            info=info,
+            scalars={"step": num_steps},
+            rng=rng_state(self._base.device),
+            write_further=None if files is None else files.write,
+            name=ref.name,
+            replaces=replaces,
+        )
+        logger.info("event=saved model=%s path=%s save_s=%.2f", model_id, folder, time.perf_counter() - start)
+        return _saved(ref, folder)
+
+    def described(self, ref: CheckpointRef) -> Mapping[str, JSON]:
+        """What the checkpoint says of the model in it."""
+        return _service_info(self._manifest(ref))
+
+    def load(self, model_id: str, ref: CheckpointRef, *, with_optimizer: bool) -> int:
+        """Put a model where the checkpoint was; the number of steps that its optimizer has taken then.
+
+        Raises UnknownName where there is none, and ValueError for one of another kind of model, without any change.
+        """
+        manifest = self._manifest(ref)
+        _check_same(self._models.described(model_id), _service_info(manifest))
+        has_optimizer = ref.kind == "weights"
+        if with_optimizer and not has_optimizer:
+            raise ValueError(f"checkpoint {ref.name!r} was saved to sample from and holds no optimizer: load weights/")
+        self._models.before_loading(model_id)
+        state = self._models.state(model_id, with_optimizer=has_optimizer)
+        loaded = self._checkpointer(ref).load(self._folder(ref), state)
+        self._models.loaded(model_id, keeps_optimizer=with_optimizer)
+        if with_optimizer and loaded.rng is not None:
+            set_rng_state(loaded.rng, self._base.device)
+        return loaded.step if with_optimizer else 0
+
+    def reader(self, ref: CheckpointRef) -> Callable[[Mapping[str, Stateful]], None]:
+        """Loads a checkpoint's weights, not the optimizer's state, into what it is given."""
+        has_optimizer = ref.kind == "weights"
+
+        def read(state: Mapping[str, Stateful]) -> None:
+            if has_optimizer:
+                raise ValueError(
+                    f"checkpoint {ref.name!r} was saved to train on: save_weights_for_sampler saves what can be "
+                    "sampled from"
+                )
+            self._checkpointer(ref).load(self._folder(ref), state)
+
+        return read
+
+    def export(self, model_id: str, ref: CheckpointRef, dtype: str) -> Saved:
+        """Write the model, an adapter folded into the base, as Hugging Face's libraries read it."""
+        folder = self._folder(ref)
+        if folder.exists():
+            raise AlreadySaved(f"there is an export {ref.name!r} of model {ref.model_id!r} already")
+        base = self._base
+        recipes = base.architecture.recipes(merge_qkv=base.local.model.merge_qkv)
+        ModelExport(base.model, recipes, base.architecture, DTYPES[dtype], self._models.adapter_files(model_id)).write(
+            folder
+        )
+        return _saved(ref, folder)
+
+    def _manifest(self, ref: CheckpointRef) -> Manifest:
+        folder = self._folder(ref)
+        if not is_complete(folder):
+            raise UnknownName(f"there is no checkpoint {ref.kind}/{ref.name} of model {ref.model_id!r}")
+        return read_manifest(folder)
+
+    def _folder(self, ref: CheckpointRef) -> Path:
+        return checkpoint_folder(self._base.output_dir, ref)
+
+    def _checkpointer(self, ref: CheckpointRef) -> Checkpointer:
+        return Checkpointer(self._folder(ref).parent, root_option="output_dir")
+
+
+def _service_info(manifest: Manifest) -> Mapping[str, JSON]:
+    info = manifest.info.get(SERVICE)
+    if not isinstance(info, Mapping):
+        raise CheckpointError("it was not saved by the service: no client can load it")
+    return cast("Mapping[str, JSON]", info)
+
+
+def _check_same(own: Mapping[str, JSON], saved: Mapping[str, JSON]) -> None:
+    """Raise ValueError unless a checkpoint holds a model of the same kind; the seeds of adapters may differ."""
+    ours, theirs = own.get("lora"), saved.get("lora")
+    if (ours is None) != (theirs is None):
+        kinds = {True: "full weights", False: "an adapter"}
+        raise ValueError(f"the checkpoint is of {kinds[theirs is None]}, and the model is {kinds[ours is None]}")
+    if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+        mine, other = (cast("Mapping[str, JSON]", lora["spec"]) for lora in (ours, theirs))
+        differing = [key for key in mine if _plain(mine[key]) != _plain(other.get(key))]
+        if differing:
+            told = ", ".join(f"{key} {other.get(key)} (the model: {mine[key]})" for key in differing)
+            raise ValueError(
+                f"the checkpoint is of another adapter: {told}. Create a model from the checkpoint instead"
+            )
+
+
+def _plain(value: JSON) -> JSON:
+    """JSON has no tuples."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _saved(ref: CheckpointRef, folder: Path) -> Saved:
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    return Saved(ref, None, sum(file.stat().st_size for file in files), len(files))

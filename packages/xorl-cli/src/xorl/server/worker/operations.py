@@ -1,0 +1,340 @@
+"""The worker's operations: one table from what is asked to what does it, on every rank in the same order.
+
+Each runs on all ranks; results are rank 0's. What fails is a `Failure` and has changed nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import torch
+
+from xorl.ckpt import CheckpointError
+from xorl.lora import Adam
+from xorl.server.messages import (
+    AbortGradients,
+    CreateModel,
+    Failure,
+    ForwardBackward,
+    GradientsAborted,
+    Health,
+    HealthResult,
+    Loaded,
+    LoadWeights,
+    ModelCreated,
+    Operation,
+    OptimResult,
+    OptimStep,
+    Result,
+    Sample,
+    Saved,
+    SaveFullWeights,
+    SaveWeights,
+    SaveWeightsForSampler,
+    ShutDown,
+    Shutdown,
+    Unloaded,
+    UnloadModel,
+    Work,
+)
+from xorl.server.names import CheckpointRef
+from xorl.server.sampler import SampleRequest
+from xorl.server.worker.adapters import AdapterModels
+from xorl.server.worker.base import Base
+from xorl.server.worker.calls import Call, read_call
+from xorl.server.worker.checkpoints import AlreadySaved, SavedModels
+from xorl.server.worker.full import WholeModel
+from xorl.server.worker.models import Models, UnknownName
+from xorl.server.worker.passes import PassRunner
+from xorl.server.worker.sampling import Sampling
+from xorl.server.worker.together import all_or_none, gather_numbers
+
+logger = logging.getLogger(__name__)
+
+NUM_TRAINED = "valid_tokens:sum"
+ReadT = TypeVar("ReadT")
+
+
+@dataclass
+class Progress:
+    """Of one model: optimizer steps taken, and the trained tokens whose gradient waits for the next."""
+
+    num_steps: int = 0
+    num_trained: float = 0.0
+
+
+class Worker:
+    """One rank of the service, with the models on it."""
+
+    def __init__(self, base: Base, incarnation: str) -> None:
+        self.base = base
+        self._incarnation = incarnation
+        self.models: Models = AdapterModels(base) if base.local.lora.enable_lora else WholeModel(base)
+        self.saved = SavedModels(base, self.models)
+        bank = self.models.bank if isinstance(self.models, AdapterModels) else None
+        self.sampling = Sampling(base, self.models, self.saved, bank)
+        self._passes = PassRunner(base, self.models.engine, base.local.data.pad_to_multiple_of)
+        self._progress: dict[str, Progress] = {}
+        self._num_operations = 0
+
+    def run(self, work: Work) -> list[Result]:
+        """The result of each operation, on rank 0; on other ranks a list of that length. Collective."""
+        self._num_operations += len(work.ids)
+        first = work.operations[0]
+        # A Work holds operations of one kind, and of most kinds a single one.
+        if isinstance(first, ForwardBackward):
+            calls = self._read(work, self._read_call)
+            return self._run_groups(work, calls, self._call_groups(calls), self._run_calls)
+        if isinstance(first, Sample):
+            samples = self._read(work, self._read_sample)
+            return self._run_groups(work, samples, self._sample_groups(samples), self._run_samples)
+        try:
+            with all_or_none(type(first).__name__):
+                return [_OPERATIONS[type(first)](self, first, work.ids[0])]
+        except Exception as problem:  # noqa: BLE001 - the client is told, whatever it was, and the others go on
+            return [failure_of(problem)]
+
+    def _read(self, work: Work, read: Callable[[Any, str], ReadT]) -> list[ReadT | Failure]:
+        """Each operation as it can be run, or why not: the same on every rank, which read the same."""
+        found: list[ReadT | Failure] = []
+        for operation, operation_id in zip(work.operations, work.ids, strict=True):
+            try:
+                found.append(read(operation, operation_id))
+            except Exception as problem:  # noqa: BLE001 - as in `run`
+                found.append(failure_of(problem))
+        return found
+
+    def _run_groups(
+        self,
+        work: Work,
+        read: Sequence[ReadT | Failure],
+        groups: Sequence[Sequence[int]],
+        run: Callable[[list[ReadT]], Sequence[Result]],
+    ) -> list[Result]:
+        """Run groups of operations that share a pass; one that fails is no other's matter."""
+        results: dict[int, Result] = {index: one for index, one in enumerate(read) if isinstance(one, Failure)}
+        for members in groups:
+            chosen = [one for one in (read[index] for index in members) if not isinstance(one, Failure)]
+            try:
+                with all_or_none(type(work.operations[0]).__name__):
+                    found = run(chosen)
+            except Exception as problem:  # noqa: BLE001 - as in `run`
+                # What is the client's own fault was found when it was read.
+                found = [failure_of(problem, is_server=True)] * len(members)
+            results |= zip(members, found, strict=True)
+        return [results[index] for index in range(len(read))]
+
+    def _read_call(self, operation: ForwardBackward, _: str) -> Call:
+        self._require(operation.model_id)
+        config = self.base.config
+        vocab_size = self.base.architecture.config.vocab_size
+        call = read_call(operation, bin_len=config.sample_packing_sequence_len, vocab_size=vocab_size)
+        most = self.base.architecture.config.max_position_embeddings
+        longest = max(len(example.tokens) for example in call.examples)
+        if longest > most and self.base.architecture.config.rope is None:
+            raise ValueError(f"a datum has {longest} tokens, and the model has positions for {most}")
+        return call
+
+    def _call_groups(self, calls: Sequence[Call | Failure]) -> list[list[int]]:
+        """Calls that share a pass: of one key, each of another model, no more models than fit."""
+        groups: dict[tuple[object, ...], list[int]] = {}
+        seen: Counter[object] = Counter()
+        for index, call in enumerate(calls):
+            if isinstance(call, Failure):
+                continue
+            seen[call.model_id] += 1
+            seen[key := (call.key, seen[call.model_id])] += 1
+            groups.setdefault((*key, (seen[key] - 1) // self.models.max_per_pass), []).append(index)
+        return list(groups.values())
+
+    def _run_calls(self, calls: Sequence[Call]) -> Sequence[Result]:
+        self.sampling.before_training()
+        outcomes = self._passes.run(calls)
+        for call, outcome in zip(calls, outcomes, strict=True):
+            if not call.forward_only:
+                self._progress[call.model_id].num_trained += outcome.metrics[NUM_TRAINED]
+        return [outcome.result for outcome in outcomes]
+
+    def _read_sample(self, operation: Sample, operation_id: str) -> tuple[SampleRequest, str | None]:
+        source = self.sampling.source_of(operation.sampler)
+        request = self.sampling.request(operation, operation_id, source)
+        self.sampling.check(request)
+        return request, source
+
+    def _sample_groups(self, samples: Sequence[tuple[SampleRequest, str | None] | Failure]) -> list[list[int]]:
+        groups: dict[str | None, list[int]] = {}
+        for index, sample in enumerate(samples):
+            if not isinstance(sample, Failure):
+                groups.setdefault(None if self.models.samples_together else sample[1], []).append(index)
+        return list(groups.values())
+
+    def _run_samples(self, samples: Sequence[tuple[SampleRequest, str | None]]) -> Sequence[Result]:
+        return self.sampling.run([request for request, _ in samples], [source for _, source in samples])
+
+    def _require(self, model_id: str) -> Progress:
+        if model_id not in self._progress:
+            raise UnknownName(f"there is no model {model_id!r} on the workers")
+        return self._progress[model_id]
+
+    def _changed(self, model_id: str) -> None:
+        """Its weights are others now; adapters are sampled from copies, which do not change."""
+        if self.models.lora(model_id) is None:
+            self.sampling.changed()
+
+    def create_model(self, operation: CreateModel, _: str) -> ModelCreated:
+        model_id, start = operation.model_id, operation.checkpoint
+        if model_id in self._progress:
+            raise ValueError(f"there is a model {model_id!r} already")
+        saved = None if start is None else self.saved.described(start)
+        self.models.create(model_id, operation.lora, saved)
+        progress = Progress()
+        try:
+            if start is not None:
+                progress.num_steps = self.saved.load(model_id, start, with_optimizer=operation.with_optimizer)
+        except BaseException:
+            self.models.remove(model_id)
+            raise
+        self._progress[model_id] = progress
+        self._changed(model_id)
+        rank, alpha = self.models.lora(model_id) or (None, None)
+        return ModelCreated(model_id, rank, alpha, progress.num_steps)
+
+    def unload_model(self, operation: UnloadModel, _: str) -> Unloaded:
+        self._require(operation.model_id)
+        self.models.remove(operation.model_id)
+        del self._progress[operation.model_id]
+        return Unloaded(operation.model_id)
+
+    def optim_step(self, operation: OptimStep, _: str) -> OptimResult:
+        progress = self._require(operation.model_id)
+        config = self.base.config
+        if not operation.grad_clip_norm >= 0:
+            raise ValueError(f"grad_clip_norm is 0 for none or a norm, got {operation.grad_clip_norm}")
+        adam = Adam(
+            operation.learning_rate,
+            (operation.beta1, operation.beta2),
+            operation.eps,
+            operation.weight_decay,
+        )
+        divisor = max(progress.num_trained, 1.0) if config.grad_normalization == "token_mean" else 1.0
+        update = self.models.step(
+            operation.model_id,
+            adam,
+            divisor,
+            operation.grad_clip_norm or None,
+            with_norms=config.log_gradient_norms,
+        )
+        scalars = torch.stack([update.grad_norm, update.skipped, *update.norms.values()]).tolist()
+        norm, skipped, *norms = scalars
+        progress.num_steps += not skipped
+        num_trained, progress.num_trained = progress.num_trained, 0.0
+        self._changed(operation.model_id)
+        metrics = {
+            "grad_norm": norm,
+            "learning_rate": operation.learning_rate,
+            "step": float(progress.num_steps),
+            "skipped": skipped,
+            "num_trained_tokens": num_trained,
+        }
+        return OptimResult(metrics | {f"grad_norm/{kind}": n for kind, n in zip(update.norms, norms, strict=True)})
+
+    def abort_gradients(self, operation: AbortGradients, _: str) -> GradientsAborted:
+        progress = self._require(operation.model_id)
+        self.models.zero_grad(operation.model_id)
+        progress.num_trained = 0.0
+        return GradientsAborted(operation.model_id, progress.num_steps)
+
+    def save_weights(self, operation: SaveWeights, operation_id: str) -> Saved:
+        progress = self._require(operation.model_id)
+        return self.saved.save(
+            operation.model_id,
+            CheckpointRef(operation.model_id, "weights", operation.name),
+            operation_id=operation_id,
+            num_steps=progress.num_steps,
+            with_optimizer=True,
+            replaces=operation.overwrite,
+            user_metadata=operation.user_metadata,
+        )
+
+    def load_weights(self, operation: LoadWeights, _: str) -> Loaded:
+        progress = self._require(operation.model_id)
+        num_steps = self.saved.load(operation.model_id, operation.checkpoint, with_optimizer=operation.optimizer)
+        progress.num_steps, progress.num_trained = num_steps, 0.0
+        self._changed(operation.model_id)
+        return Loaded(operation.model_id, operation.checkpoint, num_steps)
+
+    def save_weights_for_sampler(self, operation: SaveWeightsForSampler, operation_id: str) -> Saved:
+        progress = self._require(operation.model_id)
+        if operation.name is None:
+            if operation.sampler_id is None:
+                raise ValueError("weights are kept for a sampler by its id, or saved under a name: give one of them")
+            self.models.keep(operation.model_id, operation.sampler_id)
+            self.sampling.changed(self.models.kept(operation.model_id, operation.sampler_id))
+            return Saved(None, operation.sampler_id)
+        return self.saved.save(
+            operation.model_id,
+            CheckpointRef(operation.model_id, "sampler_weights", operation.name),
+            operation_id=operation_id,
+            num_steps=progress.num_steps,
+            with_optimizer=False,
+            user_metadata=operation.user_metadata,
+        )
+
+    def save_full_weights(self, operation: SaveFullWeights, _: str) -> Saved:
+        self._require(operation.model_id)
+        ref = CheckpointRef(operation.model_id, "external_weights", operation.name)
+        return self.saved.export(operation.model_id, ref, operation.dtype)
+
+    def health(self, _: Health, __: str) -> HealthResult:
+        used, total = list[int](), list[int]()
+        if self.base.device.type == "cuda":
+            free, size = torch.cuda.mem_get_info(self.base.device)
+            for row in gather_numbers([size - free, size]):
+                used.append(row[0])
+                total.append(row[1])
+        return HealthResult(
+            self._incarnation,
+            self.base.place.world_size,
+            self.base.mesh.dp_size,
+            list(self._progress),
+            self._num_operations,
+            used,
+            total,
+        )
+
+    def shut_down(self, _: Shutdown, __: str) -> ShutDown:
+        return ShutDown()
+
+
+_OPERATIONS: Mapping[type[Operation], Callable[[Worker, Any, str], Result]] = MappingProxyType(
+    {
+        CreateModel: Worker.create_model,
+        UnloadModel: Worker.unload_model,
+        OptimStep: Worker.optim_step,
+        AbortGradients: Worker.abort_gradients,
+        SaveWeights: Worker.save_weights,
+        LoadWeights: Worker.load_weights,
+        SaveWeightsForSampler: Worker.save_weights_for_sampler,
+        SaveFullWeights: Worker.save_full_weights,
+        Health: Worker.health,
+        Shutdown: Worker.shut_down,
+    }
+)
+
+
+def failure_of(problem: Exception, *, is_server: bool = False) -> Failure:
+    """What a client is told. is_server: it is not the client's fault, whatever it is."""
+    for kind, status in ((UnknownName, 404), (AlreadySaved, 409), (ValueError, 400), (CheckpointError, 400)):
+        if isinstance(problem, kind) and not is_server:
+            return Failure("user", status, str(problem))
+    logger.error("event=operation_failed error=%r", problem, exc_info=problem)
+    if isinstance(problem, torch.OutOfMemoryError):
+        torch.cuda.empty_cache()
+        reason = "the GPUs ran out of memory: send less at once, or lower sample_packing_sequence_len of the service"
+        return Failure("server", 500, f"{reason} ({str(problem).splitlines()[0]})")
+    return Failure("server", 500, f"{type(problem).__name__}: {problem}")

@@ -1,0 +1,217 @@
+"""Samples for clients, by the embedded sampler: from the base, from what is kept in memory, and from checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from xorl.data import TextTokenizer, load_tokenizer
+from xorl.lora import AdapterBank
+from xorl.server.arrays import Array
+from xorl.server.messages import (
+    BaseSampler,
+    CheckpointSampler,
+    Sample,
+    SampledSequence,
+    SampleResult,
+    SamplerRef,
+    SnapshotSampler,
+    TopLogprobs,
+)
+from xorl.server.sampler import Sampler, SampleRequest, cache_bytes_per_token
+from xorl.server.sampler import SampleResult as Sampled
+from xorl.server.sampler import TopLogprobs as Likeliest
+from xorl.server.worker.base import Base
+from xorl.server.worker.checkpoints import SavedModels
+from xorl.server.worker.models import Models
+
+# Of a device's memory, the share that the cache of keys and values may take; and never more than so many contexts.
+CACHE_SHARE = 0.1
+CACHE_CONTEXTS = 64
+
+
+class Sampling:
+    """The sampler over the worker's models. A source's name is what the cache knows its weights by."""
+
+    def __init__(self, base: Base, models: Models, saved: SavedModels, bank: AdapterBank | None) -> None:
+        self._base = base
+        self._models = models
+        self._saved = saved
+        mesh = base.mesh
+        self._cache_tokens = base.config.sampler_cache_tokens or _cache_tokens(base)
+        self._sampler = Sampler(
+            base.model,
+            device=base.device,
+            cache_tokens=self._cache_tokens,
+            # Else every token of every sample would gather the whole model again. Training frees it.
+            keep_gathered=True,
+            group=mesh.dp_group if mesh.dp_size > 1 else None,
+            bank=bank,
+        )
+        self._has_gathered = False
+        self._num_changes = 0
+        self._current: str | None = None
+
+    def source_of(self, ref: SamplerRef) -> str | None:
+        """What `run` samples from; None is the base. Collective: a checkpoint that is not held is read.
+
+        Raises UnknownName where it is not there.
+        """
+        if isinstance(ref, BaseSampler):
+            return None
+        if isinstance(ref, SnapshotSampler):
+            return self._models.kept(ref.model_id, ref.sampler_id)
+        if not isinstance(ref, CheckpointSampler):
+            raise ValueError(f"workers sample from what a {type(ref).__name__} stands for, which the orchestrator says")
+        source = ref.checkpoint.uri("xorl")
+        if not self._models.is_held(source):
+            self._models.hold(source, self._saved.described(ref.checkpoint), self._saved.reader(ref.checkpoint))
+        return source
+
+    def request(self, operation: Sample, operation_id: str, source: str | None) -> SampleRequest:
+        """What the sampler is asked. Raises ValueError for what it cannot do."""
+        prompt = tuple(operation.prompt.numpy().tolist())
+        room = min(self._base.architecture.config.max_position_embeddings, self._cache_tokens) - len(prompt)
+        if operation.max_tokens is None and room < 1:
+            raise ValueError(f"prompt: {len(prompt)} tokens leave no room in the context for another one")
+        ends = () if operation.ignore_end else self.end_tokens
+        targets = operation.target_prompt_tokens
+        return SampleRequest(
+            prompt,
+            room if operation.max_tokens is None else operation.max_tokens,
+            seed=_seed_of(operation_id) if operation.seed is None else operation.seed,
+            num_samples=operation.num_samples,
+            temperature=operation.temperature,
+            top_k=operation.top_k,
+            top_p=operation.top_p,
+            stop=tuple((token,) for token in (*operation.stop_ids, *ends)),
+            is_end=self._ends_with(operation.stop_strings) if operation.stop_strings else None,
+            adapter=source if self._models.samples_together else None,
+            prompt_logprobs=operation.prompt_logprobs,
+            top_prompt_logprobs=operation.topk_prompt_logprobs,
+            top_sample_logprobs=operation.topk_sample_logprobs,
+            target_tokens=None if targets is None else targets.numpy().astype(np.int64),
+        )
+
+    def run(self, requests: Sequence[SampleRequest], sources: Sequence[str | None]) -> list[SampleResult]:
+        """The results of requests that can be sampled together; collective."""
+        with self._models.sampling(sources):
+            if not self._models.samples_together and sources[0] != self._current:
+                self.changed()
+                self._current = sources[0]
+            self._has_gathered = True
+            pending: list[int] = []
+            try:
+                pending.extend(self._sampler.submit(request) for request in requests)
+                found: dict[int, Sampled] = {}
+                while self._sampler.num_pending:
+                    found |= {result.request_id: result for result in self._sampler.step()}
+            except BaseException:
+                for request_id in pending:
+                    self._sampler.cancel(request_id)
+                self._sampler.forget()
+                self._base.model.recover()
+                raise
+        return [_result(found[request_id]) for request_id in pending]
+
+    def check(self, request: SampleRequest) -> None:
+        """Raise ValueError for what this model cannot continue."""
+        self._sampler.cancel(self._sampler.submit(request))
+
+    def changed(self, source: str | None = None) -> None:
+        """The weights of a source, or with None the model's, are others now."""
+        self._num_changes += 1
+        self._sampler.weights_changed(self._num_changes, source)
+
+    def before_training(self) -> None:
+        """Free what generation left gathered."""
+        if self._has_gathered:
+            self._base.model.drop_gathered()
+            self._has_gathered = False
+
+    @cached_property
+    def end_tokens(self) -> tuple[int, ...]:
+        """The tokens with which the model says that it is done, by its files."""
+        architecture = self._base.architecture
+        found = _ids(architecture.hf_config.get("eos_token_id"))
+        folder = architecture.tokenizer_folder
+        if folder is not None and (file := folder / "generation_config.json").is_file():
+            found += _ids(json.loads(file.read_text()).get("eos_token_id"))
+        if not found and folder is not None and (folder / "tokenizer.json").is_file():
+            found += _ids(self._tokenizer.eos_id)
+        return tuple(dict.fromkeys(found))
+
+    @cached_property
+    def _tokenizer(self) -> TextTokenizer:
+        folder = self._base.architecture.tokenizer_folder
+        if folder is None:
+            raise ValueError("stop: strings need the model's tokenizer, and it has none: give token ids")
+        return load_tokenizer(folder)
+
+    def _ends_with(self, strings: Sequence[str]) -> Callable[[Sequence[int]], bool]:
+        core = self._tokenizer.core
+        # A token has at least one byte of the text, but for parts of characters at both ends.
+        width = max(len(string.encode()) for string in strings) + 8
+
+        def is_end(tokens: Sequence[int]) -> bool:
+            text = core.decode(list(tokens[-width:]), skip_special_tokens=False)
+            return any(string in text for string in strings)
+
+        return is_end
+
+
+def _cache_tokens(base: Base) -> int:
+    config = base.architecture.config
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if base.device.type == "cuda":
+        total = torch.cuda.get_device_properties(base.device).total_memory
+    tokens = int(CACHE_SHARE * total / cache_bytes_per_token(config, base.module.compute_dtype))
+    return min(tokens, CACHE_CONTEXTS * config.max_position_embeddings)
+
+
+def _seed_of(operation_id: str) -> int:
+    """One that the same operation has again."""
+    return int.from_bytes(hashlib.blake2b(operation_id.encode(), digest_size=7).digest(), "big")
+
+
+def _ids(value: object) -> list[int]:
+    """What configurations say of one token, of several, or of none."""
+    if isinstance(value, int):
+        return [value]
+    return [token for token in value if isinstance(token, int)] if isinstance(value, list) else []
+
+
+def _result(sampled: Sampled) -> SampleResult:
+    return SampleResult(
+        sequences=[
+            SampledSequence(
+                Array.of(np.array(sample.tokens, np.int32)),
+                Array.of(sample.logprobs.astype(np.float32)),
+                sample.finish_reason,
+                _top(sample.top_logprobs),
+                sample.versions,
+            )
+            for sample in sampled.samples
+        ],
+        prompt_logprobs=_optional(sampled.prompt_logprobs),
+        topk_prompt_logprobs=_top(sampled.top_prompt_logprobs),
+        target_prompt_logprobs=_optional(sampled.target_logprobs),
+        num_cached_tokens=sampled.num_cached_tokens,
+    )
+
+
+def _optional(values: NDArray[np.float32] | None) -> Array | None:
+    return None if values is None else Array.of(values.astype(np.float32))
+
+
+def _top(top: Likeliest | None) -> TopLogprobs | None:
+    if top is None:
+        return None
+    return TopLogprobs(Array.of(top.token_ids.astype(np.int32)), Array.of(top.logprobs.astype(np.float32)))

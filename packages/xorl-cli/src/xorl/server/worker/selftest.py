@@ -1,0 +1,57 @@
+"""A pass on made-up tokens before the first client comes: whether this model trains here at all."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import numpy as np
+
+from xorl.server.arrays import Array, Datum
+from xorl.server.messages import (
+    CreateModel,
+    Failure,
+    ForwardBackward,
+    LossResult,
+    Operation,
+    OptimResult,
+    OptimStep,
+    Result,
+    UnloadModel,
+    Work,
+)
+from xorl.server.worker.operations import Worker
+
+logger = logging.getLogger(__name__)
+
+MODEL_ID = "self-test"
+NUM_TOKENS = 64
+
+
+def self_test(worker: Worker) -> None:
+    """Train a model of its own for a step that changes nothing; collective.
+
+    Raises RuntimeError, on every rank, where that fails or gives a loss or a gradient that is not finite.
+    """
+    vocab_size = worker.base.architecture.config.vocab_size
+    length = min(NUM_TOKENS, worker.base.config.sample_packing_sequence_len)
+    tokens = np.random.default_rng(0).integers(0, vocab_size, length + 1)
+    datum = Datum(Array.of(tokens[:-1].astype(np.int32)), {"target_tokens": Array.of(tokens[1:].astype(np.int64))})
+    _run(worker, CreateModel(MODEL_ID))
+    # Every data-parallel rank has something to compute.
+    loss = _run(worker, ForwardBackward(MODEL_ID, [datum] * worker.base.mesh.dp_size, "cross_entropy"))
+    update = _run(worker, OptimStep(MODEL_ID, learning_rate=0.0))
+    _run(worker, UnloadModel(MODEL_ID))
+    assert isinstance(loss, LossResult)
+    assert isinstance(update, OptimResult)
+    mean, norm = loss.metrics["loss:mean"], update.metrics["grad_norm"]
+    if not (math.isfinite(mean) and math.isfinite(norm)):
+        raise RuntimeError(f"enable_self_test: the loss is {mean} and the gradient's norm {norm} on random tokens")
+    logger.info("event=self_test loss=%.4f grad_norm=%.4g tokens=%d", mean, norm, length)
+
+
+def _run(worker: Worker, operation: Operation) -> Result:
+    (result,) = worker.run(Work([f"self-test-{type(operation).__name__}"], [operation]))
+    if isinstance(result, Failure):
+        raise RuntimeError(f"enable_self_test: {type(operation).__name__} failed: {result.message}")
+    return result

@@ -1,0 +1,107 @@
+"""The worker's loop: rank 0 receives work and tells the others, all run it, rank 0 answers."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+
+import msgspec
+
+from xorl.core.runtime import GarbageCollection
+from xorl.server.channel import BlockingServer
+from xorl.server.messages import Done, Failure, Result, ShutDown, Work
+from xorl.server.worker.operations import Worker
+from xorl.server.worker.together import broadcast_bytes
+
+logger = logging.getLogger(__name__)
+
+# Other ranks wait for rank 0 in a collective, which gives up at some time, and notice that way that it is gone.
+IDLE_S = 10.0
+MAX_RESULTS, MAX_RESULT_BYTES = 512, 512 * 2**20
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Work).decode
+
+
+class Results:
+    """The results of the last operations that succeeded, by their ids: an orchestrator that lost one asks again."""
+
+    def __init__(self, *, max_results: int = MAX_RESULTS, max_bytes: int = MAX_RESULT_BYTES) -> None:
+        self._max_results = max_results
+        self._max_bytes = max_bytes
+        self._results: OrderedDict[str, tuple[Result, int]] = OrderedDict()
+        self._num_bytes = 0
+
+    def add(self, operation_id: str, result: Result) -> None:
+        """Remember one, and forget the oldest where there are too many. A failure changed nothing: it may run again."""
+        if isinstance(result, Failure):
+            return
+        size = len(_encode(result))
+        self._results[operation_id] = (result, size)
+        self._num_bytes += size
+        while len(self._results) > 1 and (len(self._results) > self._max_results or self._num_bytes > self._max_bytes):
+            _, (_, gone) = self._results.popitem(last=False)
+            self._num_bytes -= gone
+
+    def of(self, operation_id: str) -> Result | None:
+        """The result, if it is remembered."""
+        found = self._results.get(operation_id)
+        return None if found is None else found[0]
+
+
+def lead(worker: Worker, server: BlockingServer[Work]) -> None:
+    """Rank 0, until it is asked to shut down; collective with `follow`."""
+    results = Results()
+    with _garbage(worker) as garbage:
+        number = 0
+        while True:
+            received = server.receive(IDLE_S)
+            if received is None:
+                broadcast_bytes(b"")
+                continue
+            done = _do(worker, received.message, results)
+            received.reply(done)
+            number += 1
+            garbage.step(number)
+            if isinstance(done.results[0], ShutDown):
+                return
+
+
+def follow(worker: Worker) -> None:
+    """Other ranks: do what rank 0 does, until it shuts down."""
+    with _garbage(worker) as garbage:
+        number = 0
+        while True:
+            body = broadcast_bytes(None)
+            if not body:
+                continue
+            results = worker.run(_decode(body))
+            number += 1
+            garbage.step(number)
+            if isinstance(results[0], ShutDown):
+                return
+
+
+def _do(worker: Worker, work: Work, results: Results) -> Done:
+    """Do what has not been done before."""
+    missing = [index for index, operation_id in enumerate(work.ids) if results.of(operation_id) is None]
+    if missing:
+        rest = Work([work.ids[index] for index in missing], [work.operations[index] for index in missing])
+        broadcast_bytes(_encode(rest))
+        found = dict(zip(missing, worker.run(rest), strict=True))
+    else:
+        found = {}
+        logger.info("event=answered_again ids=%s", ",".join(work.ids))
+    answer: list[Result] = []
+    for index, operation_id in enumerate(work.ids):
+        result = found.get(index) or results.of(operation_id)
+        assert result is not None, "either it was done now, or before"
+        answer.append(result)
+    for index, result in found.items():
+        results.add(work.ids[index], result)
+    return Done(work.ids, answer)
+
+
+def _garbage(worker: Worker) -> GarbageCollection:
+    train = worker.base.local.train
+    return GarbageCollection(train.gc_steps, train.empty_cache_steps)

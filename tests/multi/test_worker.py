@@ -1,0 +1,409 @@
+"""The service's workers compute what plain torch computes, on one rank and on two, and keep what they are told to."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from placement import whole
+from worker_ranks import HF_CONFIG, ask, datum, done, service_config, train, values, worker_of
+from xorl.core.loss import cross_entropy
+from xorl.core.models import spec_for
+from xorl.core.nn import LayerKernels
+from xorl.data import Document, collate
+from xorl.kernels.layout import SequenceLayout
+from xorl.lora import AdapterSpec, adapters, init_adapters, inject
+from xorl.server.arrays import Datum
+from xorl.server.messages import (
+    AbortGradients,
+    BaseSampler,
+    CheckpointSampler,
+    CreateModel,
+    Failure,
+    ForwardBackward,
+    LoadWeights,
+    LoraSpec,
+    LossResult,
+    ModelCreated,
+    OptimResult,
+    OptimStep,
+    Sample,
+    SampleResult,
+    Saved,
+    SaveFullWeights,
+    SaveWeights,
+    SaveWeightsForSampler,
+    SnapshotSampler,
+    UnloadModel,
+)
+from xorl.server.names import CheckpointRef
+from xorl.server.worker.adapters import AdapterModels
+from xorl.server.worker.full import WholeModel
+from xorl.server.worker.operations import Worker
+from xorl.train.build import build_engine
+
+LORA = {"enable_lora": True, "lora_rank": 4, "lora_models_on_device": 3}
+KINDS: dict[str, dict[str, object]] = {"full": {}, "lora": LORA}
+ADAPTER = LoraSpec(rank=3, alpha=8.0, seed=5)
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
+
+
+class Reference:
+    """The same model without packing, placement or kernels, trained by torch's own AdamW."""
+
+    def __init__(self, kind: str) -> None:
+        spec = spec_for(HF_CONFIG)
+        with torch.device("meta"):
+            self.model = spec.build(spec.config_from_hf(HF_CONFIG), merge_qkv=True, kernels=LayerKernels())
+            if kind == "lora":
+                inject(self.model, AdapterSpec(rank=3, alpha=8.0, targets=TARGETS))
+        self.model.to_empty(device="cpu")
+        self.model.init_weights(42)
+        if kind == "lora":
+            init_adapters(self.model, seed=5)
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+
+    def logprobs(self, one: Datum) -> Tensor:
+        """[n] or [n, K]."""
+        tokens = torch.from_numpy(one.tokens.numpy().astype(np.int64))
+        targets = torch.from_numpy(one.arrays["target_tokens"].numpy().copy())
+        logits = self.model(tokens, SequenceLayout.from_lengths([len(tokens)]))
+        found = F.log_softmax(logits.float(), dim=-1)
+        return found.gather(1, targets.reshape(len(tokens), -1)).reshape(targets.shape)
+
+    def backward(self, data: list[Datum]) -> tuple[float, list[Tensor]]:
+        """-sum(weight * log p), whose gradient is added, and the log-probabilities."""
+        found = [self.logprobs(one) for one in data]
+        weights = [torch.from_numpy(one.arrays["weights"].numpy().copy()) for one in data]
+        loss = -torch.stack([(w * p).sum() for w, p in zip(weights, found, strict=True)]).sum()
+        loss.backward()
+        return float(loss.detach()), [one.detach() for one in found]
+
+    def step(self, operation: OptimStep) -> float:
+        """The norm before clipping."""
+        limit = operation.grad_clip_norm or float("inf")
+        norm = nn.utils.clip_grad_norm_(self.parameters, limit)
+        if not hasattr(self, "optimizer"):
+            self.optimizer = torch.optim.AdamW(self.parameters)
+        for group in self.optimizer.param_groups:
+            group.update(
+                lr=operation.learning_rate,
+                betas=(operation.beta1, operation.beta2),
+                eps=operation.eps,
+                weight_decay=operation.weight_decay,
+            )
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(norm)
+
+    def trained(self) -> dict[str, Tensor]:
+        """Values by name; those of adapters as a bank names them."""
+        found = dict(self.model.named_parameters())
+        for name, adapter in adapters(self.model).items():
+            found |= {f"{name}.lora_A": adapter.A, f"{name}.lora_B": adapter.B}
+        return {name: value.detach().clone() for name, value in found.items() if value.requires_grad}
+
+
+def trained_values(worker: Worker, model_id: str) -> dict[str, Tensor]:
+    """What a model has learnt, whole; collective."""
+    if isinstance(worker.models, AdapterModels):
+        snapshot = worker.models.bank.snapshot(model_id)
+        return {name: snapshot.tensors()[name] for name, _ in snapshot.names}
+    worker.base.model.drop_gathered()
+    return {name: whole(value) for name, value in worker.base.module.named_parameters()}
+
+
+def gradients(worker: Worker, model_id: str) -> dict[str, Tensor]:
+    """What waits for a step on this rank, copied."""
+    if isinstance(worker.models, AdapterModels):
+        return {name: grad.clone() for name, grad in worker.models.bank.gradients(model_id).items()}
+    assert isinstance(worker.models, WholeModel)
+    named = worker.base.module.named_parameters()
+    return {name: whole(p.grad) for name, p in named if p.grad is not None}
+
+
+def make(folder: Path, kind: str, model_id: str = "m", **options: object) -> Worker:
+    worker = worker_of(service_config(folder, **KINDS[kind], **options))
+    done(worker, CreateModel(model_id, lora=ADAPTER if kind == "lora" else None))
+    return worker
+
+
+def shards(num_ranks: int) -> dict[str, object]:
+    return {"data_parallel_shard_size": num_ranks}
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_losses_gradients_and_steps_are_those_of_plain_torch(
+    kind: str, num_ranks: int, tmp_path: Path, run_ranks
+) -> None:
+    # Catches labels that are shifted again, means, ranks that repeat each other's work, lost or stale
+    # hyperparameters, and values that come back to other data.
+    calls = [
+        [datum(5 + 2 * i, i, weights=w) for i, w in enumerate((1.0, 0.25, -0.5, 0.0, 2.0, 1.0, 1.0))],
+        [datum(40, 9, weights=1.0), datum(3, 10, num_targets=3, weights=0.5), datum(4, 11, num_targets=2, weights=1.0)],
+    ]
+    # Of a gradient near 0, Adam with a small eps makes a step that hangs on its rounding.
+    steps = [
+        OptimStep("m", 1e-2, 0.8, 0.9, 1e-2, 0.1, grad_clip_norm=1.0),
+        OptimStep("m", 3e-3, 0.9, 0.95, 1e-3, 0.0),
+    ]
+    plain = Reference(kind)
+    wanted: list[tuple[float, list[Tensor]]] = []
+    norms: list[float] = []
+    for step in steps:
+        wanted += [plain.backward(data) for data in calls]
+        norms.append(plain.step(step))
+
+    def run() -> tuple[list[object], dict[str, Tensor]]:
+        worker = make(tmp_path, kind, **shards(num_ranks))
+        results = []
+        for step in steps:
+            results += [done(worker, ForwardBackward("m", data, "cross_entropy")) for data in calls]
+            results.append(done(worker, step))
+        return results, trained_values(worker, "m")
+
+    every = run_ranks(run, num_ranks)
+    results, learnt = every[0]
+    losses = [result for result in results if isinstance(result, LossResult)]
+    for got, (loss, logprobs) in zip(losses, wanted, strict=True):
+        assert got.metrics["loss:sum"] == pytest.approx(loss, rel=1e-5)
+        for one, other in zip(got.fields["logprobs"], logprobs, strict=True):
+            np.testing.assert_allclose(values(one), other.numpy(), rtol=1e-5, atol=1e-5)
+    updates = [result for result in results if isinstance(result, OptimResult)]
+    for index, (update, norm) in enumerate(zip(updates, norms, strict=True)):
+        assert update.metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+        assert update.metrics["step"] == index + 1
+        squares = sum(value**2 for name, value in update.metrics.items() if name.startswith("grad_norm/"))
+        assert squares**0.5 == pytest.approx(norm, rel=1e-4)
+    reference = plain.trained()
+    for name, value in learnt.items():
+        torch.testing.assert_close(value, reference[name], rtol=1e-4, atol=1e-5)
+    for _, other in every[1:]:
+        assert all(torch.equal(other[name], value) for name, value in learnt.items())
+
+
+@pytest.mark.multi
+def test_the_service_and_local_training_give_the_same_gradient_to_the_bit(tmp_path: Path, run_ranks) -> None:
+    # Catches a service that computes by other ways than local training.
+    rows = [np.random.default_rng(seed).integers(0, 60, 9 + seed) for seed in range(4)]
+
+    def run() -> None:
+        data = []
+        for index, row in enumerate(rows):
+            one = datum(len(row), index)
+            targets = np.append(row[1:], -100)
+            data.append(
+                Datum(
+                    one.tokens.of(row.astype(np.int32)),
+                    {"target_tokens": one.tokens.of(targets.astype(np.int64))},
+                )
+            )
+        worker = make(tmp_path, "full")
+        result = done(worker, ForwardBackward("m", data, "cross_entropy"))
+        assert isinstance(result, LossResult)
+        base = worker.base
+        engine = build_engine(base.local, base.architecture, base.mesh, base.device)
+        packed = collate([Document(row, row) for row in rows], pad_to_multiple_of=base.local.data.pad_to_multiple_of)
+        losses = engine.forward_backward([packed], partial(cross_entropy, **base.head_options))
+        assert float(losses.loss_sum) == pytest.approx(result.metrics["loss:sum"], rel=1e-6)
+        local = dict(engine.model.module.named_parameters())
+        for name, gradient in gradients(worker, "m").items():
+            assert torch.equal(gradient, whole(local[name].grad)), name
+
+    run_ranks(run, 1)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_failed_call_leaves_the_gradient_on_every_rank(kind: str, tmp_path: Path, run_ranks) -> None:
+    # Catches half of a failed forward_backward in the next step, and workers that hang or end with it.
+    good = [datum(5 + i, i) for i in range(5)]
+
+    def run() -> None:
+        worker = make(tmp_path, kind, **shards(2))
+        done(worker, ForwardBackward("m", good, "cross_entropy"))
+        before = gradients(worker, "m")
+        bad = [
+            (ForwardBackward("m", [good[0], datum(65)], "cross_entropy"), "datum 1 has 65 tokens"),
+            (ForwardBackward("m", good, "nonsense"), "there is no loss 'nonsense'"),
+            (ForwardBackward("m", good, "ppo"), "needs logprobs and advantages"),
+            (ForwardBackward("m", good, "cross_entropy", {"temperature": 2.0}), "has no option 'temperature'"),
+            (ForwardBackward("x", good, "cross_entropy"), "there is no model 'x'"),
+            (ForwardBackward("m", [], "cross_entropy"), "data is empty"),
+            (ForwardBackward("m", [datum(4, mask=1.0)], "cross_entropy"), "no loss reads mask"),
+        ]
+        for operation, message in bad:
+            (failure,) = ask(worker, operation)
+            assert isinstance(failure, Failure)
+            assert failure.category == "user"
+            assert message in failure.message
+        layer = worker.base.module.layers[1]
+
+        def broken(module: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            raise RuntimeError("a kernel failed")
+
+        for hook in (layer.register_forward_hook(broken), layer.register_full_backward_pre_hook(_broken_backward)):
+            (failure,) = ask(worker, ForwardBackward("m", good, "cross_entropy"))
+            hook.remove()
+            assert isinstance(failure, Failure)
+            assert failure.category == "server"
+        after = gradients(worker, "m")
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], value) for name, value in after.items())
+        done(worker, ForwardBackward("m", good, "cross_entropy"), OptimStep("m", 1e-2))
+        done(worker, ForwardBackward("m", good, "cross_entropy"), AbortGradients("m"))
+        update = done(worker, OptimStep("m", 1e-2))
+        assert isinstance(update, OptimResult)
+        assert update.metrics["grad_norm"] == 0.0
+
+    run_ranks(run, 2)
+
+
+def _broken_backward(module: nn.Module, given: tuple[Tensor, ...]) -> None:
+    raise RuntimeError("a kernel failed")
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(("kind", "num_ranks"), [("full", 1), ("full", 2), ("lora", 2)])
+def test_saved_models_go_on_to_the_bit(kind: str, num_ranks: int, tmp_path: Path, run_ranks) -> None:
+    # Catches states, counts and seeds that a checkpoint lacks, and names that are overwritten or lead elsewhere.
+    data = [datum(4 + i, i) for i in range(5)]
+    ref = CheckpointRef("m", "weights", "a")
+
+    def first() -> dict[str, Tensor]:
+        worker = make(tmp_path, kind, **shards(num_ranks))
+        done(worker, *train("m", data), SaveWeights("m", "a"), SaveWeightsForSampler("m", "s"))
+        (again,) = ask(worker, SaveWeights("m", "a"), ids=["another"])
+        assert isinstance(again, Failure)
+        assert again.status == 409
+        (same,) = ask(worker, SaveWeights("m", "a"))
+        assert isinstance(same, Saved)
+        assert same.size_bytes > 0
+        done(worker, *train("m", data))
+        ask(worker, SaveWeights("m", "b"), ids=["b"])
+        assert isinstance(ask(worker, SaveWeights("m", "b", overwrite=True), ids=["c"])[0], Saved)
+        done(worker, SaveFullWeights("m", "e"))
+        return trained_values(worker, "m")
+
+    def second() -> dict[str, Tensor]:
+        worker = worker_of(service_config(tmp_path, **KINDS[kind], **shards(num_ranks)))
+        (missing,) = ask(worker, CreateModel("n", checkpoint=CheckpointRef("m", "weights", "no")))
+        assert isinstance(missing, Failure)
+        assert missing.status == 404
+        created = done(worker, CreateModel("n", checkpoint=ref, with_optimizer=True))
+        assert isinstance(created, ModelCreated)
+        assert (created.num_steps, created.lora_rank) == (1, 3 if kind == "lora" else None)
+        done(worker, *train("n", data))
+        got = trained_values(worker, "n")
+        done(worker, LoadWeights("n", ref, optimizer=True), *train("n", data))
+        assert all(torch.equal(got[name], value) for name, value in trained_values(worker, "n").items())
+        done(worker, LoadWeights("n", CheckpointRef("m", "sampler_weights", "s"), optimizer=False))
+        (refused,) = ask(worker, LoadWeights("n", CheckpointRef("m", "sampler_weights", "s"), optimizer=True))
+        assert isinstance(refused, Failure)
+        done(worker, *train("n", data))
+        fresh = trained_values(worker, "n")
+        assert not all(torch.equal(got[name], value) for name, value in fresh.items())
+        return got
+
+    wanted = run_ranks(first, num_ranks)[0]
+    got = run_ranks(second, num_ranks)[0]
+    assert all(torch.equal(got[name], value) for name, value in wanted.items())
+    assert (tmp_path / "outputs" / "weights" / "m" / "a" / "metadata.json").is_file()
+    assert list((tmp_path / "outputs" / "external_weights" / "m" / "e").glob("*.safetensors"))
+
+
+@pytest.mark.multi
+def test_models_in_one_pass_are_what_they_are_alone(tmp_path: Path, run_ranks) -> None:
+    # Catches clients who see each other's tokens, metrics or gradients, and more models than one pass holds.
+    names = ("a", "b", "c", "d")
+    own = {
+        name: [datum(4 + 3 * i + 5 * j, 7 * i + j, weights=1.0 + i) for j in range(3)] for i, name in enumerate(names)
+    }
+
+    def run() -> None:
+        worker = worker_of(service_config(tmp_path, **LORA, **shards(2)))
+        for index, name in enumerate(names):
+            done(worker, CreateModel(name, lora=LoraSpec(rank=1 + index, seed=index)))
+        alone = {name: [done(worker, *train(name, own[name])), trained_values(worker, name)] for name in names}
+        for name in names:
+            done(worker, UnloadModel(name))
+            done(worker, CreateModel(name, lora=LoraSpec(rank=1 + names.index(name), seed=names.index(name))))
+        calls = [ForwardBackward(name, own[name], "cross_entropy") for name in names]
+        wanted = [done(worker, ForwardBackward(n, own[n], "cross_entropy", forward_only=True)) for n in names]
+        wrong = ForwardBackward("a", [datum(70)], "cross_entropy")
+        results = ask(worker, *calls, wrong)
+        assert isinstance(results.pop(), Failure)
+        for got, one in zip(results, wanted, strict=True):
+            assert isinstance(got, LossResult)
+            assert isinstance(one, LossResult)
+            assert got.metrics == pytest.approx(one.metrics, rel=1e-5)
+            for mine, other in zip(got.fields["logprobs"], one.fields["logprobs"], strict=True):
+                np.testing.assert_allclose(values(mine), values(other), atol=1e-5)
+        for name in names:
+            done(worker, OptimStep(name, 1e-2))
+            for key, value in trained_values(worker, name).items():
+                torch.testing.assert_close(value, alone[name][1][key], rtol=1e-3, atol=1e-5)
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(("kind", "num_ranks"), [("full", 1), ("lora", 2)])
+def test_samples_are_of_the_weights_that_were_asked_for(kind: str, num_ranks: int, tmp_path: Path, run_ranks) -> None:
+    # Catches a snapshot that learns, a base that has learnt, and log-probabilities that training does not have.
+    data = [datum(12 + i, i) for i in range(3)]
+    prompt = datum(12, 0).tokens
+
+    def sample(worker: Worker, sampler: object) -> tuple[list[int], list[float]]:
+        operation = Sample(sampler, prompt, max_tokens=6, seed=3, prompt_logprobs=True, ignore_end=True)  # pyright: ignore
+        (result,) = ask(worker, operation)
+        assert isinstance(result, SampleResult), result
+        assert result.prompt_logprobs is not None
+        return result.sequences[0].tokens.numpy().tolist(), values(result.prompt_logprobs)[1:].tolist()
+
+    def trained(worker: Worker) -> list[float]:
+        result = done(worker, ForwardBackward("m", data[:1], "cross_entropy", forward_only=True))
+        assert isinstance(result, LossResult)
+        return values(result.fields["logprobs"][0])[:-1].tolist() if worker.base.place.is_main else []
+
+    def run() -> None:
+        worker = make(tmp_path, kind, **shards(num_ranks))
+        base = sample(worker, BaseSampler())
+        done(worker, *train("m", data), SaveWeightsForSampler("m", None, "s1"), SaveWeightsForSampler("m", "named"))
+        learnt = trained(worker)
+        first = sample(worker, SnapshotSampler("m", "s1"))
+        done(worker, *train("m", data), SaveWeightsForSampler("m", None, "s2"))
+        later = trained(worker)
+        second = sample(worker, SnapshotSampler("m", "s2"))
+        assert sample(worker, SnapshotSampler("m", "s1")) == first
+        assert sample(worker, BaseSampler()) == base
+        reference = CheckpointRef("m", "sampler_weights", "named")
+        assert sample(worker, CheckpointSampler(reference))[0] == first[0]
+        assert trained(worker) == later
+        if worker.base.place.is_main:
+            np.testing.assert_allclose(first[1], learnt, atol=1e-4)
+            np.testing.assert_allclose(second[1], later, atol=1e-4)
+            assert len({tuple(np.round(x[1], 3)) for x in (base, first, second)}) == 3
+        for bad in (SnapshotSampler("m", "no"), CheckpointSampler(CheckpointRef("m", "sampler_weights", "no"))):
+            (failure,) = ask(worker, Sample(bad, prompt, max_tokens=1))
+            assert isinstance(failure, Failure)
+            assert failure.status == 404
+        together = ask(
+            worker,
+            *(
+                Sample(ref, prompt, max_tokens=2 + i, seed=i)
+                for i, ref in enumerate((BaseSampler(), SnapshotSampler("m", "s1"), SnapshotSampler("m", "no")))
+            ),
+        )
+        assert [type(result) for result in together] == [SampleResult, SampleResult, Failure]
+        done(worker, *train("m", data))
+
+    run_ranks(run, num_ranks)

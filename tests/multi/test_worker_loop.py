@@ -1,0 +1,110 @@
+"""The worker's loop over a real channel: all ranks run what rank 0 is asked, once."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+
+from worker_ranks import datum, service_config
+from xorl.core import runtime
+from xorl.server.channel import BlockingServer, ChannelClient, private_ipc_address
+from xorl.server.messages import (
+    CreateModel,
+    Done,
+    Failure,
+    ForwardBackward,
+    Health,
+    HealthResult,
+    LossResult,
+    OptimResult,
+    OptimStep,
+    Result,
+    Saved,
+    SaveWeights,
+    ShutDown,
+    Shutdown,
+    Work,
+)
+from xorl.server.worker import serve
+from xorl.server.worker.base import build_base
+from xorl.server.worker.operations import Worker
+from xorl.server.worker.selftest import self_test
+
+
+async def ask_all(address: str, works: list[Work], answers: list[Result]) -> None:
+    client: ChannelClient[Done] = ChannelClient(address, Done)
+    await client.start()
+    for work in works:
+        done = await client.request(work, timeout_s=60)
+        assert done.ids == work.ids
+        answers.extend(done.results)
+    await client.close()
+
+
+@pytest.mark.multi
+def test_work_is_done_once_by_all_ranks_and_answered_again(tmp_path: Path, run_ranks, monkeypatch) -> None:
+    # Catches ranks that part, a result that is lost with its orchestrator, a step that is taken twice because it was
+    # asked for again, and ranks that give up on a rank 0 which has nothing to do.
+    monkeypatch.setattr(serve, "IDLE_S", 0.05)
+    data = [datum(4 + i, i) for i in range(5)]
+    step = Work(["3"], [OptimStep("m", 1e-2)])
+    works = [
+        Work(["0"], [Health()]),
+        Work(["1"], [CreateModel("m")]),
+        Work(["2", "2b"], [ForwardBackward("m", data, "cross_entropy"), ForwardBackward("m", [], "cross_entropy")]),
+        step,
+        step,
+        Work(["3", "4"][1:], [OptimStep("m", 1e-2)]),
+        Work(["5"], [SaveWeights("m", "../a")]),
+        Work(["6"], [Shutdown()]),
+    ]
+
+    def run() -> list[Result]:
+        config = service_config(tmp_path, data_parallel_shard_size=2)
+        server = None
+        answers: list[Result] = []
+        if runtime.global_rank() == 0:
+            server = BlockingServer(private_ipc_address("workers"), Work)
+            asking = threading.Thread(target=lambda: asyncio.run(ask_all(server.address, works, answers)))
+            asking.start()
+        worker = Worker(build_base(config, runtime.init("cpu")), "" if server is None else server.incarnation)
+        self_test(worker)
+        if server is None:
+            serve.follow(worker)
+        else:
+            serve.lead(worker, server)
+            asking.join()
+            server.close()
+        return answers
+
+    answers, _ = run_ranks(run, 2)
+    health, _, loss, empty, first, again, second, refused, last = answers
+    assert isinstance(health, HealthResult)
+    assert (health.world_size, health.models) == (2, [])
+    assert isinstance(loss, LossResult)
+    assert len(loss.fields["logprobs"]) == len(data)
+    assert isinstance(empty, Failure)
+    assert isinstance(first, OptimResult)
+    assert first == again
+    assert isinstance(second, OptimResult)
+    assert (first.metrics["step"], second.metrics["step"]) == (1, 2)
+    assert isinstance(refused, Failure)
+    assert "1 to 128 of the characters" in refused.message
+    assert isinstance(last, ShutDown)
+
+
+def test_results_are_kept_within_bounds() -> None:
+    # Catches memory that grows with every operation, and failures that are answered instead of tried again.
+    results = serve.Results(max_results=2)
+    for number in range(3):
+        results.add(str(number), OptimResult({"step": float(number)}))
+    results.add("failed", Failure("server", 500, ""))
+    assert [results.of(name) is not None for name in ("0", "1", "2", "failed")] == [False, True, True, False]
+    small = serve.Results(max_bytes=10)
+    small.add("a", Saved(None, "x" * 100))
+    assert small.of("a") is not None
+    small.add("b", Saved(None, "y" * 100))
+    assert [small.of(name) is not None for name in "ab"] == [False, True]

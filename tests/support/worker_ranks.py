@@ -1,0 +1,92 @@
+"""A service's workers in the ranks of a test: a tiny model, its configuration, and operations on it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xorl.config import ServerConfig, server_config_from_mapping
+from xorl.core import runtime
+from xorl.server.arrays import Array, Datum
+from xorl.server.messages import Failure, ForwardBackward, Operation, OptimStep, Result, Work
+from xorl.server.worker.base import build_base
+from xorl.server.worker.operations import Worker
+
+VOCAB = 64
+HF_CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "eos_token_id": 63,
+}
+
+
+def service_config(folder: Path, **options: object) -> ServerConfig:
+    """fp32, full weights; the model's folder has no weights."""
+    (folder / "config.json").write_text(json.dumps(HF_CONFIG))
+    values = {
+        "config_path": str(folder),
+        "output_dir": str(folder / "outputs"),
+        "attn_implementation": "eager",
+        "enable_mixed_precision": False,
+        "enable_gradient_checkpointing": False,
+        "init_device": "auto",
+        "sample_packing_sequence_len": 64,
+        **options,
+    }
+    return server_config_from_mapping(values).config
+
+
+def worker_of(config: ServerConfig) -> Worker:
+    """This rank's; collective."""
+    place = runtime.init("cpu")
+    return Worker(build_base(config, place), "test")
+
+
+def ask(worker: Worker, *operations: Operation, ids: Sequence[str] = ()) -> list[Result]:
+    """The results, on rank 0; collective."""
+    return worker.run(Work(list(ids or map(str, range(len(operations)))), list(operations)))
+
+
+def done(worker: Worker, *operations: Operation) -> Result:
+    """The last result of operations one after the other, none of which may fail."""
+    result: Result | None = None
+    for operation in operations:
+        (result,) = ask(worker, operation)
+        assert not isinstance(result, Failure), result
+    assert result is not None
+    return result
+
+
+def datum(length: int, seed: int = 0, num_targets: int = 0, **fields: object) -> Datum:
+    """Random tokens; targets are the tokens that follow, or as many random ones as are asked for."""
+    generator = np.random.default_rng(seed)
+    tokens = generator.integers(0, VOCAB - 1, length + 1)
+    targets = generator.integers(0, VOCAB, (length, num_targets)) if num_targets else tokens[1:]
+    arrays = {name: np.broadcast_to(np.asarray(value, np.float32), targets.shape) for name, value in fields.items()}
+    return Datum(
+        Array.of(tokens[:-1].astype(np.int32)),
+        {"target_tokens": Array.of(targets.astype(np.int64)), **{n: Array.of(v.copy()) for n, v in arrays.items()}},
+    )
+
+
+def values(array: Array) -> NDArray[np.float32]:
+    """Of a result."""
+    return array.numpy().astype(np.float32)
+
+
+def train(model_id: str, data: list[Datum], lr: float = 1e-2) -> list[Operation]:
+    """A step of cross-entropy."""
+    return [ForwardBackward(model_id, data, "cross_entropy"), OptimStep(model_id, lr)]
