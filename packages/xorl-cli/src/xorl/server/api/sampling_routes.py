@@ -106,7 +106,7 @@ async def generate(request: Request) -> Response:
 
 
 def _generated(
-    name: str, sequence: SampledSequence, text: str, given: GenerateBody, result: SampleResult
+    name: str, sequence: SampledSequence, text: str | None, given: GenerateBody, result: SampleResult
 ) -> dict[str, JSON]:
     tokens = sequence.tokens.numpy().tolist()
     meta: dict[str, JSON] = {
