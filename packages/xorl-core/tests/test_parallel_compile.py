@@ -57,7 +57,7 @@ def model_of(hf_config: dict, recompute: Recompute, backend: CompileBackend | No
     )
     model = spec.build(spec.config_from_hf(hf_config), kernels=kernels)
     model.init_weights(0)
-    recompute_layers(model.layers, recompute, reentrant=False)
+    recompute_layers(model.layers, recompute, reentrant=False, compiled=backend is not None)
     if backend is not None:
         compile_layers(list(model.layers), backend=backend, device_type="cpu")
     return model

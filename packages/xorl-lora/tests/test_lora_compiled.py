@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from xorl.core.loss import cross_entropy
 from xorl.core.models import SPECS, Decoder
 from xorl.core.parallel.activations import Recompute, recompute_layers
-from xorl.core.parallel.compile import compile_layers
+from xorl.core.parallel.compile import CompileBackend, compile_layers
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import AdapterSpec, adapter_parameters, inject
 
@@ -30,7 +30,7 @@ SIZES: dict[str, object] = {
 PACKS = [[32], [3, 9, 1, 20], [17, 5], [40, 2, 2]]
 
 
-def decoder(spec: AdapterSpec, recompute: Recompute, backend: CompileCounterWithBackend | None) -> Decoder:
+def decoder(spec: AdapterSpec, recompute: Recompute, backend: CompileBackend | None) -> Decoder:
     family = SPECS["Qwen3ForCausalLM"]
     model = family.build(family.config_from_hf(SIZES))
     model.init_weights(0)
@@ -39,7 +39,7 @@ def decoder(spec: AdapterSpec, recompute: Recompute, backend: CompileCounterWith
     with torch.no_grad():
         for parameter in adapter_parameters(model).values():
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
-    recompute_layers(model.layers, recompute, reentrant=False)
+    recompute_layers(model.layers, recompute, reentrant=False, compiled=backend is not None)
     if backend is not None:
         compile_layers(list(model.layers), backend=backend, device_type="cpu")
     return model
@@ -67,3 +67,20 @@ def test_a_layer_with_adapters_is_one_graph(options: dict, recompute: Recompute)
     assert counter.frame_count == 1
     for name, gradient in expected.items():
         assert (measured[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+def test_a_recomputed_layer_keeps_little_but_its_input() -> None:
+    # Catches what torch keeps of autograd functions in a graph, whatever is marked to be computed again around them.
+    torch._dynamo.reset()
+    model = decoder(AdapterSpec(rank=3, alpha=4.0), "layer", "aot_eager_decomp_partition")
+    layout = SequenceLayout.from_lengths([40])
+    ids = torch.arange(40)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: (kept.append(tensor), tensor)[1], lambda tensor: tensor
+    ):
+        loss = model(ids, layout, partial(cross_entropy, targets={"labels": ids})).sum
+    loss.backward()
+    widths = [tensor.numel() // 40 for tensor in kept if tensor.shape[:1] == (40,)]
+    # Three layers' inputs, and three around the last norm and the head: none as wide as a fused projection's output.
+    assert [width for width in widths if width >= 8] == [32] * 6

@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from xorl.kernels.attention import AttentionFn, sdpa_attention
 from xorl.kernels.fused import HeadNorms, HeadShape, RopeTables, reference, triton_refusal
@@ -68,23 +67,9 @@ def choose_kernels(
     chosen = " ".join(f"{name}={'fused' if name in fused else 'plain'}" for name in FUSED_KERNELS)
     logger.info("kernels %s compiled=%s%s", chosen, compiled, f" refusal={refusal!r}" if refusal else "")
     kernels = _with_fused(attention, fused) if fused else LayerKernels(attention)
-    if compiled:
-        kernels = replace(kernels, swiglu=_recomputed(kernels.swiglu))
     if cast_bf16:
         kernels = replace(kernels, split_heads=_rounding_to_bf16(kernels.split_heads))
     return kernels
-
-
-def _recomputed(swiglu: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """`swiglu` whose result compiled code does not keep for the product after it: the widest tensor but one.
-
-    The backward pass reads what swiglu reads anyway. Code that is not compiled would compute it twice and keep it too.
-    """
-
-    def call(gate_up: Tensor) -> Tensor:
-        return cast(Tensor, checkpoint(swiglu, gate_up, use_reentrant=False, preserve_rng_state=False))
-
-    return call
 
 
 def _with_fused(attention: AttentionFn, fused: Collection[FusedKernel]) -> LayerKernels:

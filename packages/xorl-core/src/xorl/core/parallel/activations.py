@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from xorl.core.nn.layers import GatedMLP
 
 RecomputeModule = Literal["self_attn", "mlp"]
 Recompute = Literal["none", "operation", "layer"] | Sequence[RecomputeModule]
@@ -39,16 +41,23 @@ ATTENTION_PREFIX = "xorl::attention_"
 KEPT_OPERATORS = frozenset({"xorl::quantized_linear"})
 
 
-def recompute_layers(layers: nn.ModuleList, recompute: Recompute, *, reentrant: bool) -> None:
+def recompute_layers(layers: nn.ModuleList, recompute: Recompute, *, reentrant: bool, compiled: bool = False) -> None:
     """Let every layer keep less for the backward pass, as `recompute` says; changes the layers in place.
+
+    Where the layers will be compiled, the gated activation of an MLP is always computed again: it is the widest tensor
+    but one, and its input is what the backward pass reads anyway. Code that is not compiled would keep it all the same.
 
     Modules get a class with another forward function, so parameters keep their names, hooks of the module stay outside
     of what is recomputed, and the compiler sees that layers are alike. Values and gradients are the same to the bit,
     with the same dropout where there is any. `reentrant` is torch's older form, for whole layers and modules.
     """
+    modules = [] if isinstance(recompute, str) else recompute
+    if compiled and recompute != "layer" and recompute != "operation" and "mlp" not in modules:
+        # Not within what is computed again as a whole: torch keeps the inputs of a part that is marked twice.
+        for mlp in [module for module in layers.modules() if isinstance(module, GatedMLP)]:
+            mlp.gated = _recomputed(mlp.gated)
     if recompute == "none":
         return
-    modules = [] if isinstance(recompute, str) else recompute
     is_selective = recompute == "operation"
     assert not (is_selective and reentrant), "the reentrant form cannot keep anything"
     for layer in layers:
@@ -64,6 +73,11 @@ def _recomputing(kind: type[nn.Module], reentrant: bool, is_selective: bool, dra
     plain = kind.forward
 
     def whole(self: nn.Module, *inputs: object) -> object:
+        if torch.compiler.is_compiling():
+            # Told by a policy, torch sees what autograd functions do inside, and would keep it otherwise.
+            return checkpoint(
+                plain, self, *inputs, use_reentrant=False, preserve_rng_state=draws, context_fn=_no_kept_operations
+            )
         return checkpoint(plain, self, *inputs, use_reentrant=reentrant, preserve_rng_state=draws)
 
     def selective(self: nn.Module, *inputs: object) -> object:
@@ -73,6 +87,16 @@ def _recomputing(kind: type[nn.Module], reentrant: bool, is_selective: bool, dra
 
     forward = selective if is_selective else whole
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+@cache
+def _recomputed(gated: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """`gated`, one and the same for all layers, whose result compiled code does not keep for the product after it."""
+
+    def call(gate_up: Tensor) -> Tensor:
+        return cast(Tensor, checkpoint(gated, gate_up, use_reentrant=False, preserve_rng_state=False))
+
+    return call
 
 
 def _is_low_rank(operation: object, args: Sequence[object]) -> bool:
@@ -87,6 +111,10 @@ def _is_low_rank(operation: object, args: Sequence[object]) -> bool:
 
 def _kept_operations() -> tuple:
     return create_selective_checkpoint_contexts(_is_kept)
+
+
+def _no_kept_operations() -> tuple:
+    return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def _is_kept(context: object, operation: object, *args: object, **kwargs: object) -> CheckpointPolicy:

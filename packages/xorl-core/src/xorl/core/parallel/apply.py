@@ -147,7 +147,8 @@ def parallelize(
     assert isinstance(layers, nn.ModuleList)
     if policy.fp8 != "none":
         convert_linears(layers, policy.fp8)
-    recompute_layers(layers, policy.recompute, reentrant=policy.reentrant_recompute)
+    compiled = policy.compile_backend is not None
+    recompute_layers(layers, policy.recompute, reentrant=policy.reentrant_recompute, compiled=compiled)
     if policy.compile_backend is not None:
         compile_layers(list(layers), backend=policy.compile_backend, device_type=device.type)
     if policy.activation_offload_limit is not None:

@@ -4,7 +4,6 @@ Shapes: T tokens, D model width, H query heads, G key/value heads, C channels of
 V vocabulary.
 """
 
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -75,10 +74,7 @@ def split_heads(
         rope: rotation of queries and keys, after the norms; None where the model has none.
     """
     if len(projected) == 1:
-        # Not by split: torch 2.11 cannot partition a compiled layer that is recomputed and whose split was changed in
-        # place, as an adapter does, since a tuple can be neither kept nor made again.
-        qkv, ends = projected[0], [0, *accumulate(shape.row_counts)]
-        projected = tuple(qkv[:, start:end] for start, end in pairwise(ends))
+        projected = projected[0].split(shape.row_counts, dim=-1)
     q, k, v = (x.unflatten(-1, (-1, shape.head_dim)) for x in projected)  # [T, H or G, C]
     if norms is not None:
         q, k = rms_norm(q, norms.q_weight, norms.eps), rms_norm(k, norms.k_weight, norms.eps)
