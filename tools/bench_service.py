@@ -1,0 +1,239 @@
+"""Measures how soon the service acknowledges requests, and that none is lost or done twice.
+
+`uv run tools/bench_service.py --clients 32 --requests 10000`: starts the quickstart's service (or asks the one at
+`--url`), and has each client train an adapter of its own: forward_backward and optim_step are sent together, then both
+results are polled for, as the public clients do. Every twentieth request is sent twice. A model that has taken more or
+fewer steps than were sent, a result that does not come, and a request with two ids are errors. The clients share one
+process and its event loop, on the same machine as the service: a time includes theirs. Prints Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import quantiles
+from urllib.error import URLError
+from urllib.parse import urlsplit
+from urllib.request import ProxyHandler, build_opener
+
+from workspace import ROOT
+
+RETRY_EVERY = 20
+NUM_READINGS = 5
+TOKENS = 32
+MODEL = "xorl/quickstart"
+START_S = 300.0
+
+
+class BenchError(Exception):
+    """The service did something that it must not."""
+
+
+class Connection:
+    """One connection that is kept open; just enough of HTTP for a client that takes no time of its own."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self._host, self._port = parts.hostname or "127.0.0.1", parts.port or 80
+
+    async def open(self) -> None:
+        self._reader, self._writer = await asyncio.open_connection(self._host, self._port)
+
+    async def post(self, path: str, body: dict[str, object]) -> tuple[int, dict[str, object]]:
+        """Status and JSON of the answer."""
+        content = json.dumps(body).encode()
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(content)}\r\n\r\n"
+        )
+        self._writer.write(head.encode() + content)
+        lines = (await self._reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        length = next(int(line.split(":")[1]) for line in lines if line.lower().startswith("content-length:"))
+        return int(lines[0].split()[1]), json.loads(await self._reader.readexactly(length))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+@dataclass
+class Measured:
+    """What all clients have seen. memory: (requests done, bytes of each process of the service)."""
+
+    acknowledged_s: list[float] = field(default_factory=list)
+    result_s: list[float] = field(default_factory=list)
+    ids: set[str] = field(default_factory=set)
+    num_done: int = 0
+    num_retries: int = 0
+    memory: list[tuple[int, dict[str, int]]] = field(default_factory=list)
+
+
+async def send(connection: Connection, path: str, body: dict[str, object], measured: Measured) -> str:
+    """Submit, twice now and then; returns the id."""
+    started = time.perf_counter()
+    status, answer = await connection.post(path, body)
+    measured.acknowledged_s.append(time.perf_counter() - started)
+    if status != 200:
+        raise BenchError(f"{path} was answered with {status}: {answer}")
+    request_id = str(answer["request_id"])
+    if len(measured.acknowledged_s) % RETRY_EVERY == 0:
+        measured.num_retries += 1
+        again = (await connection.post(path, body))[1]
+        if again.get("request_id") != request_id:
+            raise BenchError(f"{path} sent twice got {request_id} and {again}")
+    if request_id in measured.ids:
+        raise BenchError(f"two requests have the id {request_id}")
+    measured.ids.add(request_id)
+    return request_id
+
+
+async def result(connection: Connection, request_id: str, measured: Measured) -> dict[str, object]:
+    """Poll until it is there."""
+    started = time.perf_counter()
+    while True:
+        status, answer = await connection.post("/api/v1/retrieve_future", {"request_id": request_id})
+        if status == 408 or answer.get("type") == "try_again":
+            continue
+        if status != 200 or "error" in answer:
+            raise BenchError(f"{request_id} ended with {status}: {answer}")
+        measured.result_s.append(time.perf_counter() - started)
+        measured.num_done += 1
+        return answer
+
+
+async def train(url: str, name: str, num_rounds: int, measured: Measured) -> None:
+    """One client: a model, and rounds of forward_backward and optim_step."""
+    connection = Connection(url)
+    await connection.open()
+    model = {"model_id": name, "base_model": MODEL, "lora_config": {"rank": 8}}
+    status, created = await connection.post("/api/v1/create_model", model)
+    if status != 200:
+        raise BenchError(f"create_model was answered with {status}: {created}")
+    await result(connection, str(created["request_id"]), measured)
+    tokens = [(7 * place) % 97 + 1 for place in range(TOKENS)]
+    targets = {"data": [*tokens[1:], 1], "dtype": "int64", "shape": [TOKENS]}
+    datum = {"model_input": {"input_ids": tokens}, "loss_fn_inputs": {"target_tokens": targets}}
+    for step in range(1, num_rounds + 1):
+        call = {"data": [datum], "loss_fn": "cross_entropy"}
+        body = {"model_id": name, "seq_id": 2 * step - 1, "forward_backward_input": call}
+        computed = await send(connection, "/api/v1/forward_backward", body, measured)
+        body = {"model_id": name, "seq_id": 2 * step, "adam_params": {"learning_rate": 1e-4}}
+        stepped = await send(connection, "/api/v1/optim_step", body, measured)
+        await result(connection, computed, measured)
+        answer = await result(connection, stepped, measured)
+        metrics = answer.get("metrics")
+        if not isinstance(metrics, dict) or metrics.get("step") != step:
+            raise BenchError(f"{name} sent {step} steps, and the service has taken {metrics}")
+    connection.close()
+
+
+async def run(url: str, num_clients: int, num_requests: int, pids: dict[str, int]) -> Measured:
+    """All clients at once; memory is read along the way."""
+    measured = Measured()
+    num_rounds = max(num_requests // (2 * num_clients), 1)
+    names = [f"bench-{os.getpid()}-{index}" for index in range(num_clients)]
+    clients = asyncio.gather(*(train(url, name, num_rounds, measured) for name in names))
+    total = num_clients * (2 * num_rounds + 1)
+    while not clients.done():
+        if measured.num_done >= len(measured.memory) * total / NUM_READINGS:
+            measured.memory.append((measured.num_done, {name: resident_bytes(pid) for name, pid in pids.items()}))
+        await asyncio.wait([clients], timeout=0.05)
+    await clients
+    measured.memory.append((measured.num_done, {name: resident_bytes(pid) for name, pid in pids.items()}))
+    return measured
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory of a process that is its own."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss_Anon:"):
+            return 1024 * int(line.split()[1])
+    return 0
+
+
+def service_pids(launcher: int) -> dict[str, int]:
+    """The API and the orchestrator among a launcher's children, by name."""
+    found = {}
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    for pid in map(int, children):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().decode()
+        for name in ("orchestrator", "api"):
+            if f"xorl.server.{name}\0" in command:
+                found[name] = pid
+    return found
+
+
+def start_service(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
+    """The quickstart's service on a free port; returns when it is ready."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "xorl.server.launcher", "--config", "configs/server/quickstart.yaml"]
+    command += ["--api-port", str(port), "--server.output_dir", str(folder), "--server.skip_initial_checkpoint", "true"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with (folder / "log").open("wb") as log:
+        service = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=environment)
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_S
+    opener = build_opener(ProxyHandler({}))
+    while time.monotonic() < deadline:
+        if service.poll() is not None:
+            raise RuntimeError(f"the service ended:\n{(folder / 'log').read_text()[-4000:]}")
+        try:
+            with opener.open(f"{url}/api/v1/healthz", timeout=5):
+                return service, url
+        except (URLError, OSError):
+            time.sleep(0.2)
+    service.kill()
+    raise RuntimeError(f"the service is not ready after {START_S:g} s")
+
+
+def table(measured: Measured, num_clients: int, seconds: float) -> str:
+    """The figures as Markdown."""
+    cut = quantiles(measured.acknowledged_s, n=100)
+    lines = [
+        "| clients | requests | sent twice | seconds | acknowledged p50 ms | p99 ms | max ms |",
+        "|---|---|---|---|---|---|---|",
+        f"| {num_clients} | {len(measured.ids)} | {measured.num_retries} | {seconds:.1f} | {1e3 * cut[49]:.1f} | "
+        f"{1e3 * cut[98]:.1f} | {1e3 * max(measured.acknowledged_s):.1f} |",
+    ]
+    names = sorted(measured.memory[-1][1])
+    if names:
+        lines += ["", "| requests done | " + " | ".join(f"{name} MiB" for name in names) + " |", "|---" * 3 + "|"]
+        for done, memory in measured.memory:
+            lines.append(f"| {done} | " + " | ".join(f"{memory[name] / 2**20:.1f}" for name in names) + " |")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the tool and returns its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--requests", type=int, default=10_000, help="of all clients together")
+    parser.add_argument("--url", help="of a service that runs; without it the quickstart's is started")
+    flags = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="xorl-bench-") as folder:
+        service, url = (None, flags.url) if flags.url else start_service(Path(folder))
+        try:
+            started = time.monotonic()
+            pids = {} if service is None else service_pids(service.pid)
+            measured = asyncio.run(run(url, flags.clients, flags.requests, pids))
+            print(table(measured, flags.clients, time.monotonic() - started))
+        finally:
+            if service is not None:
+                service.send_signal(signal.SIGTERM)
+                service.wait()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
