@@ -86,7 +86,7 @@ def bench_command(
     warmup: Annotated[int, typer.Option(min=0, help="Steps before them.")] = 5,
     rounds: Annotated[int | None, typer.Option(min=1, help="Builds of each, in turn. [2 with peers, else 1]")] = None,
     peers: Annotated[
-        str, typer.Option(help="Others to measure in turn: transformers[-liger][-fa4][-compile], with commas between.")
+        str, typer.Option(help="Others to measure in turn, by commas: transformers[-liger][-fa4][-compile][-autocast].")
     ] = "",
     against: AgainstOption = None,
     output: Annotated[Path | None, typer.Option(help="Folder of results. [outputs/bench/NAME_TIME]")] = None,

@@ -30,7 +30,7 @@ from xorl.kernels.attention import AttentionFn, AttentionRequest, resolve_attent
 from xorl.kernels.layout import SequenceLayout
 from xorl.train.adapters import adapter_spec
 from xorl.train.build import EngineMaker
-from xorl.train.engine import Engine, StepLosses, Update
+from xorl.train.engine import Engine, OnOutput, StepLosses, Update
 from xorl.train.model import DTYPES, Architecture
 from xorl.train.verify_export import require_peft
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 BASE = "transformers"
 # What may follow it, and the module that has to be installed for it.
-PARTS: dict[str, str | None] = {"liger": "liger_kernel", "fa4": None, "compile": None}
+PARTS: dict[str, str | None] = {"liger": "liger_kernel", "fa4": None, "compile": None, "autocast": None}
 # Parts that are attention backends of xorl's.
 BACKENDS = {"fa4": "flash_attention_4"}
 
@@ -187,14 +187,15 @@ def _engine(
     elif train.data_parallel_mode == "ddp":
         forward = replicate(model, mesh)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    casts = train.data_parallel_mode != "fsdp2" and {param_dtype, parameters[0].dtype} != {compute_dtype}
+    # PEFT multiplies by its fp32 adapters in fp32. Autocast, in which transformers' Trainer runs, makes that bf16.
+    casts = param_dtype != compute_dtype or "autocast" in peer.parts
     return PeerEngine(
         ParallelModel(model, forward, mesh),
         torch.optim.AdamW(parameters, lr=train.lr, weight_decay=train.weight_decay, fused=True),
         device,
         max_grad_norm=train.max_grad_norm,
         flops=lambda lengths: training_flops(architecture.config, lengths, num_frozen=num_frozen, num_added=num_added),
-        autocast=compute_dtype if casts else None,
+        autocast=compute_dtype if casts and train.data_parallel_mode != "fsdp2" else None,
         takes_layout=peer.backend is not None,
     )
 
@@ -283,11 +284,13 @@ class PeerEngine(Engine):
         self._num_items = 1
         self._accumulation = WideAccumulation(())  # torch's own way, in the parameters' dtype
 
-    def forward_backward(self, batches: Iterable[PackedBatch], loss_fn: LossFn) -> StepLosses:
+    def forward_backward(
+        self, batches: Iterable[PackedBatch], loss_fn: LossFn, on_output: OnOutput | None = None
+    ) -> StepLosses:
         """The step's gradient, a mean; `loss_fn` is not used, the model has its own."""
         pending = list(batches)
         self._num_items = max(1, sum(batch.num_trained_tokens for batch in pending))
-        losses = super().forward_backward(pending, loss_fn)
+        losses = super().forward_backward(pending, loss_fn, on_output)
         return replace(losses, loss_sum=losses.loss_sum * self._num_items)
 
     def optim_step(self, lr: float, divisor: Tensor | float) -> Update:

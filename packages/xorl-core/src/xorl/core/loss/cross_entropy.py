@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -80,7 +81,7 @@ def _several_labels(
         checkpoint(_label_logprobs, *chunk, head_weight, logits_fp32, use_reentrant=False, preserve_rng_state=False)
         for chunk in zip(hidden.split(size), labels.split(size), strict=True)
     ]
-    logprobs = torch.cat(parts)
+    logprobs = torch.cat(cast(list[Tensor], parts))
     trained = labels != IGNORE
     if weights is not None:
         trained = trained & (weights != 0)
