@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from engines import fake_engines
 from placement import whole
 from worker_ranks import HF_CONFIG, ask, datum, done, service_config, train, values, worker_of
 from xorl.core.loss import cross_entropy
@@ -25,6 +28,7 @@ from xorl.server.messages import (
     BaseSampler,
     CheckpointSampler,
     CreateModel,
+    Endpoint,
     Failure,
     ForwardBackward,
     LoadWeights,
@@ -40,6 +44,8 @@ from xorl.server.messages import (
     SaveWeights,
     SaveWeightsForSampler,
     SnapshotSampler,
+    SyncResult,
+    SyncWeights,
     UnloadModel,
 )
 from xorl.server.names import CheckpointRef
@@ -407,3 +413,34 @@ def test_samples_are_of_the_weights_that_were_asked_for(kind: str, num_ranks: in
         done(worker, *train("m", data))
 
     run_ranks(run, num_ranks)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_endpoints_get_what_an_export_has(kind: str, tmp_path: Path, run_ranks) -> None:
+    # Catches a sync that sends the base, or another client's adapter, and an endpoint that fails a training run.
+    def run(ports: list[int]) -> SyncResult:
+        worker = make(tmp_path, kind, **shards(2))
+        if kind == "lora":
+            done(worker, CreateModel("other", lora=ADAPTER))
+        done(worker, *train("m", [datum(6, 1), datum(7, 2)], lr=0.1), SaveFullWeights("m", "e", "float32"))
+        endpoints = tuple(Endpoint("127.0.0.1", port) for port in ports)
+        for refused in (SyncWeights("m", endpoints=()), SyncWeights("m", endpoints, quantization={"x": 1})):
+            assert isinstance(ask(worker, refused)[0], Failure)
+        result = done(worker, SyncWeights("m", endpoints=endpoints, weight_version="4", buffer_size_mb=1))
+        done(worker, *train("m", [datum(6, 1)]))
+        assert isinstance(result, SyncResult)
+        return result
+
+    with fake_engines([], ["--refuse-bucket", "0"]) as engines:
+        got = run_ranks(partial(run, [engine.port for engine in engines]), 2)[0]
+        seen = engines[0].seen()
+    assert [one.success for one in got.endpoints] == [True, False]
+    assert not got.success
+    assert seen["version"] == "4"
+    (file,) = (tmp_path / "outputs" / "external_weights" / "m" / "e").glob("*.safetensors")
+    exported = load_file(file)
+    assert set(seen["tensors"]) == set(exported)
+    for name, tensor in exported.items():
+        digest = hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+        assert seen["tensors"][name]["sha256"] == digest, name

@@ -38,6 +38,8 @@ from xorl.server.messages import (
     SaveWeightsForSampler,
     ShutDown,
     Shutdown,
+    SyncResult,
+    SyncWeights,
     Unloaded,
     UnloadModel,
     Work,
@@ -52,6 +54,7 @@ from xorl.server.worker.full import WholeModel
 from xorl.server.worker.models import Models, UnknownName
 from xorl.server.worker.passes import PassRunner
 from xorl.server.worker.sampling import Sampling
+from xorl.server.worker.syncing import Syncing
 from xorl.server.worker.together import all_or_none, gather_numbers
 
 logger = logging.getLogger(__name__)
@@ -78,6 +81,7 @@ class Worker:
         self.saved = SavedModels(base, self.models)
         bank = self.models.bank if isinstance(self.models, AdapterModels) else None
         self.sampling = Sampling(base, self.models, self.saved, bank)
+        self._syncing = Syncing(base, self.models)
         self._passes = PassRunner(base, self.models.engine, base.local.data.pad_to_multiple_of)
         self._progress: dict[str, Progress] = {}
         self._num_operations = 0
@@ -290,6 +294,10 @@ class Worker:
         ref = CheckpointRef(operation.model_id, "external_weights", operation.name)
         return self.saved.export(operation.model_id, ref, operation.dtype)
 
+    def sync_weights(self, operation: SyncWeights, _: str) -> SyncResult:
+        self._require(operation.model_id)
+        return self._syncing.send(operation)
+
     def health(self, _: Health, __: str) -> HealthResult:
         used, total = list[int](), list[int]()
         if self.base.device.type == "cuda":
@@ -321,6 +329,7 @@ _OPERATIONS: Mapping[type[Operation], Callable[[Worker, Any, str], Result]] = Ma
         LoadWeights: Worker.load_weights,
         SaveWeightsForSampler: Worker.save_weights_for_sampler,
         SaveFullWeights: Worker.save_full_weights,
+        SyncWeights: Worker.sync_weights,
         Health: Worker.health,
         Shutdown: Worker.shut_down,
     }
