@@ -30,6 +30,18 @@ from xorl.server.api.text import TextCoder
 
 logger = logging.getLogger(__name__)
 
+# Those that are called most come first, since routes are tried in order.
+ROUTERS = (
+    future_routes.router,
+    training_routes.router,
+    sampling_routes.router,
+    control_routes.router,
+    checkpoint_routes.router,
+    checkpoint_routes.files_router,
+    endpoint_routes.router,
+    status_routes.router,
+)
+
 
 def create_app(settings: ApiSettings) -> ASGIApp:
     """The application that a server of ASGI runs; it connects to the orchestrator when it starts."""
@@ -44,16 +56,7 @@ def create_app(settings: ApiSettings) -> ASGIApp:
         await orchestrator.close()
 
     app = FastAPI(title="xorl", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    for router in (
-        future_routes.router,
-        training_routes.router,
-        sampling_routes.router,
-        control_routes.router,
-        checkpoint_routes.router,
-        checkpoint_routes.files_router,
-        endpoint_routes.router,
-        status_routes.router,
-    ):
+    for router in ROUTERS:
         app.include_router(router)
     app.add_exception_handler(Refusal, _refused)
     app.add_exception_handler(HTTPException, _no_route)

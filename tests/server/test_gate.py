@@ -1,0 +1,120 @@
+"""Who may call the API: the token, on every path and with every spelling, and pages of other origins."""
+
+import re
+import socket
+
+import httpx
+import pytest
+
+from answering_orchestrator import served
+from xorl.server.api import ApiSettings
+from xorl.server.api.app import ROUTERS
+
+TOKEN = "tml-the-right-token-of-it"
+RIGHT = [{"x-api-key": TOKEN}, {"authorization": f"Bearer {TOKEN}"}]
+WRONG = [
+    {},
+    {"x-api-key": ""},
+    {"x-api-key": TOKEN[:-1]},
+    {"x-api-key": TOKEN + "x"},
+    {"x-api-key": TOKEN.upper()},
+    {"x-api-key": "x" * 10_000},
+    {"x-api-key": "\xff\xfe"},
+    {"authorization": f"Basic {TOKEN}"},
+    {"authorization": "Bearer"},
+    {"cookie": f"x-api-key={TOKEN}"},
+]
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory):
+    with (
+        served(tmp_path_factory.mktemp("outputs"), token=TOKEN) as (url, orchestrator),
+        httpx.Client(base_url=url, timeout=30) as client,
+    ):
+        yield client, orchestrator
+
+
+def paths():
+    """(method, path) of every route, ids filled in."""
+    routes = [route for router in ROUTERS for route in router.routes]
+    return [(next(iter(route.methods)), re.sub(r"[{}]|:path", "", route.path)) for route in routes]
+
+
+def test_no_path_answers_without_the_token(guarded):
+    """Catches a route that is reached around the gate, and one that tells who asks without it anything."""
+    client, orchestrator = guarded
+    assert len(paths()) > 35
+    for method, path in paths():
+        answer = client.request(method, path, content=b"{}")
+        if path in ("/", "/health", "/api/v1/healthz"):
+            assert answer.status_code == 200
+            continue
+        assert answer.status_code == 401, path
+        assert TOKEN not in answer.text
+    for odd in (
+        "//api/v1/sessions",
+        "/API/V1/sessions",
+        "/api/v1/../v1/sessions",
+        "/health/../status.json",
+        "/nothing",
+    ):
+        assert client.get(odd).status_code == 401, odd
+    assert client.get("/", headers={"x-api-key": "wrong"}).text.count("tiny") == 0
+    assert orchestrator.submits == []
+
+
+@pytest.mark.parametrize("headers", WRONG)
+def test_wrong_tokens_do_not_get_in(guarded, headers):
+    """Catches a comparison that is lenient, or dies of what it is given."""
+    encoded = {name: value.encode("latin-1") for name, value in headers.items()}
+    assert guarded[0].get("/api/v1/sessions", headers=encoded).status_code == 401
+
+
+@pytest.mark.parametrize("headers", RIGHT)
+def test_the_right_token_gets_in_by_both_headers(guarded, headers):
+    """Catches a gate that one of the clients cannot pass."""
+    assert guarded[0].get("/api/v1/sessions", headers=headers).status_code == 200
+
+
+def test_a_request_that_is_none_ends_its_connection_alone(guarded):
+    """Catches a header without an end that fills the memory, and a server that dies of no HTTP at all."""
+    client, _ = guarded
+    host, port = client.base_url.host, client.base_url.port
+    for rubbish in (b"GET / HTTP/1.1\r\nx: " + b"y" * 200_000, b"\x80\x04\x95\r\n\r\n", b"POST / HTTP/9\r\n\r\n"):
+        with socket.create_connection((host, port), timeout=10) as connection:
+            connection.sendall(rubbish)
+            answer = connection.recv(4096)
+            assert answer.startswith(b"HTTP/1.1 4") or answer == b""
+    assert client.get("/health").status_code == 200
+
+
+def test_without_a_token_a_page_of_another_origin_is_refused(tmp_path):
+    """Catches a web page that trains on, or deletes from, the service of who looks at it."""
+    with served(tmp_path) as (url, orchestrator), httpx.Client(base_url=url) as client:
+        body = {"model_id": "m"}
+        for origin, status in (("http://elsewhere", 403), ("null", 403), (url, 200)):
+            assert client.post("/api/v1/unload_model", json=body, headers={"origin": origin}).status_code == status
+        assert len(orchestrator.submits) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"host": "0.0.0.0"}, "api_token"),
+        ({"host": "::"}, "api_token"),
+        ({"host": "my-machine"}, "api_token"),
+        ({"token": "short"}, "16"),
+        ({"poll_s": 60}, "30"),
+        ({"body_bytes": 2**40}, "max_request_mb"),
+    ],
+)
+def test_settings_that_open_the_service_are_refused(settings, says):
+    """Catches a service that listens to everyone without a token."""
+    with pytest.raises(ValueError, match=says):
+        ApiSettings("ipc:///nowhere", **settings)
+
+
+def test_the_token_is_in_no_representation():
+    """Catches a token in a log."""
+    assert TOKEN not in repr(ApiSettings("ipc:///nowhere", token=TOKEN))
