@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from xorl.server.api.context import api_of
+from xorl.server.api.context import Api, api_of
 from xorl.server.api.refusal import Refusal
 from xorl.server.api.reply import JSON, json_response
 from xorl.server.api.results import sync_json
@@ -46,13 +46,17 @@ async def add_endpoint(request: Request) -> Response:
         buffer_size_mb=given.buffer_size_mb,
     )
     added = await api.orchestrator.ask(wanted, EndpointState)
+    is_healthy = added.state == "healthy"
+    synced, said = False, "weights are sent by sync_inference_weights"
+    if given.sync_weights and is_healthy:
+        synced, said = await _send_to(api, added.endpoint, given)
     return json_response(
         {
-            "success": added.state == "healthy",
-            "message": added.message,
+            "success": is_healthy,
+            "message": added.message or f"{given.host}:{given.port} is added",
             "endpoint": _endpoint_json(added),
-            "weights_synced": False,
-            "sync_message": "weights are sent by sync_inference_weights",
+            "weights_synced": synced,
+            "sync_message": said,
         }
     )
 
@@ -105,7 +109,10 @@ async def sync_weights(request: Request) -> Response:
         raise Refusal(400, f"sync_method is one of {', '.join(_METHODS)}, got {given.sync_method[:40]!r}")
     if given.pools is not None:
         raise Refusal(400, "pools: all endpoints with sync_weights are sent to, leave it out")
-    flush = given.cache_invalidation_mode != "none" if given.flush_cache is None else given.flush_cache
+    flush = given.flush_cache
+    if flush is None:
+        # What in_place keeps are the very keys and values that a flush would drop.
+        flush = {"auto": given.pause_mode != "in_place", "flush": True, "none": False}[given.cache_invalidation_mode]
     try:
         wanted = SyncWeights(
             check_model_id(given.model_id),
@@ -124,6 +131,24 @@ async def sync_weights(request: Request) -> Response:
     if not isinstance(result, SyncResult):
         raise Refusal(500, "a sync was answered with something else")
     return json_response(sync_json(result))
+
+
+async def _send_to(api: Api, endpoint: Endpoint, given: EndpointBody) -> tuple[bool, str]:
+    """Whether an endpoint that was just added has the model's weights now, and what there is to say of it."""
+    try:
+        wanted = SyncWeights(
+            check_model_id(given.model_id),
+            endpoints=(endpoint,),
+            master_address=given.master_address or "",
+            master_port=given.master_port,
+            group_name=given.group_name,
+            buffer_size_mb=given.buffer_size_mb,
+        )
+        result = await api.orchestrator.result(await api.orchestrator.submit(wanted, "xorl"), _SYNC_S)
+    except (Refusal, ValueError) as problem:
+        return False, f"added, but it holds what it was started with: {problem}"
+    assert isinstance(result, SyncResult), "the result of its operation"
+    return result.success, result.message
 
 
 def _check(given: EndpointBody) -> None:

@@ -90,6 +90,7 @@ class EndpointBody(msgspec.Struct, frozen=True):
     world_size: int = 1
     pool: str = "default"
     receiver_kv_cache_dtype: str | None = None
+    model_id: str = "default"
     sync_weights: bool = False
     master_address: str | None = None
     master_port: int = 0

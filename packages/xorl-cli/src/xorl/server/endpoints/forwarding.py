@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from xorl.server.endpoints.answers import Interrupted
@@ -23,18 +24,21 @@ class EndpointSampler:
         self._context_length = context_length
 
     async def sample(
-        self, operation: Sample, *, version: str | None, adapter: tuple[str, Path] | None = None
+        self,
+        operation: Sample,
+        fits: Callable[[EndpointState], bool],
+        adapter: tuple[str, Path] | None = None,
     ) -> SampleResult | None:
         """The samples, or None where no endpoint has these weights or can do what is asked: then it is the workers'.
 
-        version: of the full weights to sample from, None those the endpoints were started with; adapter: a name for it
-        that says its version too, and the folder of PEFT's files. An endpoint that does not answer, or ends the request
-        because its weights change, is left for another. Raises EngineError where one refuses what it was asked.
+        fits: whether an endpoint holds the full weights to sample from. adapter: a name for it that says its version
+        too, and the folder of PEFT's files. An endpoint that does not answer, or ends the request because its weights
+        change, is left for another. Raises EngineError where one refuses what it was asked.
         """
         if self._refusal(operation) is not None:
             return None
         for _ in self._registry.states:
-            state = self._registry.sampling(version)
+            state = self._registry.sampling(fits)
             if state is None:
                 return None
             try:

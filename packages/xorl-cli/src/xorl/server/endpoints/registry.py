@@ -149,9 +149,9 @@ class EndpointRegistry:
         if state is not None and state.state == "healthy":
             self._put(replace(state, state="unreachable", message=why))
 
-    def sampling(self, version: str | None) -> EndpointState | None:
-        """One in turn that holds these weights (None: those it was started with); None where there is none."""
-        able = [state for state in self.states if state.state == "healthy" and state.weight_version == version]
+    def sampling(self, fits: Callable[[EndpointState], bool]) -> EndpointState | None:
+        """One in turn of those that can be asked and hold weights that fit; None where there is none."""
+        able = [state for state in self.states if state.state == "healthy" and fits(state)]
         if not able:
             return None
         self._turn += 1
