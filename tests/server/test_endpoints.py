@@ -16,14 +16,9 @@ from xorl.server.arrays import Array
 from xorl.server.endpoints import EndpointRegistry, EndpointSampler, EngineError
 from xorl.server.endpoints.vllm import vllm_request, vllm_result
 from xorl.server.messages import BaseSampler, Endpoint, EndpointSynced, Sample, SyncResult
-from xorl.server.queries import EndpointState
 
 Answer = TypeVar("Answer")
 PROMPT = Array.of(np.array([3, 4], dtype=np.int32))
-
-
-def holding(version: str | None) -> Callable[[EndpointState], bool]:
-    return lambda state: state.weight_version == version
 
 
 def run(scenario: Callable[[EndpointRegistry], Awaitable[Answer]]) -> Answer:
@@ -64,24 +59,19 @@ def test_mixed_weights_are_sampled_by_no_one() -> None:
     async def scenario(registry: EndpointRegistry) -> None:
         port = engine.port
         await registry.add(Endpoint("127.0.0.1", port))
-        assert registry.sampling(holding(None)) is not None
+        assert registry.sampling(None) is not None
         registry.note_sync(synced(port, "new", "m@1"))
-        assert registry.sampling(holding(None)) is None
-        assert registry.sampling(holding("m@1")) is not None
+        assert registry.sampling(None) is None
+        assert registry.sampling("m@1") is not None
         registry.note_sync(synced(port, "mixed", "m@2"))
         for states in (await registry.check(), await registry.connect(), registry.disconnect(), await registry.check()):
             assert [state.state for state in states] == ["failed"]
         state = await registry.add(Endpoint("127.0.0.1", port))
         assert state.state == "failed"
-        assert (
-            registry.sampling(holding("m@1"))
-            is registry.sampling(holding("m@2"))
-            is registry.sampling(holding(None))
-            is None
-        )
+        assert registry.sampling("m@1") is registry.sampling("m@2") is registry.sampling(None) is None
         assert registry.receivers(), "a whole sync mends it"
         registry.note_sync(synced(port, "new", "m@3"))
-        assert registry.sampling(holding("m@3")) is not None
+        assert registry.sampling("m@3") is not None
 
     with fake_engines([]) as (engine,):
         run(scenario)
@@ -92,10 +82,10 @@ def test_an_endpoint_that_is_gone_or_disconnected_is_not_used() -> None:
     async def scenario(registry: EndpointRegistry) -> None:
         await registry.add(Endpoint("127.0.0.1", engine.port))
         assert [state.state for state in registry.disconnect()] == ["disconnected"]
-        assert registry.sampling(holding(None)) is None
+        assert registry.sampling(None) is None
         assert [state.state for state in await registry.connect()] == ["healthy"]
         registry.note_unreachable(Endpoint("127.0.0.1", engine.port), "no answer")
-        assert registry.sampling(holding(None)) is None
+        assert registry.sampling(None) is None
         assert [state.state for state in await registry.check()] == ["healthy"]
 
     with fake_engines([]) as (engine,):
@@ -126,7 +116,7 @@ def test_samples_come_from_an_endpoint_as_they_were_asked_for(tmp_path: Path) ->
                 topk_prompt_logprobs=2,
                 topk_sample_logprobs=1,
             ),
-            holding(None),
+            version=None,
             adapter=("m-1", adapter),
         )
         assert result is not None
@@ -140,14 +130,14 @@ def test_samples_come_from_an_endpoint_as_they_were_asked_for(tmp_path: Path) ->
         assert result.topk_prompt_logprobs.token_ids.shape == (1, 2)
         assert result.sequences[1].top_logprobs is not None
         assert result.sequences[1].top_logprobs.token_ids.shape == (2, 1)
-        longest = await sampler.sample(sample(max_tokens=None), holding(None))
+        longest = await sampler.sample(sample(max_tokens=None), version=None)
         assert longest is not None
         assert (longest.sequences[0].tokens.shape, longest.sequences[0].stop_reason) == ((8,), "length")
         target = Array.of(np.zeros((1, 1), dtype=np.int64))
-        assert await sampler.sample(sample(target_prompt_tokens=target), holding(None)) is None
-        assert await sampler.sample(sample(), holding("m@9")) is None, "no endpoint holds these weights"
+        assert await sampler.sample(sample(target_prompt_tokens=target), version=None) is None
+        assert await sampler.sample(sample(), version="m@9") is None, "no endpoint holds these weights"
         with pytest.raises(EngineError, match="missing"):
-            await sampler.sample(sample(), holding(None), adapter=("m-2", tmp_path / "missing"))
+            await sampler.sample(sample(), version=None, adapter=("m-2", tmp_path / "missing"))
 
     with fake_engines([]) as (engine,):
         run(scenario)
@@ -166,12 +156,29 @@ def test_another_endpoint_takes_over_from_one_that_died() -> None:
             await registry.add(Endpoint("127.0.0.1", engine.port))
         engines[0].kill()
         sampler = EndpointSampler(registry, context_length=None)
-        assert all([await sampler.sample(sample(), holding(None)) is not None for _ in range(4)])
+        assert all([await sampler.sample(sample(), version=None) is not None for _ in range(4)])
         assert [state.state for state in registry.states] == ["unreachable", "healthy"]
         engines[1].kill()
-        assert await sampler.sample(sample(), holding(None)) is None, "then it is the workers'"
+        assert await sampler.sample(sample(), version=None) is None, "then it is the workers'"
 
     with fake_engines([], []) as engines:
+        run(scenario)
+
+
+def test_a_server_that_was_started_anew_is_not_taken_for_the_one_before() -> None:
+    # Catches samples of the first weights that pass for those of the version that the endpoint was sent.
+    async def scenario(registry: EndpointRegistry) -> None:
+        await registry.add(Endpoint("127.0.0.1", engine.port))
+        registry.note_sync(synced(engine.port, "new", "m@1"))
+        sampler = EndpointSampler(registry, context_length=None)
+        assert await sampler.sample(sample(), version="m@1") is None
+        assert registry.states[0].weight_version == "default"
+        assert registry.sampling(None) is None
+        state = await registry.add(Endpoint("127.0.0.1", engine.port))
+        assert state.weight_version is None
+        assert await sampler.sample(sample(), version=None) is not None
+
+    with fake_engines([]) as (engine,):
         run(scenario)
 
 

@@ -21,6 +21,14 @@ class Interrupted(Exception):
     """A request that was ended by the server, not by its own limits."""
 
 
+class OtherWeights(Exception):
+    """Tokens of other weights than were asked for."""
+
+    def __init__(self, version: str) -> None:
+        super().__init__(version)
+        self.version = version
+
+
 def tokens(ids: Sequence[int]) -> Array:
     """int32 [N]."""
     return Array.of(np.array(ids, dtype=np.int32))

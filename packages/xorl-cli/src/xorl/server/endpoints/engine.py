@@ -24,6 +24,7 @@ _KEPT = (
     "kv_cache_dtype",
     "context_length",
     "version",
+    "weight_version",
 )
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
-from xorl.server.endpoints.answers import Interrupted
+from xorl.server.endpoints.answers import Interrupted, OtherWeights
 from xorl.server.endpoints.engine import EngineError
-from xorl.server.endpoints.registry import EndpointRegistry
+from xorl.server.endpoints.registry import FIRST_VERSION, EndpointRegistry
 from xorl.server.endpoints.sglang import sglang_request, sglang_result
 from xorl.server.endpoints.vllm import vllm_request, vllm_result
 from xorl.server.messages import Sample, SampleResult
@@ -24,21 +23,18 @@ class EndpointSampler:
         self._context_length = context_length
 
     async def sample(
-        self,
-        operation: Sample,
-        fits: Callable[[EndpointState], bool],
-        adapter: tuple[str, Path] | None = None,
+        self, operation: Sample, *, version: str | None, adapter: tuple[str, Path] | None = None
     ) -> SampleResult | None:
         """The samples, or None where no endpoint has these weights or can do what is asked: then it is the workers'.
 
-        fits: whether an endpoint holds the full weights to sample from. adapter: a name for it that says its version
-        too, and the folder of PEFT's files. An endpoint that does not answer, or ends the request because its weights
-        change, is left for another. Raises EngineError where one refuses what it was asked.
+        version: of the full weights to sample from, None those the endpoints were started with; adapter: a name for it
+        that says its version too, and the folder of PEFT's files. An endpoint that does not answer, or ends the request
+        because its weights change, is left for another. Raises EngineError where one refuses what it was asked.
         """
         if self._refusal(operation) is not None:
             return None
         for _ in self._registry.states:
-            state = self._registry.sampling(fits)
+            state = self._registry.sampling(version)
             if state is None:
                 return None
             try:
@@ -47,7 +43,10 @@ class EndpointSampler:
                 return await self._ask(state, operation, None if adapter is None else adapter[0])
             except Interrupted:
                 continue
+            except OtherWeights as other:
+                self._registry.note_other_weights(state.endpoint, other.version)
             except EngineError as error:
+                self._registry.forget_adapters(state.endpoint)
                 if not error.is_gone:
                     raise
                 self._registry.note_unreachable(state.endpoint, str(error))
@@ -77,4 +76,5 @@ class EndpointSampler:
                 operation, prompt, await engine.post("/v1/completions", body, timeout_s=SAMPLE_TIMEOUT_S)
             )
         body = sglang_request(operation, prompt, limit, adapter)
-        return sglang_result(operation, prompt, await engine.post("/generate", body, timeout_s=SAMPLE_TIMEOUT_S))
+        answer = await engine.post("/generate", body, timeout_s=SAMPLE_TIMEOUT_S)
+        return sglang_result(operation, prompt, answer, state.weight_version or FIRST_VERSION)

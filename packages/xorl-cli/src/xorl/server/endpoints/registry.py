@@ -10,12 +10,16 @@ from typing import Literal
 import httpx
 from msgspec.structs import replace
 
-from xorl.server.endpoints.engine import Engine, EngineError, EngineKind
+from xorl.server.endpoints.engine import Engine, EngineError, EngineKind, Info
 from xorl.server.messages import Endpoint, SyncResult
 from xorl.server.queries import EndpointState
 
 PROBE_TIMEOUT_S = 10.0
 ADAPTER_TIMEOUT_S = 300.0
+# What SGLang calls the weights that it was started with.
+FIRST_VERSION = "default"
+# Of adapters that stay loaded on a server; the one that was not asked for longest leaves for another.
+MAX_ADAPTERS = 32
 # Servers that sample for the same clients must agree on these.
 _SHARED = ("kind", "model_path", "quantization", "tp_size")
 
@@ -79,13 +83,12 @@ class EndpointRegistry:
                         f"{name}: {endpoint.host}:{endpoint.port} has {info.get(name)!r}, and {other[0]}:{other[1]} "
                         f"{state.server_info.get(name)!r}; endpoints of one service are alike"
                     )
-        # What it is registered with again may be another process, but no one can tell: mixed weights are remembered.
+        added = EndpointState(endpoint, "healthy", weight_version=_version(info), server_info=info)
         old = self._states.get(key)
-        added = EndpointState(endpoint, "healthy", server_info=info)
-        if old is not None:
-            failed = old.state == "failed"
-            message, version = (old.message, old.weight_version) if failed else ("", old.weight_version)
-            added = replace(added, state="failed" if failed else "healthy", message=message, weight_version=version)
+        if old is not None and old.state == "failed":
+            # Whether it was started anew since no one can tell.
+            added = replace(added, state="failed", message=old.message)
+        self._adapters.pop(key, None)
         self._put(added)
         return added
 
@@ -143,15 +146,27 @@ class EndpointRegistry:
                 self._put(replace(state, state="healthy", message=synced.message, weight_version=version))
                 self._adapters.pop((synced.host, synced.port), None)
 
+    def note_other_weights(self, endpoint: Endpoint, version: str) -> None:
+        """It answered with weights of another version than it was sent last, as one does that was started anew."""
+        state = self._states.get((endpoint.host, endpoint.port))
+        if state is not None:
+            message = f"holds weights of version {version}, which were not sent to it; add it again to use it"
+            self._put(replace(state, weight_version=version, message=message))
+            self.forget_adapters(endpoint)
+
+    def forget_adapters(self, endpoint: Endpoint) -> None:
+        """Load adapters again when they are asked for: it may have lost them."""
+        self._adapters.pop((endpoint.host, endpoint.port), None)
+
     def note_unreachable(self, endpoint: Endpoint, why: str) -> None:
         """It did not answer; `check` finds out when it does again."""
         state = self._states.get((endpoint.host, endpoint.port))
         if state is not None and state.state == "healthy":
             self._put(replace(state, state="unreachable", message=why))
 
-    def sampling(self, fits: Callable[[EndpointState], bool]) -> EndpointState | None:
-        """One in turn of those that can be asked and hold weights that fit; None where there is none."""
-        able = [state for state in self.states if state.state == "healthy" and fits(state)]
+    def sampling(self, version: str | None) -> EndpointState | None:
+        """One in turn that holds these weights (None: those it was started with); None where there is none."""
+        able = [state for state in self.states if state.state == "healthy" and state.weight_version == version]
         if not able:
             return None
         self._turn += 1
@@ -166,12 +181,13 @@ class EndpointRegistry:
         endpoint = state.endpoint
         loaded = self._adapters.setdefault((endpoint.host, endpoint.port), {})
         if loaded.get(name) == str(folder):
+            loaded[name] = loaded.pop(name)
             return
         kind: EngineKind = "vllm" if state.server_info.get("kind") == "vllm" else "sglang"
         engine = self.engine(endpoint)
-        if name in loaded:
-            await engine.unload_adapter(kind, name, timeout_s=ADAPTER_TIMEOUT_S)
-            del loaded[name]
+        for leaving in [name] if name in loaded else list(loaded)[: max(len(loaded) - MAX_ADAPTERS + 1, 0)]:
+            del loaded[leaving]
+            await engine.unload_adapter(kind, leaving, timeout_s=ADAPTER_TIMEOUT_S)
         try:
             await engine.load_adapter(kind, name, str(folder.resolve()), timeout_s=ADAPTER_TIMEOUT_S)
         except EngineError as error:
@@ -201,6 +217,12 @@ class EndpointRegistry:
     def _put(self, state: EndpointState) -> None:
         self._states[state.endpoint.host, state.endpoint.port] = state
         self._changed()
+
+
+def _version(info: Info) -> str | None:
+    """Of the weights that it holds now; None for those that it was started with."""
+    said = info.get("weight_version")
+    return None if said in (None, FIRST_VERSION) else str(said)
 
 
 def states_of(endpoints: Sequence[Endpoint]) -> list[EndpointState]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from xorl.server.endpoints.answers import Candidate, Interrupted, logprobs, tokens, top_table
+from xorl.server.endpoints.answers import Candidate, Interrupted, OtherWeights, logprobs, tokens, top_table
 from xorl.server.endpoints.engine import EngineError
 from xorl.server.messages import Sample, SampledSequence, SampleResult
 
@@ -21,6 +21,7 @@ class _Meta(msgspec.Struct):
     input_token_logprobs: list[Candidate] | None = None
     input_top_logprobs: list[list[Candidate] | None] | None = None
     cached_tokens: int = 0
+    weight_version: str | None = None
 
 
 class _Generated(msgspec.Struct):
@@ -64,8 +65,11 @@ def _sglang_params(operation: Sample, limit: int, index: int) -> dict[str, objec
     return params
 
 
-def sglang_result(operation: Sample, prompt: Sequence[int], answer: object) -> SampleResult:
-    """What /generate answered. Raises EngineError for what it should not answer."""
+def sglang_result(operation: Sample, prompt: Sequence[int], answer: object, version: str) -> SampleResult:
+    """What /generate answered with weights of a version.
+
+    Raises EngineError for what it should not answer, and OtherWeights where they were of another version.
+    """
     try:
         generated = msgspec.convert(answer if isinstance(answer, list) else [answer], list[_Generated])
     except msgspec.ValidationError as error:
@@ -75,6 +79,8 @@ def sglang_result(operation: Sample, prompt: Sequence[int], answer: object) -> S
     sequences: list[SampledSequence] = []
     for one in generated:
         meta = one.meta_info
+        if meta.weight_version not in (None, version):
+            raise OtherWeights(meta.weight_version)
         reason = (meta.finish_reason or {}).get("type")
         if reason not in ("stop", "length"):
             raise Interrupted(str(meta.finish_reason))

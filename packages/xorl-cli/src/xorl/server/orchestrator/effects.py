@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from typing import Literal
 
@@ -11,6 +12,7 @@ from xorl.server.messages import (
     CreateModel,
     Failure,
     Loaded,
+    LoadWeights,
     LoraSpec,
     ModelCreated,
     Operation,
@@ -86,6 +88,7 @@ class Effects:
             model.num_steps,
             {} if isinstance(operation, SaveFullWeights) else operation.user_metadata,
             None if operation.ttl_s is None else now + operation.ttl_s,
+            version_of(model),
         )
         self._state.registry.checkpoints[record.key] = record
         return [stored(record)]
@@ -97,7 +100,7 @@ class Effects:
             self._state.options.model_name,
             snapshot_of=model.model_id,
             workers=self._state.workers.incarnation,
-            version=version_of(model.lane, model.num_steps),
+            version=version_of(model),
         )
         self._state.registry.samplers[sampler_id] = record
         return stored(record)
@@ -105,12 +108,15 @@ class Effects:
     def _created(self, model: ModelRecord, result: ModelCreated) -> None:
         model.state, model.workers = "ready", self._state.workers.incarnation
         model.num_steps = model.boundary_steps = result.num_steps
+        model.weights_id = secrets.token_hex(4)
         if result.lora_rank is not None:
             asked = model.create.lora or LoraSpec()
             model.lora = replace(asked, rank=result.lora_rank, alpha=result.lora_alpha)
 
     def _stepped(self, model: ModelRecord, operation: Operation, result: Result, seconds: float) -> None:
         model.tail_s += seconds
+        if isinstance(operation, OptimStep | LoadWeights):
+            model.weights_id = secrets.token_hex(4)
         if isinstance(operation, OptimStep) and isinstance(result, OptimResult):
             model.num_steps = int(result.metrics.get("step", model.num_steps + 1))
         elif isinstance(result, Loaded):

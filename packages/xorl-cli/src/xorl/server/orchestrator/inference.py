@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 
 import httpx
 import msgspec
@@ -12,11 +13,10 @@ from xorl.server.endpoints import EndpointRegistry, EndpointSampler, EngineError
 from xorl.server.messages import (
     BaseSampler,
     CheckpointSampler,
-    Failure,
     Ok,
     Rejected,
-    Result,
     Sample,
+    SampleResult,
     SnapshotSampler,
     SyncResult,
     SyncWeights,
@@ -140,7 +140,7 @@ class Inference:
             endpoints = self._endpoints.receivers(after_step=after_step)
         if not endpoints:
             return None
-        version = operation.weight_version or version_of(model.lane, model.num_steps)
+        version = operation.weight_version or version_of(model)
         operation = msgspec.structs.replace(operation, endpoints=endpoints, weight_version=version)
         asked = self._asked.get((endpoints[0].host, endpoints[0].port))
         if not after_step or asked is None:
@@ -178,7 +178,7 @@ class Inference:
                 return Rejected(502, str(problem))
         return None
 
-    async def sample(self, operation: Sample) -> Result | None:
+    async def sample(self, operation: Sample) -> SampleResult | None:
         """The samples of an operation whose sampler is found; None where it is the workers' to make them."""
         sampler, adapter = operation.sampler, None
         version: str | None = None
@@ -189,15 +189,18 @@ class Inference:
                 if checkpoint.kind != "sampler_weights":
                     return None
                 record = self._registry.checkpoints.get(checkpoint_key(checkpoint))
-                made = 0 if record is None else int(record.created)
-                folder = checkpoint_folder(self._options.folder, checkpoint)
-                adapter = (f"{checkpoint.model_id}-{checkpoint.name}-{made}".replace(":", "-"), folder)
+                if record is None or record.version is None:
+                    return None
+                # Never the name of others: what a server computed for a name may be used again.
+                adapter = (
+                    re.sub("[^A-Za-z0-9._-]", "-", record.version),
+                    checkpoint_folder(self._options.folder, checkpoint),
+                )
             case CheckpointSampler(checkpoint=checkpoint):
                 record = self._registry.checkpoints.get(checkpoint_key(checkpoint))
-                model = self._registry.models.get(checkpoint.model_id)
-                if record is None or model is None:
+                if record is None or record.version is None:
                     return None
-                version = version_of(model.lane, record.num_steps)
+                version = record.version
             case SnapshotSampler():
                 version = self._registry.samplers[sampler.sampler_id].version
                 if version is None:
@@ -207,7 +210,9 @@ class Inference:
         try:
             return await self._sampler.sample(operation, version=version, adapter=adapter)
         except EngineError as problem:
-            return Failure("user", 400, str(problem))
+            # Engines lack what the workers have: adapters on heads, or rows of a rank.
+            logger.warning("event=endpoint_refused_sample taken_by=workers why=%r", str(problem))
+            return None
 
     def _changed(self) -> None:
         self._is_stale = True
@@ -230,6 +235,6 @@ def _place(state: EndpointState) -> tuple[str, int]:
     return state.endpoint.host, state.endpoint.port
 
 
-def version_of(lane: str, num_steps: int) -> str:
-    """Of a model's full weights: which model, and after how many steps."""
-    return f"{lane}-{num_steps}"
+def version_of(model: ModelRecord) -> str:
+    """Of a model's weights as they are now: no other weights ever have it, of any model."""
+    return f"{model.lane}-{model.num_steps}-{model.weights_id}"

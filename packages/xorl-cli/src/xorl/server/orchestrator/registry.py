@@ -30,6 +30,7 @@ class ModelRecord(msgspec.Struct):
     state: creating, until the workers have made it; ready; released, when it was saved and taken off the workers, and
     comes back when it is called; unloaded or failed, when there is none any more. workers: the incarnation that holds
     it, None for none.
+    weights_id: another one whenever its weights change.
     replaces: the workers may still hold the one before it.
     boundary: the checkpoint from which the journal's tail makes the model again, None for its creation; boundary_steps:
     the optimizer steps in it. is_overwriting: a newer state is being saved over the boundary. num_steps: steps taken so
@@ -56,6 +57,7 @@ class ModelRecord(msgspec.Struct):
     tail_bytes: int = 0
     save_s: float = 0.0
     num_recoveries: int = 0
+    weights_id: str = ""
     checkpoint_bytes: dict[str, int] = msgspec.field(default_factory=dict)
 
     @property
@@ -91,7 +93,7 @@ class SamplerRecord(msgspec.Struct):
 
 
 class CheckpointRecord(msgspec.Struct):
-    """What a checkpoint's files do not say by themselves; expires: when to delete it."""
+    """What a checkpoint's files do not say by themselves; expires: when to delete it; version: as of SamplerRecord."""
 
     checkpoint: CheckpointRef
     created: float
@@ -100,6 +102,7 @@ class CheckpointRecord(msgspec.Struct):
     num_steps: int
     user_metadata: dict[str, str] = msgspec.field(default_factory=dict)
     expires: float | None = None
+    version: str | None = None
 
     @property
     def key(self) -> str:

@@ -122,6 +122,10 @@ class Runner:
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         self._slots += 1
+        self._left(task)
+
+    def _left(self, task: asyncio.Task[None]) -> None:
+        self._elsewhere.discard(task)
         self._state.wake.set()
         if not task.cancelled() and task.exception() is not None:
             # Its requests stay unfinished in the journal, from which the next start takes them up.
@@ -150,7 +154,7 @@ class Runner:
             if not request.is_for_workers:
                 task = asyncio.create_task(self._sample_elsewhere(ticket, request))
                 self._elsewhere.add(task)
-                task.add_done_callback(self._elsewhere.discard)
+                task.add_done_callback(self._left)
         return [ticket for ticket in group if self._state.open[ticket.request_id].is_for_workers]
 
     async def _sample_elsewhere(self, ticket: Ticket, request: OpenRequest) -> None:
@@ -260,7 +264,7 @@ class Runner:
             return
         if isinstance(result, SyncResult):
             await state.inference.note_sync(result)
-        if isinstance(result, OptimResult) and state.inference.takes_steps:
+        if isinstance(result, OptimResult) and self._is_synced_after_steps(model):
             await self._door.submit_own(SyncWeights(model.model_id), AFTER_STEP)
         if isinstance(call.operation, SaveWeights):
             self._saving.discard(model.lane)
@@ -269,6 +273,18 @@ class Runner:
         if isinstance(call.operation, OptimStep) and is_long and model.lane not in self._saving:
             self._saving.add(model.lane)
             await self._door.submit_own(self._recovery_save(model))
+
+    def _is_synced_after_steps(self, model: ModelRecord) -> bool:
+        """Whether endpoints take a model's weights as they are now; those that wait to be sent go with them."""
+        state = self._state
+        if not state.inference.takes_steps:
+            return False
+        if any(other is not model and other.state == "ready" for other in state.registry.models.values()):
+            logger.info("event=not_synced model=%s why='several models, and an endpoint holds one'", model.model_id)
+            return False
+        return not any(
+            request.kind == AFTER_STEP and request.ticket.lane == model.lane for request in state.open.values()
+        )
 
     async def _release(self, call: Call, model: ModelRecord) -> None:
         """Save a model whose client is idle, unless a checkpoint has it, and take it off the workers."""
