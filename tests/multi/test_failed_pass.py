@@ -82,6 +82,8 @@ def fail(engine: Engine, where: str) -> None:
         ("zero3-2", torch.bfloat16, "layer"),
         ("zero2-2", torch.float32, "layer"),
         ("hsdp-2x2", torch.float32, "none"),
+        ("ddp-2", torch.float32, "none"),
+        ("ddp-2", torch.bfloat16, "layer"),
     ],
 )
 def test_gradients_and_later_passes_know_nothing_of_it(

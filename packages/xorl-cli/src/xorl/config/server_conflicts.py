@@ -12,6 +12,8 @@ from xorl.config.problems import Conflict
 from xorl.config.server import ServerConfig
 from xorl.config.server_training import NAMES, SECTIONS, in_server_terms, projected
 
+# Files that match an inference engine say it whatever the precision; mixed precision computes in bf16 anyway.
+HELD_ANYWAY = {"model.attention_cast_bf16"}
 CLIENT_SAYS = {"lr", "weight_decay", "max_grad_norm"}
 
 
@@ -27,6 +29,8 @@ def server_conflicts(config: ServerConfig) -> Iterator[Conflict]:
 
     found = [*unmet_needs(local, default_of), *(conflict for check in MODEL_CHECKS for conflict in check(local))]
     for conflict in found:
+        if HELD_ANYWAY.intersection(conflict.paths):
+            continue
         paths = tuple(NAMES[path] for path in conflict.paths if path in NAMES)
         yield Conflict(paths, in_server_terms(conflict.message))
     for check in CHECKS:

@@ -5,7 +5,9 @@ Each runs on all ranks; results are rank 0's. What fails is a `Failure` and has 
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,10 +67,15 @@ ReadT = TypeVar("ReadT")
 
 @dataclass
 class Progress:
-    """Of one model: optimizer steps taken, and the trained tokens whose gradient waits for the next."""
+    """Of one model: optimizer steps taken, and what waits for the next: passes, and their trained tokens."""
 
     num_steps: int = 0
+    num_passes: int = 0
     num_trained: float = 0.0
+
+    def forget_gradient(self) -> None:
+        """Nothing waits."""
+        self.num_passes, self.num_trained = 0, 0.0
 
 
 class Worker:
@@ -161,6 +168,7 @@ class Worker:
         outcomes = self._passes.run(calls)
         for call, outcome in zip(calls, outcomes, strict=True):
             if not call.forward_only:
+                self._progress[call.model_id].num_passes += 1
                 self._progress[call.model_id].num_trained += outcome.metrics[NUM_TRAINED]
         return [outcome.result for outcome in outcomes]
 
@@ -225,6 +233,10 @@ class Worker:
             operation.eps,
             operation.weight_decay,
         )
+        if not progress.num_passes:
+            # A step of Adam without a gradient would go on in the direction of the last ones.
+            nothing = {"grad_norm": 0.0, "step": float(progress.num_steps), "skipped": 1.0, "no_gradient": 1.0}
+            return OptimResult(nothing | {"learning_rate": operation.learning_rate})
         divisor = max(progress.num_trained, 1.0) if config.grad_normalization == "token_mean" else 1.0
         update = self.models.step(
             operation.model_id,
@@ -236,7 +248,8 @@ class Worker:
         scalars = torch.stack([update.grad_norm, update.skipped, *update.norms.values()]).tolist()
         norm, skipped, *norms = scalars
         progress.num_steps += not skipped
-        num_trained, progress.num_trained = progress.num_trained, 0.0
+        num_trained = progress.num_trained
+        progress.forget_gradient()
         self._changed(operation.model_id)
         metrics = {
             "grad_norm": norm,
@@ -245,12 +258,13 @@ class Worker:
             "skipped": skipped,
             "num_trained_tokens": num_trained,
         }
-        return OptimResult(metrics | {f"grad_norm/{kind}": n for kind, n in zip(update.norms, norms, strict=True)})
+        by_kind = {f"grad_norm/{kind}": own / divisor for kind, own in zip(update.norms, norms, strict=True)}
+        return OptimResult(metrics | by_kind)
 
     def abort_gradients(self, operation: AbortGradients, _: str) -> GradientsAborted:
         progress = self._require(operation.model_id)
         self.models.zero_grad(operation.model_id)
-        progress.num_trained = 0.0
+        progress.forget_gradient()
         return GradientsAborted(operation.model_id, progress.num_steps)
 
     def save_weights(self, operation: SaveWeights, operation_id: str) -> Saved:
@@ -268,7 +282,8 @@ class Worker:
     def load_weights(self, operation: LoadWeights, _: str) -> Loaded:
         progress = self._require(operation.model_id)
         num_steps = self.saved.load(operation.model_id, operation.checkpoint, with_optimizer=operation.optimizer)
-        progress.num_steps, progress.num_trained = num_steps, 0.0
+        progress.num_steps = num_steps
+        progress.forget_gradient()
         self._changed(operation.model_id)
         return Loaded(operation.model_id, operation.checkpoint, num_steps)
 
@@ -342,6 +357,8 @@ def failure_of(problem: Exception, *, is_server: bool = False) -> Failure:
         if isinstance(problem, kind) and not is_server:
             return Failure("user", status, str(problem))
     logger.error("event=operation_failed error=%r", problem, exc_info=problem)
+    if os.strerror(errno.ENOSPC) in str(problem):
+        return Failure("server", 507, f"{problem}: delete checkpoints, or make room on the service's disk")
     if isinstance(problem, torch.OutOfMemoryError):
         torch.cuda.empty_cache()
         reason = "the GPUs ran out of memory: send less at once, or lower sample_packing_sequence_len of the service"

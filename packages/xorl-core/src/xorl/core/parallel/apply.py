@@ -101,15 +101,10 @@ class ParallelModel:
         )
 
     def recover(self) -> None:
-        """After a pass that failed on every rank: the next one begins as if that one had not been; it adds nothing.
-
-        Raises RuntimeError for a replica that failed between its forward and its backward pass's end: what exchanges
-        its gradients cannot begin again.
-        """
-        if isinstance(self.forward, DistributedDataParallel) and torch.is_grad_enabled():
-            raise RuntimeError(
-                "a training pass failed under train.data_parallel_mode: ddp, which cannot go on after it"
-            )
+        """After a pass that failed on every rank: the next one begins as if that one had not been; it adds nothing."""
+        if isinstance(self.forward, DistributedDataParallel):
+            # Else it would wait for the gradients that never came.
+            self.forward.reducer._reset_state()
         abandon_pass(self.module)
         if self.fp8_weights is not None:
             self.fp8_weights.invalidate()
