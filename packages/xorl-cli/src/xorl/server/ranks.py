@@ -6,6 +6,7 @@ can tell bad input from a crash.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import tempfile
@@ -21,6 +22,10 @@ BY_SIGNAL = 128
 
 def run(num_ranks: int, arguments: Sequence[str]) -> int:
     """Start the ranks, wait for them, and return the exit code; a signal goes on to them."""
+    # Of an orderly end there is nothing to say, and of a failure the rank has said it.
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     if num_ranks > 1:
         # As torchrun does, so that ranks do not fight over cores.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
