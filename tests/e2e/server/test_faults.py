@@ -1,0 +1,221 @@
+"""The table of faults: whoever dies, and whatever order calls come in, nothing is lost, done twice or half done.
+
+One service serves all of it, in this order; each test leaves it working.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from service import Serve, Service
+
+MODEL = "xorl/quickstart"
+TOKENS = list(range(10, 42))
+NEAR = 1e-4  # what is run again may be packed otherwise
+
+
+@pytest.fixture(scope="module")
+def service(serve: Serve) -> Service:
+    return serve(skip_initial_checkpoint=True, storage_limit="100MB")
+
+
+class Caller:
+    """A client that chooses its numbers itself. Every call is one of the clients' own protocol."""
+
+    def __init__(self, service: Service) -> None:
+        self.http = httpx.Client(base_url=service.url, timeout=60, trust_env=False)
+        self.model_id = f"faults-{uuid.uuid4().hex[:8]}"
+        lora = {"rank": 8, "seed": 0}
+        created = self.post("create_model", model_id=self.model_id, base_model=MODEL, lora_config=lora)
+        self.result(created["request_id"])
+
+    def post(self, call: str, **body: object) -> dict:
+        answer = self.http.post(f"/api/v1/{call}", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def forward_backward(self, seq: int, shift: int = 0) -> str:
+        return self.post("forward_backward", **self.body(seq, shift))["request_id"]
+
+    def body(self, seq: int, shift: int = 0, num: int = 1) -> dict:
+        tokens = [token + shift for token in TOKENS]
+        targets = {"data": [*tokens[1:], 1], "dtype": "int64", "shape": [len(tokens)]}
+        datum = {"model_input": {"input_ids": tokens}, "loss_fn_inputs": {"target_tokens": targets}}
+        call = {"data": [datum] * num, "loss_fn": "cross_entropy"}
+        return {"model_id": self.model_id, "seq_id": seq, "forward_backward_input": call}
+
+    def step(self, seq: int) -> str:
+        adam = {"learning_rate": 1e-2}
+        return self.post("optim_step", model_id=self.model_id, seq_id=seq, adam_params=adam)["request_id"]
+
+    def poll(self, request_id: str) -> dict:
+        return self.http.post("/api/v1/retrieve_future", json={"request_id": request_id}).json()
+
+    def result(self, request_id: str, timeout_s: float = 90) -> dict:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            answer = self.poll(request_id)
+            if answer.get("type") != "try_again":
+                return answer
+        raise AssertionError(f"{request_id} hangs: {answer}")
+
+    def loss(self, request_id: str) -> float:
+        answer = self.result(request_id)
+        assert "metrics" in answer, answer
+        return answer["metrics"]["loss:sum"]
+
+
+def rounds(caller: Caller, count: int) -> list[float]:
+    """The losses of plain rounds of two calls and a step, one after the other."""
+    losses = []
+    for index in range(count):
+        first, second = caller.forward_backward(3 * index + 1), caller.forward_backward(3 * index + 2, shift=5)
+        stepped = caller.result(caller.step(3 * index + 3))
+        assert stepped["metrics"]["step"] == index + 1
+        losses += [caller.loss(first), caller.loss(second)]
+    return losses
+
+
+@pytest.fixture(scope="module")
+def plain(service: Service) -> list[float]:
+    """What undisturbed rounds give; all adapters begin alike."""
+    return rounds(Caller(service), 4)
+
+
+def test_calls_that_arrive_out_of_order_or_twice_count_once_and_in_order(service: Service, plain: list[float]) -> None:
+    # Catches a chunk that is trained on twice, and a step that overtakes the last chunk.
+    caller = Caller(service)
+    stepped = caller.step(3)
+    second = caller.forward_backward(2, shift=5)
+    first = caller.forward_backward(1)
+    assert caller.forward_backward(1) == first
+    assert caller.step(3) == stepped
+    assert [caller.loss(first), caller.loss(second)] == pytest.approx(plain[:2], rel=NEAR)
+    assert caller.result(stepped)["metrics"]["step"] == 1
+    assert caller.loss(caller.forward_backward(4)) == pytest.approx(plain[2], rel=NEAR)
+    other = caller.http.post("/api/v1/forward_backward", json=caller.body(4, shift=1))
+    assert other.status_code == 400
+
+
+def test_a_rejected_call_is_passed_over_and_one_that_fails_leaves_the_gradient_alone(
+    service: Service, plain: list[float]
+) -> None:
+    # Catches a client that waits for ever behind its own mistake, and half a gradient.
+    caller = Caller(service)
+    first = caller.forward_backward(1)
+    behind = caller.forward_backward(3, shift=5)
+    refused = caller.http.post("/api/v1/forward_backward", json=caller.body(2) | {"forward_backward_input": {}})
+    assert refused.status_code in (400, 422), refused.text
+    failing = caller.body(4)
+    failing["forward_backward_input"]["loss_fn"] = "importance_sampling"  # without what it needs
+    failed = caller.http.post("/api/v1/forward_backward", json=failing)
+    if failed.status_code == 200:
+        assert "error" in caller.result(failed.json()["request_id"])
+    assert [caller.loss(first), caller.loss(behind)] == pytest.approx(plain[:2], rel=NEAR)
+    assert caller.result(caller.step(5))["metrics"]["step"] == 1
+    assert caller.loss(caller.forward_backward(6)) == pytest.approx(plain[2], rel=NEAR)
+
+
+def test_a_client_that_dies_leaves_the_others_alone(service: Service) -> None:
+    # Catches a service that a client takes with it.
+    code = f"""
+        import tinker
+        service = tinker.ServiceClient(base_url={service.url!r}, api_key={service.key!r})
+        client = service.create_lora_training_client(base_model={MODEL!r}, rank=8)
+        target = tinker.TensorData(data=list(range(2, 34)), dtype="int64", shape=[32])
+        data = tinker.Datum(model_input=tinker.ModelInput.from_ints(list(range(1, 33))),
+                            loss_fn_inputs={{"target_tokens": target}})
+        print("ready", flush=True)
+        while True:
+            client.forward_backward([data] * 50, "cross_entropy")
+            client.optim_step(tinker.AdamParams(learning_rate=1e-3))
+    """
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline().strip() == "ready"
+    time.sleep(1.0)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    caller = Caller(service)
+    assert caller.loss(caller.forward_backward(1)) > 0
+
+
+def test_orchestrator_and_api_are_killed_with_calls_in_flight(service: Service, plain: list[float]) -> None:
+    # Catches a request that is lost with the process that took it, and a gradient that is added again.
+    caller = Caller(service)
+    requests = []
+    for index in range(2):
+        requests += [caller.forward_backward(3 * index + 1), caller.forward_backward(3 * index + 2, shift=5)]
+        stepped = caller.step(3 * index + 3)
+    service.kill("orchestrator")
+    # The API holds a call until there is an orchestrator again.
+    requests.append(caller.forward_backward(7))
+    service.kill("API")
+    service.wait_ready()
+    caller.http.close()
+    caller.http = httpx.Client(base_url=service.url, timeout=60, trust_env=False)
+    assert caller.forward_backward(7) == requests[-1]
+    assert [caller.loss(request) for request in requests] == pytest.approx(plain[:5], rel=NEAR)
+    assert caller.result(stepped)["metrics"]["step"] == 2
+
+
+def test_workers_are_killed_in_forward_backward_and_the_client_sees_a_pause(
+    service: Service, plain: list[float]
+) -> None:
+    # Catches a client that hangs or fails, a model that is lost with the workers, and half a gradient.
+    caller = Caller(service)
+    losses = rounds(caller, 2)
+    long = caller.post("forward_backward", **caller.body(7, num=3000))["request_id"]
+    time.sleep(0.3)
+    with ThreadPoolExecutor() as pool:
+        waiting: Future[dict] = pool.submit(caller.result, long, 120)
+        service.kill("workers")
+        assert waiting.result()["metrics"]["loss:sum"] == pytest.approx(3000 * plain[4], rel=NEAR)
+    assert losses == pytest.approx(plain[:4], rel=NEAR)
+    caller.result(caller.post("abort_gradient_epoch", model_id=caller.model_id, seq_id=8)["request_id"])
+    first, second = caller.forward_backward(9), caller.forward_backward(10, shift=5)
+    assert caller.result(caller.step(11))["metrics"]["step"] == 3
+    again = caller.forward_backward(12)
+    assert [caller.loss(first), caller.loss(second)] == pytest.approx(plain[4:6], rel=NEAR)
+    assert caller.loss(again) == pytest.approx(plain[6], rel=NEAR)
+
+
+def test_a_full_disk_refuses_what_is_written_and_nothing_else(service: Service) -> None:
+    # Catches a save that fills the disk, and a service that ends with it.
+    caller = Caller(service)
+    ballast = service.output_dir / "ballast"
+    with ballast.open("wb") as file:
+        file.truncate(100 * 10**6)
+    try:
+        saved = caller.post("save_weights", model_id=caller.model_id, seq_id=1, path="full")
+        failure = caller.result(saved["request_id"])
+        assert "StorageLimitError" in failure["error"]
+        assert caller.loss(caller.forward_backward(2)) > 0
+    finally:
+        ballast.unlink()
+    saved = caller.post("save_weights", model_id=caller.model_id, seq_id=3, path="full")
+    assert caller.result(saved["request_id"])["path"].endswith("/weights/full")
+
+
+def test_the_service_stops_in_order_and_begins_again_with_models_and_requests(
+    service: Service, plain: list[float]
+) -> None:
+    # Catches a stop after which clients have to begin anew.
+    caller = Caller(service)
+    losses = rounds(caller, 2)
+    assert service.stop() == 0
+    service.start()
+    caller.http = httpx.Client(base_url=service.url, timeout=60, trust_env=False)
+    first, second = caller.forward_backward(7), caller.forward_backward(8, shift=5)
+    assert caller.result(caller.step(9))["metrics"]["step"] == 3
+    assert [*losses, caller.loss(first), caller.loss(second)] == pytest.approx(plain[:6], rel=NEAR)
