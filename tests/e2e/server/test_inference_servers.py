@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -184,3 +185,61 @@ def test_weights_follow_each_step_where_that_was_asked_for(service: Service, wit
     assert 2 <= seen["calls"].count("/continue_generation") <= 3
     assert seen["version"].startswith("default#")
     assert seen["version"].split("-")[1] == "2", "the newest weights are there"
+
+
+WHOLE = """\
+config_path: configs/quickstart/config.json
+tokenizer_path: configs/quickstart
+model_name: xorl/quickstart
+data_parallel_shard_size: 2
+enable_mixed_precision: false
+enable_gradient_checkpointing: false
+skip_initial_checkpoint: true
+sample_packing_sequence_len: 1024
+sampler_cache_tokens: 16384
+output_dir: unused
+"""
+
+
+def test_full_weights_are_sampled_where_they_were_sent(serve: Serve, tmp_path: Path) -> None:
+    # Catches shards that are sent as wholes, and samples of a step that the endpoint does not hold.
+    (tmp_path / "config.yaml").write_text(WHOLE)
+    service = serve(tmp_path / "config.yaml")
+    with fake_engines([]) as (engine,):
+        added = post(service, "/add_inference_endpoint", {"host": "127.0.0.1", "port": engine.port})
+        assert added.json()["success"], added.text
+
+        def drive() -> tuple[list[int], list[int], list[int]]:
+            import tinker  # noqa: PLC0415  (a dependency group that is not always there)
+
+            with tinker.ServiceClient(base_url=service.url, api_key=service.key) as client:
+                training = client.create_lora_training_client(base_model="xorl/quickstart", rank=8)
+                target = tinker.TensorData(data=[6, 7, 8, 9], dtype="int64", shape=[4])
+                prompt = tinker.ModelInput.from_ints(TOKENS)
+                data = tinker.Datum(model_input=prompt, loss_fn_inputs={"target_tokens": target})
+                params = tinker.SamplingParams(max_tokens=3, temperature=1.0, seed=4)
+
+                def sampled() -> list[int]:
+                    sampler = training.save_weights_and_get_sampling_client()
+                    return list(sampler.sample(prompt, 1, params).result().sequences[0].tokens)
+
+                def step() -> None:
+                    training.forward_backward([data], "cross_entropy").result()
+                    training.optim_step(tinker.AdamParams(learning_rate=1e-2)).result()
+
+                step()
+                model_id = training.get_info().model_id
+                body = {"model_id": model_id, "buffer_size_mb": 1}
+                before = sampled()
+                sent = post(service, "/sync_inference_weights", body)
+                assert sent.json()["success"], sent.text
+                at_endpoint = sampled()
+                step()
+                return before, at_endpoint, sampled()
+
+        before, at_endpoint, after = in_child(drive)
+        seen = engine.seen()
+        assert at_endpoint == continued(TOKENS, seen["version"], 3, seed=4)
+        assert len(seen["requests"]) == 1, "the others are of weights that the endpoint did not hold"
+        assert len(before) == len(after) == 3
+        assert [tensor["shape"][0] for name, tensor in seen["tensors"].items() if "embed" in name] == [288]
