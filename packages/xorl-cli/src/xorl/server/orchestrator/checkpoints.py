@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 
 from xorl.server.messages import Ok, Rejected
 from xorl.server.names import CheckpointRef
-from xorl.server.orchestrator import catalogue
+from xorl.server.orchestrator import catalogue, waiting
 from xorl.server.orchestrator.calls import RECOVERY_PREFIX
 from xorl.server.orchestrator.catalogue import Found
+from xorl.server.orchestrator.door import Door
 from xorl.server.orchestrator.registry import CheckpointRecord, checkpoint_key, dropped, stored
+from xorl.server.orchestrator.release import recovery_save
 from xorl.server.orchestrator.state import State
 from xorl.server.queries import (
     CheckpointInfo,
@@ -26,6 +29,8 @@ from xorl.server.queries import (
     WeightsInfo,
 )
 
+logger = logging.getLogger(__name__)
+
 
 async def list_checkpoints(state: State, ask: ListCheckpoints) -> Checkpoints:
     """Newest first; without those that the service makes to recover from."""
@@ -34,21 +39,36 @@ async def list_checkpoints(state: State, ask: ListCheckpoints) -> Checkpoints:
     return Checkpoints([_info(state, one) for one in found[ask.offset : last]], len(found))
 
 
-async def delete_checkpoint(state: State, ask: DeleteCheckpoint) -> Ok | Rejected:
-    """Remove a checkpoint, unless a model that is not in memory has nothing else to come back from."""
-    for model in state.registry.models.values():
+async def delete_checkpoint(state: State, door: Door, ask: DeleteCheckpoint) -> Ok | Rejected:
+    """Remove a checkpoint; models that would be made again from it are saved elsewhere first."""
+    for model in list(state.registry.models.values()):
+        if not model.is_there or model.boundary != ask.checkpoint:
+            continue
+        request_id = await door.submit_own(recovery_save(model))
+        if request_id is not None:
+            await waiting.ended(state, request_id)
         if model.is_there and model.boundary == ask.checkpoint:
-            return Rejected(
-                400,
-                f"model {model.model_id} comes back from {ask.checkpoint.uri('xorl')} if the workers are lost: save it "
-                "again under another name, or unload it, and delete this one then",
-            )
+            uri = ask.checkpoint.uri("xorl")
+            why = f"model {model.model_id} comes back from {uri} if the workers are lost, and cannot be saved elsewhere"
+            return Rejected(503, f"{why}: try again later, or unload it")
     if not await asyncio.to_thread(catalogue.delete, state.options.folder, ask.checkpoint):
         return _missing(ask.checkpoint)
     record = state.registry.checkpoints.pop(checkpoint_key(ask.checkpoint), None)
     if record is not None:
         await state.journal.put([dropped(record)])
     return Ok()
+
+
+async def delete_expired(state: State, door: Door, now: float) -> None:
+    """Remove the checkpoints whose time is over."""
+    expired = [c for c in state.registry.checkpoints.values() if c.expires is not None and c.expires <= now]
+    for record in expired:
+        answer = await delete_checkpoint(state, door, DeleteCheckpoint(record.checkpoint))
+        logger.info("event=expired checkpoint=%s answer=%r", record.checkpoint.uri("xorl"), answer)
+        if isinstance(answer, Rejected) and answer.status == 404:
+            # Somebody was faster.
+            state.registry.checkpoints.pop(record.key, None)
+            await state.journal.put([dropped(record)])
 
 
 async def set_ttl(state: State, ask: SetCheckpointTtl) -> Ok | Rejected:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import secrets
 import time
 
@@ -28,6 +29,8 @@ from xorl.server.orchestrator.journal import Submission, Unfinished, Written
 from xorl.server.orchestrator.lane import Ticket
 from xorl.server.orchestrator.registry import ModelRecord, stored
 from xorl.server.orchestrator.state import State
+
+logger = logging.getLogger(__name__)
 
 
 class Refused(Exception):
@@ -71,12 +74,16 @@ class Door:
         except JournalError as problem:
             return Rejected(507, f"the request cannot be kept: {problem}; make room on the service's disk")
 
-    async def submit_own(self, operation: ModelOperation, kind: str | None = None) -> None:
-        """Queue a request of the service itself behind what has arrived for its model."""
-        state = self._state
-        model = state.registry.models[operation.model_id]
+    async def submit_own(self, operation: ModelOperation, kind: str | None = None) -> str | None:
+        """Queue a request of the service itself behind what has arrived for its model; None where it cannot be kept."""
+        model = self._state.registry.models[operation.model_id]
         request_id = f"own-{secrets.token_hex(8)}"
-        await self._keep(_submission(request_id, operation, model.client, model.lane, kind=kind))
+        try:
+            await self._keep(_submission(request_id, operation, model.client, model.lane, kind=kind))
+        except JournalError as problem:
+            logger.error("event=not_ordered operation=%s why=%r", type(operation).__name__, str(problem))
+            return None
+        return request_id
 
     async def reject(self, tombstone: Tombstone) -> Ok | Rejected:
         """Let a model go on past a number that was refused at the door."""
@@ -186,16 +193,6 @@ class Door:
             raise Refused(404, f"there is no session {submit.session_id}")
         if old is not None and old.is_there and submit.session_id is not None:
             raise Refused(400, f"model {operation.model_id} was created already, by another request")
-        if options.enable_lora:
-            return
-        # Full weights are the base itself, so one model at a time has it.
-        for other in state.registry.models.values():
-            if other.state in ("creating", "ready") and other.model_id != operation.model_id:
-                raise Refused(
-                    400,
-                    f"this service trains full weights, one model at a time, and {other.model_id} is training: end its "
-                    "session or unload it first, or serve with enable_lora: true",
-                )
 
     def _completed(self, operation: CreateModel) -> CreateModel:
         """With what the client left open decided, so that it can be done again and give the same."""

@@ -7,12 +7,12 @@ import logging
 import time
 
 from xorl.server.messages import Failure, UnloadModel
-from xorl.server.orchestrator import catalogue
+from xorl.server.orchestrator import checkpoints
 from xorl.server.orchestrator.calls import RELEASE
 from xorl.server.orchestrator.commit import JournalError
 from xorl.server.orchestrator.door import Door
 from xorl.server.orchestrator.journal import Retention
-from xorl.server.orchestrator.registry import dropped, stored
+from xorl.server.orchestrator.registry import stored
 from xorl.server.orchestrator.state import State
 
 logger = logging.getLogger(__name__)
@@ -32,6 +32,7 @@ class Housekeeping:
         self._gaps: dict[tuple[str, int], float] = {}
         self._releasing: set[str] = set()
         self._pruned = 0.0
+        self._expiring: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         """All of it, again and again."""
@@ -101,9 +102,6 @@ class Housekeeping:
         await state.journal.prune(now, self._retention, {model.lane: model.next_seq for model in models})
         active = [*state.registry.sessions.values(), *models]
         await state.journal.put([stored(record) for record in active if record.last_active > now - 2 * PRUNE_EVERY_S])
-        expired = [c for c in state.registry.checkpoints.values() if c.expires is not None and c.expires <= now]
-        for record in expired:
-            await asyncio.to_thread(catalogue.delete, state.options.folder, record.checkpoint)
-            del state.registry.checkpoints[record.key]
-            logger.info("event=expired checkpoint=%s", record.checkpoint.uri("xorl"))
-        await state.journal.put([dropped(record) for record in expired])
+        if self._expiring is None or self._expiring.done():
+            # It may wait for a save, which nothing else here does.
+            self._expiring = asyncio.create_task(checkpoints.delete_expired(state, self._door, now))

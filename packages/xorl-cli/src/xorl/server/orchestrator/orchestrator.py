@@ -69,7 +69,6 @@ QUERIES: dict[type[Message], Callable[[State, Any], Awaitable[Message]]] = {
     CreateSamplingSession: sessions.create_sampling_session,
     GetSampler: sessions.get_sampler,
     ListCheckpoints: checkpoints.list_checkpoints,
-    DeleteCheckpoint: checkpoints.delete_checkpoint,
     SetCheckpointTtl: checkpoints.set_ttl,
     GetWeightsInfo: checkpoints.weights_info,
     ListTrainingRuns: checkpoints.list_training_runs,
@@ -104,7 +103,9 @@ class Orchestrator:
         registry = Registry(journal)
         inference = Inference(options, journal, registry)
         self.state = State(options, journal, registry, Scheduler(), workers, inference, {}, wake)
+        self._door = Door(self.state)
         self._queries: dict[type[Message], Answering] = {
+            DeleteCheckpoint: partial(checkpoints.delete_checkpoint, self.state, self._door),
             AddEndpoint: inference.add,
             RemoveEndpoint: inference.remove,
             ListEndpoints: inference.list_all,
@@ -112,7 +113,6 @@ class Orchestrator:
             DisconnectEndpoints: inference.disconnect,
             **{kind: partial(query, self.state) for kind, query in QUERIES.items()},
         }
-        self._door = Door(self.state)
         stale = self._door.reopen()
         logger.info("event=journal_read requests=%d bytes=%d", len(self.state.open), journal.size_bytes())
         await self.state.fail(stale, Failure("user", 410, "the model was unloaded or created anew before this ran"))

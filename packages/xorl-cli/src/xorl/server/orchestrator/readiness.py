@@ -29,6 +29,7 @@ from xorl.server.orchestrator.calls import AFTER_STEP, saved_as
 from xorl.server.orchestrator.lane import Ticket
 from xorl.server.orchestrator.recovery import RecoveryError, restore
 from xorl.server.orchestrator.registry import ModelRecord, SamplerRecord, stored
+from xorl.server.orchestrator.release import Release
 from xorl.server.orchestrator.state import OpenRequest, State
 
 
@@ -43,8 +44,9 @@ class CannotRun(Exception):
 class Readiness:
     """Brings requests to where workers can run them."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, models: Release) -> None:
         self._state = state
+        self._models = models
 
     async def prepare(self, ticket: Ticket, operation: Operation) -> Operation:
         """The operation as the workers are to get it; CannotRun where it has ended here."""
@@ -55,6 +57,7 @@ class Readiness:
             raise CannotRun(Failure("user", 410, "the model was unloaded or created anew before this ran"))
         if isinstance(operation, CreateModel):
             await self._make_way(model)
+            await self._make_place(model)
         else:
             if model.state == "creating":
                 raise CannotRun(Failure("user", 404, f"model {model.model_id} has not been created"))
@@ -95,11 +98,7 @@ class Readiness:
         state = self._state
         if model.workers is not None and model.workers == state.workers.incarnation:
             return
-        if not state.options.enable_lora:
-            for other in state.registry.models.values():
-                if other is not model and other.state in ("creating", "ready"):
-                    message = f"model {model.model_id} was released, and {other.model_id} has its place since"
-                    raise CannotRun(Failure("user", 409, f"{message}: unload that one first"))
+        await self._make_place(model)
         try:
             again = await restore(model, state.journal, state.workers)
         except RecoveryError as problem:
@@ -107,8 +106,25 @@ class Readiness:
         state.tally.count("restores_total")
         state.tally.count("requests_run_again_total", again)
 
+    async def _make_place(self, model: ModelRecord) -> None:
+        """Where full weights are trained one model has the base; another one goes if its client has gone."""
+        if self._state.options.enable_lora:
+            return
+        for other in self._state.registry.models.values():
+            if other is model or not self._models.is_held(other):
+                continue
+            if not self._models.is_silent(other):
+                message = f"model {other.model_id} has the base, and its client is there: unload it, or end its session"
+                raise CannotRun(Failure("user", 409, message))
+            failure = await self._models.set_aside(other)
+            if failure is not None:
+                raise CannotRun(failure)
+
     async def _make_room(self, model: ModelRecord, checkpoint: CheckpointRef) -> None:
-        state, wanted = self._state, model.checkpoint_bytes.get(checkpoint.kind, 0)
+        state, kind = self._state, checkpoint.kind
+        # Nothing is known of a model's first one but what others took.
+        known = [other.checkpoint_bytes.get(kind, 0) for other in state.registry.models.values()]
+        wanted = model.checkpoint_bytes.get(kind) or max(known)
         limit = state.options.storage_limit_bytes
         try:
             await asyncio.to_thread(catalogue.check_room, state.options.folder, limit, wanted)

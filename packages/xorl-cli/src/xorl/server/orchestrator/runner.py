@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from xorl.server.messages import (
     Result,
     Sample,
     SampleResult,
-    Saved,
     SaveWeights,
     SyncResult,
     SyncWeights,
@@ -44,7 +42,8 @@ from xorl.server.orchestrator.effects import Effects
 from xorl.server.orchestrator.journal import Outcome
 from xorl.server.orchestrator.lane import Ticket
 from xorl.server.orchestrator.readiness import CannotRun, Readiness
-from xorl.server.orchestrator.registry import ModelRecord, stored
+from xorl.server.orchestrator.registry import ModelRecord
+from xorl.server.orchestrator.release import Release, recovery_save
 from xorl.server.orchestrator.state import OpenRequest, State
 from xorl.server.orchestrator.workers import WorkersLost
 
@@ -52,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 # While the workers compute one piece of work, the next one is on its way to them; more would only undo fair turns.
 NUM_SLOTS = 2
+# A disk that is full is asked again after so long.
+RETRY_S = 1.0
 # A model is saved before running its tail again would take longer than this, in seconds of the workers ...
 MAX_TAIL_S = 600.0
 # ... or its bodies more of the disk; but no more than a thirtieth of the workers' time goes into it.
@@ -78,8 +79,9 @@ class Runner:
     def __init__(self, state: State, door: Door) -> None:
         self._state = state
         self._door = door
-        self._readiness = Readiness(state)
         self._effects = Effects(state)
+        self._models = Release(state, self._effects)
+        self._readiness = Readiness(state, self._models)
         self._slots = NUM_SLOTS
         self._tasks: set[asyncio.Task[None]] = set()
         self._elsewhere: set[asyncio.Task[None]] = set()
@@ -102,10 +104,10 @@ class Runner:
         self._slots = -NUM_SLOTS
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for model in self._state.registry.models.values():
-            if model.state != "ready" or not self._is_held(model):
+            if model.state != "ready" or not self._models.is_held(model):
                 continue
             try:
-                problem = await self._save(model)
+                problem = await self._models.save(model)
             except (WorkersLost, JournalError) as lost:
                 logger.warning("event=not_saved model=%s why=%r", model.model_id, str(lost))
                 continue
@@ -146,6 +148,11 @@ class Runner:
         except WorkersLost as problem:
             state.tally.count("workers_lost_total")
             await self._put_back([t for t in group if t.request_id in state.open], str(problem), alone=True)
+        except JournalError as problem:
+            state.problem = f"nothing can be kept: {problem}"
+            logger.error("event=journal_failed why=%r", str(problem))
+            await self._put_back([t for t in group if t.request_id in state.open], state.problem, alone=True)
+            await asyncio.sleep(RETRY_S)
 
     def _send_elsewhere(self, group: Sequence[Ticket]) -> list[Ticket]:
         """Give samples to endpoints, for as long as those take, and the place of this group free; returns the rest."""
@@ -190,7 +197,7 @@ class Runner:
             model = state.model_of(ticket)
             if request.kind == RELEASE and model is not None:
                 await self._release(Call(ticket, request, operation), model)
-            elif isinstance(operation, UnloadModel) and model is not None and not self._is_held(model):
+            elif isinstance(operation, UnloadModel) and model is not None and not self._models.is_held(model):
                 await self._settle([Call(ticket, request, operation)], [Unloaded(model.model_id)], 0.0)
             else:
                 calls.append(Call(ticket, request, operation))
@@ -272,7 +279,7 @@ class Runner:
         is_long = model.tail_s > longest or model.tail_bytes > MAX_TAIL_BYTES
         if isinstance(call.operation, OptimStep) and is_long and model.lane not in self._saving:
             self._saving.add(model.lane)
-            await self._door.submit_own(self._recovery_save(model))
+            await self._door.submit_own(recovery_save(model))
 
     def _is_synced_after_steps(self, model: ModelRecord) -> bool:
         """Whether endpoints take a model's weights as they are now; those that wait to be sent go with them."""
@@ -287,51 +294,16 @@ class Runner:
         )
 
     async def _release(self, call: Call, model: ModelRecord) -> None:
-        """Save a model whose client is idle, unless a checkpoint has it, and take it off the workers."""
-        state, result = self._state, Unloaded(model.model_id)
-        if self._is_held(model):
-            saved = await self._save(model)
-            if isinstance(saved, Failure):
-                await self._settle([call], [saved], 0.0)
-                return
-            await self._work(UnloadModel(model.model_id))
-        model.state, model.workers = "released", None
-        logger.info("event=released model=%s", model.model_id)
-        records = [*state.passed(call.ticket), stored(model)]
-        await state.end([Outcome(call.ticket.request_id, encode(result), time.time(), records=records)], [result])
-        state.scheduler.finish([call.ticket])
-
-    async def _save(self, model: ModelRecord) -> Failure | None:
-        """Move a model's boundary to now, but for a gradient that is left."""
-        state = self._state
-        if not state.journal.num_settled(model.lane):
-            return None
-        save = self._recovery_save(model)
-        result = await self._work(save)
-        if not isinstance(result, Saved):
-            return result if isinstance(result, Failure) else Failure("server", 500, f"not saved: {result}")
-        self._effects.saved(model, save, result)
-        await state.journal.settle(model.lane, [stored(model)])
-        return None
-
-    async def _work(self, operation: Operation) -> Result:
-        """What the workers make of an operation of the service's own."""
-        name = f"own-{secrets.token_hex(8)}"
-        return (await self._state.workers.run(Work([name], [operation]))).results[0]
+        """Take a model whose client is idle off the workers."""
+        failure = await self._models.set_aside(model)
+        result = Unloaded(model.model_id) if failure is None else failure
+        records = self._state.passed(call.ticket)
+        await self._state.end([Outcome(call.ticket.request_id, encode(result), time.time(), records=records)], [result])
+        self._state.scheduler.finish([call.ticket])
 
     async def _order_initial_checkpoint(self, model_id: str) -> None:
         if not self._state.options.skip_initial_checkpoint:
             await self._door.submit_own(SaveWeights(model_id, INITIAL_NAME, overwrite=True))
-
-    def _recovery_save(self, model: ModelRecord) -> SaveWeights:
-        """To one of two names in turn, so that the boundary is never what is written over."""
-        name = f"{RECOVERY_PREFIX}{model.num_recoveries % 2}"
-        if model.boundary is not None and model.boundary.name == name:
-            name = f"{RECOVERY_PREFIX}{(model.num_recoveries + 1) % 2}"
-        return SaveWeights(model.model_id, name, overwrite=True)
-
-    def _is_held(self, model: ModelRecord) -> bool:
-        return model.workers is not None and model.workers == self._state.workers.incarnation
 
     def _count(self, operation: Operation, result: Result) -> None:
         if isinstance(result, Failure):

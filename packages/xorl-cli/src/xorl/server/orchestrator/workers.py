@@ -14,6 +14,10 @@ from xorl.server.messages import Done, Failure, Health, HealthResult, Work
 logger = logging.getLogger(__name__)
 
 
+# How much memory they use is for people to look at.
+HEALTH_EVERY_S = 10.0
+
+
 class WorkersLost(Exception):
     """The workers that were asked are gone, and what was in their memory with them."""
 
@@ -40,6 +44,7 @@ class Workers:
         self._absent_since = time.monotonic()
         self.incarnation: str | None = None
         self.health: HealthResult | None = None
+        self._asked_health = 0.0
 
     @property
     def is_connected(self) -> bool:
@@ -106,13 +111,15 @@ class Workers:
                 self._on_change()
             if self.is_connected and self._channel.incarnation != self.incarnation:
                 await self._ask_health()
+            if self.is_ready and time.monotonic() - self._asked_health > HEALTH_EVERY_S:
+                await self._ask_health()
             # Far below what a restart takes, far above what it costs.
             await asyncio.sleep(0.05)
 
     async def _ask_health(self) -> None:
-        asked = self._channel.incarnation
+        asked, self._asked_health = self._channel.incarnation, time.monotonic()
         try:
-            done = await self._channel.request(Work([f"health-{asked}"], [Health()]), timeout_s=math.inf)
+            done = await self._channel.request(Work([f"health-{time.monotonic_ns()}"], [Health()]), timeout_s=math.inf)
         except PeerLost:
             return
         except ChannelError as problem:
@@ -124,7 +131,8 @@ class Workers:
             logger.error("event=workers_unwell why=%r", result)
             await asyncio.sleep(1.0)
             return
-        logger.info("event=workers_ready incarnation=%s world_size=%d", asked, result.world_size)
         self.health = result
-        self.incarnation = asked
-        self._on_change()
+        if asked != self.incarnation:
+            logger.info("event=workers_ready incarnation=%s world_size=%d", asked, result.world_size)
+            self.incarnation = asked
+            self._on_change()

@@ -1,0 +1,75 @@
+"""A model off the workers, nothing of it lost: its boundary is moved to now, and what it held is free."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+
+from xorl.server.messages import Failure, Operation, Result, Saved, SaveWeights, UnloadModel, Work
+from xorl.server.orchestrator.calls import RECOVERY_PREFIX
+from xorl.server.orchestrator.effects import Effects
+from xorl.server.orchestrator.registry import ModelRecord, stored
+from xorl.server.orchestrator.state import State
+
+logger = logging.getLogger(__name__)
+
+# A client that sends heartbeats every ten seconds warns its user after so long without an answer.
+SILENT_S = 120.0
+# One without heartbeats may be busy with what it got.
+SILENT_ALONE_S = 600.0
+
+
+def recovery_save(model: ModelRecord) -> SaveWeights:
+    """A save of the service's own, to one of two names in turn: the boundary is never what is written over."""
+    name = f"{RECOVERY_PREFIX}{model.num_recoveries % 2}"
+    if model.boundary is not None and model.boundary.name == name:
+        name = f"{RECOVERY_PREFIX}{(model.num_recoveries + 1) % 2}"
+    return SaveWeights(model.model_id, name, overwrite=True)
+
+
+class Release:
+    """Saves models and takes them off the workers. Raises WorkersLost, and JournalError where nothing can be kept."""
+
+    def __init__(self, state: State, effects: Effects) -> None:
+        self._state = state
+        self._effects = effects
+
+    def is_held(self, model: ModelRecord) -> bool:
+        """Whether these workers have it."""
+        return model.workers is not None and model.workers == self._state.workers.incarnation
+
+    def is_silent(self, model: ModelRecord) -> bool:
+        """Whether a model's client has gone, as far as can be told, and does not wait for anything."""
+        limit = SILENT_S if model.session_id is not None else SILENT_ALONE_S
+        waits = any(request.ticket.lane == model.lane for request in self._state.open.values())
+        return not waits and time.time() - self._state.registry.activity(model) > limit
+
+    async def save(self, model: ModelRecord) -> Failure | None:
+        """Move a model's boundary to now, but for a gradient that is left."""
+        state = self._state
+        if not state.journal.num_settled(model.lane):
+            return None
+        save = recovery_save(model)
+        result = await self._work(save)
+        if not isinstance(result, Saved):
+            return result if isinstance(result, Failure) else Failure("server", 500, f"not saved: {result}")
+        self._effects.saved(model, save, result)
+        await state.journal.settle(model.lane, [stored(model)])
+        return None
+
+    async def set_aside(self, model: ModelRecord) -> Failure | None:
+        """Save a model, unless a checkpoint has it, and free what it holds; it comes back when it is called."""
+        if self.is_held(model):
+            failure = await self.save(model)
+            if failure is not None:
+                return failure
+            await self._work(UnloadModel(model.model_id))
+        model.state, model.workers = "released", None
+        await self._state.journal.put([stored(model)])
+        logger.info("event=released model=%s", model.model_id)
+        return None
+
+    async def _work(self, operation: Operation) -> Result:
+        name = f"own-{secrets.token_hex(8)}"
+        return (await self._state.workers.run(Work([name], [operation]))).results[0]

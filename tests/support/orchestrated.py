@@ -1,0 +1,119 @@
+"""An orchestrator in the test's own loop, workers that count, and a client that asks it as the API does."""
+
+import asyncio
+import contextlib
+import hashlib
+import secrets
+
+import msgspec
+import numpy as np
+
+from counting_workers import CountingWorkers
+from xorl.server.arrays import Array, Datum
+from xorl.server.channel import Limits
+from xorl.server.messages import (
+    Accepted,
+    CreateModel,
+    Finished,
+    ForwardBackward,
+    LoraSpec,
+    OptimStep,
+    Pending,
+    Poll,
+    Submit,
+)
+from xorl.server.orchestrator import Orchestrator, OrchestratorOptions
+from xorl.server.queries import CreateSession
+
+LIMITS = Limits(ping_every_s=0.1, lost_after_s=3.0)
+SESSION = "session-1"
+MODEL = "session-1:train:0"
+
+
+def options(tmp_path, **changes):
+    values = {
+        "api_address": f"ipc://{tmp_path}/api",
+        "worker_address": f"ipc://{tmp_path}/workers",
+        "output_dir": str(tmp_path / "out"),
+        "model_name": "tiny",
+        "model_path": "/models/tiny",
+        "tokenizer": "tiny",
+        "arch": "qwen3",
+        "vocab_size": 100,
+        "enable_lora": True,
+        "skip_initial_checkpoint": True,
+        "worker_connection_timeout_s": 20.0,
+    }
+    return OrchestratorOptions(**(values | changes))
+
+
+def tokens(*values):
+    array = Array.of(np.array(values, dtype=np.int32))
+    return [Datum(array, {"target_tokens": Array.of(np.array(values, dtype=np.int64))})]
+
+
+def forward_backward(*values, model=MODEL, loss="cross_entropy", forward_only=False):
+    return ForwardBackward(model, tokens(*values), loss, forward_only=forward_only)
+
+
+def step(model=MODEL):
+    return OptimStep(model, 1e-3)
+
+
+def submit(operation, seq=None, *, session=SESSION):
+    key = f"{operation.model_id}/{seq}" if seq is not None else None
+    if isinstance(operation, CreateModel):
+        key = f"create/{operation.model_id}"
+    body_hash = hashlib.sha256(msgspec.msgpack.encode(operation)).digest()
+    session = session if isinstance(operation, CreateModel) else None
+    return Submit(secrets.token_hex(8), operation, "tinker", body_hash, key, seq, session)
+
+
+class Client:
+    """Speaks with an orchestrator in this loop, as the API does."""
+
+    def __init__(self, orchestrator):
+        self.orchestrator = orchestrator
+
+    async def send(self, operation, seq=None, **extra):
+        answer = await self.orchestrator.answer(submit(operation, seq, **extra))
+        assert isinstance(answer, Accepted), answer
+        return answer.request_id
+
+    async def result(self, request_id, timeout_s=20.0):
+        for _ in range(round(timeout_s / 0.5)):
+            answer = await self.orchestrator.answer(Poll(request_id, 0.5))
+            if isinstance(answer, Finished):
+                return answer.result
+            assert isinstance(answer, Pending), answer
+        raise AssertionError(f"{request_id} hangs: {answer}")
+
+    async def do(self, operation, seq=None, **extra):
+        return await self.result(await self.send(operation, seq, **extra))
+
+    async def create(self, model=MODEL, **lora):
+        await self.orchestrator.answer(CreateSession(SESSION))
+        return await self.do(CreateModel(model, lora=LoraSpec(rank=8, seed=0, **lora)))
+
+
+@contextlib.asynccontextmanager
+async def running(chosen):
+    orchestrator = Orchestrator(chosen, limits=LIMITS)
+    await orchestrator.start()
+    try:
+        yield Client(orchestrator)
+    finally:
+        await orchestrator.stop()
+
+
+@contextlib.contextmanager
+def workers(chosen, **extra):
+    counting = CountingWorkers(chosen.worker_address, chosen.folder, **extra)
+    try:
+        yield counting
+    finally:
+        counting.close()
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 60))
