@@ -22,7 +22,7 @@ from xorl.core.nn import LayerKernels
 from xorl.data import Document, collate
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import AdapterSpec, adapters, init_adapters, inject
-from xorl.server.arrays import Datum
+from xorl.server.arrays import Array, Datum
 from xorl.server.messages import (
     AbortGradients,
     BaseSampler,
@@ -197,22 +197,21 @@ def test_losses_gradients_and_steps_are_those_of_plain_torch(
 
 
 @pytest.mark.multi
-def test_the_service_and_local_training_give_the_same_gradient_to_the_bit(tmp_path: Path, run_ranks) -> None:
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_the_service_and_local_training_give_the_same_gradient_to_the_bit(kind: str, tmp_path: Path, run_ranks) -> None:
     # Catches a service that computes by other ways than local training.
     rows = [np.random.default_rng(seed).integers(0, 60, 9 + seed) for seed in range(4)]
+    targets = [np.append(row[1:], -100) for row in rows]
+    data = [
+        Datum(Array.of(row.astype(np.int32)), {"target_tokens": Array.of(own.astype(np.int64))})
+        for row, own in zip(rows, targets, strict=True)
+    ]
+    # Ranks that a bank has no room beside; local training leaves the head out.
+    options = {**LORA, "lora_rank": 8, "lora_target_modules": "all-linear"} if kind == "lora" else {}
 
     def run() -> None:
-        data = []
-        for index, row in enumerate(rows):
-            one = datum(len(row), index)
-            targets = np.append(row[1:], -100)
-            data.append(
-                Datum(
-                    one.tokens.of(row.astype(np.int32)),
-                    {"target_tokens": one.tokens.of(targets.astype(np.int64))},
-                )
-            )
-        worker = make(tmp_path, "full")
+        worker = worker_of(service_config(tmp_path, **options))
+        done(worker, CreateModel("m", lora=LoraSpec(seed=42) if kind == "lora" else None))
         result = done(worker, ForwardBackward("m", data, "cross_entropy"))
         assert isinstance(result, LossResult)
         base = worker.base
@@ -220,9 +219,13 @@ def test_the_service_and_local_training_give_the_same_gradient_to_the_bit(tmp_pa
         packed = collate([Document(row, row) for row in rows], pad_to_multiple_of=base.local.data.pad_to_multiple_of)
         losses = engine.forward_backward([packed], partial(cross_entropy, **base.head_options))
         assert float(losses.loss_sum) == pytest.approx(result.metrics["loss:sum"], rel=1e-6)
-        local = dict(engine.model.module.named_parameters())
-        for name, gradient in gradients(worker, "m").items():
-            assert torch.equal(gradient, whole(local[name].grad)), name
+        module = engine.model.module
+        local = {name: whole(p.grad) for name, p in module.named_parameters() if p.requires_grad}
+        for name, adapter in adapters(module).items():
+            local |= {f"{name}.lora_A": whole(adapter.A.grad), f"{name}.lora_B": whole(adapter.B.grad)}
+        found = gradients(worker, "m")
+        assert len(found) > 10
+        assert all(torch.equal(gradient, local[name]) for name, gradient in found.items())
 
     run_ranks(run, 1)
 

@@ -306,10 +306,10 @@ def test_what_a_bank_cannot_hold_is_refused_by_name(options, spec, message):
         bank_over(decoder(), **options).add("new", spec or AdapterSpec())
 
 
-def test_one_compilation_serves_every_mixture():
+def test_one_compilation_serves_every_mixture_and_one_every_single_adapter():
     """Catches adapters, splits or layers that compiled code was specialised on.
 
-    The first layer's input has no gradient, the others' has: two in all.
+    The first layer's input has no gradient, the others' has: two of each kind in all.
     """
     compilations = 0
 
@@ -322,12 +322,17 @@ def test_one_compilation_serves_every_mixture():
     compile_layers(list(model.layers), backend=counting, device_type="cpu")
     bank = bank_over(model, num_resident=4)
     fill(bank, ("r4", "r64", "mlp", "attention"))
-    for names in (("r4", "mlp"), ("mlp",), ("attention", "r4", "mlp", "r64")):
+    for names in (("r4", "mlp"), ("attention", "r4", "mlp", "r64")):
         run_mixed(bank, model, names).backward()
     assert compilations == 2
+    for names in (("mlp",), ("r4",), ("attention",)):
+        run_mixed(bank, model, names).backward()
+    assert compilations == 4
     bank.add("rs", MEMBERS["rs"])
     run_mixed(bank, model, ("rs", "r64")).backward()
-    assert compilations == 2
+    run_mixed(bank, model, ("rs",)).backward()
+    run_mixed(bank, model, ("mlp",)).backward()
+    assert compilations == 4
 
 
 def test_any_module_takes_a_bank():

@@ -7,9 +7,11 @@ a layer: the sum over its parts), T tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from xorl.core.nn import Linear
 from xorl.kernels.grouped_linear import TokenGroups, grouped_linear
@@ -47,18 +49,31 @@ class StackedPair(nn.Module):
         return f"{self.name}, slots={self.A.shape[0]}, rank={self.A.shape[1]}"
 
 
+class SlotPair(NamedTuple):
+    """One slot's adapter on one part of a layer: A [R, I], B [P, R], and the scale, 0-dim, in the slot's memory.
+
+    Leaves of their own, whose gradients are the slot's.
+    """
+
+    A: Tensor
+    B: Tensor
+    scale: Tensor
+
+
 class BankedLinear(nn.Module):
     """y + scale * (x @ A.T) @ B.T on the output of a linear layer, A and B being those of each token's adapter.
 
     One grouped product for all As and one for all Bs, whatever the number of adapters; computed in the dtype of x.
     `groups` is shared by all layers of a bank, which changes it in place before each forward pass. Leading dimensions
-    of x are flattened to the T tokens that `groups` is about.
+    of x are flattened to the T tokens that `groups` is about. Where all tokens are of one adapter, the bank says which
+    (`alone`), and the layer computes what a model with that adapter does, which reads no other slot.
     """
 
     def __init__(self, pairs: Sequence[StackedPair], groups: TokenGroups) -> None:
         super().__init__()
         self.stacked = nn.ModuleList(pairs)
         self.groups = groups
+        self.alone: tuple[SlotPair, ...] | None = None
 
     def pairs(self) -> list[StackedPair]:
         """In the order of their output features."""
@@ -69,6 +84,10 @@ class BankedLinear(nn.Module):
         return pairs
 
     def forward(self, x: Tensor, layer: Linear) -> Tensor:
+        if self.alone is not None:
+            down, up = self._factors_alone(self.alone, x.dtype, layer.out_features)
+            added = layer.base_plus(x.reshape(-1, layer.in_features), down, up)
+            return added.view(*x.shape[:-1], layer.out_features)
         y = layer.base(x)
         down, up = self._factors(x.dtype, layer.out_features)
         low = grouped_linear(x.reshape(-1, layer.in_features), down, self.groups)  # [T, R]
@@ -81,6 +100,10 @@ class BankedLinear(nn.Module):
         the Bs of all slots. One who trains the head with values that are not finite spoils the others' gradients here,
         as they are summed over all tokens.
         """
+        if self.alone is not None:
+            down, up = self._factors_alone(self.alone, x.dtype, layer.out_features)
+            low = F.linear(x, down)
+            return torch.cat([x, low], dim=1), torch.cat([layer.dense_weight(x.dtype), up], dim=1)
         down, up = self._factors(x.dtype, layer.out_features)
         low = grouped_linear(x, down, self.groups)  # [T, R]
         num_slots, _, rank = up.shape
@@ -96,3 +119,8 @@ class BankedLinear(nn.Module):
         pairs = self.pairs()
         downs, ups = [pair.scaled_a(dtype) for pair in pairs], [pair.B.to(dtype) for pair in pairs]
         return join_parts(downs, ups, [(pair.start, pair.stop) for pair in pairs], out_features)
+
+    def _factors_alone(self, alone: Sequence[SlotPair], dtype: torch.dtype, out_features: int) -> tuple[Tensor, Tensor]:
+        """(scale * A [R, I], B [O, R]) of the layer."""
+        downs, ups = [one.A.to(dtype) * one.scale for one in alone], [one.B.to(dtype) for one in alone]
+        return join_parts(downs, ups, [(pair.start, pair.stop) for pair in self.pairs()], out_features)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from xorl.core.nn import Linear
 from xorl.kernels.grouped_linear import TokenGroups
-from xorl.lora.bank_layer import BankedLinear, StackedPair
+from xorl.lora.bank_layer import BankedLinear, SlotPair, StackedPair
 from xorl.lora.linear import TorchLinear
 from xorl.lora.snapshot import GRAD, STATES, VALUE, AdapterSnapshot, Names, split_at
 from xorl.lora.spec import AdapterSpec
@@ -60,18 +60,33 @@ class Slots:
         self._gathered = torch.zeros(self.places[-1].stop, device=device)
         # By slot: an adapter has hundreds of parts, of which the host would make views in each optimizer step.
         self._grad_views: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        # By layer, which places are on it; and by slot, each layer's leaves, made once they are needed.
+        self._indices: dict[Linear, list[int]] = {}
+        self._alone: dict[int, dict[Linear, tuple[SlotPair, ...]]] = {}
         self.steps = torch.zeros(num_slots, device=device)
         self._scales = torch.zeros(len(self.places), num_slots, device=device)
 
     def attach(self, groups: TokenGroups) -> None:
         """Put what computes onto the layers: leaves that share the slots' memory, and whose gradients do too."""
         by_layer: dict[Linear, list[StackedPair]] = {}
-        for place, scale in zip(self.places, self._scales, strict=True):
+        for index, (place, scale) in enumerate(zip(self.places, self._scales, strict=True)):
             a, b = (self._leaf(*part) for part in self._parts(place))
             part = (place.site.start, place.site.stop)
             by_layer.setdefault(place.layer, []).append(StackedPair(place.site.name, part, a, b, scale))
+            self._indices.setdefault(place.layer, []).append(index)
         for layer, pairs in by_layer.items():
             layer.adapter = BankedLinear(pairs, groups)
+
+    def choose(self, slot: int | None) -> None:
+        """Let all tokens be of one slot's adapter, or with None of those that the groups say."""
+        if slot is not None and slot not in self._alone:
+            self._alone[slot] = {
+                layer: tuple(self._slot_pair(slot, index) for index in indices)
+                for layer, indices in self._indices.items()
+            }
+        for layer in self._indices:
+            assert isinstance(layer.adapter, BankedLinear)
+            layer.adapter.alone = None if slot is None else self._alone[slot][layer]
 
     def names(self, spec: AdapterSpec, places: Sequence[int]) -> Names:
         """The tensors of an adapter on these places."""
@@ -177,6 +192,14 @@ class Slots:
             grads = [(start, self._stacked(GRAD, start, shape)[slot].reshape(-1)) for start, shape in parts]
             self._grad_views[slot] = [(self._gathered[start : start + len(grad)], grad) for start, grad in grads]
         return self._grad_views[slot]
+
+    def _slot_pair(self, slot: int, index: int) -> SlotPair:
+        leaves: list[Tensor] = []
+        for start, shape in self._parts(self.places[index]):
+            leaf = self._stacked(VALUE, start, shape)[slot].detach().requires_grad_()
+            leaf.grad = self._stacked(GRAD, start, shape)[slot]
+            leaves.append(leaf)
+        return SlotPair(*leaves, self._scales[index, slot])
 
     def _leaf(self, start: int, shape: tuple[int, int]) -> Tensor:
         leaf = self._stacked(VALUE, start, shape).detach().requires_grad_()
