@@ -11,16 +11,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from xorl.config import LoadedServerConfig, server_config_from_mapping
 from xorl.server import launcher
 from xorl.server.addresses import bind_address, channel_keys, connect_address, publish, reachable
 from xorl.server.supervise import ProcessFailed, Supervised
-from xorl.server.survey import Survey, survey
+from xorl.server.survey import survey
 
-SURVEY = Survey(num_gpus=0, arch="qwen3", vocab_size=288, max_context_length=1024)
 SLEEP = "import time; time.sleep(60)"
 
 
@@ -159,7 +157,7 @@ def test_the_plan_is_what_is_started(tmp_path: Path) -> None:
     # Would catch processes that are started with another configuration than the one that was checked.
     config = loaded(tmp_path, data_parallel_shard_size=2, worker_max_retries=1).config
     file = tmp_path / "config.yaml"
-    plan = launcher.make_plan(config, file, SURVEY, mode="auto", api_host="127.0.0.1", api_port=5555)
+    plan = launcher.make_plan(config, file, 0, mode="auto", api_host="127.0.0.1", api_port=5555)
     workers, orchestrator, api = plan.processes()
     assert ("2" in workers.command, workers.max_quick_deaths) == (True, 4)
     assert plan.workers_address == plan.workers_bind == f"ipc://{tmp_path}/workers"
@@ -179,10 +177,14 @@ def test_what_cannot_be_started_here_is_named(
     tmp_path: Path, options: dict[str, Any], num_gpus: int, wanted: str
 ) -> None:
     # Would catch workers that fail for a GPU each, minutes later.
-    found = msgspec.structs.replace(SURVEY, num_gpus=num_gpus)
     with pytest.raises(ValueError, match=wanted):
         launcher.make_plan(
-            loaded(tmp_path, **options).config, tmp_path / "a", found, mode="auto", api_host="127.0.0.1", api_port=5555
+            loaded(tmp_path, **options).config,
+            tmp_path / "a",
+            num_gpus,
+            mode="auto",
+            api_host="127.0.0.1",
+            api_port=5555,
         )
 
 
@@ -215,10 +217,14 @@ def test_workers_are_found_by_what_they_publish(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"engine_connect_host: null, and no worker has written .*workers.json"):
         connect_address(config, 0.1)
     publish(config, "tcp://0.0.0.0:5556")
-    assert connect_address(config, 0.1) == f"tcp://{socket.gethostname()}:5556"
-    assert connect_address(loaded(tmp_path, engine_connect_host="node0").config, 0.1) == "tcp://node0:5556"
-    named = loaded(tmp_path, worker_bind_address="tcp://10.0.0.1:7000").config
-    assert connect_address(named, 0.1) == "tcp://10.0.0.1:7000"
+    assert connect_address(config, 0.1) == (f"tcp://{socket.gethostname()}:5556", True)
+    publish(config, "ipc:///tmp/x")
+    assert connect_address(config, 0.1) == ("ipc:///tmp/x", False)
+    assert connect_address(loaded(tmp_path, engine_connect_host="node0").config, 0.1) == ("tcp://node0:5556", True)
+    # Bound at all interfaces, it wants keys of whoever comes by the loopback one, too.
+    for host, reached in (("10.0.0.1", "10.0.0.1"), ("0.0.0.0", "127.0.0.1")):
+        named = loaded(tmp_path, worker_bind_address=f"tcp://{host}:7000").config
+        assert connect_address(named, 0.1) == (f"tcp://{reached}:7000", True)
     assert reachable("ipc:///a", "host", always=True) == "ipc:///a"
 
 

@@ -45,6 +45,19 @@ class InferenceEndpointConfig(Section):
     sync_weights: bool = Field(
         default=True, description="Send it the weights after each optimizer step; false waits for a client's call."
     )
+    master_address: str | None = Field(
+        default=None,
+        description="Address of this service by which the endpoint finds it for a transfer. null means that of the "
+        "interface by which the endpoint is reached.",
+    )
+    master_port: int = Field(
+        default=0,
+        ge=0,
+        le=65535,
+        description="Port there at which the transfer's process group meets. 0 means a free one.",
+    )
+    group_name: str = Field(default="weight_sync_group", min_length=1, description="Name of the transfer's group.")
+    buffer_size_mb: AtLeastOne = Field(default=1024, description="Weights, in MB, that are gathered and sent at once.")
 
 
 class ServerModelFields(ModelFields):

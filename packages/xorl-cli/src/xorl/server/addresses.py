@@ -62,20 +62,23 @@ def channel_keys(config: ServerConfig, address: str) -> ChannelKeys | None:
 
 
 def publish(config: ServerConfig, address: str) -> None:
-    """Tell a launcher that connects where the first worker, this process, listens."""
+    """Tell a launcher that connects where the first worker, this process, listens, and whether with keys."""
     file = service_folder(config) / WORKERS_FILE
     fresh = file.with_suffix(".tmp")
-    fresh.write_text(json.dumps({"address": reachable(address, socket.gethostname()), "pid": os.getpid()}))
+    has_keys = channel_keys(config, address) is not None
+    place = {"address": reachable(address, socket.gethostname()), "has_keys": has_keys, "pid": os.getpid()}
+    fresh.write_text(json.dumps(place))
     fresh.replace(file)
 
 
-def connect_address(config: ServerConfig, timeout_s: float) -> str:
-    """Where workers that run already are reached: by the options, or by what they have published.
+def connect_address(config: ServerConfig, timeout_s: float) -> tuple[str, bool]:
+    """Where workers that run already are reached, and whether with keys: by the options, or by what they published.
 
     Raises RuntimeError where they publish nothing within timeout_s.
     """
     if config.engine_connect_host is not None or config.worker_bind_address != "auto":
-        return reached_from_here(config, bind_address(config, num_hosts=2))
+        bound = bind_address(config, num_hosts=2)
+        return reached_from_here(config, bound), channel_keys(config, bound) is not None
     file = service_folder(config) / WORKERS_FILE
     deadline = time.monotonic() + timeout_s
     while not file.exists():
@@ -85,7 +88,8 @@ def connect_address(config: ServerConfig, timeout_s: float) -> str:
                 f"{timeout_s:g} s: start the workers with the same output_dir, or name the host of the first one"
             )
         time.sleep(LOOK_EVERY_S)
-    return str(json.loads(file.read_text())["address"])
+    place = json.loads(file.read_text())
+    return str(place["address"]), bool(place["has_keys"])
 
 
 def reached_from_here(config: ServerConfig, address: str) -> str:

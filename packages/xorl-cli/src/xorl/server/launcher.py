@@ -43,7 +43,7 @@ from xorl.server.addresses import (
 from xorl.server.channel.wire import is_loopback
 from xorl.server.process import begin_process
 from xorl.server.supervise import BAD_INPUT, ProcessFailed, Supervised
-from xorl.server.survey import Survey, survey
+from xorl.server.survey import survey
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,6 @@ class Plan:
     """What is started, and where it is reached. num_workers 0: they run already."""
 
     config: ServerConfig
-    survey: Survey
     config_file: Path
     num_workers: int
     workers_bind: str
@@ -140,7 +139,7 @@ def serve(path: Path, overrides: Sequence[str], *, mode: Mode, api_host: str, ap
 
 
 def make_plan(
-    config: ServerConfig, config_file: Path, found: Survey, *, mode: Mode, api_host: str, api_port: int
+    config: ServerConfig, config_file: Path, num_gpus: int, *, mode: Mode, api_host: str, api_port: int
 ) -> Plan:
     """Decide what to start. `config_file` holds the configuration, in a private folder where the sockets will be."""
     folder = config_file.parent
@@ -151,7 +150,7 @@ def make_plan(
                 "engine_connect_host: with --mode auto the workers are on this host, and reached by ipc; leave it at "
                 "null, or set worker_bind_address too"
             )
-        count = _count_workers(config, found.num_gpus)
+        count = _count_workers(config, num_gpus)
         bind = bind_address(config, num_hosts=1)
         if bind.startswith("tcp://"):
             host, _, port = bind.removeprefix("tcp://").rpartition(":")
@@ -161,18 +160,17 @@ def make_plan(
             Path(bind.removeprefix("ipc://")).parent.rmdir()
             bind = f"ipc://{folder / 'workers'}"
         address = reached_from_here(config, bind)
+        has_keys = channel_keys(config, bind) is not None
     else:
         bind = ""
-        address = connect_address(config, config.worker_connection_timeout)
-    keys = channel_keys(config, bind or address)
+        address, has_keys = connect_address(config, config.worker_connection_timeout)
     return Plan(
         config=config,
-        survey=found,
         config_file=config_file,
         num_workers=count,
         workers_bind=bind,
         workers_address=address,
-        keys_file=None if keys is None else service_folder(config) / KEYS_FILE,
+        keys_file=service_folder(config) / KEYS_FILE if has_keys else None,
         orchestrator_address=f"ipc://{folder / 'orchestrator'}",
         api_host=api_host,
         api_port=api_port,

@@ -1,41 +1,25 @@
-"""`python -m xorl.server.surveyor FILE`: prints the Survey of a service's configuration as JSON."""
+"""`python -m xorl.server.surveyor FILE`: looks at the model of a service, and prints how many GPUs are here."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-import msgspec
 import torch
 
-from xorl.config import ServerConfig, load_server_config
+from xorl.config import load_server_config
 from xorl.config.server_training import in_server_terms, training_config
-from xorl.server.survey import Survey
 from xorl.train.model import read_architecture
 
 
-def look(config: ServerConfig) -> Survey:
-    """Read the model's configuration and count GPUs. Raises ValueError for a model that is not there or not known."""
-    try:
-        architecture = read_architecture(training_config(config).model)
-    except ValueError as error:
-        raise ValueError(in_server_terms(str(error))) from error
-    return Survey(
-        num_gpus=torch.cuda.device_count(),
-        arch=str(architecture.hf_config.get("model_type", "")),
-        vocab_size=architecture.config.vocab_size,
-        max_context_length=architecture.config.max_position_embeddings,
-    )
-
-
 def main() -> int:
-    """Prints what was found, or what is wrong, and returns the exit code."""
+    """Prints the number, or what is wrong with the model, and returns the exit code."""
     try:
-        found = look(load_server_config(Path(sys.argv[1])).config)
+        read_architecture(training_config(load_server_config(Path(sys.argv[1])).config).model)
     except (ValueError, RuntimeError) as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"{in_server_terms(str(error))}\n")
         return 2
-    sys.stdout.write(msgspec.json.encode(found).decode())
+    sys.stdout.write(f"{torch.cuda.device_count()}\n")
     return 0
 
 

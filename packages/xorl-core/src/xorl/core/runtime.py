@@ -51,6 +51,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def num_hosts() -> int:
+    """How many hosts the job's processes are on, which all have as many of them."""
+    return world_size() // int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size())))
+
+
 def init(device_type: Literal["auto", "cpu", "cuda"] = "auto", *, timeout_s: float = 1800.0) -> Runtime:
     """Choose the device and join the default process group (NCCL on GPUs, gloo on CPU); collective.
 

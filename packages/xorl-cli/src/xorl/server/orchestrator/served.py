@@ -28,7 +28,7 @@ def options_of(
         output_dir=config.output_dir,
         model_name=config.model_name or path,
         model_path=config.model_path or path,
-        tokenizer=config.tokenizer_path or path,
+        tokenizer=_for_clients(config.tokenizer_path or path),
         arch=str(described.get("model_type", "")),
         vocab_size=_integer(described, "vocab_size"),
         max_context_length=_integer(described, "max_position_embeddings") or None,
@@ -56,6 +56,11 @@ def _endpoint(listed: InferenceEndpointConfig) -> AddEndpoint:
         listed.master_port,
         listed.buffer_size_mb,
     )
+
+
+def _for_clients(path: str) -> str:
+    """A Hub id as it is, a folder in full: clients on this machine may have been started elsewhere."""
+    return str(Path(path).resolve()) if Path(path).exists() else path
 
 
 def describe(path: str) -> dict[str, object]:

@@ -1,4 +1,8 @@
-"""`python -m xorl.server.worker --config FILE --bind ADDRESS`, started by torchrun: one rank of the service."""
+"""`python -m xorl.server.worker --config FILE`, started by torchrun: one rank of the service.
+
+The launcher of the service says where the first one listens (--bind); started by hand, on one host or several, the
+configuration does, and the launcher is told to connect.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from xorl.config import ServerConfig, load_server_config
+from xorl.config.overrides import split_overrides
 from xorl.core import runtime
-from xorl.server.addresses import publish
+from xorl.server.addresses import bind_address, channel_keys, publish
 from xorl.server.channel import BlockingServer, ChannelKeys
 from xorl.server.messages import Work
 from xorl.server.process import begin_process
@@ -48,13 +53,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one rank and returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m xorl.server.worker", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="YAML file of the service")
-    parser.add_argument("--bind", required=True, help="address that rank 0 listens on")
-    parser.add_argument("--keys", type=Path, help="file with the keys of that channel")
-    flags = parser.parse_args(arguments)
+    parser.add_argument("--bind", help="address that rank 0 listens on [as the configuration says]")
+    parser.add_argument("--keys", type=Path, help="file with the keys of that channel [in output_dir]")
+    overrides, rest = split_overrides(sys.argv[1:] if arguments is None else arguments)
+    flags = parser.parse_args(rest)
     try:
-        config = load_server_config(flags.config).config
+        config = load_server_config(flags.config, overrides).config
         begin_process(f"worker{runtime.global_rank()}", config.log_level)
-        run(config, flags.bind, None if flags.keys is None else ChannelKeys.load(flags.keys))
+        if flags.bind is not None:
+            run(config, flags.bind, None if flags.keys is None else ChannelKeys.load(flags.keys))
+        elif runtime.global_rank() == 0:
+            address = bind_address(config, num_hosts=runtime.num_hosts())
+            run(config, address, channel_keys(config, address))
+        else:
+            run(config, "", None)
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return BAD_INPUT
