@@ -25,7 +25,7 @@ from xorl.core.nn import LayerKernels
 from xorl.core.parallel import ParallelModel, ParallelPolicy, local_part, parallelize
 from xorl.core.runtime import Runtime
 from xorl.train.hf_weights import hf_groups
-from xorl.train.sync import ReceiverAddress, SyncOptions, SyncOutcome, Timeouts, WeightSender
+from xorl.train.sync import ReceiverAddress, SyncOptions, SyncOutcome, Timeouts, WeightSender, match_receivers
 
 RECEIVER = Path(__file__).parents[1] / "tests" / "support" / "fake_sglang.py"
 PARTS = ("connect", "pause", "transfer", "flush", "resume", "disconnect")
@@ -103,6 +103,7 @@ def main() -> int:
     parser.add_argument("--bucket-mb", nargs="+", type=int, default=[256, 512, 1024, 2048] if on_gpu else [1])
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
+    match_receivers()
     place_ = runtime.init()
     if on_gpu and torch.cuda.device_count() <= place_.world_size:
         print(f"error: {place_.world_size} ranks and a receiver need a GPU each", file=sys.stderr)

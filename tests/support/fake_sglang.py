@@ -315,6 +315,7 @@ def serve(arguments: Sequence[str], say_port: Callable[[int], object]) -> None:
     parser.add_argument("--flush-fails", action="store_true")
     faults = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")  # as SGLang does
     if faults.device != "cpu":
         torch.cuda.set_device(torch.device(faults.device))
     http = ThreadingHTTPServer(("127.0.0.1", faults.port), handler(Server(faults)))

@@ -21,7 +21,7 @@ from xorl.core.models import Decoder, spec_for
 from xorl.core.nn import LayerKernels
 from xorl.core.parallel import ParallelPolicy, local_part, parallelize
 from xorl.train.hf_weights import hf_groups
-from xorl.train.sync import ReceiverAddress, SyncOptions, Timeouts, WeightSender
+from xorl.train.sync import ReceiverAddress, SyncOptions, Timeouts, WeightSender, match_receivers
 
 HF_CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("ports", nargs="+", type=int)
     parser.add_argument("--bucket-s", type=float, default=30.0)
     arguments = parser.parse_args()
+    match_receivers()
     place = runtime.init("cuda")
     device = place.device
     spec = spec_for(HF_CONFIG)

@@ -23,6 +23,7 @@ from xorl.server.worker.base import build_base
 from xorl.server.worker.operations import Worker
 from xorl.server.worker.selftest import self_test
 from xorl.server.worker.serve import follow, lead
+from xorl.train.sync import match_receivers
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ def run(config: ServerConfig, address: str, keys: ChannelKeys | None) -> None:
         # Listening before the model is there says that it is on its way; what is asked meanwhile waits.
         server = BlockingServer(address, Work, keys=keys)
         publish(config, server.address)
+    match_receivers()
     place = runtime.init()
     worker = Worker(build_base(config, place), "" if server is None else server.incarnation)
     if config.enable_self_test:

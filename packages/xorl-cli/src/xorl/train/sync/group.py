@@ -32,6 +32,14 @@ _NOT_FATAL = {
 _POLL_S = 2e-4
 
 
+def match_receivers() -> None:
+    """Let NCCL allocate as it does in SGLang, unless the user has set it: the ends of a group must not differ in it.
+
+    NCCL reads it once, so this comes before the process's first group.
+    """
+    os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
+
+
 class Rendezvous:
     """Where receivers find the trainer: a store that listens at `address`, on `port` or, for 0, on a free one.
 
