@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,9 +34,9 @@ HF_CONFIG = {
 }
 
 
-def service_config(folder: Path, **options: object) -> ServerConfig:
+def service_config(folder: Path, *, shape: Mapping[str, object] = HF_CONFIG, **options: object) -> ServerConfig:
     """fp32, full weights; the model's folder has no weights."""
-    (folder / "config.json").write_text(json.dumps(HF_CONFIG))
+    (folder / "config.json").write_text(json.dumps(shape))
     values = {
         "config_path": str(folder),
         "output_dir": str(folder / "outputs"),
@@ -49,9 +50,9 @@ def service_config(folder: Path, **options: object) -> ServerConfig:
     return server_config_from_mapping(values).config
 
 
-def worker_of(config: ServerConfig) -> Worker:
+def worker_of(config: ServerConfig, device_type: Literal["cpu", "cuda"] = "cpu") -> Worker:
     """This rank's; collective."""
-    place = runtime.init("cpu")
+    place = runtime.init(device_type)
     return Worker(build_base(config, place), "test")
 
 
