@@ -254,6 +254,20 @@ def test_weights_of_policy_losses_multiply_and_say_what_is_trained(name):
     assert read_metrics(whole.metrics)["valid_tokens:sum"] == 10
 
 
+@pytest.mark.parametrize("name", ["ppo", "cispo"])
+def test_thresholds_may_come_with_the_tokens(name):
+    """Catches thresholds of a datum that are ignored."""
+    hidden, head, targets = make_inputs()
+    plain = loss_named(name, {"clip_low_threshold": 0.7, "clip_high_threshold": 1.1})(hidden, head, targets)
+    own = {"clip_low_threshold": torch.full((NUM_TOKENS,), 0.7), "clip_high_threshold": torch.full((NUM_TOKENS,), 1.1)}
+    given = LOSSES[name](hidden, head, {**targets, **{key: value.double() for key, value in own.items()}})
+    torch.testing.assert_close(given.per_token, plain.per_token)
+    own["clip_high_threshold"][:20] = 1.5
+    mixed = LOSSES[name](hidden, head, {**targets, **{key: value.double() for key, value in own.items()}})
+    assert not torch.equal(mixed.per_token[:20], plain.per_token[:20])
+    torch.testing.assert_close(mixed.per_token[20:], plain.per_token[20:])
+
+
 @pytest.mark.parametrize(("name", "options"), [("cross_entropy", {}), *CASES])
 def test_splitting_into_micro_batches_changes_nothing(name, options):
     """Catches means of means in losses and metrics, and documents that reach into their neighbours."""

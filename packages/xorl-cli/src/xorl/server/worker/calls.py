@@ -19,7 +19,10 @@ from xorl.server.batching import Example, check_examples
 from xorl.server.messages import ForwardBackward, LossResult
 
 TARGETS = "target_tokens"
-INPUTS = ("weights", "advantages", "logprobs", "old_logprobs", "ref_logprobs", "rollout_logprobs")
+INPUTS = (
+    *("weights", "advantages", "logprobs", "old_logprobs", "ref_logprobs", "rollout_logprobs"),
+    *("clip_low_threshold", "clip_high_threshold"),
+)
 # Parameters of the request rather than of the loss; num_chunks asks for what our head does by itself: bound its memory.
 RETURN_PER_TOKEN, NUM_CHUNKS = "return_per_token", "num_chunks"
 OUTPUT_TYPE: Literal["TorchLossReturn"] = "TorchLossReturn"

@@ -16,7 +16,10 @@ from xorl.core.loss.policy import PolicyOptions, PolicyTokens, document_mean, ex
 
 @dataclass(frozen=True)
 class ClipOptions(PolicyOptions):
-    """The smallest and the largest ratio: ratios themselves, not distances from 1."""
+    """The smallest and the largest ratio: ratios themselves, not distances from 1.
+
+    Inputs of these names give each token its own.
+    """
 
     clip_low_threshold: float = 0.8
     clip_high_threshold: float = 1.2
@@ -107,7 +110,7 @@ def importance_sampling(tokens: PolicyTokens, _: PolicyOptions) -> tuple[Tensor,
 def ppo(tokens: PolicyTokens, options: ClipOptions) -> tuple[Tensor, dict[str, Tensor]]:
     """-min(r A, clip(r) A) (https://arxiv.org/abs/1707.06347)."""
     ratio = exp_of_log_ratio(tokens.log_ratio())
-    loss, clipped = _clipped(ratio, tokens.advantages, options.clip_low_threshold, options.clip_high_threshold)
+    loss, clipped = _clipped(ratio, tokens.advantages, *_thresholds(tokens, options))
     return loss, {"clip_fraction": clipped}
 
 
@@ -135,7 +138,8 @@ def policy_loss(tokens: PolicyTokens, options: ClippedPolicyOptions) -> tuple[Te
 def cispo(tokens: PolicyTokens, options: CispoOptions) -> tuple[Tensor, dict[str, Tensor]]:
     """-sg(clip(r)) log p A (https://arxiv.org/abs/2506.13585)."""
     ratio = exp_of_log_ratio(tokens.log_ratio()).detach()
-    bounded = ratio.clamp(options.clip_low_threshold, options.clip_high_threshold)
+    low, high = _thresholds(tokens, options)
+    bounded = ratio.clamp(low, high)
     return -bounded * tokens.logprobs * tokens.advantages, {"clip_fraction": bounded != ratio}
 
 
@@ -168,7 +172,17 @@ def drgrpo(tokens: PolicyTokens, options: DrgrpoOptions) -> tuple[Tensor, dict[s
     return loss, means
 
 
-def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+def _thresholds(tokens: PolicyTokens, options: ClipOptions) -> tuple[Tensor, Tensor]:
+    """The options, or in their place what came with each token under their names: [T] each."""
+    names = ("clip_low_threshold", "clip_high_threshold")
+    low, high = (
+        tokens.known(name) if name in tokens.targets else torch.full_like(tokens.advantages, getattr(options, name))
+        for name in names
+    )
+    return low, high
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, low: Tensor | float, high: Tensor | float) -> tuple[Tensor, Tensor]:
     """(-min(r A, clip(r) A), whether clipping made a difference), [T] each."""
     free, bounded = -ratio * advantages, -ratio.clamp(low, high) * advantages
     return torch.maximum(free, bounded), bounded > free
