@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+import weakref
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from engines import FakeEngine, fake_engines
 from placement import num_ranks, place, whole
+from xorl.ckpt import TensorGroup, TensorRecord
 from xorl.core.models import spec_for
 from xorl.core.nn import LayerKernels
 from xorl.core.parallel import ParallelModel
@@ -103,6 +105,44 @@ def test_servers_get_the_bytes_of_the_weights(layout: str, run_ranks: Callable) 
                 "/continue_generation",
                 "/destroy_weights_update_group",
             ]
+
+
+@pytest.mark.multi
+def test_a_part_of_the_model_is_in_memory_at_a_time(run_ranks: Callable) -> None:
+    # Catches weights that are all made before the first is sent, or that stay until the last is.
+    alive: list[weakref.ref] = []
+    most = []
+
+    def group(name: str) -> TensorGroup:
+        def make() -> dict[str, torch.Tensor]:
+            most.append(sum(each() is not None for each in alive))
+            tensor = torch.ones(1000)
+            alive.append(weakref.ref(tensor))
+            return {name: tensor}
+
+        return TensorGroup({name: TensorRecord((1000,), "float32")}, make)
+
+    with fake_engines([]) as (engine,):
+
+        def run() -> tuple[SyncOutcome | None, list[int]]:
+            groups = [group(f"w{index}") for index in range(12)]
+            return WeightSender(torch.device("cpu")).send(groups, addresses([engine]), OPTIONS), most
+
+        [(outcome, held)] = run_ranks(run, 1)
+        assert outcome is not None
+        assert (outcome.success, outcome.num_buckets) == (True, 6)
+        assert held == [0] * 12
+
+
+@pytest.mark.multi
+def test_hosts_that_are_none_fail_alone(run_ranks: Callable) -> None:
+    # Catches a rank that raises for an address, while the others wait for it.
+    with fake_engines([]) as (engine,):
+        to = [*addresses([engine]), ReceiverAddress("no host", 1), ReceiverAddress("127.0.0.1", 99_999)]
+        (outcome, _) = run_ranks(lambda: sync(placed("zero3-2"), to), 2)
+        assert [each.success for each in outcome.receivers] == [True, False, False], outcome
+        assert [each.weights for each in outcome.receivers] == ["new", "old", "old"]
+        assert "set master_address" in outcome.receivers[1].message
 
 
 FAILURES: Mapping[str, tuple[list[str], str, str, bool]] = {

@@ -68,7 +68,7 @@ def test_nothing_to_send_is_said() -> None:
 
 def test_the_store_listens_where_it_was_told() -> None:
     # Catches a store that every interface reaches, and a taken port that shows as a hang of the receivers.
-    assert address_towards(["127.0.0.1"]) == "127.0.0.1"
+    assert address_towards("127.0.0.1") == "127.0.0.1"
     first = Rendezvous("127.0.0.1", 0, timeout_s=5)
     with pytest.raises(RuntimeError, match="master_port: cannot listen at 127"):
         Rendezvous("127.0.0.1", first.port, timeout_s=5)

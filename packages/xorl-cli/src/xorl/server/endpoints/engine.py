@@ -103,7 +103,7 @@ class Engine:
             reply = await self._client.request(method, self._base + path, json=body, timeout=timeout_s)
         except httpx.TimeoutException as error:
             raise EngineError(f"{self._base}{path}: no answer within {timeout_s:g} s", is_gone=True) from error
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise EngineError(f"{self._base}{path}: {type(error).__name__}: {error}", is_gone=True) from error
         try:
             content: object = reply.json()

@@ -39,12 +39,15 @@ class Bucket:
         for group in self.groups:
             tensors = group.make()
             if buffer is None:
+                del tensors
                 continue
             for name, record in group.records.items():
                 tensor = tensors[name]
                 assert (tensor.shape, tensor.dtype) == (record.shape, _dtype(record)), f"{name} is no {record}"
                 part = buffer[starts[name] : starts[name] + _num_bytes(record)]
                 part.copy_(tensor.contiguous().reshape(-1).view(torch.uint8))
+            # Not held while the next ones are gathered.
+            del tensor, tensors
 
 
 def plan_buckets(groups: Sequence[TensorGroup], limit_bytes: int) -> list[Bucket]:

@@ -11,7 +11,7 @@ import ipaddress
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Literal
@@ -149,17 +149,11 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def address_towards(hosts: Sequence[str]) -> str:
-    """The address of this host that all of `hosts` can answer to: where packets to them leave from.
+def address_towards(host: str) -> str:
+    """The address of this host that packets to `host` leave from, and that it can answer to.
 
-    Raises RuntimeError where one of them cannot be resolved or reached.
+    Raises RuntimeError where `host` cannot be resolved or reached.
     """
-    found = [_address_towards(host) for host in hosts]
-    # What is on this host reaches its other addresses as well, but no one else reaches the loopback one.
-    return next((address for address in found if not ipaddress.ip_address(address).is_loopback), found[0])
-
-
-def _address_towards(host: str) -> str:
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:

@@ -167,9 +167,6 @@ class Receiver:
         errors = [error for future in done if (error := future.exception()) is not None]
         if not errors and not late:
             return True
-        for error in errors:
-            if not isinstance(error, (ReceiverError, RuntimeError)):
-                raise error
         # What the server says of itself tells more than what was seen of its connection.
         told = next((error for error in errors if isinstance(error, ReceiverError)), None)
         self.fail(stage, told or (errors[0] if errors else TimeoutError(f"not done within {timeout_s:g} s")))
@@ -183,10 +180,11 @@ class Receiver:
         # A group whose other end never came may not be left at once; nobody waits for it.
         aside(group.close)
 
-    def fail(self, stage: str, error: Exception) -> None:
+    def fail(self, stage: str, error: BaseException) -> None:
         """Note that nothing more is to be sent; the first reason is the one that is told."""
         if self.failure is None:
-            self.failure = f"{stage}: {error}"
+            known = isinstance(error, (ReceiverError, RuntimeError, TimeoutError))
+            self.failure = f"{stage}: {error}" if known else f"{stage}: {type(error).__name__}: {error}"
         logger.warning(
             "receiver=%s:%d weights=%s failed while %s: %s",
             self.address.host,

@@ -24,9 +24,9 @@ class SglangServer:
 
     def __init__(self, host: str, port: int, *, connect_timeout_s: float) -> None:
         self._connect_timeout_s = connect_timeout_s
-        authority = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._base = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         # Engines stand in the same private network: what the environment says of proxies is for others.
-        self._client = httpx.Client(base_url=f"http://{authority}", trust_env=False)
+        self._client = httpx.Client(trust_env=False)
 
     def pause(self, mode: PauseMode, *, timeout_s: float) -> None:
         """Stop generating: in_place keeps requests and their cache, retract their tokens alone, abort ends them."""
@@ -82,10 +82,10 @@ class SglangServer:
     def _post(self, path: str, body: Mapping[str, object], timeout_s: float) -> None:
         timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, self._connect_timeout_s))
         try:
-            reply = self._client.post(path, json=body, timeout=timeout)
+            reply = self._client.post(self._base + path, json=body, timeout=timeout)
         except httpx.TimeoutException as error:
             raise ReceiverError(f"{path}: no answer within {timeout_s:g} s ({type(error).__name__})") from error
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ReceiverError(f"{path}: {type(error).__name__}: {error}") from error
         refusal = _refusal(reply)
         if refusal is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import secrets
 import time
@@ -183,7 +184,7 @@ class _Sending:
             buffers = [
                 torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(min(2, len(self._buckets)))
             ]
-            address = options.master_address or address_towards([each.address.host for each in self._receivers])
+            address = options.master_address or self._own_address()
             rendezvous = meet(address, options.master_port, options.timeouts.group_s)
         except RuntimeError as error:
             for receiver in self._receivers:
@@ -191,6 +192,18 @@ class _Sending:
             return []
         self._each(lambda receiver: receiver.connect(rendezvous, backend, self._device))
         return buffers
+
+    def _own_address(self) -> str:
+        """One that all receivers can answer to, but for those that cannot be reached from here."""
+        found: list[str] = []
+        for receiver in self._receivers:
+            try:
+                found.append(address_towards(receiver.address.host))
+            except RuntimeError as error:
+                receiver.fail("opening the group", error)
+        # What is on this host reaches its other addresses as well, but no one else reaches the loopback one.
+        outside = [address for address in found if not ipaddress.ip_address(address).is_loopback]
+        return next(iter([*outside, *found]), "127.0.0.1")
 
     def _transfer(self, buffers: Sequence[Tensor]) -> None:
         """Make each bucket while the one before it is under way."""
