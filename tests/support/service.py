@@ -39,6 +39,7 @@ class Service:
     log_file: Path
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
     key: str = KEY
+    cwd: Path = ROOT
 
     @property
     def log(self) -> str:
@@ -50,7 +51,7 @@ class Service:
         with self.log_file.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "xorl.server.launcher", *self.arguments],
-                cwd=ROOT,
+                cwd=self.cwd,
                 stdout=log,
                 stderr=log,
                 env=environment | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
@@ -72,23 +73,35 @@ class Service:
         pytest.fail(f"the service is not ready after {timeout_s:g} s:\n{self.log}")
 
     def stop(self) -> int:
-        """Stop it as an operator would; returns its exit code."""
+        """Stop it as an operator would, and see that nothing of it is left; returns its exit code."""
         assert self.process is not None
+        pids = self.running_pids()
         self.process.send_signal(signal.SIGTERM)
         try:
-            return self.process.wait(STOP_S)
+            code = self.process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             pytest.fail(f"the service does not stop within {STOP_S:g} s:\n{self.log}")
+        left = [pid for pid in pids if is_running(pid)]
+        assert not left, f"processes {left} were left behind:\n{self.log}"
+        return code
 
     def pids(self, name: str) -> list[int]:
         """The processes that were started under a name so far (workers, orchestrator, API), the running one last."""
         return [int(pid) for pid in re.findall(rf"event=started name={name} pid=(\d+)", self.log)]
 
+    def running_pids(self) -> list[int]:
+        """All processes that run, but the launcher."""
+        started = [pids[-1] for name in ("workers", "orchestrator", "API") if (pids := self.pids(name))]
+        return started + (self.worker_pids() if self.pids("workers") else [])
+
     def worker_pids(self) -> list[int]:
         """The ranks that run, in order."""
         parent = self.pids("workers")[-1]
-        children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        try:
+            children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        except FileNotFoundError:
+            return []
         return sorted(int(pid) for pid in children)
 
     def kill(self, name: str) -> None:
@@ -126,6 +139,14 @@ def launch(folder: Path, config: Path, arguments: tuple[str, ...], options: dict
         ],
         log_file=folder / "log",
     )
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process that has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def free_port() -> int:

@@ -201,6 +201,29 @@ def test_what_local_training_refuses_the_service_refuses() -> None:
     assert {option for option in shared if not server_refusals_of(option)} == HAS
 
 
+def test_every_option_is_either_read_or_refused() -> None:
+    # Would catch an option of the service that is documented, accepted, and has no effect whatever.
+    source = ROOT / "packages" / "xorl-cli" / "src" / "xorl"
+    server = _code_of(source / "server")
+    # What is an option of local training, too, is read where that builds the model.
+    shared = server + _code_of(source / "train") + (source / "config" / "resolve.py").read_text(encoding="utf-8")
+    refused = {path for path in OPTIONS for row in server_refusals_of(path) if not row.values and not row.matches}
+    refused.add("sync_inference_method")  # which has one value, the one that is built
+    names = {"storage_limit": "storage_limit_bytes"} | {
+        option: path.rpartition(".")[2] for path, option in NAMES.items()
+    }
+    unread = [
+        path
+        for path, option in OPTIONS.items()
+        if not re.search(rf"\.{names.get(path, option.name)}\b", shared if path in NAMES.values() else server)
+    ]
+    assert sorted(set(unread) - refused) == []
+
+
+def _code_of(folder: Path) -> str:
+    return "\n".join(file.read_text(encoding="utf-8") for file in sorted(folder.rglob("*.py")))
+
+
 @pytest.mark.parametrize(
     ("options", "num_gpus", "expected"),
     [

@@ -1,71 +1,17 @@
-"""What a service does when parts of it die, and when it is stopped: nothing is lost, and nothing is left behind."""
+"""What an operator sees of a service, and that nothing is left of one whose launcher was killed.
+
+What clients see when processes die is in test_faults; that a stopped service leaves no process, every test of this
+folder says (Service.stop).
+"""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-import tinker
-from tinker import types
-
-from service import Service
-
-TOKENS = [5, 9, 13, 22, 17, 9, 30, 41, 12]
-DATUM = {"target_tokens": TOKENS[1:], "weights": [1.0] * (len(TOKENS) - 1)}
-
-
-def step(model: tinker.TrainingClient) -> float:
-    """One forward_backward and one optimizer step; returns the loss."""
-    datum = types.Datum(types.ModelInput.from_ints(TOKENS[:-1]), DATUM)
-    losses = model.forward_backward([datum], "cross_entropy")
-    model.optim_step(types.AdamParams(learning_rate=1e-3)).result(timeout=120)
-    return losses.result(timeout=120).metrics["loss:sum"]
-
-
-def until(is_so: Callable[[], object], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-def is_running(pid: int) -> bool:
-    status = Path(f"/proc/{pid}/stat")
-    try:
-        return status.read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-@pytest.mark.parametrize("name", ["API", "orchestrator", "workers"])
-def test_a_client_trains_on_when_a_process_was_killed(service: Service, name: str) -> None:
-    # Would catch a crash that a client sees as anything but a pause, or that leaves other gradients or weights behind.
-    alone = service.tinker().create_lora_training_client("xorl/quickstart", rank=4, seed=1).result(timeout=120)
-    expected = [step(alone) for _ in range(4)]
-    model = service.tinker().create_lora_training_client("xorl/quickstart", rank=4, seed=1).result(timeout=120)
-    losses = [step(model), step(model)]
-    before = service.pids(name)[-1]
-    service.kill(name)
-    until(lambda: service.pids(name)[-1] != before)
-    losses += [step(model), step(model)]
-    assert losses == pytest.approx(expected, abs=1e-5)
-    assert losses[-1] < losses[0]
-
-
-def test_a_stopped_service_leaves_no_process_and_goes_on(service: Service) -> None:
-    # Would catch orphans that hold GPUs and ports, and a stop after which a client's model is gone.
-    model = service.tinker().create_lora_training_client("xorl/quickstart", rank=4, seed=2).result(timeout=120)
-    first = step(model)
-    pids = [service.pids(name)[-1] for name in ("workers", "orchestrator", "API")] + service.worker_pids()
-    assert len(pids) == 5
-    assert service.stop() == 0, service.log
-    assert [pid for pid in pids if is_running(pid)] == []
-    service.start()
-    assert step(model) < first
+from service import Service, is_running
 
 
 def test_status_says_how_a_service_is(service: Service) -> None:
@@ -76,10 +22,21 @@ def test_status_says_how_a_service_is(service: Service) -> None:
     assert '"ready": true' in status.stdout, status.stderr
 
 
+def test_a_second_service_is_refused_on_the_same_folder(service: Service) -> None:
+    # Would catch two orchestrators that write one journal.
+    command = [sys.executable, "-m", "xorl.server.launcher", *service.arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=service.cwd)
+    assert (ended.returncode, "output_dir: another service has" in ended.stderr) == (2, True), ended.stderr
+
+
 def test_a_killed_launcher_takes_everything_with_it(service: Service) -> None:
     # Would catch workers that go on without anybody who looks after them, and hold the GPUs.
-    pids = [service.pids(name)[-1] for name in ("workers", "orchestrator", "API")] + service.worker_pids()
+    pids = service.running_pids()
+    assert len(pids) == 5
     assert service.process is not None
     service.process.kill()
     service.process.wait()
-    until(lambda: not any(is_running(pid) for pid in pids))
+    deadline = time.monotonic() + 60
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
