@@ -177,3 +177,16 @@ def test_the_file_is_a_database_that_others_can_read(tmp_path):
             assert other.execute("SELECT count(*) FROM requests").fetchone() == (1,)
 
     with_journal(tmp_path, scenario)
+
+
+def test_a_journal_of_another_version_is_left_alone(tmp_path):
+    """Catches requests that a newer service reads as something else."""
+
+    async def nothing(journal):
+        await journal.submit(submission("a"))
+
+    with_journal(tmp_path, nothing)
+    with sqlite3.connect(tmp_path / "journal.sqlite") as file:
+        file.execute("PRAGMA user_version = 99")
+    with pytest.raises(JournalError, match="of version 99, here they are of"):
+        with_journal(tmp_path, nothing)

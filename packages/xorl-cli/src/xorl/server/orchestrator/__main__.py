@@ -13,6 +13,7 @@ from pathlib import Path
 
 from xorl.config import load_server_config
 from xorl.server.channel import ChannelError
+from xorl.server.orchestrator.commit import JournalError
 from xorl.server.orchestrator.options import OrchestratorOptions
 from xorl.server.orchestrator.orchestrator import Orchestrator
 from xorl.server.orchestrator.served import options_of
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1
         try:
             asyncio.run(serve(options))
-        except (RuntimeError, ChannelError) as problem:
+        except (RuntimeError, ChannelError, JournalError) as problem:
             logger.error("event=cannot_serve why=%r", str(problem))
             return 1
     return 0

@@ -28,13 +28,14 @@ class GroupCommit:
     """Runs writes in the order in which they were given, each whole or not at all.
 
     WAL with synchronous FULL: once `write` returns, what was written survives the process and the machine. One loop
-    gives writes; a thread runs them. `write` raises JournalError.
+    gives writes; a thread runs them. `write` raises JournalError, and so does a file of another version.
     """
 
-    def __init__(self, path: Path, *, schema: str) -> None:
+    def __init__(self, path: Path, *, schema: str, version: int) -> None:
         self._path = path
         self._waiting: SimpleQueue[tuple[Write[Any], asyncio.Future[Any]] | None] = SimpleQueue()
         self._connection = connect(path)
+        _check_version(self._connection, path, version)
         self._connection.executescript(schema)
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._loop = asyncio.get_running_loop()
@@ -101,6 +102,19 @@ def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
         # The log is cut back to this when it has been copied into the file; large results make it grow.
         connection.execute(f"PRAGMA journal_size_limit={64 * 1024 * 1024}")
     return connection
+
+
+def _check_version(connection: sqlite3.Connection, path: Path, version: int) -> None:
+    """What is in the file was written by messages of a version, and is read by the same."""
+    (found,) = connection.execute("PRAGMA user_version").fetchone()
+    (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    if tables and found != version:
+        raise JournalError(
+            f"{path} was written by another version of xorl-cli (its messages are of version {found}, here they are of "
+            f"{version}): end its sessions with that one, or move {path.name} and the files beside it away; "
+            "checkpoints stay where they are"
+        )
+    connection.execute(f"PRAGMA user_version = {version}")
 
 
 def _resolve(answers: list[tuple[asyncio.Future[Any], Any, JournalError | None]]) -> None:

@@ -11,7 +11,7 @@ from xorl.server.orchestrator import checkpoints
 from xorl.server.orchestrator.calls import RELEASE
 from xorl.server.orchestrator.commit import JournalError
 from xorl.server.orchestrator.door import Door
-from xorl.server.orchestrator.journal import Retention
+from xorl.server.orchestrator.journal import PRUNED_AT_ONCE, Retention
 from xorl.server.orchestrator.registry import stored
 from xorl.server.orchestrator.state import State
 
@@ -99,7 +99,9 @@ class Housekeeping:
         if retrieved:
             await state.journal.mark_retrieved(retrieved, now)
         models = [model for model in state.registry.models.values() if model.is_there]
-        await state.journal.prune(now, self._retention, {model.lane: model.next_seq for model in models})
+        num_gone = await state.journal.prune(now, self._retention, {model.lane: model.next_seq for model in models})
+        if num_gone >= PRUNED_AT_ONCE:
+            self._pruned = 0.0
         active = [*state.registry.sessions.values(), *models]
         await state.journal.put([stored(record) for record in active if record.last_active > now - 2 * PRUNE_EVERY_S])
         if self._expiring is None or self._expiring.done():

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from xorl.server.messages import PROTOCOL_VERSION
 from xorl.server.orchestrator.commit import GroupCommit, connect
 
 SCHEMA = """
@@ -35,6 +36,8 @@ CREATE INDEX IF NOT EXISTS tail_by_lane ON tail(lane, position);
 CREATE TABLE IF NOT EXISTS records(kind TEXT, name TEXT, body BLOB NOT NULL, PRIMARY KEY(kind, name)) WITHOUT ROWID;
 """
 Dialect = Literal["tinker", "xorl"]
+# Whoever submits meanwhile waits for it.
+PRUNED_AT_ONCE = 1000
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,7 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._commit = GroupCommit(path, schema=SCHEMA)
+        self._commit = GroupCommit(path, schema=SCHEMA, version=PROTOCOL_VERSION)
         self._reader = connect(path, read_only=True)
 
     def close(self) -> None:
@@ -195,7 +198,7 @@ class Journal:
         await self._commit.write(lambda connection: _execute_many(connection, statement, rows))
 
     async def prune(self, now: float, retention: Retention, next_seqs: Mapping[str, int]) -> int:
-        """Drop results and requests that were kept long enough or are too many; returns how many results went.
+        """Drop results and requests kept long enough or too many, PRUNED_AT_ONCE of each; returns how many results.
 
         next_seqs: by lane, the lowest number that has not been passed over.
         """
@@ -325,33 +328,33 @@ def _put(connection: sqlite3.Connection, records: Sequence[Record]) -> None:
 
 def _prune(connection: sqlite3.Connection, now: float, retention: Retention, passed: Sequence[tuple[str, int]]) -> int:
     """Results first; of a request without one its row stays as long as there is room, since retries find it by key."""
-    kept = connection.execute(
-        "SELECT number, retrieved, finished, result_bytes FROM requests WHERE result_bytes IS NOT NULL ORDER BY number"
-    ).fetchall()
-    gone = {
-        number
-        for number, retrieved, finished, _ in kept
-        if (retrieved is not None and retrieved <= now - retention.after_retrieval_s)
-        or finished <= now - retention.unretrieved_s
-    }
-    total = sum(size for number, _, _, size in kept if number not in gone)
-    # Too much: what was retrieved goes first, then what is oldest.
-    for number, _, _, size in sorted(kept, key=lambda row: (row[1] is None, row[0])):
-        if total <= retention.result_bytes:
-            break
-        if number not in gone:
-            gone.add(number)
+    over = "finished <= ? OR retrieved <= ?"
+    times = (now - retention.unretrieved_s, now - retention.after_retrieval_s)
+    find = f"SELECT number FROM requests WHERE result_bytes IS NOT NULL AND ({over}) LIMIT {PRUNED_AT_ONCE}"
+    rows = connection.execute(find, times).fetchall()
+    _drop_results(connection, rows)
+    (total,) = connection.execute("SELECT coalesce(sum(result_bytes), 0) FROM requests").fetchone()
+    if total > retention.result_bytes:
+        # Too much: what was retrieved goes first, then what is oldest.
+        find = "SELECT number, result_bytes FROM requests WHERE result_bytes IS NOT NULL"
+        sizes = connection.execute(f"{find} ORDER BY retrieved IS NULL, number LIMIT {PRUNED_AT_ONCE}")
+        for number, size in sizes.fetchall():
+            if total <= retention.result_bytes:
+                break
             total -= size
-    rows = [(number,) for number in gone]
+            rows.append((number,))
+            _drop_results(connection, [(number,)])
+    finished = "finished IS NOT NULL AND result_bytes IS NULL AND number NOT IN (SELECT number FROM tail)"
+    oldest = f"SELECT number FROM requests WHERE {finished} AND number <= (SELECT max(number) FROM requests) - ?"
+    remove = f"DELETE FROM requests WHERE number IN ({oldest} LIMIT {PRUNED_AT_ONCE})"
+    connection.execute(remove, (retention.num_requests,))
+    _execute_many(connection, "DELETE FROM tombstones WHERE lane = ? AND seq < ?", passed)
+    return len(rows)
+
+
+def _drop_results(connection: sqlite3.Connection, rows: Sequence[tuple[int]]) -> None:
     _execute_many(connection, "DELETE FROM results WHERE number = ?", rows)
     _execute_many(connection, "UPDATE requests SET result_bytes = NULL WHERE number = ?", rows)
-    finished = "finished IS NOT NULL AND result_bytes IS NULL AND number NOT IN (SELECT number FROM tail)"
-    connection.execute(
-        f"DELETE FROM requests WHERE {finished} AND number <= (SELECT max(number) FROM requests) - ?",
-        (retention.num_requests,),
-    )
-    _execute_many(connection, "DELETE FROM tombstones WHERE lane = ? AND seq < ?", passed)
-    return len(gone)
 
 
 def _execute(connection: sqlite3.Connection, statement: str, row: tuple[object, ...]) -> None:

@@ -52,8 +52,6 @@ from xorl.server.queries import (
 logger = logging.getLogger(__name__)
 
 Answering = Callable[[Any], Awaitable[Message]]
-# Requests and results are what the API lets in, and what comes of it.
-LIMITS = Limits(message_bytes=1024 * 2**20)
 
 QUERIES: dict[type[Message], Callable[[State, Any], Awaitable[Message]]] = {
     Poll: waiting.poll,
@@ -82,7 +80,7 @@ class Orchestrator:
     address: where it listens, once it has started.
     """
 
-    def __init__(self, options: OrchestratorOptions, *, limits: Limits = LIMITS) -> None:
+    def __init__(self, options: OrchestratorOptions, *, limits: Limits | None = None) -> None:
         self._options = options
         self._limits = limits
         self.address = options.api_address
