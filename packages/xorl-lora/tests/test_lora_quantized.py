@@ -24,6 +24,7 @@ from xorl.lora import (
     init_adapters,
     inject,
     merged_rows,
+    num_parameters,
     quantizable_linears,
     quantize_linears,
     quantized_linears,
@@ -116,6 +117,7 @@ def test_a_base_of_8_billion_parameters_takes_what_its_formats_say(quant_format,
     with torch.device("meta"):
         model = spec.build(spec.config_from_hf({**CONFIG, **shape, **heads}), merge_qkv=True).bfloat16()
     quantize_linears(model, quantizable_linears(model, (), "exclude"), scheme_of(quant_format), "format")
+    assert num_parameters(model) == 8_190_735_360, "half as many where two codes are a byte"
     sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in model.named_parameters()}
     assert sum(sizes.values()) / 2**30 == pytest.approx(gib, abs=1e-3)
     num_weights = sum(layer.out_features * layer.in_features for layer in quantized_linears(model).values())

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from xorl.config import Config, LoadedConfig
 from xorl.core import runtime
+from xorl.lora import num_parameters
 from xorl.train.bench_peers import Peer
 from xorl.train.bench_report import Measurement, Record, Work, write_record
 from xorl.train.build import EngineMaker, Run, build_engine, build_run
@@ -220,7 +221,7 @@ def _work_of(run: Run, config: Config, steps: Sequence[Metrics]) -> Work:
     tokens = [int(step["num_tokens"] or 0) for step in steps]
     return Work(
         architecture=run.architecture.spec.architecture,
-        num_parameters=sum(parameter.numel() for parameter in run.engine.model.module.parameters()),
+        num_parameters=num_parameters(run.engine.model.module),
         num_ranks=run.runtime.world_size,
         tokens_per_step=sum(tokens) / len(tokens),
         bin_len=config.data.sample_packing_sequence_len,

@@ -29,7 +29,7 @@ from xorl.core.nn import FusedKernel, choose_kernels
 from xorl.core.parallel import ParallelModel, ParallelPolicy, Recompute, local_part, parallelize
 from xorl.kernels.attention import AttentionRequest, resolve_attention
 from xorl.kernels.quant import fp8_refusal
-from xorl.lora import MODELOPT_FILE, adapters, init_adapters, quantized_rows, with_modelopt_file
+from xorl.lora import MODELOPT_FILE, adapters, init_adapters, num_parameters, quantized_rows, with_modelopt_file
 from xorl.train.adapter_folder import AdapterFolder, check_name, check_shapes, load_adapter
 from xorl.train.adapters import add_adapters, starting_adapter
 from xorl.train.quantization import Quantization, base_targets, log_quantized, quantize_base, read_options
@@ -232,7 +232,7 @@ def fill_base(
     if model.model_path is None and source is None:
         targets = quantized_rows(module)
         module.init_weights(train.seed, local_part=local_part, device=device, targets=targets)
-        logger.info("weights=random seed=%d parameters=%d", train.seed, sum(p.numel() for p in module.parameters()))
+        logger.info("weights=random seed=%d parameters=%d", train.seed, num_parameters(module))
         return
     assert train.load_weights_mode in ("broadcast", "all_ranks"), "the other names are resolved or refused before"
     if source is None:

@@ -284,6 +284,12 @@ def dense_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, parameter) for name, parameter in model.named_parameters() if name not in stored)
 
 
+def num_parameters(model: nn.Module) -> int:
+    """How many weights `model` has; a quantised one counts as one, whatever bytes hold it."""
+    quantized = sum(layer.out_features * layer.in_features for layer in quantized_linears(model).values())
+    return quantized + sum(parameter.numel() for _, parameter in dense_parameters(model))
+
+
 class AdaptiveNoise:
     """Noise on the quantised weights of a model in training mode (AQN), of `alpha` times half a quantisation step.
 
