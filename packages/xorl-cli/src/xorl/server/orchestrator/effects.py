@@ -98,6 +98,7 @@ class Effects:
             sampler_id,
             model.session_id,
             self._state.options.model_name,
+            time.time(),
             snapshot_of=model.model_id,
             workers=self._state.workers.incarnation,
             version=version_of(model),

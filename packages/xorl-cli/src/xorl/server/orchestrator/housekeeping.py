@@ -12,7 +12,7 @@ from xorl.server.orchestrator.calls import RELEASE
 from xorl.server.orchestrator.commit import JournalError
 from xorl.server.orchestrator.door import Door
 from xorl.server.orchestrator.journal import PRUNED_AT_ONCE, Retention
-from xorl.server.orchestrator.registry import stored
+from xorl.server.orchestrator.registry import dropped, stored
 from xorl.server.orchestrator.state import State
 
 logger = logging.getLogger(__name__)
@@ -20,6 +20,10 @@ logger = logging.getLogger(__name__)
 TICK_S = 1.0
 # Pruning reads an index and writes; nothing is in a hurry for it.
 PRUNE_EVERY_S = 15.0
+# A release that failed, as for want of room, is tried again.
+RETRY_RELEASE_S = 60.0
+SAMPLERS_KEPT_S = 24 * 3600.0
+SESSIONS_KEPT_S = 30 * 24 * 3600.0
 
 
 class Housekeeping:
@@ -30,7 +34,7 @@ class Housekeeping:
         self._door = door
         self._retention = retention
         self._gaps: dict[tuple[str, int], float] = {}
-        self._releasing: set[str] = set()
+        self._released: dict[str, float] = {}
         self._pruned = 0.0
         self._expiring: asyncio.Task[None] | None = None
 
@@ -80,18 +84,41 @@ class Housekeeping:
     async def _release_idle(self, now: float) -> None:
         """Take models whose clients are silent off the workers; they come back when they are called."""
         state, registry = self._state, self._state.registry
+        busy = {request.ticket.lane for request in state.open.values()}
         for model in list(registry.models.values()):
-            if model.state != "ready" or model.lane in self._releasing:
+            since_tried = now - self._released.get(model.lane, 0.0)
+            if model.state != "ready" or model.lane in busy or since_tried < RETRY_RELEASE_S:
                 continue
             session = registry.sessions.get(model.session_id or "")
             is_over = session is not None and session.is_finished and session.last_active >= model.last_active
             is_idle = now - registry.activity(model) > state.options.idle_session_timeout_s
             if is_over or is_idle:
-                self._releasing.add(model.lane)
+                self._released[model.lane] = now
                 await self._door.submit_own(UnloadModel(model.model_id), RELEASE)
-        still = {model.lane for model in registry.models.values() if model.state == "ready"}
-        running = {request.ticket.lane for request in state.open.values() if request.kind == RELEASE}
-        self._releasing &= still & running
+        self._released = {lane: tried for lane, tried in self._released.items() if now - tried < RETRY_RELEASE_S}
+
+    async def _forget(self, now: float) -> None:
+        """Drop what nobody can ask for any more: old sessions that ended, samplers whose weights are gone."""
+        registry, current = self._state.registry, self._state.workers.incarnation
+        used = {model.session_id for model in registry.models.values() if model.is_there}
+        # One that is gone has to say so to who still samples from it; a day is enough.
+        samplers = [
+            sampler
+            for sampler in registry.samplers.values()
+            if sampler.snapshot_of is not None
+            and current not in (None, sampler.workers)
+            and now - sampler.created > SAMPLERS_KEPT_S
+        ]
+        sessions = [
+            session
+            for session in registry.sessions.values()
+            if now - session.last_active > SESSIONS_KEPT_S and session.session_id not in used
+        ]
+        for sampler in samplers:
+            del registry.samplers[sampler.sampling_session_id]
+        for session in sessions:
+            del registry.sessions[session.session_id]
+        await self._state.journal.put([dropped(record) for record in (*samplers, *sessions)])
 
     async def _prune(self, now: float) -> None:
         state = self._state
@@ -104,6 +131,7 @@ class Housekeeping:
             self._pruned = 0.0
         active = [*state.registry.sessions.values(), *models]
         await state.journal.put([stored(record) for record in active if record.last_active > now - 2 * PRUNE_EVERY_S])
+        await self._forget(now)
         if self._expiring is None or self._expiring.done():
             # It may wait for a save, which nothing else here does.
             self._expiring = asyncio.create_task(checkpoints.delete_expired(state, self._door, now))

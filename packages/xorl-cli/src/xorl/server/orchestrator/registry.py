@@ -85,6 +85,7 @@ class SamplerRecord(msgspec.Struct):
     sampling_session_id: str
     session_id: str | None
     base_model: str
+    created: float
     checkpoint: CheckpointRef | None = None
     snapshot_of: str | None = None
     workers: str | None = None

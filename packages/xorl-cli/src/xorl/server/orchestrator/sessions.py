@@ -32,7 +32,9 @@ async def create_session(state: State, ask: CreateSession) -> SessionCreated | R
     sessions = state.registry.sessions
     session_id = ask.session_id or f"session-{secrets.token_hex(8)}"
     if session_id not in sessions:
-        num_open = sum(not session.is_finished for session in sessions.values())
+        # Clients that die end no session; one that has been idle does not count.
+        since = time.time() - state.options.idle_session_timeout_s
+        num_open = sum(not session.is_finished and session.last_active > since for session in sessions.values())
         if num_open >= state.options.max_sessions:
             return Rejected(429, f"max_sessions: {num_open} are open, and no more are taken: close some, or wait")
         now = time.time()
@@ -110,7 +112,7 @@ async def create_sampling_session(state: State, ask: CreateSamplingSession) -> S
     if record is None:
         name = None if ask.checkpoint is None else ask.checkpoint.name
         base = options.model_name
-        record = SamplerRecord(sampling_session_id, ask.session_id, base, ask.checkpoint, name=name)
+        record = SamplerRecord(sampling_session_id, ask.session_id, base, time.time(), ask.checkpoint, name=name)
         if ask.checkpoint is not None and name is not None:
             refused = await state.inference.publish(ask.checkpoint, name)
             if refused is not None:
