@@ -324,9 +324,26 @@ def test_saved_models_go_on_to_the_bit(kind: str, num_ranks: int, tmp_path: Path
         assert not all(torch.equal(got[name], value) for name, value in fresh.items())
         return got
 
+    def third() -> None:
+        options = {
+            "output_dir": str(tmp_path / "others"),
+            "load_checkpoint_path": str(tmp_path / "outputs/weights/m/a"),
+        }
+        config = service_config(tmp_path, **KINDS[kind], **shards(num_ranks), **options)
+        if kind == "lora":
+            with pytest.raises(ValueError, match="holds an adapter"):
+                worker_of(config)
+            return
+        worker = worker_of(config)
+        done(worker, CreateModel("x"))
+        start = trained_values(worker, "x")
+        done(worker, *train("x", data), UnloadModel("x"), CreateModel("y"))
+        assert all(torch.equal(start[name], value) for name, value in trained_values(worker, "y").items())
+
     wanted = run_ranks(first, num_ranks)[0]
     got = run_ranks(second, num_ranks)[0]
     assert all(torch.equal(got[name], value) for name, value in wanted.items())
+    run_ranks(third, num_ranks)
     assert (tmp_path / "outputs" / "weights" / "m" / "a" / "metadata.json").is_file()
     assert list((tmp_path / "outputs" / "external_weights" / "m" / "e").glob("*.safetensors"))
 

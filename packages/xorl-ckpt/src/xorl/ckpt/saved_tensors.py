@@ -83,5 +83,6 @@ class SavedParameters:
         if self._metadata is None:
             gathered.read_gathered(wanted, self._folder)
         else:
-            sharded.read_shards(wanted, self._folder, self._metadata)
+            # Who loads a model from here has rank 0 read, in its own time.
+            sharded.read_shards(wanted, self._folder, self._metadata, alone=True)
         return values

@@ -39,12 +39,15 @@ def write_shards(
     return writer.files.records, _tensor_records(saved)
 
 
-def read_shards(tensors: Mapping[str, torch.Tensor], folder: Path, metadata: Metadata) -> None:
-    """Collective: copies into `tensors` in place. `metadata` is what `read_metadata` returned for the folder."""
+def read_shards(tensors: Mapping[str, torch.Tensor], folder: Path, metadata: Metadata, *, alone: bool = False) -> None:
+    """Collective: copies into `tensors` in place. `metadata` is what `read_metadata` returned for the folder.
+
+    `alone` reads plain tensors for this rank, whatever others do.
+    """
     reader = _CheckedReader(folder, metadata)
     planner = _TensorsOnlyPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _dcp_failures(f"read {folder}", CheckpointError), _quiet_single_process():
-        dcp.load(dict(tensors), storage_reader=reader, planner=planner, no_dist=not is_distributed())
+        dcp.load(dict(tensors), storage_reader=reader, planner=planner, no_dist=alone or not is_distributed())
 
 
 def _tensor_records(metadata: Metadata) -> dict[str, TensorRecord]:

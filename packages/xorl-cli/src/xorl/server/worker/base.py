@@ -18,6 +18,7 @@ from xorl.core.mesh import Mesh
 from xorl.core.models import Decoder
 from xorl.core.parallel import ParallelModel
 from xorl.core.runtime import Runtime
+from xorl.train.adapter_folder import is_adapter
 from xorl.train.build import parallel_dims
 from xorl.train.model import Architecture, build_model, fill_base, read_architecture
 from xorl.train.quantization import read_options, scheme_of
@@ -112,15 +113,15 @@ def _start_of(config: ServerConfig, local: Config, architecture: Architecture) -
     """The weights of the checkpoint that the base starts from in place of the model's own, if it does."""
     if not config.load_checkpoint_path:
         return None
+    if is_adapter(Path(config.load_checkpoint_path)):
+        raise ValueError(
+            f"load_checkpoint_path: {config.load_checkpoint_path} holds an adapter, and the base starts from whole "
+            "weights: leave it out, and let a client create a model from the adapter's checkpoint"
+        )
     try:
         saved = open_saved(config.load_checkpoint_path, local.model.model_path)
     except ValueError as error:
         raise ValueError(f"load_checkpoint_path: {str(error).removeprefix('PATH: ')}") from error
-    if saved.adapter is not None:
-        raise ValueError(
-            f"load_checkpoint_path: {saved.folder} holds an adapter, and the base starts from whole weights: name the "
-            "adapter's base in model_path, and let a client create a model from the adapter's checkpoint"
-        )
     if dict(saved.architecture.hf_config) != dict(architecture.hf_config):
         raise ValueError(f"load_checkpoint_path: {saved.folder} is of another model than config_path describes")
     logger.info("base_from=%s step=%s", saved.folder, saved.step)
