@@ -110,8 +110,6 @@ class AnsweringOrchestrator:
     async def answer(self, request):
         return await getattr(self, f"on_{type(request).__name__}")(request)
 
-    # --- operations ---------------------------------------------------------------------------------------------------
-
     async def on_Submit(self, submit: Submit):
         if submit.key in self.keys:
             request_id, body_hash = self.keys[submit.key]
@@ -182,8 +180,6 @@ class AnsweringOrchestrator:
         (folder / "adapter_model.safetensors").write_bytes(b"weights")
         self.checkpoints[ref] = CheckpointInfo(ref, time.time(), 7, {})
         return Saved(ref, size_bytes=7, num_files=1)
-
-    # --- queries ------------------------------------------------------------------------------------------------------
 
     async def on_GetService(self, _: GetService):
         return ServiceInfo(

@@ -17,13 +17,13 @@ PROTOCOL_VERSION = 1
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Base of everything that is sent: immutable, told apart by its class's name, without unknown fields."""
+    """Base of everything that is sent: immutable, told apart by its class's name, without unknown fields.
+
+    Subclasses repeat `frozen`, which type checkers want.
+    """
 
 
-# --- operations -------------------------------------------------------------------------------------------------------
-
-
-class LoraSpec(Message):
+class LoraSpec(Message, frozen=True):
     """The adapter that a client asks for; None is the service's own setting. train_* choose among target modules."""
 
     rank: int | None = None
@@ -35,7 +35,7 @@ class LoraSpec(Message):
     target_modules: tuple[str, ...] | None = None
 
 
-class CreateModel(Message):
+class CreateModel(Message, frozen=True):
     """Make a model over the base: an adapter by `lora`, or the one full model where the service trains no adapters.
 
     The API sends what the client asked for; the orchestrator sends None for `lora` where the service trains full
@@ -51,13 +51,13 @@ class CreateModel(Message):
     user_metadata: dict[str, str] = {}
 
 
-class UnloadModel(Message):
+class UnloadModel(Message, frozen=True):
     """Forget a model and free what it holds; checkpoints stay."""
 
     model_id: str
 
 
-class ForwardBackward(Message):
+class ForwardBackward(Message, frozen=True):
     """Add the gradient of the SUM of a loss over the data, or with forward_only, only compute the loss."""
 
     model_id: str
@@ -67,7 +67,7 @@ class ForwardBackward(Message):
     forward_only: bool = False
 
 
-class OptimStep(Message):
+class OptimStep(Message, frozen=True):
     """One step of AdamW on the accumulated gradient, which is then zero. Weight decay is decoupled.
 
     grad_clip_norm: the global norm to clip at; 0 is no clipping.
@@ -82,13 +82,13 @@ class OptimStep(Message):
     grad_clip_norm: float = 0.0
 
 
-class AbortGradients(Message):
+class AbortGradients(Message, frozen=True):
     """Drop the accumulated gradient."""
 
     model_id: str
 
 
-class SaveWeights(Message):
+class SaveWeights(Message, frozen=True):
     """Save what training goes on from: weights, optimizer, step count. ttl_s: delete it after so long; None, never."""
 
     model_id: str
@@ -98,7 +98,7 @@ class SaveWeights(Message):
     ttl_s: float | None = None
 
 
-class LoadWeights(Message):
+class LoadWeights(Message, frozen=True):
     """Put a model where a checkpoint, its own or another's, was; with `optimizer`, its optimizer too."""
 
     model_id: str
@@ -106,7 +106,7 @@ class LoadWeights(Message):
     optimizer: bool
 
 
-class SaveWeightsForSampler(Message):
+class SaveWeightsForSampler(Message, frozen=True):
     """Keep a model's weights to sample from: in a checkpoint of this name, or in memory where name is None.
 
     sampler_id: the sampling session that samples from them, where the client asked for one; always with name None.
@@ -119,7 +119,7 @@ class SaveWeightsForSampler(Message):
     ttl_s: float | None = None
 
 
-class SaveFullWeights(Message):
+class SaveFullWeights(Message, frozen=True):
     """Export a model in Hugging Face's layout (kind external_weights), an adapter merged into the base."""
 
     model_id: str
@@ -128,30 +128,30 @@ class SaveFullWeights(Message):
     ttl_s: float | None = None
 
 
-class BaseSampler(Message):
+class BaseSampler(Message, frozen=True):
     """Sample from the base model."""
 
 
-class SessionSampler(Message):
+class SessionSampler(Message, frozen=True):
     """Sample from what a sampling session is of; the orchestrator says what that is before workers see it."""
 
     sampling_session_id: str
 
 
-class NamedSampler(Message):
+class NamedSampler(Message, frozen=True):
     """Sample from the newest sampler checkpoint of that name; the orchestrator finds it before workers see it."""
 
     name: str
 
 
-class SnapshotSampler(Message):
+class SnapshotSampler(Message, frozen=True):
     """Sample from weights that SaveWeightsForSampler kept in memory for sampler_id."""
 
     model_id: str
     sampler_id: str
 
 
-class CheckpointSampler(Message):
+class CheckpointSampler(Message, frozen=True):
     """Sample from a checkpoint of the kinds sampler_weights or weights."""
 
     checkpoint: CheckpointRef
@@ -160,7 +160,7 @@ class CheckpointSampler(Message):
 SamplerRef = BaseSampler | SessionSampler | NamedSampler | SnapshotSampler | CheckpointSampler
 
 
-class Sample(Message):
+class Sample(Message, frozen=True):
     """Continue a prompt num_samples times, and say how likely its tokens are. P tokens of the prompt.
 
     prompt: int32 [P]. max_tokens: None is as many as the context has room for. top_k: None is all. seed: of the first
@@ -187,7 +187,7 @@ class Sample(Message):
     target_prompt_tokens: Array | None = None
 
 
-class Endpoint(Message):
+class Endpoint(Message, frozen=True):
     """An inference endpoint: where it is, on how many GPUs, and whether weights are sent to it."""
 
     host: str
@@ -196,7 +196,7 @@ class Endpoint(Message):
     sync_weights: bool = False
 
 
-class SyncWeights(Message):
+class SyncWeights(Message, frozen=True):
     """Send a model's weights to endpoints. The orchestrator fills in `endpoints`, `weight_version` where they are None.
 
     master_address, master_port: where the group of senders and receivers meets; "" and 0 choose.
@@ -214,11 +214,11 @@ class SyncWeights(Message):
     quantization: dict[str, object] | None = None
 
 
-class Health(Message):
+class Health(Message, frozen=True):
     """How the workers are; the first thing that is asked of them."""
 
 
-class Shutdown(Message):
+class Shutdown(Message, frozen=True):
     """Finish and exit."""
 
 
@@ -237,10 +237,7 @@ ModelOperation = (
 Operation = ModelOperation | Sample | Health | Shutdown
 
 
-# --- results ----------------------------------------------------------------------------------------------------------
-
-
-class Failure(Message):
+class Failure(Message, frozen=True):
     """Why there is no result. status: the HTTP status that says it, 4xx for `user`. Nothing was changed."""
 
     category: Literal["user", "server"]
@@ -248,7 +245,7 @@ class Failure(Message):
     message: str
 
 
-class ModelCreated(Message):
+class ModelCreated(Message, frozen=True):
     """Of CreateModel. lora_rank None: full weights. num_steps: optimizer steps taken, of a checkpoint."""
 
     model_id: str
@@ -257,13 +254,13 @@ class ModelCreated(Message):
     num_steps: int = 0
 
 
-class Unloaded(Message):
+class Unloaded(Message, frozen=True):
     """Of UnloadModel."""
 
     model_id: str
 
 
-class LossResult(Message):
+class LossResult(Message, frozen=True):
     """Of ForwardBackward: fields by name (logprobs; elementwise_loss), each with one array per datum in their order.
 
     Arrays are float32 of the shape of the datum's target_tokens. metrics: named `name:reduction`, reduction one of
@@ -275,20 +272,20 @@ class LossResult(Message):
     metrics: dict[str, float]
 
 
-class OptimResult(Message):
+class OptimResult(Message, frozen=True):
     """Of OptimStep; free names: grad_norm, learning_rate, step, skipped ..."""
 
     metrics: dict[str, float]
 
 
-class GradientsAborted(Message):
+class GradientsAborted(Message, frozen=True):
     """Of AbortGradients. step: optimizer steps the model has taken."""
 
     model_id: str
     step: int
 
 
-class Saved(Message):
+class Saved(Message, frozen=True):
     """Of the Save operations. checkpoint: None for what is in memory, then sampler_id names it."""
 
     checkpoint: CheckpointRef | None
@@ -297,7 +294,7 @@ class Saved(Message):
     num_files: int = 0
 
 
-class Loaded(Message):
+class Loaded(Message, frozen=True):
     """Of LoadWeights."""
 
     model_id: str
@@ -305,14 +302,14 @@ class Loaded(Message):
     num_steps: int = 0
 
 
-class TopLogprobs(Message):
+class TopLogprobs(Message, frozen=True):
     """The K most likely tokens at each of N places: token_ids int32 [N, K], logprobs float32 [N, K]."""
 
     token_ids: Array
     logprobs: Array
 
 
-class SampledSequence(Message):
+class SampledSequence(Message, frozen=True):
     """One continuation: tokens int32 [N], logprobs float32 [N], versions of the weights at its first and last token."""
 
     tokens: Array
@@ -322,7 +319,7 @@ class SampledSequence(Message):
     versions: tuple[int, int] = (0, 0)
 
 
-class SampleResult(Message):
+class SampleResult(Message, frozen=True):
     """Of Sample, sequences in the order of their seeds. P tokens of the prompt.
 
     prompt_logprobs: float32 [P], NaN at the first. topk_prompt_logprobs: of the P - 1 places after the first.
@@ -336,7 +333,7 @@ class SampleResult(Message):
     num_cached_tokens: int = 0
 
 
-class EndpointSynced(Message):
+class EndpointSynced(Message, frozen=True):
     """What became of one endpoint in a sync. weights: what it holds now; with mixed ones it stays paused."""
 
     host: str
@@ -346,7 +343,7 @@ class EndpointSynced(Message):
     message: str = ""
 
 
-class SyncResult(Message):
+class SyncResult(Message, frozen=True):
     """Of SyncWeights."""
 
     success: bool
@@ -360,7 +357,7 @@ class SyncResult(Message):
     timing_s: dict[str, float] = {}
 
 
-class HealthResult(Message):
+class HealthResult(Message, frozen=True):
     """Of Health. incarnation: a random name that a started group of workers keeps; models: ids; memory by rank."""
 
     incarnation: str
@@ -372,7 +369,7 @@ class HealthResult(Message):
     gpu_bytes_total: list[int] = []
 
 
-class ShutDown(Message):
+class ShutDown(Message, frozen=True):
     """Of Shutdown."""
 
 
@@ -392,10 +389,7 @@ Result = (
 )
 
 
-# --- orchestrator -> worker -------------------------------------------------------------------------------------------
-
-
-class Work(Message):
+class Work(Message, frozen=True):
     """Operations to run as one: several ForwardBackward or several Sample, of any models; anything else comes alone."""
 
     ids: list[str]
@@ -409,17 +403,14 @@ class Work(Message):
             raise ValueError("only ForwardBackward, and only Sample, may come together")
 
 
-class Done(Message):
+class Done(Message, frozen=True):
     """Of Work: the result of each operation, in their order."""
 
     ids: list[str]
     results: list[Result]
 
 
-# --- API -> orchestrator ----------------------------------------------------------------------------------------------
-
-
-class Submit(Message):
+class Submit(Message, frozen=True):
     """Take an operation on. Accepted means that it is journaled and survives a crash.
 
     request_id: a proposal, random; the same proposal again (the API lost the answer) is the same request. key: the
@@ -437,34 +428,34 @@ class Submit(Message):
     session_id: str | None = None
 
 
-class Tombstone(Message):
+class Tombstone(Message, frozen=True):
     """This seq_id of the model was refused at the door and will not come; answered by Ok."""
 
     model_id: str
     seq_id: int
 
 
-class Accepted(Message):
+class Accepted(Message, frozen=True):
     """Of Submit: the id to poll, the proposed one or, for a retry, the first one's."""
 
     request_id: str
 
 
-class Rejected(Message):
+class Rejected(Message, frozen=True):
     """Of Submit, or of a query that cannot be answered: the HTTP status and what to do."""
 
     status: int
     message: str
 
 
-class Poll(Message):
+class Poll(Message, frozen=True):
     """The result of a request; answered at once when there is one, and after wait_s (of at most 30) otherwise."""
 
     request_id: str
     wait_s: float
 
 
-class Pending(Message):
+class Pending(Message, frozen=True):
     """Of Poll: not yet. position: how many of any client's requests are before it; None where it runs."""
 
     request_id: str
@@ -473,7 +464,7 @@ class Pending(Message):
     reason: str | None = None
 
 
-class Finished(Message):
+class Finished(Message, frozen=True):
     """Of Poll. dialect: of the Submit, whose client's form the answer takes. It can be asked for again for a while."""
 
     request_id: str
@@ -481,18 +472,18 @@ class Finished(Message):
     result: Result
 
 
-class Unknown(Message):
+class Unknown(Message, frozen=True):
     """Of Poll: there is no such request. was_known: there was, and its result is not kept any more."""
 
     request_id: str
     was_known: bool = False
 
 
-class Cancel(Message):
+class Cancel(Message, frozen=True):
     """Forget a request that has not begun; answered by Ok either way."""
 
     request_id: str
 
 
-class Ok(Message):
+class Ok(Message, frozen=True):
     """Done, with nothing to say."""

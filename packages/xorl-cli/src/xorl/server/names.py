@@ -43,13 +43,13 @@ class CheckpointRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def parse_uri(uri: str) -> CheckpointRef:
     """The checkpoint that a URI of either dialect names; ValueError for anything else."""
     match = _URI.fullmatch(uri)
-    kinds = get_args(CheckpointKind)
+    kinds: dict[str, CheckpointKind] = {kind: kind for kind in get_args(CheckpointKind)}
     if match is None or match[2] not in kinds:
         raise ValueError(
             f"a checkpoint is tinker://MODEL/KIND/NAME or xorl://MODEL/KIND/NAME, KIND one of {', '.join(kinds)}; "
             f"got {uri[:300]!r}"
         )
-    return CheckpointRef(match[1], match[2], match[3])
+    return CheckpointRef(match[1], kinds[match[2]], match[3])
 
 
 def check_name(name: str) -> str:

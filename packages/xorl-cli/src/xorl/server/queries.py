@@ -26,14 +26,12 @@ from xorl.server.messages import (
 )
 from xorl.server.names import CheckpointRef
 
-# --- the service ------------------------------------------------------------------------------------------------------
 
-
-class GetService(Message):
+class GetService(Message, frozen=True):
     """What is served; answered by ServiceInfo."""
 
 
-class ServiceInfo(Message):
+class ServiceInfo(Message, frozen=True):
     """The base model and how it is trained. tokenizer: a name or folder. ready: workers take work."""
 
     model_name: str
@@ -48,11 +46,11 @@ class ServiceInfo(Message):
     ready: bool
 
 
-class GetStatus(Message):
+class GetStatus(Message, frozen=True):
     """How the service is; answered by Status."""
 
 
-class SessionStatus(Message):
+class SessionStatus(Message, frozen=True):
     """A session, or a model without one."""
 
     session_id: str
@@ -61,7 +59,7 @@ class SessionStatus(Message):
     last_active: float
 
 
-class ErrorSeen(Message):
+class ErrorSeen(Message, frozen=True):
     """A request that failed, without any of its data."""
 
     time: float
@@ -70,7 +68,7 @@ class ErrorSeen(Message):
     message: str
 
 
-class Status(Message):
+class Status(Message, frozen=True):
     """For the status page, `xorl serve status` and /metrics.
 
     counters and gauges: by the name that Prometheus gets, of letters, digits and _, labels in their own text form:
@@ -92,10 +90,7 @@ class Status(Message):
     gauges: dict[str, float]
 
 
-# --- sessions and models ----------------------------------------------------------------------------------------------
-
-
-class CreateSession(Message):
+class CreateSession(Message, frozen=True):
     """Begin a session, of that id where the client has chosen one; answered by SessionCreated."""
 
     session_id: str | None = None
@@ -104,40 +99,40 @@ class CreateSession(Message):
     display_name: str | None = None
 
 
-class SessionCreated(Message):
+class SessionCreated(Message, frozen=True):
     """Of CreateSession; info_message is shown to the user by the client."""
 
     session_id: str
     info_message: str | None = None
 
 
-class Heartbeat(Message):
+class Heartbeat(Message, frozen=True):
     """The client of a session, or of a model without one, lives; Ok, or Rejected(410) when it has ended."""
 
     session_id: str
 
 
-class FinishSession(Message):
+class FinishSession(Message, frozen=True):
     """The client has ended the session: its models are saved as when idle, and released. Ok."""
 
     session_id: str
     reason: str
 
 
-class GetSession(Message):
+class GetSession(Message, frozen=True):
     """Answered by SessionInfo."""
 
     session_id: str
 
 
-class ListSessions(Message):
+class ListSessions(Message, frozen=True):
     """Answered by Sessions."""
 
     limit: int = 20
     offset: int = 0
 
 
-class SessionInfo(Message):
+class SessionInfo(Message, frozen=True):
     """A session and what was made in it."""
 
     session_id: str
@@ -151,20 +146,20 @@ class SessionInfo(Message):
     is_finished: bool
 
 
-class Sessions(Message):
+class Sessions(Message, frozen=True):
     """Of ListSessions, newest first."""
 
     sessions: list[SessionInfo]
     total: int
 
 
-class GetModel(Message):
+class GetModel(Message, frozen=True):
     """Answered by ModelInfo; Rejected(404) where there is no such model, 410 where it has been released."""
 
     model_id: str
 
 
-class ModelInfo(Message):
+class ModelInfo(Message, frozen=True):
     """A model that is loaded. lora: None for full weights."""
 
     model_id: str
@@ -176,10 +171,7 @@ class ModelInfo(Message):
     user_metadata: dict[str, str]
 
 
-# --- samplers ---------------------------------------------------------------------------------------------------------
-
-
-class CreateSamplingSession(Message):
+class CreateSamplingSession(Message, frozen=True):
     """Begin to sample from a checkpoint, or from the base where it is None; answered by SamplingSession.
 
     sampling_session_id: chosen by the API from the client's session and number, the natural key; None for a client
@@ -192,13 +184,13 @@ class CreateSamplingSession(Message):
     checkpoint: CheckpointRef | None
 
 
-class GetSampler(Message):
+class GetSampler(Message, frozen=True):
     """Answered by SamplingSession."""
 
     sampling_session_id: str
 
 
-class SamplingSession(Message):
+class SamplingSession(Message, frozen=True):
     """What a sampling session samples from. name: under which NamedSampler finds it."""
 
     sampling_session_id: str
@@ -207,10 +199,7 @@ class SamplingSession(Message):
     name: str | None
 
 
-# --- checkpoints ------------------------------------------------------------------------------------------------------
-
-
-class ListCheckpoints(Message):
+class ListCheckpoints(Message, frozen=True):
     """Of one model, or of all; answered by Checkpoints. limit None: all."""
 
     model_id: str | None = None
@@ -218,7 +207,7 @@ class ListCheckpoints(Message):
     offset: int = 0
 
 
-class CheckpointInfo(Message):
+class CheckpointInfo(Message, frozen=True):
     """A checkpoint that is there."""
 
     checkpoint: CheckpointRef
@@ -228,33 +217,33 @@ class CheckpointInfo(Message):
     expires: float | None = None
 
 
-class Checkpoints(Message):
+class Checkpoints(Message, frozen=True):
     """Of ListCheckpoints, newest first."""
 
     checkpoints: list[CheckpointInfo]
     total: int
 
 
-class DeleteCheckpoint(Message):
+class DeleteCheckpoint(Message, frozen=True):
     """Ok, or Rejected(404)."""
 
     checkpoint: CheckpointRef
 
 
-class SetCheckpointTtl(Message):
+class SetCheckpointTtl(Message, frozen=True):
     """Delete the checkpoint after so long from now; None, never. Ok, or Rejected(404)."""
 
     checkpoint: CheckpointRef
     ttl_s: float | None
 
 
-class GetWeightsInfo(Message):
+class GetWeightsInfo(Message, frozen=True):
     """Answered by WeightsInfo."""
 
     checkpoint: CheckpointRef
 
 
-class WeightsInfo(Message):
+class WeightsInfo(Message, frozen=True):
     """What a checkpoint is of. lora: None for full weights."""
 
     base_model: str
@@ -263,20 +252,20 @@ class WeightsInfo(Message):
     step: int
 
 
-class ListTrainingRuns(Message):
+class ListTrainingRuns(Message, frozen=True):
     """Models that are, or have left checkpoints; answered by TrainingRuns."""
 
     limit: int = 20
     offset: int = 0
 
 
-class GetTrainingRun(Message):
+class GetTrainingRun(Message, frozen=True):
     """Answered by TrainingRun."""
 
     model_id: str
 
 
-class TrainingRun(Message):
+class TrainingRun(Message, frozen=True):
     """A model and its newest checkpoints."""
 
     model_id: str
@@ -288,17 +277,14 @@ class TrainingRun(Message):
     user_metadata: dict[str, str]
 
 
-class TrainingRuns(Message):
+class TrainingRuns(Message, frozen=True):
     """Of ListTrainingRuns, those active last first."""
 
     runs: list[TrainingRun]
     total: int
 
 
-# --- inference endpoints ----------------------------------------------------------------------------------------------
-
-
-class AddEndpoint(Message):
+class AddEndpoint(Message, frozen=True):
     """Ask an endpoint how it is and register it; answered by EndpointState."""
 
     endpoint: Endpoint
@@ -308,18 +294,18 @@ class AddEndpoint(Message):
     buffer_size_mb: int = 1024
 
 
-class RemoveEndpoint(Message):
+class RemoveEndpoint(Message, frozen=True):
     """Ok, or Rejected(404)."""
 
     host: str
     port: int
 
 
-class ListEndpoints(Message):
+class ListEndpoints(Message, frozen=True):
     """Answered by Endpoints."""
 
 
-class ConnectEndpoints(Message):
+class ConnectEndpoints(Message, frozen=True):
     """Ask the registered endpoints how they are, now; answered by Endpoints."""
 
     master_address: str = ""
@@ -327,11 +313,11 @@ class ConnectEndpoints(Message):
     group_name: str = "weight_sync_group"
 
 
-class DisconnectEndpoints(Message):
+class DisconnectEndpoints(Message, frozen=True):
     """Use the registered endpoints no more until ConnectEndpoints; answered by Endpoints."""
 
 
-class EndpointState(Message):
+class EndpointState(Message, frozen=True):
     """A registered endpoint. state: failed is one that may hold mixed weights, not used until it is removed."""
 
     endpoint: Endpoint
@@ -341,7 +327,7 @@ class EndpointState(Message):
     server_info: dict[str, str | int | float | bool | None] = msgspec.field(default_factory=dict)
 
 
-class Endpoints(Message):
+class Endpoints(Message, frozen=True):
     """Of ListEndpoints, in the order in which they were added."""
 
     endpoints: list[EndpointState]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,6 +17,9 @@ from xorl.server.messages import Cancel, Finished, LossResult, Ok, Pending, Samp
 
 router = APIRouter(prefix="/api/v1")
 
+# Results of fewer are written faster than a thread takes them; others would hold up everybody's calls.
+_THREAD_DATUMS = 64
+
 
 @router.post("/retrieve_future")
 async def retrieve_future(request: Request) -> Response:
@@ -23,6 +28,11 @@ async def retrieve_future(request: Request) -> Response:
     given = await api.bodies.parse(request, FutureBody)
     answer = await api.orchestrator.poll(given.request_id, api.settings.poll_s)
     if isinstance(answer, Finished):
+        if (
+            isinstance(answer.result, LossResult)
+            and len(next(iter(answer.result.fields.values()), [])) > _THREAD_DATUMS
+        ):
+            return await asyncio.to_thread(_finished, request, answer)
         return _finished(request, answer)
     if isinstance(answer, Unknown):
         if answer.was_known:

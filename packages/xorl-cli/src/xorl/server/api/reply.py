@@ -27,9 +27,4 @@ def _is_finite(content: JSON) -> bool:
         return math.isfinite(content)
     if isinstance(content, Mapping):
         return all(_is_finite(value) for value in content.values())
-    if isinstance(content, list | tuple):
-        # Long lists are of numbers, and a sum that is finite has no other in it.
-        if len(content) > 64 and isinstance(content[0], int | float):
-            return math.isfinite(math.fsum(content))
-        return all(_is_finite(value) for value in content)
-    return True
+    return not isinstance(content, list | tuple) or all(map(_is_finite, content))

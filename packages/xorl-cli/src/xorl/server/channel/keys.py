@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import zmq
+import zmq.asyncio
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,13 @@ class ChannelKeys:
             raise ValueError(f"{path} holds no channel keys: {problem}") from None
         return cls(server_public, server_secret, client_public, client_secret)
 
-    def protect_server_(self, socket: zmq.Socket[bytes]) -> None:
+    def protect_server_(self, socket: zmq.asyncio.Socket) -> None:
         """Before it binds. Which clients are let in, an authenticator says."""
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self.server_public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.server_secret)
 
-    def protect_client_(self, socket: zmq.Socket[bytes]) -> None:
+    def protect_client_(self, socket: zmq.asyncio.Socket) -> None:
         """Before it connects."""
         socket.setsockopt(zmq.CURVE_SERVERKEY, self.server_public)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self.client_public)

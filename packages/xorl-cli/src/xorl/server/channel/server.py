@@ -80,7 +80,7 @@ class ChannelServer(Generic[Asked]):
         except zmq.ZMQError as problem:
             self.close()
             raise RuntimeError(f"cannot listen at {self._wanted_address}: {problem}") from None
-        address = self._socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
+        address = self._socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
         if address.startswith("ipc://"):
             os.chmod(address.removeprefix("ipc://"), 0o600)
         return address
