@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -36,7 +37,10 @@ HF_CONFIG = {
 
 def service_config(folder: Path, *, shape: Mapping[str, object] = HF_CONFIG, **options: object) -> ServerConfig:
     """fp32, full weights; the model's folder has no weights."""
-    (folder / "config.json").write_text(json.dumps(shape))
+    # Every rank writes it, and another one may be reading.
+    fresh = folder / f"config.json.{os.getpid()}"
+    fresh.write_text(json.dumps(shape))
+    fresh.replace(folder / "config.json")
     values = {
         "config_path": str(folder),
         "output_dir": str(folder / "outputs"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -28,9 +29,9 @@ from xorl.train.engine import OnOutput, Update
 
 logger = logging.getLogger(__name__)
 
-# Adapters that wait in host memory, and snapshots that are held to sample from, before the oldest give way: the former
-# to disk, the latter for good.
-HOST_LIMIT = 128
+# The share of the host's memory for adapters that wait off the device, of all ranks together; further ones go to disk.
+HOST_SHARE = 0.25
+# Copies that are held to sample from, before the oldest is forgotten.
 NUM_SOURCES = 64
 PAGES = "service/adapters"
 
@@ -84,7 +85,7 @@ class AdapterModels:
                 num_resident=config.lora_models_on_device,
                 max_rank=config.max_lora_rank,
                 device=base.device,
-                host_limit=HOST_LIMIT,
+                host_limit=_host_limit(base, self._sites, config.max_lora_rank),
                 folder=base.output_dir / PAGES / f"rank{base.place.rank}",
                 group=base.mesh.dp_group,
             )
@@ -294,6 +295,14 @@ def _available_sites(base: Base) -> list[Site]:
         return list(resolve(spec, base.module))
     except ValueError as error:
         raise ValueError(f"lora_target_modules: {error}") from error
+
+
+def _host_limit(base: Base, sites: Sequence[Site], max_rank: int) -> int:
+    """How many of the largest adapters a rank keeps in host memory: values and two states each, in fp32."""
+    widths = [base.module.get_submodule(site.path).in_features + site.stop - site.start for site in sites]
+    num_bytes = 3 * 4 * max_rank * sum(widths)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(HOST_SHARE * total / base.place.world_size / num_bytes)
 
 
 def _chosen(sites: Sequence[Site], lora: LoraSpec) -> list[Site]:

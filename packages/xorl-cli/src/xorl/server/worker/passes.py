@@ -81,6 +81,7 @@ class PassRunner:
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
         """What each call gave; collective. Where it fails on any rank, no gradient has changed on any."""
         config, mesh = self.base.config, self.base.mesh
+        assert (mesh.dp_rank, mesh.dp_size) == (self.base.place.rank, self.base.place.world_size), "one axis alone"
         examples = [example for call in calls for example in call.examples]
         assignment = assign(
             [len(example.tokens) for example in examples],
