@@ -1,0 +1,93 @@
+"""A service that trains all weights, sharded over its workers, for one client at a time."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+import torch
+import transformers
+
+from child import in_child
+from service import Serve, Service
+
+MODEL = "xorl/quickstart"
+GENERATOR = torch.Generator().manual_seed(0)
+SEQUENCES = [torch.randint(3, 280, (length,), generator=GENERATOR) for length in (6, 40, 3, 18)]
+
+
+@pytest.fixture(scope="module")
+def service(serve: Serve) -> Service:
+    return serve(
+        enable_lora=False,
+        lora_rank=32,
+        lora_alpha=16,
+        lora_target_modules=None,
+        data_parallel_mode="fsdp2",
+        data_parallel_replicate_size=1,
+        data_parallel_shard_size=2,
+    )
+
+
+def exported(service: Service, model_id: str) -> transformers.PreTrainedModel:
+    """The model as transformers reads the service's export of it."""
+    body = {"model_id": model_id, "name": "start", "dtype": "float32"}
+    url = f"{service.url}/api/v1/save_full_weights_safetensors"
+    httpx.post(url, json=body, timeout=60, trust_env=False).raise_for_status()
+    folder = service.output_dir / "external_weights" / model_id.replace(":", "~") / "start"
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+def plain_loss(model: transformers.PreTrainedModel) -> torch.Tensor:
+    """Summed over all tokens."""
+    losses = []
+    for tokens in SEQUENCES:
+        logits = model(input_ids=tokens[None, :-1]).logits[0]
+        losses.append(torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="sum"))
+    return torch.stack(losses).sum()
+
+
+def test_steps_of_all_weights_are_those_of_plain_torch(service: Service) -> None:
+    # Would catch a gradient that is averaged over shards, a number of Adam that is lost, other weights exported.
+    def whole() -> None:
+        from tinker import types  # noqa: PLC0415  (a dependency group that is not always there)
+
+        training = service.tinker().create_lora_training_client(base_model=MODEL, rank=4).result()
+        info = training.get_info()
+        assert (info.is_lora, info.lora_rank) == (False, None)
+        with pytest.raises(Exception, match="has the base, and its client is there"):
+            service.xorl().create_training_client(base_model=MODEL, model_id="other")
+        data = [
+            types.Datum(
+                model_input=types.ModelInput.from_ints(tokens[:-1].tolist()),
+                loss_fn_inputs={"target_tokens": tokens[1:], "weights": torch.ones(len(tokens) - 1)},
+            )
+            for tokens in SEQUENCES
+        ]
+        adam = types.AdamParams(
+            learning_rate=1e-3, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.5, grad_clip_norm=50.0
+        )
+        model = exported(service, training.model_id)
+        parameters = list(model.parameters())
+        plain = torch.optim.AdamW(parameters, lr=1e-3, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.5)
+        for _ in range(3):
+            trained = training.forward_backward(data, "cross_entropy")
+            stepped = training.optim_step(adam).result()
+            loss = plain_loss(model)
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(parameters, 50.0)
+            plain.step()
+            plain.zero_grad()
+            assert trained.result().metrics["loss:sum"] == pytest.approx(loss.item(), rel=1e-5)
+            assert stepped.metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+        saved = training.save_state("end").result()
+        sampler = training.save_weights_and_get_sampling_client()
+        scored = sampler.compute_logprobs(types.ModelInput.from_ints(SEQUENCES[1].tolist())).result()
+        after = training.forward(data, "cross_entropy").result()
+        assert scored[1:] == pytest.approx(after.loss_fn_outputs[1]["logprobs"].to_torch().tolist(), abs=1e-4)
+        assert after.metrics["loss:sum"] == pytest.approx(plain_loss(model).item(), rel=1e-5)
+        training.forward_backward(data, "cross_entropy").result()
+        training.optim_step(adam).result()
+        training.load_state(saved.path).result()
+        assert training.forward(data, "cross_entropy").result().metrics == after.metrics
+
+    in_child(whole)
