@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
 
 from xorl.server.messages import Failure, Operation, Result, Saved, SaveWeights, UnloadModel, Work
+from xorl.server.names import CheckpointRef
+from xorl.server.orchestrator import catalogue
 from xorl.server.orchestrator.calls import RECOVERY_PREFIX
 from xorl.server.orchestrator.effects import Effects
 from xorl.server.orchestrator.registry import ModelRecord, stored
@@ -56,7 +59,15 @@ class Release:
             return result if isinstance(result, Failure) else Failure("server", 500, f"not saved: {result}")
         self._effects.saved(model, save, result)
         await state.journal.settle(model.lane, [stored(model)])
+        await self.drop_obsolete(model)
         return None
+
+    async def drop_obsolete(self, model: ModelRecord) -> None:
+        """Delete the service's own checkpoints of a model but its boundary, which the journal has already."""
+        for number in range(2):
+            own = CheckpointRef(model.model_id, "weights", f"{RECOVERY_PREFIX}{number}")
+            if own != model.boundary or not model.is_there:
+                await asyncio.to_thread(catalogue.delete, self._state.options.folder, own)
 
     async def set_aside(self, model: ModelRecord) -> Failure | None:
         """Save a model, unless a checkpoint has it, and free what it holds; it comes back when it is called."""

@@ -18,6 +18,7 @@ from xorl.server.messages import (
     Result,
     Sample,
     SampleResult,
+    Saved,
     SaveWeights,
     SyncResult,
     SyncWeights,
@@ -25,12 +26,9 @@ from xorl.server.messages import (
     UnloadModel,
     Work,
 )
-from xorl.server.names import CheckpointRef
-from xorl.server.orchestrator import catalogue
 from xorl.server.orchestrator.calls import (
     AFTER_STEP,
     INITIAL_NAME,
-    RECOVERY_PREFIX,
     RELEASE,
     decode_operation,
     encode,
@@ -238,6 +236,10 @@ class Runner:
             outcomes.append(self._effects.of(call.ticket, call.operation, result, seconds / len(calls)))
         if outcomes:
             await state.end(outcomes, [result for _, result in ended])
+        for call, result in ended:
+            if isinstance(call.operation, SaveWeights) and isinstance(result, Saved):
+                # Before the model's next request, which may be a save under the name that goes.
+                await self._drop_obsolete(call.ticket)
         state.scheduler.finish([call.ticket for call, _ in ended])
         await self._put_back([call.ticket for call in again], "it failed beside others", alone=True)
         for call, result in ended:
@@ -265,9 +267,7 @@ class Runner:
         if not model.is_there:
             dropped = state.scheduler.close_lane(model.lane) if state.scheduler.has_lane(model.lane) else []
             await state.fail(dropped, Failure("user", 410, f"model {model.model_id} is {model.state}"))
-            for number in range(2):
-                ref = CheckpointRef(model.model_id, "weights", f"{RECOVERY_PREFIX}{number}")
-                await asyncio.to_thread(catalogue.delete, state.options.folder, ref)
+            await self._models.drop_obsolete(model)
             return
         if isinstance(result, SyncResult):
             await state.inference.note_sync(result)
@@ -300,6 +300,11 @@ class Runner:
         records = self._state.passed(call.ticket)
         await self._state.end([Outcome(call.ticket.request_id, encode(result), time.time(), records=records)], [result])
         self._state.scheduler.finish([call.ticket])
+
+    async def _drop_obsolete(self, ticket: Ticket) -> None:
+        model = self._state.model_of(ticket)
+        if model is not None:
+            await self._models.drop_obsolete(model)
 
     async def _order_initial_checkpoint(self, model_id: str) -> None:
         if not self._state.options.skip_initial_checkpoint:
