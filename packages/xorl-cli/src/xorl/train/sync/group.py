@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -96,17 +96,21 @@ class UpdateGroup:
     ) -> None:
         self._device = device
         self._is_closed = False
+        # Both have the collectives of a group, but torch's stubs do not say so.
+        self._group: dist.ProcessGroup
         store: dist.Store = dist.PrefixStore(f"{name}/", dist.PrefixStore(name, rendezvous.store))
         if backend == "gloo":
             cpu_store = dist.PrefixStore("cpu/", store)
-            self._group = dist.ProcessGroupGloo(cpu_store, 0, num_receivers + 1, timedelta(seconds=timeout_s))
+            gloo = dist.ProcessGroupGloo(cpu_store, 0, num_receivers + 1, timedelta(seconds=timeout_s))
+            self._group = cast(dist.ProcessGroup, gloo)
             return
         options = dist.ProcessGroupNCCL.Options()
         # Deadlines are the caller's, who aborts; torch's own would only come after them.
         options._timeout = timedelta(seconds=10 * timeout_s)
         options.group_name = name
         with _environment(_NOT_FATAL):
-            self._group = dist.ProcessGroupNCCL(dist.PrefixStore("cuda/", store), 0, num_receivers + 1, options)
+            nccl = dist.ProcessGroupNCCL(dist.PrefixStore("cuda/", store), 0, num_receivers + 1, options)
+        self._group = cast(dist.ProcessGroup, nccl)
 
     def send(self, buffer: Tensor, ready: torch.cuda.Event | None) -> None:
         """Send the bytes of `buffer` to every receiver and wait until it may be overwritten, or until `close`.

@@ -19,6 +19,8 @@ from xorl.train.sync.sglang import PauseMode, ReceiverError, SglangServer
 
 logger = logging.getLogger(__name__)
 
+SECOND_WORD_S = 1.0
+
 
 @dataclass(frozen=True)
 class ReceiverAddress:
@@ -165,9 +167,12 @@ class Receiver:
         # A little more than what each waits for by itself, whose message says more.
         done, late = wait(futures, timeout=timeout_s + 5.0, return_when=FIRST_EXCEPTION)
         errors = [error for future in done if (error := future.exception()) is not None]
+        if late and errors and not any(isinstance(error, ReceiverError) for error in errors):
+            # The server's answer is about to fail for the same reason, and knows it better.
+            done, late = wait(futures, timeout=SECOND_WORD_S)
+            errors = [error for future in done if (error := future.exception()) is not None]
         if not errors and not late:
             return True
-        # What the server says of itself tells more than what was seen of its connection.
         told = next((error for error in errors if isinstance(error, ReceiverError)), None)
         self.fail(stage, told or (errors[0] if errors else TimeoutError(f"not done within {timeout_s:g} s")))
         if self._group is not None:
