@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import socket
 import time
 from pathlib import Path
 
+import httpx
 import peft
 import pytest
 import torch
 import transformers
+import zmq
 from torch import Tensor
 
 from child import in_child
-from service import Service
+from service import QUICKSTART, Serve, Service
+from xorl.server.channel.wire import encode_header
 
 MODEL = "xorl/quickstart"
 GENERATOR = torch.Generator().manual_seed(0)
@@ -344,6 +350,81 @@ def policy_datum(types, sample, wanted: range, mean: float):
         "advantages": torch.tensor([0.0, *advantages]),
     }
     return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
+
+
+class Ran:
+    """Unpickling this creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def sockets_of(service: Service) -> list[str]:
+    """Of all processes of the service, as addresses."""
+    inodes = set()
+    for pid in [*service.worker_pids(), service.pids("orchestrator")[-1], service.pids("API")[-1]]:
+        links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
+        inodes |= {link[8:-1] for link in links if link.startswith("socket:")}
+    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return sorted({f"ipc://{row[7]}" for row in rows if len(row) == 8 and row[6] in inodes and row[7][0] == "/"})
+
+
+def test_pickles_and_rubbish_on_every_socket_change_nothing(service: Service, tmp_path: Path) -> None:
+    # Catches a process that unpickles, or dies of, what it is sent.
+    bomb = pickle.dumps(Ran(tmp_path / "ran"))
+    context = zmq.Context()
+    addresses = sockets_of(service)
+    assert len(addresses) == 2, "the orchestrator's and the first worker's"
+    pids = [service.pids("API")[-1], service.pids("orchestrator")[-1], *service.worker_pids()]
+    for address in addresses:
+        for frames in ([bomb], [bomb, bomb], [b"", bomb], [encode_header("request"), bomb], [b"\x91" * 10_000] * 2):
+            raw = context.socket(zmq.DEALER)
+            raw.connect(address)
+            raw.send_multipart(frames)
+        with socket.socket(socket.AF_UNIX) as plain:
+            plain.connect(address.removeprefix("ipc://"))
+            plain.sendall(bomb)
+    with httpx.Client(base_url=service.url, trust_env=False) as client:
+        for path in ("forward_backward", "create_model", "asample", "retrieve_future", "client/config"):
+            for kind in ("application/json", "application/x-protobuf", "application/octet-stream"):
+                answer = client.post(f"/api/v1/{path}", content=bomb, headers={"content-type": kind})
+                assert answer.status_code in (200, 400)
+        time.sleep(0.5)
+        context.destroy(linger=0)
+        assert not (tmp_path / "ran").exists()
+        assert client.get("/health").status_code == 200
+        created = client.post("/api/v1/create_model", json={"model_id": "after-rubbish", "base_model": MODEL}).json()
+        assert client.post("/api/v1/retrieve_future", json=created).json()["model_id"] == "after-rubbish"
+    assert pids == [service.pids("API")[-1], service.pids("orchestrator")[-1], *service.worker_pids()]
+
+
+def test_a_service_of_all_weights_has_one_client(serve: Serve, tmp_path: Path) -> None:
+    # Catches a rank that makes an adapter of a full model, two clients of one model, and what trains only a part of it.
+    config = tmp_path / "full.yaml"
+    lines = [line for line in QUICKSTART.read_text().splitlines() if "lora" not in line]
+    config.write_text("\n".join([*lines, "enable_lora: false"]))
+    service = serve(config, data_parallel_replicate_size=1)
+
+    def whole() -> None:
+        with service.tinker() as client:
+            from tinker import types  # noqa: PLC0415
+
+            training = client.create_lora_training_client(MODEL, rank=8).result()
+            assert not training.get_info().is_lora
+            losses = losses_of(training, types, 1e-3)
+            assert losses[-1] < losses[0]
+            sampler = training.save_weights_and_get_sampling_client()
+            prompt = types.ModelInput.from_ints(SEQUENCES[1][:-1].tolist())
+            seen = training.forward(datums(types), "cross_entropy").result().loss_fn_outputs[1]["logprobs"].to_torch()
+            found = torch.tensor(sampler.compute_logprobs(prompt).result()[1:])
+            torch.testing.assert_close(found, seen[:-1], rtol=0, atol=1e-4)
+            with pytest.raises(Exception, match=training.model_id):
+                service.xorl().create_training_client(base_model=MODEL)
+
+    in_child(whole)
 
 
 def test_a_saved_model_goes_on_to_the_bit_after_a_restart(service: Service) -> None:

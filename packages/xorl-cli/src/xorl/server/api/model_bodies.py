@@ -60,10 +60,11 @@ class LoraJson(msgspec.Struct, frozen=True):
         )
 
 
-class OptimizerJson(msgspec.Struct, frozen=True):
-    """Which optimizer; its numbers come with each step."""
+class OptimizerJson(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which optimizer; its numbers come with each step, so others here would be for nothing."""
 
     type: str = "adamw"
+    version: int | None = None
 
 
 class CreateModelBody(msgspec.Struct, frozen=True):
@@ -105,6 +106,8 @@ class LoadWeightsBody(msgspec.Struct, frozen=True):
     def operation(self) -> CreateModel | LoadWeights:
         """Checked; ValueError says what is wrong."""
         check_optimizer(self.optimizer_config)
+        if self.weights_access_token is not None:
+            raise ValueError("weights_access_token: all checkpoints here are the service's own, leave it out")
         checkpoint = checkpoint_of(self.path, self.model_id)
         if self.model_seq_id is None:
             return LoadWeights(check_model_id(self.model_id or "default"), checkpoint, self.optimizer)

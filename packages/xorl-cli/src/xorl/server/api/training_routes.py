@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from pathlib import Path
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -31,7 +32,7 @@ from xorl.server.messages import (
     SaveWeights,
     UnloadModel,
 )
-from xorl.server.names import check_model_id, session_of
+from xorl.server.names import check_model_id, checkpoint_folder, session_of
 from xorl.server.queries import GetModel, ModelInfo, ServiceInfo
 
 router = APIRouter(prefix="/api/v1")
@@ -139,12 +140,15 @@ async def save_full_weights(request: Request) -> Response:
     def read(body: bytes, info: ServiceInfo) -> Ordered:
         return _called(decode(body, SaveExternalBody).operation(), None)
 
+    api = api_of(request)
     request_id, ordered = await submitted(request, read)
-    saved = await api_of(request).orchestrator.result(request_id, _DIRECT_S)
+    saved = await api.orchestrator.result(request_id, _DIRECT_S)
     if not isinstance(saved, Saved) or saved.checkpoint is None or not isinstance(ordered.operation, SaveFullWeights):
         raise Refusal(500, "the export has answered with something else")
+    folder = checkpoint_folder(Path((await api.orchestrator.info()).output_dir), saved.checkpoint)
+    num_shards = len(list(folder.glob("*.safetensors")))
     path = saved.checkpoint.uri("xorl")
-    return json_response({"path": path, "dtype": ordered.operation.dtype, "num_shards": saved.num_files})
+    return json_response({"path": path, "dtype": ordered.operation.dtype, "num_shards": num_shards})
 
 
 @router.post("/unload_model")
