@@ -153,7 +153,8 @@ class Engine:
         for group in self.optimizer.param_groups:
             group.update({key: value for key, value in own.items() if key in group})
         norms = {} if kind_of is None else self._norms(kind_of)
-        update = self._step(adam.lr, divisor, max_grad_norm)
+        total = torch.stack([*norms.values()]).square().sum().sqrt() if norms else None
+        update = self._step(adam.lr, divisor, max_grad_norm, total)
         return Update(update.grad_norm, update.skipped, norms)
 
     def zero_grad(self) -> None:
@@ -188,8 +189,10 @@ class Engine:
                 by_kind.setdefault(kind_of(name), []).append(parameter)
         return {kind: gradient_scale(own, 1.0, None)[0] for kind, own in by_kind.items()}
 
-    def _step(self, lr: float, divisor: Tensor | float, max_grad_norm: float | None) -> Update:
-        norm, scale = gradient_scale(self._parameters, divisor, max_grad_norm)
+    def _step(
+        self, lr: float, divisor: Tensor | float, max_grad_norm: float | None, norm: Tensor | None = None
+    ) -> Update:
+        norm, scale = gradient_scale(self._parameters, divisor, max_grad_norm, norm)
         skipped = (~torch.isfinite(norm)).float()
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]

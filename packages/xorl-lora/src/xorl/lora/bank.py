@@ -246,7 +246,8 @@ class AdapterBank:
         if self._group is not None:
             dist.all_reduce(values.grad, group=self._group)
         norms = {} if kind_of is None else self._slots.norms(values.grad, kind_of)
-        norm, scale = gradient_scale([values], divisor, max_norm)
+        total = torch.stack([*norms.values()]).square().sum().sqrt() if norms else None
+        norm, scale = gradient_scale([values], divisor, max_norm, total)
         skipped = (~torch.isfinite(norm)).float()
         count = self._slots.steps[slot]
         count += 1 - skipped

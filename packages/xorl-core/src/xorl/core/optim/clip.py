@@ -16,19 +16,20 @@ from xorl.kernels.optim import scale_, square_sum
 
 @torch.no_grad()
 def gradient_scale(
-    parameters: Sequence[Tensor], divisor: Tensor | float, max_norm: float | None
+    parameters: Sequence[Tensor], divisor: Tensor | float, max_norm: float | None, norm: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(norm, scale): the norm of the gradients divided by `divisor`, and what to divide them by to clip them too.
 
     The norm is the 2-norm over all parameters and all their shards, accumulated in fp32, before clipping to `max_norm`,
-    which None or 0 leaves out. Both are fp32 scalars on the gradients' device, the same on every rank; no gradient is
-    changed. Collective where gradients are sharded; no host synchronisation.
+    which None or 0 leaves out; `norm` is that of the undivided gradients where it is known. Both are fp32 scalars on
+    the gradients' device, the same on every rank; no gradient is changed. Collective where gradients are sharded; no
+    host synchronisation.
     """
     grads = [p.grad for p in parameters if p.grad is not None]
     if not grads:
         zero = torch.zeros((), device=parameters[0].device)
         return zero, zero + 1
-    norm = _total_norm(grads)
+    norm = _total_norm(grads) if norm is None else norm
     # Waits for the divisor only where gradients are in host memory, which the host has waited for anyway.
     scale = divisor.to(norm) if isinstance(divisor, Tensor) else torch.full_like(norm, divisor)
     norm = norm / scale
