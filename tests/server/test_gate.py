@@ -50,7 +50,8 @@ def test_no_path_answers_without_the_token(guarded):
         if path in ("/", "/health", "/api/v1/healthz"):
             assert answer.status_code == 200
             continue
-        assert answer.status_code == 401, path
+        # A URL with a signature has none here.
+        assert answer.status_code == (422 if path.startswith("/files/") else 401), path
         assert TOKEN not in answer.text
     for odd in (
         "//api/v1/sessions",
@@ -75,6 +76,21 @@ def test_wrong_tokens_do_not_get_in(guarded, headers):
 def test_the_right_token_gets_in_by_both_headers(guarded, headers):
     """Catches a gate that one of the clients cannot pass."""
     assert guarded[0].get("/api/v1/sessions", headers=headers).status_code == 200
+
+
+def test_urls_of_files_need_their_signature_alone(guarded):
+    """Catches URLs that a download tool, which has no token, cannot fetch, and files that anybody can."""
+    client, _ = guarded
+    key = {"x-api-key": TOKEN}
+    client.post("/api/v1/save_weights", json={"model_id": "m", "path": "one"}, headers=key)
+    found = client.get("/api/v1/training_runs/m/checkpoints/weights/one/external_weights_urls", headers=key).json()
+    (url,) = found["urls"].values()
+    assert client.get(url).content == b"weights"
+    unsigned = url.partition("?")[0]
+    assert client.get(unsigned).status_code == 422
+    assert client.get(f"{unsigned}?expires=9999999999&signature={TOKEN}").status_code == 403
+    for odd in ("/files", "//files/m/weights/one/x", "/files/../status.json"):
+        assert client.get(f"{odd}?expires=9999999999&signature=x").status_code in (401, 404), odd
 
 
 def test_a_request_that_is_none_ends_its_connection_alone(guarded):

@@ -137,8 +137,9 @@ def test_every_call_of_one_client(service: Service) -> None:
     # Catches a call that the service takes otherwise than the client means it, in what surrounds training.
     def whole() -> None:
         with service.tinker() as client:
-            from tinker import types  # noqa: PLC0415
+            import tinker  # noqa: PLC0415
 
+            types = tinker.types
             rest = client.create_rest_client()
             (supported,) = rest.get_server_capabilities().result().supported_models
             assert supported.model_name == MODEL
@@ -199,6 +200,18 @@ def test_every_call_of_one_client(service: Service) -> None:
                 prompt, 1, types.SamplingParams(max_tokens=1), include_prompt_logprobs=True, topk_prompt_logprobs=2
             ).result()
             assert len(whole_prompt.prompt_logprobs) == len(whole_prompt.topk_prompt_logprobs) == prompt.length
+
+            handle = client.create_sampling_client(model_path=named).get_sampler_handle()
+            clone = tinker.SamplingClient.from_sampler_handle(handle, api_key=service.key)
+            assert clone.compute_logprobs(prompt).result() == found
+            external = training.save_weights_external("merged").result().path
+            urls = rest.get_external_weights_urls(external).result().urls
+            assert "config.json" in urls
+            for name, url in urls.items():
+                written = (
+                    service.output_dir / "external_weights" / training.model_id.replace(":", "~") / "merged" / name
+                )
+                assert httpx.get(url, trust_env=False).content == written.read_bytes()
 
             checkpoints = rest.list_checkpoints(training.model_id).result().checkpoints
             assert {"weights/one", "sampler_weights/named"} <= {one.checkpoint_id for one in checkpoints}

@@ -20,6 +20,8 @@ Body = TypeVar("Body")
 
 # They tell nothing but whether the service is up, to load balancers that have no token; the page asks for one.
 _OPEN_PATHS = frozenset({"/", "/health", "/api/v1/healthz"})
+# These are URLs with a signature, which their route checks.
+_SIGNED_PATHS = "/files/"
 _MAX_TOKEN_BYTES = 4096
 HEAD_BYTES = 4096
 _LATENCIES_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0)
@@ -91,7 +93,7 @@ class Gate:
             if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
                 return Refusal(403, "this service has no token and takes no requests from other web pages")
             return None
-        if request.url.path in _OPEN_PATHS:
+        if request.url.path in _OPEN_PATHS or request.url.path.startswith(_SIGNED_PATHS):
             return None
         bearer = request.headers.get("authorization", "")
         given = request.headers.get("x-api-key") or bearer.removeprefix("Bearer ")
