@@ -1,4 +1,4 @@
-"""`serve`: starts real services, one per module as a rule; `service`: the quickstart's, on two CPU ranks.
+"""`serve`: starts real services, which end with the module; `service`: the quickstart's, which modules share.
 
 The clients are the public ones, from the dependency group `clients`; where it is not installed, these tests are
 skipped and say so.
@@ -42,7 +42,14 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
             service.stop()
 
 
-@pytest.fixture(scope="module")
-def service(serve: Serve) -> Service:
-    """The quickstart's service: adapters over a tiny model in fp32, two CPU ranks, loopback, no key."""
-    return serve()
+@pytest.fixture(scope="session")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """The quickstart's service: adapters over a tiny model in fp32, two CPU ranks, loopback, no key.
+
+    Modules share it; one that needs another, or does worse to it than to stop and start it, has a fixture of its own.
+    """
+    service = launch(tmp_path_factory.mktemp("shared_service"), QUICKSTART, (), {})
+    service.start()
+    yield service
+    if service.process is not None and service.process.poll() is None:
+        service.stop()

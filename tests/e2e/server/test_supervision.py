@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from service import Service, is_running
+from service import Serve, Service, is_running
 
 
 def test_status_says_how_a_service_is(service: Service) -> None:
@@ -29,13 +29,14 @@ def test_a_second_service_is_refused_on_the_same_folder(service: Service) -> Non
     assert (ended.returncode, "output_dir: another service has" in ended.stderr) == (2, True), ended.stderr
 
 
-def test_a_killed_launcher_takes_everything_with_it(service: Service) -> None:
+def test_a_killed_launcher_takes_everything_with_it(serve: Serve) -> None:
     # Would catch workers that go on without anybody who looks after them, and hold the GPUs.
-    pids = service.running_pids()
-    assert len(pids) == 5
-    assert service.process is not None
-    service.process.kill()
-    service.process.wait()
+    own = serve(data_parallel_replicate_size=1)
+    pids = own.running_pids()
+    assert len(pids) == 4
+    assert own.process is not None
+    own.process.kill()
+    own.process.wait()
     deadline = time.monotonic() + 60
     while any(is_running(pid) for pid in pids):
         assert time.monotonic() < deadline
