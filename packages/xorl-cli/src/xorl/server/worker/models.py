@@ -27,7 +27,10 @@ class Models(Protocol):
     Raises UnknownName for an id that is not there and ValueError for what a client can mend, on every rank alike.
     """
 
-    engine: RowEngine
+    @property
+    def engine(self) -> RowEngine:
+        """Runs passes of these models."""
+        ...
 
     @property
     def names(self) -> Sequence[str]:
