@@ -46,7 +46,9 @@ def test_configuration_and_command_line_start_without_torch(module: str) -> None
     assert (result.stdout.strip(), result.stderr) == ("[]", "")
 
 
-@pytest.mark.parametrize("module", ["xorl.server.endpoints"])
+@pytest.mark.parametrize(
+    "module", ["xorl.server.launcher", "xorl.server.orchestrator.__main__", "xorl.server.api.__main__"]
+)
 def test_the_services_other_processes_start_without_torch(module: str) -> None:
     # Would catch an import that makes the API and the orchestrator take seconds and gigabytes.
     code = f"import sys, {module}; print('torch' in sys.modules)"
