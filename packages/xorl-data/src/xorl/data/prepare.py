@@ -6,6 +6,7 @@ file system wait at a lock, and everyone memory-maps what was published.
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -401,6 +402,8 @@ def _encode_all(source: Source, form: Format, num_proc: int) -> Generator[tuple[
 def _become_worker() -> None:
     """Leaves interrupts to the parent, and ends with it: an orphan would hold the lock, waiting for work, for ever."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The garbage collector would write to, and so copy, every page of what this process has from its parent.
+    gc.freeze()
     parent = multiprocessing.parent_process()
     assert parent is not None, "runs in a child process"
 
