@@ -108,7 +108,8 @@ def service(bench: Bench, *, num_models: int, is_mixed: bool) -> Step:
     steps = [OptimStep(name, LR, grad_clip_norm=1.0) for name in names]
     operations: list[list[Operation]] = [[*calls]] if is_mixed else []
     for call, update in zip(calls, steps, strict=True):
-        operations += [[update]] if is_mixed else [[call], [update]]
+        turn: list[list[Operation]] = [[update]] if is_mixed else [[call], [update]]
+        operations += turn
     # Messages are what a worker is given: bytes.
     messages = [_encode(Work([str(index) for index in range(len(own))], own)) for own in operations]
     num_tokens = bench.num_tokens * (1 if is_mixed else num_models)

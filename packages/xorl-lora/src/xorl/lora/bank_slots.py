@@ -199,7 +199,8 @@ class Slots:
             leaf = self._stacked(VALUE, start, shape)[slot].detach().requires_grad_()
             leaf.grad = self._stacked(GRAD, start, shape)[slot]
             leaves.append(leaf)
-        return SlotPair(*leaves, self._scales[index, slot])
+        down, up = leaves
+        return SlotPair(down, up, self._scales[index, slot])
 
     def _leaf(self, start: int, shape: tuple[int, int]) -> Tensor:
         leaf = self._stacked(VALUE, start, shape).detach().requires_grad_()

@@ -102,5 +102,5 @@ def vllm_result(operation: Sample, prompt: Sequence[int], answer: object) -> Sam
 
 def _by_likelihood(row: dict[str, float] | None) -> list[Candidate]:
     """`token_id:N` to its log-probability, as SGLang's rows."""
-    pairs = [(value, int(name.rpartition(":")[2]), None) for name, value in (row or {}).items()]
-    return sorted(pairs, key=lambda pair: -pair[0])
+    ids = {int(name.rpartition(":")[2]): value for name, value in (row or {}).items()}
+    return [(ids[token], token, None) for token in sorted(ids, key=ids.__getitem__, reverse=True)]

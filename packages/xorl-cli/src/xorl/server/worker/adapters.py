@@ -16,6 +16,7 @@ from torch import Tensor
 
 from xorl.ckpt import JSON, Stateful
 from xorl.core.loss import LossFn
+from xorl.core.nn import Linear
 from xorl.lora import Adam, AdapterBank, AdapterSnapshot, AdapterSpec
 from xorl.lora.snapshot import STATES
 from xorl.lora.targets import Site, resolve, sites_of
@@ -299,7 +300,8 @@ def _available_sites(base: Base) -> list[Site]:
 
 def _host_limit(base: Base, sites: Sequence[Site], max_rank: int) -> int:
     """How many of the largest adapters a rank keeps in host memory: values and two states each, in fp32."""
-    widths = [base.module.get_submodule(site.path).in_features + site.stop - site.start for site in sites]
+    inputs = [cast(Linear, base.module.get_submodule(site.path)).in_features for site in sites]
+    widths = [width + site.stop - site.start for width, site in zip(inputs, sites, strict=True)]
     num_bytes = 3 * 4 * max_rank * sum(widths)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(HOST_SHARE * total / base.place.world_size / num_bytes)

@@ -49,6 +49,7 @@ def all_or_none(what: str) -> Iterator[None]:
     watchdog = None if error is None else _end_unless_cancelled(what, error)
     has_failed = torch.tensor([error is not None], dtype=torch.int32)
     dist.all_reduce(has_failed, dist.ReduceOp.MAX)
+    reports: list[str | None] = []
     if has_failed.item():
         reports = [json.loads(text) for text in all_gather_text(json.dumps(None if error is None else str(error)))]
     if watchdog is not None:

@@ -46,8 +46,9 @@ class Bucket:
                 assert (tensor.shape, tensor.dtype) == (record.shape, _dtype(record)), f"{name} is no {record}"
                 part = buffer[starts[name] : starts[name] + _num_bytes(record)]
                 part.copy_(tensor.contiguous().reshape(-1).view(torch.uint8))
+                del tensor
             # Not held while the next ones are gathered.
-            del tensor, tensors
+            del tensors
 
 
 def plan_buckets(groups: Sequence[TensorGroup], limit_bytes: int) -> list[Bucket]:

@@ -19,6 +19,7 @@ from typing import Literal, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
 SyncBackend = Literal["nccl", "gloo"]
 
@@ -107,7 +108,7 @@ class UpdateGroup:
         options = dist.ProcessGroupNCCL.Options()
         # Deadlines are the caller's, who aborts; torch's own would only come after them.
         options._timeout = timedelta(seconds=10 * timeout_s)
-        options.group_name = name
+        options.group_name = c10d.GroupName(name)
         with _environment(_NOT_FATAL):
             nccl = dist.ProcessGroupNCCL(dist.PrefixStore("cuda/", store), 0, num_receivers + 1, options)
         self._group = cast(dist.ProcessGroup, nccl)

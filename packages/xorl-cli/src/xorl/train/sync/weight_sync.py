@@ -212,7 +212,10 @@ class _Sending:
                 break
             buffer = buffers[index % 2][: bucket.num_bytes]
             bucket.fill_(buffer)
-            ready = torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
+            ready = None
+            if self._device.type == "cuda":
+                ready = torch.cuda.Event()
+                ready.record(torch.cuda.current_stream(self._device))
             is_last = index == len(self._buckets) - 1
             for receiver in self._receivers:
                 receiver.finish(was_last=False)

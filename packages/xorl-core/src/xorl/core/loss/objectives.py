@@ -184,7 +184,9 @@ def _thresholds(tokens: PolicyTokens, options: ClipOptions) -> tuple[Tensor, Ten
 
 def _clipped(ratio: Tensor, advantages: Tensor, low: Tensor | float, high: Tensor | float) -> tuple[Tensor, Tensor]:
     """(-min(r A, clip(r) A), whether clipping made a difference), [T] each."""
-    free, bounded = -ratio * advantages, -ratio.clamp(low, high) * advantages
+    # torch takes numbers and tensors, and its stubs not the one or the other.
+    clipped = ratio.clamp(low, high)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    free, bounded = -ratio * advantages, -clipped * advantages
     return torch.maximum(free, bounded), bounded > free
 
 
