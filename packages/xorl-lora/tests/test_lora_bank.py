@@ -119,6 +119,29 @@ def test_each_gradient_of_a_mixed_batch_is_that_of_a_run_alone(order):
             assert (gradients[key] - parameter.grad).norm() <= 1e-5 * parameter.grad.norm(), (name, key)
 
 
+def test_a_row_of_one_adapter_is_a_run_of_a_model_with_it():
+    """Catches a single adapter that is read from another slot, and layers that are left out though it is on them."""
+    model = decoder()
+    bank = bank_over(model)
+    fill(bank)
+    for name in MEMBERS:
+        loss = run_mixed(bank, model, (name,))
+        loss.backward()
+        own, parameters = alone(name)
+        wanted = run(own, *document(list(MEMBERS).index(name)))
+        wanted.backward()
+        torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=1e-6)
+        gradients = bank.gradients(name)
+        for key, parameter in parameters.items():
+            assert (gradients[key] - parameter.grad).norm() <= 1e-5 * parameter.grad.norm(), (name, key)
+    bank.copy("r4", "copied")
+    copied, index = bank.snapshot("copied"), list(MEMBERS).index("r4")
+    assert torch.equal(copied.values[""], bank.snapshot("r4").values[""])
+    assert copied.step == 0
+    bank.activate([("copied", LENGTHS[index])])
+    torch.testing.assert_close(run(model, *document(index)), run(alone("r4")[0], *document(index)))
+
+
 def test_training_together_is_training_alone():
     """Catches shared step counts, learning rates, clipping and weight decay, and padding that moves."""
     model = decoder()

@@ -66,7 +66,8 @@ class BankedLinear(nn.Module):
     One grouped product for all As and one for all Bs, whatever the number of adapters; computed in the dtype of x.
     `groups` is shared by all layers of a bank, which changes it in place before each forward pass. Leading dimensions
     of x are flattened to the T tokens that `groups` is about. Where all tokens are of one adapter, the bank says which
-    (`alone`), and the layer computes what a model with that adapter does, which reads no other slot.
+    (`alone`), and the layer computes what a model with that adapter does, which reads no other slot; () is a layer that
+    no token's adapter is on.
     """
 
     def __init__(self, pairs: Sequence[StackedPair], groups: TokenGroups) -> None:
@@ -85,6 +86,8 @@ class BankedLinear(nn.Module):
 
     def forward(self, x: Tensor, layer: Linear) -> Tensor:
         if self.alone is not None:
+            if not self.alone:
+                return layer.base(x)
             down, up = self._factors_alone(self.alone, x.dtype, layer.out_features)
             added = layer.base_plus(x.reshape(-1, layer.in_features), down, up)
             return added.view(*x.shape[:-1], layer.out_features)
@@ -101,6 +104,8 @@ class BankedLinear(nn.Module):
         as they are summed over all tokens.
         """
         if self.alone is not None:
+            if not self.alone:
+                return x, layer.dense_weight(x.dtype)
             down, up = self._factors_alone(self.alone, x.dtype, layer.out_features)
             low = F.linear(x, down)
             return torch.cat([x, low], dim=1), torch.cat([layer.dense_weight(x.dtype), up], dim=1)

@@ -9,7 +9,7 @@ Shapes: S slots, N values that a slot has room for, R largest rank, I input and 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,16 +77,22 @@ class Slots:
         for layer, pairs in by_layer.items():
             layer.adapter = BankedLinear(pairs, groups)
 
-    def choose(self, slot: int | None) -> None:
-        """Let all tokens be of one slot's adapter, or with None of those that the groups say."""
+    def choose(self, slot: int | None, places: Collection[int]) -> None:
+        """Let all tokens be of one slot's adapter, or with None of those that the groups say; these are on `places`.
+
+        A head that none of them is on is computed without, which spares the gradient of its weight. Other layers are
+        only where there is no adapter at all: compiled code would be another for each set of places.
+        """
         if slot is not None and slot not in self._alone:
             self._alone[slot] = {
                 layer: tuple(self._slot_pair(slot, index) for index in indices)
                 for layer, indices in self._indices.items()
             }
-        for layer in self._indices:
+        for layer, indices in self._indices.items():
             assert isinstance(layer.adapter, BankedLinear)
-            layer.adapter.alone = None if slot is None else self._alone[slot][layer]
+            is_head = self.places[indices[0]].site.is_head
+            is_spared = not places or (is_head and not any(index in places for index in indices))
+            layer.adapter.alone = () if is_spared else None if slot is None else self._alone[slot][layer]
 
     def names(self, spec: AdapterSpec, places: Sequence[int]) -> Names:
         """The tensors of an adapter on these places."""
