@@ -17,7 +17,7 @@ from xorl.config import LoadedServerConfig, server_config_from_mapping
 from xorl.server import launcher
 from xorl.server.addresses import bind_address, channel_keys, connect_address, publish, reachable
 from xorl.server.supervise import ProcessFailed, Supervised
-from xorl.server.survey import survey
+from xorl.server.survey import check_model
 
 SLEEP = "import time; time.sleep(60)"
 
@@ -188,11 +188,18 @@ def test_what_cannot_be_started_here_is_named(
         )
 
 
-def test_a_model_that_is_not_there_is_named_before_anything_starts(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [(None, "is no folder with a config.json"), ("{", "is not JSON"), ("{}", "names no model_type")],
+)
+def test_a_model_that_is_none_is_named_before_anything_starts(tmp_path: Path, text: str | None, wanted: str) -> None:
     # Would catch a launcher that starts workers again and again for a misspelt folder.
-    (tmp_path / "config.yaml").write_text(f"config_path: {tmp_path}/none\n")
-    with pytest.raises(ValueError, match=f"^config_path: there is no folder '{tmp_path}/none'$"):
-        survey(tmp_path / "config.yaml")
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    for option, options in {"config_path": {"config_path": str(tmp_path)}, "model_path": {}}.items():
+        config = loaded(tmp_path, **({"model_path": str(tmp_path)} if option == "model_path" else options)).config
+        with pytest.raises(ValueError, match=f"^{option}: .*{wanted}"):
+            check_model(config)
 
 
 def test_workers_beyond_this_machine_have_keys(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ from xorl.server.addresses import (
 from xorl.server.channel.wire import is_loopback
 from xorl.server.process import begin_process
 from xorl.server.supervise import BAD_INPUT, ProcessFailed, Supervised
-from xorl.server.survey import survey
+from xorl.server.survey import check_model, count_gpus
 
 logger = logging.getLogger(__name__)
 
@@ -127,12 +127,12 @@ def serve(path: Path, overrides: Sequence[str], *, mode: Mode, api_host: str, ap
         loaded, told = with_token(loaded, api_host)
         folder = Path(tempfile.mkdtemp(prefix="xorl-"))
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        check_model(loaded.config)
         config_file = folder / "config.yaml"
         config_file.touch(mode=0o600)
         config_file.write_text(show(loaded), encoding="utf-8")
-        plan = make_plan(
-            loaded.config, config_file, survey(config_file), mode=mode, api_host=api_host, api_port=api_port
-        )
+        gpus = count_gpus() if mode == "auto" else 0
+        plan = make_plan(loaded.config, config_file, gpus, mode=mode, api_host=api_host, api_port=api_port)
         lock.write(f"{os.getpid()} {plan.url}\n")
         lock.flush()
         return _supervise(plan, plan.processes(), told)

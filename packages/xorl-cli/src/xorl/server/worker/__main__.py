@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from xorl.train.sync import match_receivers
 logger = logging.getLogger(__name__)
 
 BAD_INPUT = 2
+ALIKE_S = 3.0
 
 
 def run(config: ServerConfig, address: str, keys: ChannelKeys | None) -> None:
@@ -70,6 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             run(config, "", None)
     except ValueError as error:
+        if runtime.global_rank() != 0:
+            # Mostly all ranks fail alike. Then the first says it and ends, and the others are ended before they do.
+            time.sleep(ALIKE_S)
         sys.stderr.write(f"error: {error}\n")
         return BAD_INPUT
     return 0
