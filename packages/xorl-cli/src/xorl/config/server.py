@@ -264,6 +264,12 @@ class ServerLoraFields(LoraFields):
         gt=0,
         description="Alpha of adapters whose client gives none: adapters are multiplied by alpha over their own rank.",
     )
+    lora_target_modules: Literal["all-linear"] | list[str] | None = Field(
+        default=None,
+        description="Layers that adapters can be on, by the last parts of their names in the checkpoint, such as "
+        "q_proj or 0.self_attn.q_proj; a client chooses among them. all-linear means every linear layer but the head. "
+        "null means the linear projections that the architecture names, and the head unless it is the embedding.",
+    )
     max_lora_rank: AtLeastOne | None = Field(
         default=None, description="Largest rank that a client may ask for. null means lora_rank."
     )
