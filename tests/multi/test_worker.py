@@ -432,7 +432,11 @@ def test_samples_are_of_the_weights_that_were_asked_for(kind: str, num_ranks: in
             ),
         )
         assert [type(result) for result in together] == [SampleResult, SampleResult, Failure]
-        done(worker, *train("m", data))
+        done(worker, SaveWeights("m", "w"))
+        weights = CheckpointSampler(CheckpointRef("m", "weights", "w"))
+        assert sample(worker, weights)[0] == second[0]
+        done(worker, *train("m", data), SaveWeightsForSampler("m", None, "s3"), SaveWeights("m", "w", overwrite=True))
+        assert sample(worker, weights) == sample(worker, SnapshotSampler("m", "s3"))
 
     run_ranks(run, num_ranks)
 

@@ -134,8 +134,12 @@ class Checkpointer:
         self._current = final
         return final
 
-    def load(self, path: Path | str, state: Mapping[str, Stateful]) -> LoadedCheckpoint:
+    def load(
+        self, path: Path | str, state: Mapping[str, Stateful], *, leaves_out: tuple[str, ...] = ()
+    ) -> LoadedCheckpoint:
         """Copy a checkpoint into `state`, whatever number of ranks and whichever manager saved it.
+
+        `leaves_out` are parts of the state that was saved which nobody asks for.
 
         Every file is checked against its hash, and every tensor's name, shape and dtype against the manifest, before
         the first value is copied. Raises CheckpointError on every rank if the checkpoint is damaged or another model's.
@@ -149,7 +153,12 @@ class Checkpointer:
         _require_same_text("checkpoint", f"{path} (manifest {manifest.digest()})")
         # The manifest is the same on every rank, and so is the length of this list.
         held = any_rank_holds([name in tensors for name in sorted(manifest.tensors)])
-        unexpected = [name for name, is_held in zip(sorted(manifest.tensors), held, strict=True) if not is_held]
+        unwanted = tuple(f"{part}." for part in leaves_out)
+        unexpected = [
+            name
+            for name, is_held in zip(sorted(manifest.tensors), held, strict=True)
+            if not is_held and not name.startswith(unwanted)
+        ]
         with agreed(f"load {path}"):
             _raise_other_model(path, problems, unexpected)
             check_sizes(path, manifest.files)

@@ -206,16 +206,28 @@ class AdapterModels:
         """Whether it is in the bank."""
         return source in self._sources
 
-    def hold(self, source: str, saved: Mapping[str, JSON], read: Callable[[Mapping[str, Stateful]], None]) -> None:
+    def hold(
+        self,
+        source: str,
+        saved: Mapping[str, JSON],
+        read: Callable[[Mapping[str, Stateful]], None],
+        *,
+        has_optimizer: bool,
+    ) -> None:
         """A checkpoint's adapter under a name of its own in the bank."""
         self._make_room()
         self.bank.add(source, _from_json(saved).spec)
         try:
-            read({"adapter": AdapterState(self.bank, source, with_optimizer=False)})
+            read({"adapter": AdapterState(self.bank, source, with_optimizer=has_optimizer)})
         except BaseException:
             self.bank.remove(source)
             raise
         self._sources[source] = None
+
+    def release(self, source: str) -> None:
+        """Forget a copy."""
+        if source in self._sources:
+            self._forget(source)
 
     @contextmanager
     def sampling(self, sources: Sequence[str | None]) -> Iterator[Sequence[str | None]]:

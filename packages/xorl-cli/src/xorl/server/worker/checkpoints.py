@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
@@ -103,19 +103,13 @@ class SavedModels:
             set_rng_state(loaded.rng, self._base.device)
         return loaded.step if with_optimizer else 0
 
-    def reader(self, ref: CheckpointRef) -> Callable[[Mapping[str, Stateful]], None]:
-        """Loads a checkpoint's weights, not the optimizer's state, into what it is given."""
-        has_optimizer = ref.kind == "weights"
+    def hold(self, source: str, ref: CheckpointRef) -> None:
+        """Let the models hold a checkpoint's weights as `source`, to sample from."""
 
         def read(state: Mapping[str, Stateful]) -> None:
-            if has_optimizer:
-                raise ValueError(
-                    f"checkpoint {ref.name!r} was saved to train on: save_weights_for_sampler saves what can be "
-                    "sampled from"
-                )
-            self._checkpointer(ref).load(self._folder(ref), state)
+            self._checkpointer(ref).load(self._folder(ref), state, leaves_out=("optimizer",))
 
-        return read
+        self._models.hold(source, self.described(ref), read, has_optimizer=ref.kind == "weights")
 
     def export(self, model_id: str, ref: CheckpointRef, dtype: str) -> Saved:
         """Write the model, an adapter folded into the base, as Hugging Face's libraries read it."""

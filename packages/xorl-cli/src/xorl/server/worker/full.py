@@ -169,8 +169,16 @@ class WholeModel:
         """Whether its weights are in memory."""
         return source in self._sources
 
-    def hold(self, source: str, saved: Mapping[str, JSON], read: Callable[[Mapping[str, Stateful]], None]) -> None:
+    def hold(
+        self,
+        source: str,
+        saved: Mapping[str, JSON],
+        read: Callable[[Mapping[str, Stateful]], None],
+        *,
+        has_optimizer: bool,
+    ) -> None:
         """A checkpoint's weights in host memory."""
+        del has_optimizer  # it is a part of its own, which is not read
         if saved.get("lora") is not None:
             raise ValueError("the checkpoint is of an adapter, and this service trains full weights")
         current = self._copy()
@@ -180,6 +188,10 @@ class WholeModel:
         finally:
             self._put(current)
         self._add_source(source, loaded)
+
+    def release(self, source: str) -> None:
+        """Forget a copy."""
+        self._sources.pop(source, None)
 
     @contextmanager
     def sampling(self, sources: Sequence[str | None]) -> Iterator[Sequence[str | None]]:

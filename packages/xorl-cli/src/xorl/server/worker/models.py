@@ -99,8 +99,19 @@ class Models(Protocol):
         """Whether `sampling` knows this source."""
         ...
 
-    def hold(self, source: str, saved: Mapping[str, JSON], read: Callable[[Mapping[str, Stateful]], None]) -> None:
+    def hold(
+        self,
+        source: str,
+        saved: Mapping[str, JSON],
+        read: Callable[[Mapping[str, Stateful]], None],
+        *,
+        has_optimizer: bool,
+    ) -> None:
         """Let `source` be what a checkpoint holds; `read` loads it into the state that it is given."""
+        ...
+
+    def release(self, source: str) -> None:
+        """Forget a source, if it is there."""
         ...
 
     def sampling(self, sources: Sequence[str | None]) -> AbstractContextManager[Sequence[str | None]]:

@@ -269,15 +269,18 @@ class Worker:
 
     def save_weights(self, operation: SaveWeights, operation_id: str) -> Saved:
         progress = self._require(operation.model_id)
-        return self.saved.save(
+        ref = CheckpointRef(operation.model_id, "weights", operation.name)
+        saved = self.saved.save(
             operation.model_id,
-            CheckpointRef(operation.model_id, "weights", operation.name),
+            ref,
             operation_id=operation_id,
             num_steps=progress.num_steps,
             with_optimizer=True,
             replaces=operation.overwrite,
             user_metadata=operation.user_metadata,
         )
+        self.sampling.saved(ref)
+        return saved
 
     def load_weights(self, operation: LoadWeights, _: str) -> Loaded:
         progress = self._require(operation.model_id)
@@ -295,14 +298,17 @@ class Worker:
             self.models.keep(operation.model_id, operation.sampler_id)
             self.sampling.changed(self.models.kept(operation.model_id, operation.sampler_id))
             return Saved(None, operation.sampler_id)
-        return self.saved.save(
+        ref = CheckpointRef(operation.model_id, "sampler_weights", operation.name)
+        saved = self.saved.save(
             operation.model_id,
-            CheckpointRef(operation.model_id, "sampler_weights", operation.name),
+            ref,
             operation_id=operation_id,
             num_steps=progress.num_steps,
             with_optimizer=False,
             user_metadata=operation.user_metadata,
         )
+        self.sampling.saved(ref)
+        return saved
 
     def save_full_weights(self, operation: SaveFullWeights, _: str) -> Saved:
         self._require(operation.model_id)

@@ -25,6 +25,7 @@ from xorl.server.messages import (
     SnapshotSampler,
     TopLogprobs,
 )
+from xorl.server.names import CheckpointRef
 from xorl.server.sampler import Sampler, SampleRequest, cache_bytes_per_token
 from xorl.server.sampler import SampleResult as Sampled
 from xorl.server.sampler import TopLogprobs as Likeliest
@@ -72,8 +73,15 @@ class Sampling:
             raise ValueError(f"workers sample from what a {type(ref).__name__} stands for, which the orchestrator says")
         source = ref.checkpoint.uri("xorl")
         if not self._models.is_held(source):
-            self._models.hold(source, self._saved.described(ref.checkpoint), self._saved.reader(ref.checkpoint))
+            self._saved.hold(source, ref.checkpoint)
         return source
+
+    def saved(self, ref: CheckpointRef) -> None:
+        """A checkpoint is there, perhaps in the place of another one of its name, which may be held."""
+        source = ref.uri("xorl")
+        if self._models.is_held(source):
+            self._models.release(source)
+            self.changed(source)
 
     def request(self, operation: Sample, operation_id: str, source: str | None) -> SampleRequest:
         """What the sampler is asked. Raises ValueError for what it cannot do."""
