@@ -63,6 +63,8 @@ class Slots:
         # By layer, which places are on it; and by slot, each layer's leaves, made once they are needed.
         self._indices: dict[Linear, list[int]] = {}
         self._alone: dict[int, dict[Linear, tuple[SlotPair, ...]]] = {}
+        # By what tells kinds of layers apart: their names, how many values each place has, and its kind.
+        self._kinds: dict[Callable[[str], str], tuple[list[str], Tensor, Tensor]] = {}
         self.steps = torch.zeros(num_slots, device=device)
         self._scales = torch.zeros(len(self.places), num_slots, device=device)
 
@@ -132,12 +134,15 @@ class Slots:
 
     def norms(self, gradient: Tensor, kind_of: Callable[[str], str]) -> dict[str, Tensor]:
         """The norm of each kind of layer in what `gradient` gave: 0-dim fp32."""
-        kinds = [kind_of(place.site.name) for place in self.places]
-        names = list(dict.fromkeys(kinds))
-        lengths = torch.tensor([place.stop - place.start_a for place in self.places], device=gradient.device)
+        if kind_of not in self._kinds:
+            kinds = [kind_of(place.site.name) for place in self.places]
+            names = list(dict.fromkeys(kinds))
+            lengths = torch.tensor([place.stop - place.start_a for place in self.places], device=gradient.device)
+            indices = torch.tensor([names.index(kind) for kind in kinds], device=gradient.device)
+            self._kinds[kind_of] = names, lengths, indices
+        names, lengths, indices = self._kinds[kind_of]
         squares = torch.segment_reduce(gradient.square(), "sum", lengths=lengths)
-        places = torch.tensor([names.index(kind) for kind in kinds], device=gradient.device)
-        sums = torch.zeros(len(names), device=gradient.device).index_add_(0, places, squares)
+        sums = torch.zeros(len(names), device=gradient.device).index_add_(0, indices, squares)
         return dict(zip(names, sums.sqrt().unbind(), strict=True))
 
     def zero_gradient(self, slot: int) -> None:
