@@ -61,6 +61,8 @@ class AdapterRows:
     ) -> None:
         """Add these adapters' gradients; where that fails, none has changed."""
         self._engine.forward_backward([MixedBatch.of(row) for row in rows], loss_fn, model_ids, on_output, whole)
+        # Nobody reads them here, and a client may never step.
+        self._engine.timer.take()
 
     def forward(self, rows: Sequence[Row], loss_fn: LossFn, on_output: OnOutput) -> None:
         """The losses alone."""

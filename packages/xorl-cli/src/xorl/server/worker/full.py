@@ -45,6 +45,8 @@ class WholeRows:
         assert len(model_ids) == 1, "one model"
         with self._engine.gradients_kept(), whole:
             self._engine.forward_backward([batch for ((_, batch),) in rows], loss_fn, on_output)
+        # Nobody reads them here, and a client may never step.
+        self._engine.timer.take()
 
     def forward(self, rows: Sequence[Row], loss_fn: LossFn, on_output: OnOutput) -> None:
         """The losses alone."""
