@@ -278,6 +278,30 @@ def test_a_failed_call_leaves_the_gradient_on_every_rank(kind: str, tmp_path: Pa
     run_ranks(run, 2)
 
 
+@pytest.mark.multi
+def test_one_rank_that_fails_fails_the_call_on_all(tmp_path: Path, run_ranks) -> None:
+    # Catches a gradient that only the other ranks have, and ranks that then meet in different collectives.
+    data = [datum(5 + i, i) for i in range(6)]
+
+    def run() -> None:
+        options = {"data_parallel_mode": "ddp", "data_parallel_replicate_size": 2}
+        worker = worker_of(service_config(tmp_path, **LORA, **options))
+        done(worker, CreateModel("m", lora=ADAPTER), ForwardBackward("m", data, "cross_entropy"))
+        before = gradients(worker, "m")
+        hooks = []
+        if worker.base.place.rank == 1:
+            hooks.append(worker.base.module.layers[1].register_full_backward_pre_hook(_broken_backward))
+        (failure,) = ask(worker, ForwardBackward("m", data, "cross_entropy"))
+        for hook in hooks:
+            hook.remove()
+        assert isinstance(failure, Failure)
+        assert "a kernel failed" in failure.message
+        assert all(torch.equal(before[name], value) for name, value in gradients(worker, "m").items())
+        done(worker, *train("m", data))
+
+    run_ranks(run, 2)
+
+
 def _broken_backward(module: nn.Module, given: tuple[Tensor, ...]) -> None:
     raise RuntimeError("a kernel failed")
 

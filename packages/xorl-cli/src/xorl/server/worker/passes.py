@@ -102,8 +102,10 @@ class PassRunner:
 
         @contextmanager
         def whole() -> Iterator[None]:
+            # A rank that failed alone must not meet others in collectives that are not these.
             with all_or_none("the pass"):
                 yield
+            with all_or_none("reading what the pass gave"):
                 metrics = self._metrics(outputs, model_ids)
                 values = self._values(outputs, examples, assignment, is_flat=layout.num_targets == 0)
                 found.extend(_outcomes(calls, metrics, values))
