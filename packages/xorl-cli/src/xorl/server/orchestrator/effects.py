@@ -39,8 +39,8 @@ class Effects:
     def __init__(self, state: State) -> None:
         self._state = state
 
-    def of(self, ticket: Ticket, operation: Operation, result: Result, seconds: float) -> Outcome:
-        """The outcome of a request that took the workers so long."""
+    def of(self, ticket: Ticket, operation: Operation, result: Result, workers: str | None, seconds: float) -> Outcome:
+        """The outcome of a request that took the workers of that name so long."""
         now, model = time.time(), self._state.model_of(ticket)
         if model is None:
             return Outcome(ticket.request_id, encode(result), now)
@@ -54,20 +54,20 @@ class Effects:
             self._stepped(model, operation, result, seconds)
             model.tail_bytes += ticket.size
         elif isinstance(result, ModelCreated):
-            self._created(model, result)
+            self._created(model, result, workers)
         elif isinstance(result, Unloaded):
             model.state, model.workers, cuts = "unloaded", None, "all"
         elif isinstance(result, Saved):
             cuts = "settled" if isinstance(operation, SaveWeights) else None
             model.save_s = seconds if cuts else model.save_s
-            records = self.saved(model, operation, result)
+            records = self.saved(model, operation, result, workers)
         records += self._state.passed(ticket) or [stored(model)]
         return Outcome(ticket.request_id, encode(result), now, tail, cuts, model.lane, records)
 
-    def saved(self, model: ModelRecord, operation: Operation, result: Saved) -> list[Record]:
+    def saved(self, model: ModelRecord, operation: Operation, result: Saved, workers: str | None) -> list[Record]:
         """What is known of a model and its checkpoint once it is saved; the model's own record is changed alone."""
         if isinstance(operation, SaveWeightsForSampler) and operation.sampler_id is not None:
-            return [self._snapshot(model, operation.sampler_id)]
+            return [self._snapshot(model, operation.sampler_id, workers)]
         checkpoint = saved_as(operation)
         if checkpoint is None:
             return []
@@ -93,21 +93,21 @@ class Effects:
         self._state.registry.checkpoints[record.key] = record
         return [stored(record)]
 
-    def _snapshot(self, model: ModelRecord, sampler_id: str) -> Record:
+    def _snapshot(self, model: ModelRecord, sampler_id: str, workers: str | None) -> Record:
         record = SamplerRecord(
             sampler_id,
             model.session_id,
             self._state.options.model_name,
             time.time(),
             snapshot_of=model.model_id,
-            workers=self._state.workers.incarnation,
+            workers=workers,
             version=version_of(model),
         )
         self._state.registry.samplers[sampler_id] = record
         return stored(record)
 
-    def _created(self, model: ModelRecord, result: ModelCreated) -> None:
-        model.state, model.workers = "ready", self._state.workers.incarnation
+    def _created(self, model: ModelRecord, result: ModelCreated, workers: str | None) -> None:
+        model.state, model.workers = "ready", workers
         model.num_steps = model.boundary_steps = result.num_steps
         model.weights_id = secrets.token_hex(4)
         if result.lora_rank is not None:

@@ -31,6 +31,7 @@ from xorl.server.orchestrator.recovery import RecoveryError, restore
 from xorl.server.orchestrator.registry import ModelRecord, SamplerRecord, stored
 from xorl.server.orchestrator.release import Release
 from xorl.server.orchestrator.state import OpenRequest, State
+from xorl.server.orchestrator.workers import Incarnation
 
 
 class CannotRun(Exception):
@@ -48,21 +49,21 @@ class Readiness:
         self._state = state
         self._models = models
 
-    async def prepare(self, ticket: Ticket, operation: Operation) -> Operation:
+    async def prepare(self, ticket: Ticket, operation: Operation, workers: Incarnation) -> Operation:
         """The operation as the workers are to get it; CannotRun where it has ended here."""
         if isinstance(operation, Sample):
-            return replace(operation, sampler=self._resolve(operation.sampler))
+            return replace(operation, sampler=self._resolve(operation.sampler, workers))
         model = self._state.model_of(ticket)
         if model is None or not model.is_there:
             raise CannotRun(Failure("user", 410, "the model was unloaded or created anew before this ran"))
         if isinstance(operation, CreateModel):
-            await self._make_way(model)
-            await self._make_place(model)
+            await self._make_way(model, workers)
+            await self._make_place(model, workers)
         else:
             if model.state == "creating":
                 raise CannotRun(Failure("user", 404, f"model {model.model_id} has not been created"))
             if not isinstance(operation, UnloadModel):
-                await self._make_present(model)
+                await self._make_present(model, workers)
         checkpoint = saved_as(operation)
         if checkpoint is not None:
             await self._make_room(model, checkpoint)
@@ -86,37 +87,37 @@ class Readiness:
         if request.begun_by not in (None, workers):
             await asyncio.to_thread(catalogue.delete, folder, checkpoint)
 
-    async def _make_way(self, model: ModelRecord) -> None:
+    async def _make_way(self, model: ModelRecord, workers: Incarnation) -> None:
         """Take an earlier model of that id off the workers, and keep that this is done before the new one is there."""
         if not model.replaces:
             return
-        await self._state.workers.run(Work([f"make-way-{secrets.token_hex(8)}"], [UnloadModel(model.model_id)]))
+        await workers.run(Work([f"make-way-{secrets.token_hex(8)}"], [UnloadModel(model.model_id)]))
         model.replaces = False
         await self._state.journal.put([stored(model)])
 
-    async def _make_present(self, model: ModelRecord) -> None:
+    async def _make_present(self, model: ModelRecord, workers: Incarnation) -> None:
         state = self._state
-        if model.workers is not None and model.workers == state.workers.incarnation:
+        if model.workers == workers.name:
             return
-        await self._make_place(model)
+        await self._make_place(model, workers)
         try:
-            again = await restore(model, state.journal, state.workers)
+            again = await restore(model, state.journal, workers)
         except RecoveryError as problem:
             raise CannotRun(Failure("server", 500, str(problem))) from None
         state.tally.count("restores_total")
         state.tally.count("requests_run_again_total", again)
 
-    async def _make_place(self, model: ModelRecord) -> None:
+    async def _make_place(self, model: ModelRecord, workers: Incarnation) -> None:
         """Where full weights are trained one model has the base; another one goes if its client has gone."""
         if self._state.options.enable_lora:
             return
         for other in self._state.registry.models.values():
-            if other is model or not self._models.is_held(other):
+            if other is model or other.workers != workers.name:
                 continue
             if not self._models.is_silent(other):
                 message = f"model {other.model_id} has the base, and its client is there: unload it, or end its session"
                 raise CannotRun(Failure("user", 409, message))
-            failure = await self._models.set_aside(other)
+            failure = await self._models.set_aside(other, workers)
             if failure is not None:
                 raise CannotRun(failure)
 
@@ -134,10 +135,10 @@ class Readiness:
             model.is_overwriting = True
             await state.journal.put([stored(model)])
 
-    def _resolve(self, sampler: SamplerRef) -> SamplerRef:
+    def _resolve(self, sampler: SamplerRef, workers: Incarnation) -> SamplerRef:
         registry = self._state.registry
         if isinstance(sampler, SessionSampler):
-            return self._weights_of(registry.samplers[sampler.sampling_session_id])
+            return _weights_of(registry.samplers[sampler.sampling_session_id], workers)
         if not isinstance(sampler, NamedSampler):
             return sampler
         named = [
@@ -149,19 +150,6 @@ class Readiness:
             raise CannotRun(Failure("user", 404, f"there are no sampler weights of the name {sampler.name}"))
         return CheckpointSampler(max(named, key=lambda record: record.created).checkpoint)
 
-    def _weights_of(self, record: SamplerRecord) -> SamplerRef:
-        if record.checkpoint is not None:
-            return CheckpointSampler(record.checkpoint)
-        if record.snapshot_of is None:
-            return BaseSampler()
-        if record.workers != self._state.workers.incarnation:
-            message = (
-                f"the weights of sampling session {record.sampling_session_id} were in the memory of workers that are "
-                "gone: save the model's weights for sampling again, under a name if they are to be kept"
-            )
-            raise CannotRun(Failure("user", 404, message))
-        return SnapshotSampler(record.snapshot_of, record.sampling_session_id)
-
     def _with_receivers(self, operation: SyncWeights, model: ModelRecord, ticket: Ticket) -> SyncWeights:
         is_own = self._state.open[ticket.request_id].kind == AFTER_STEP
         complete = self._state.inference.complete(operation, model, after_step=is_own)
@@ -169,3 +157,17 @@ class Readiness:
             message = "no inference endpoint takes weights: add one, an SGLang server that answers, first"
             raise CannotRun(Failure("user", 400, message))
         return complete
+
+
+def _weights_of(record: SamplerRecord, workers: Incarnation) -> SamplerRef:
+    if record.checkpoint is not None:
+        return CheckpointSampler(record.checkpoint)
+    if record.snapshot_of is None:
+        return BaseSampler()
+    if record.workers != workers.name:
+        message = (
+            f"the weights of sampling session {record.sampling_session_id} were in the memory of workers that are "
+            "gone: save the model's weights for sampling again, under a name if they are to be kept"
+        )
+        raise CannotRun(Failure("user", 404, message))
+    return SnapshotSampler(record.snapshot_of, record.sampling_session_id)

@@ -17,7 +17,7 @@ from xorl.server.messages import CreateModel, Failure, ModelCreated, Operation, 
 from xorl.server.orchestrator.calls import decode_operation
 from xorl.server.orchestrator.journal import Journal
 from xorl.server.orchestrator.registry import ModelRecord, stored
-from xorl.server.orchestrator.workers import Workers
+from xorl.server.orchestrator.workers import Incarnation
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class RecoveryError(Exception):
     """A model cannot be made again; the message says why and what its client can do."""
 
 
-async def restore(model: ModelRecord, journal: Journal, workers: Workers) -> int:
+async def restore(model: ModelRecord, journal: Journal, workers: Incarnation) -> int:
     """Make the model as it was after the last request that ended; returns how many requests ran again.
 
     Raises RecoveryError, and WorkersLost where the workers are lost again. Either way nothing half made stays: it
@@ -44,7 +44,7 @@ async def restore(model: ModelRecord, journal: Journal, workers: Workers) -> int
         if isinstance(result, Failure):
             await _run(workers, UnloadModel(model.model_id))
             raise RecoveryError(_advice(model, result))
-    model.workers = workers.incarnation
+    model.workers = workers.name
     model.state = "ready"
     await journal.put([stored(model)])
     seconds = time.monotonic() - started
@@ -70,7 +70,7 @@ def _after_boundary(model: ModelRecord, created: ModelCreated, journal: Journal)
     return numbers[journal.num_settled(model.lane) :]
 
 
-async def _run(workers: Workers, operation: Operation) -> Result:
+async def _run(workers: Incarnation, operation: Operation) -> Result:
     # A new name: the workers would answer an old one with what they remember, and do nothing.
     done = await workers.run(Work([f"again-{secrets.token_hex(8)}"], [operation]))
     return done.results[0]

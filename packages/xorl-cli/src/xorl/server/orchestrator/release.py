@@ -14,6 +14,7 @@ from xorl.server.orchestrator.calls import RECOVERY_PREFIX
 from xorl.server.orchestrator.effects import Effects
 from xorl.server.orchestrator.registry import ModelRecord, stored
 from xorl.server.orchestrator.state import State
+from xorl.server.orchestrator.workers import Incarnation
 
 logger = logging.getLogger(__name__)
 
@@ -38,26 +39,22 @@ class Release:
         self._state = state
         self._effects = effects
 
-    def is_held(self, model: ModelRecord) -> bool:
-        """Whether these workers have it."""
-        return model.workers is not None and model.workers == self._state.workers.incarnation
-
     def is_silent(self, model: ModelRecord) -> bool:
         """Whether a model's client has gone, as far as can be told, and does not wait for anything."""
         limit = SILENT_S if model.session_id is not None else SILENT_ALONE_S
         waits = any(request.ticket.lane == model.lane for request in self._state.open.values())
         return not waits and time.time() - self._state.registry.activity(model) > limit
 
-    async def save(self, model: ModelRecord) -> Failure | None:
+    async def save(self, model: ModelRecord, workers: Incarnation) -> Failure | None:
         """Move a model's boundary to now, but for a gradient that is left."""
         state = self._state
         if not state.journal.num_settled(model.lane):
             return None
         save = recovery_save(model)
-        result = await self._work(save)
+        result = await _work(save, workers)
         if not isinstance(result, Saved):
             return result if isinstance(result, Failure) else Failure("server", 500, f"not saved: {result}")
-        self._effects.saved(model, save, result)
+        self._effects.saved(model, save, result, workers.name)
         await state.journal.settle(model.lane, [stored(model)])
         await self.drop_obsolete(model)
         return None
@@ -69,18 +66,19 @@ class Release:
             if own != model.boundary or not model.is_there:
                 await asyncio.to_thread(catalogue.delete, self._state.options.folder, own)
 
-    async def set_aside(self, model: ModelRecord) -> Failure | None:
+    async def set_aside(self, model: ModelRecord, workers: Incarnation) -> Failure | None:
         """Save a model, unless a checkpoint has it, and free what it holds; it comes back when it is called."""
-        if self.is_held(model):
-            failure = await self.save(model)
+        if model.workers == workers.name:
+            failure = await self.save(model, workers)
             if failure is not None:
                 return failure
-            await self._work(UnloadModel(model.model_id))
+            await _work(UnloadModel(model.model_id), workers)
         model.state, model.workers = "released", None
         await self._state.journal.put([stored(model)])
         logger.info("event=released model=%s", model.model_id)
         return None
 
-    async def _work(self, operation: Operation) -> Result:
-        name = f"own-{secrets.token_hex(8)}"
-        return (await self._state.workers.run(Work([name], [operation]))).results[0]
+
+async def _work(operation: Operation, workers: Incarnation) -> Result:
+    name = f"own-{secrets.token_hex(8)}"
+    return (await workers.run(Work([name], [operation]))).results[0]

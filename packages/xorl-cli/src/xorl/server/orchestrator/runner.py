@@ -43,7 +43,7 @@ from xorl.server.orchestrator.readiness import CannotRun, Readiness
 from xorl.server.orchestrator.registry import ModelRecord
 from xorl.server.orchestrator.release import Release, recovery_save
 from xorl.server.orchestrator.state import OpenRequest, State
-from xorl.server.orchestrator.workers import WorkersLost
+from xorl.server.orchestrator.workers import Incarnation, WorkersLost
 
 logger = logging.getLogger(__name__)
 
@@ -60,11 +60,12 @@ TAIL_PER_SAVE = 30.0
 
 @dataclass(frozen=True)
 class Call:
-    """A request on its way to the workers. operation: as they get it."""
+    """A request on its way to workers, by name; None for none. operation: as they get it."""
 
     ticket: Ticket
     request: OpenRequest
     operation: Operation
+    workers: str | None
 
 
 class Runner:
@@ -102,10 +103,11 @@ class Runner:
         self._slots = -NUM_SLOTS
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for model in self._state.registry.models.values():
-            if model.state != "ready" or not self._models.is_held(model):
-                continue
             try:
-                problem = await self._models.save(model)
+                workers = self._state.workers.current()
+                if model.state != "ready" or model.workers != workers.name:
+                    continue
+                problem = await self._models.save(model, workers)
             except (WorkersLost, JournalError) as lost:
                 logger.warning("event=not_saved model=%s why=%r", model.model_id, str(lost))
                 continue
@@ -137,11 +139,13 @@ class Runner:
         if group[0].lane is None and state.inference.can_sample:
             group = self._send_elsewhere(group)
         try:
-            calls = await self._prepare(group)
+            # Whoever replaces them meanwhile holds none of what is about to be made sure of.
+            workers = state.workers.current()
+            calls = await self._prepare(group, workers)
             if calls:
                 started = time.monotonic()
                 ids = [call.ticket.request_id for call in calls]
-                done = await state.workers.run(Work(ids, [call.operation for call in calls]))
+                done = await workers.run(Work(ids, [call.operation for call in calls]))
                 await self._settle(calls, done.results, time.monotonic() - started)
         except WorkersLost as problem:
             state.tally.count("workers_lost_total")
@@ -167,19 +171,21 @@ class Runner:
         request.is_running = True
         operation = decode_operation(state.journal.operation(ticket.request_id))
         try:
-            operation = await self._readiness.prepare(ticket, operation)
+            operation = await self._readiness.prepare(ticket, operation, state.workers.current())
             assert isinstance(operation, Sample)
             result = await state.inference.sample(operation)
         except CannotRun as problem:
             result = problem.failure
+        except WorkersLost:
+            result = None
         if result is not None:
-            await self._settle([Call(ticket, request, operation)], [result], 0.0)
+            await self._settle([Call(ticket, request, operation, None)], [result], 0.0)
             return
         request.is_for_workers, request.is_running = True, False
         state.scheduler.put_back([ticket])
         state.wake.set()
 
-    async def _prepare(self, group: Sequence[Ticket]) -> list[Call]:
+    async def _prepare(self, group: Sequence[Ticket], workers: Incarnation) -> list[Call]:
         """What of a group can run; the rest is ended here."""
         state, calls = self._state, []
         for ticket in group:
@@ -187,25 +193,23 @@ class Runner:
             request.is_running = True
             operation = decode_operation(state.journal.operation(ticket.request_id))
             try:
-                await self._begin(request, operation)
-                operation = await self._readiness.prepare(ticket, operation)
+                await self._begin(request, operation, workers.name)
+                operation = await self._readiness.prepare(ticket, operation, workers)
             except CannotRun as problem:
-                await self._settle([Call(ticket, request, operation)], [problem.failure], 0.0)
+                await self._settle([Call(ticket, request, operation, None)], [problem.failure], 0.0)
                 continue
-            model = state.model_of(ticket)
+            call, model = Call(ticket, request, operation, workers.name), state.model_of(ticket)
             if request.kind == RELEASE and model is not None:
-                await self._release(Call(ticket, request, operation), model)
-            elif isinstance(operation, UnloadModel) and model is not None and not self._models.is_held(model):
-                await self._settle([Call(ticket, request, operation)], [Unloaded(model.model_id)], 0.0)
+                await self._release(call, model, workers)
+            elif isinstance(operation, UnloadModel) and model is not None and model.workers != workers.name:
+                await self._settle([call], [Unloaded(model.model_id)], 0.0)
             else:
-                calls.append(Call(ticket, request, operation))
+                calls.append(call)
         return calls
 
-    async def _begin(self, request: OpenRequest, operation: Operation) -> None:
+    async def _begin(self, request: OpenRequest, operation: Operation, workers: str) -> None:
         """Remember who is given a request; other workers than before mean that those are gone."""
-        state, workers = self._state, self._state.workers.incarnation
-        if workers is None:
-            raise WorkersLost("there are none")
+        state = self._state
         request_id, before = request.ticket.request_id, request.begun_by
         if before == workers:
             return
@@ -233,7 +237,7 @@ class Runner:
             if isinstance(call.operation, CreateModel) and not isinstance(result, Failure):
                 await self._order_initial_checkpoint(call.operation.model_id)
             self._count(call.operation, result)
-            outcomes.append(self._effects.of(call.ticket, call.operation, result, seconds / len(calls)))
+            outcomes.append(self._effects.of(call.ticket, call.operation, result, call.workers, seconds / len(calls)))
         if outcomes:
             await state.end(outcomes, [result for _, result in ended])
         for call, result in ended:
@@ -293,9 +297,9 @@ class Runner:
             request.kind == AFTER_STEP and request.ticket.lane == model.lane for request in state.open.values()
         )
 
-    async def _release(self, call: Call, model: ModelRecord) -> None:
+    async def _release(self, call: Call, model: ModelRecord, workers: Incarnation) -> None:
         """Take a model whose client is idle off the workers."""
-        failure = await self._models.set_aside(model)
+        failure = await self._models.set_aside(model, workers)
         result = Unloaded(model.model_id) if failure is None else failure
         records = self._state.passed(call.ticket)
         await self._state.end([Outcome(call.ticket.request_id, encode(result), time.time(), records=records)], [result])

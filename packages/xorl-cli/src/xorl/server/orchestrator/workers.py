@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from xorl.server.channel import ChannelClient, ChannelError, ChannelKeys, Limits, PeerLost
 from xorl.server.messages import Done, Failure, Health, HealthResult, Work
@@ -16,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 # How much memory they use is for people to look at.
 HEALTH_EVERY_S = 10.0
+# Far below what a restart takes, far above what a look costs.
+LOOK_EVERY_S = 0.05
 
 
 class WorkersLost(Exception):
@@ -77,28 +80,38 @@ class Workers:
         await asyncio.gather(self._watching, return_exceptions=True)
         await self._channel.close()
 
-    async def run(self, work: Work) -> Done:
-        """What the workers that are ready make of work, sent again whenever the connection was lost and not they.
+    def current(self) -> Incarnation:
+        """The workers that are there, by name: what is begun with them is ended with them or not at all."""
+        if self.incarnation is None:
+            raise WorkersLost("there are none")
+        return Incarnation(self.incarnation, self)
+
+    async def run(self, work: Work, incarnation: str) -> Done:
+        """What workers make of work, sent again whenever the connection was lost and not they.
 
         Raises WorkersLost where they were replaced, or stayed away for longer than the time-out.
         """
-        asked = self.incarnation
         while True:
-            if asked is None or (self.is_connected and self._channel.incarnation != asked):
+            # What is asked of who comes next, who knows no model, would be answered with a failure.
+            await self._connected()
+            if self.incarnation != incarnation or self._channel.incarnation != incarnation:
                 raise WorkersLost("the workers were started anew")
             try:
-                return await self._channel.request(work, timeout_s=math.inf, connect_timeout_s=self._timeout_s)
+                return await self._channel.request(work, timeout_s=math.inf, connect_timeout_s=0.0)
             except PeerLost as problem:
                 logger.warning("event=workers_lost why=%r", str(problem))
-                await self._reconnect(problem)
+                # Until the channel has noticed, too, it would be asked again at once.
+                await asyncio.sleep(LOOK_EVERY_S)
             except ChannelError as problem:
                 failure = Failure("server", 500, f"the workers refused: {problem}")
                 return Done(work.ids, [failure for _ in work.ids])
 
-    async def _reconnect(self, problem: PeerLost) -> None:
+    async def _connected(self) -> None:
+        if self.is_connected:
+            return
         try:
             await self._channel.wait_connected(self._timeout_s)
-        except (TimeoutError, ChannelError):
+        except (TimeoutError, ChannelError) as problem:
             raise WorkersLost(str(problem)) from None
 
     async def _watch(self) -> None:
@@ -113,8 +126,7 @@ class Workers:
                 await self._ask_health()
             if self.is_ready and time.monotonic() - self._asked_health > HEALTH_EVERY_S:
                 await self._ask_health()
-            # Far below what a restart takes, far above what it costs.
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(LOOK_EVERY_S)
 
     async def _ask_health(self) -> None:
         asked, self._asked_health = self._channel.incarnation, time.monotonic()
@@ -136,3 +148,15 @@ class Workers:
             logger.info("event=workers_ready incarnation=%s world_size=%d", asked, result.world_size)
             self.incarnation = asked
             self._on_change()
+
+
+@dataclass(frozen=True)
+class Incarnation:
+    """One start of the workers, which it names."""
+
+    name: str
+    _workers: Workers = field(repr=False)
+
+    async def run(self, work: Work) -> Done:
+        """What they make of work; WorkersLost once they are not the ones any more."""
+        return await self._workers.run(work, self.name)
