@@ -2,6 +2,7 @@
 
     uv run tools/bench_worker.py                      # on a GPU: Qwen3-8B's shape, 8,192 tokens, LoRA and full
     uv run tools/bench_worker.py --kinds lora         # adapters alone: one model, and 16 of them interleaved
+    uv run torchrun --nproc-per-node 4 tools/bench_worker.py   # on four: as many tokens on each
     uv run tools/bench_worker.py --dry-run            # anywhere: a tiny shape, no figures
 
 Both sides compute the same packs with the same configuration. The service's side decodes each message, runs it and
@@ -52,12 +53,17 @@ _decode = msgspec.msgpack.Decoder(Work).decode
 
 @dataclass(frozen=True)
 class Bench:
-    """What is measured: steps of `num_tokens`, of one model or of as many as `num_models` says."""
+    """What is measured: steps of `num_tokens` on each rank, of one model or of as many as `num_models` says."""
 
     config: ServerConfig
     place: Runtime
     num_tokens: int
     num_models: int
+
+    @property
+    def tokens_of_step(self) -> int:
+        """Of all ranks."""
+        return self.num_tokens * self.place.world_size
 
     @property
     def local(self) -> Config:
@@ -87,7 +93,7 @@ def local(bench: Bench) -> Step:
     def step() -> int:
         losses = engine.forward_backward([batch], loss)
         engine.optim_step(LR, losses.num_trained_tokens)
-        return bench.num_tokens
+        return bench.tokens_of_step
 
     return step
 
@@ -100,7 +106,10 @@ def service(bench: Bench, *, num_models: int, is_mixed: bool) -> Step:
     for name in names:
         _run(worker, Work(["create"], [CreateModel(name, lora=lora)]))
     rows = bench.documents(num_models if is_mixed else DOCUMENTS)
-    shares = [[row] for row in rows] if is_mixed else [rows] * num_models
+    # The service deals data to ranks, of which local training's each have their own.
+    shares = (
+        [[row] * bench.place.world_size for row in rows] if is_mixed else [rows * bench.place.world_size] * num_models
+    )
     calls = [
         ForwardBackward(name, [_datum(row) for row in own], "cross_entropy")
         for name, own in zip(names, shares, strict=True)
@@ -112,7 +121,7 @@ def service(bench: Bench, *, num_models: int, is_mixed: bool) -> Step:
         operations += turn
     # Messages are what a worker is given: bytes.
     messages = [_encode(Work([str(index) for index in range(len(own))], own)) for own in operations]
-    num_tokens = bench.num_tokens * (1 if is_mixed else num_models)
+    num_tokens = bench.tokens_of_step * (1 if is_mixed else num_models)
 
     def step() -> int:
         for message in messages:
