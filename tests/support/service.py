@@ -110,13 +110,13 @@ class Service:
             os.kill(pid, signal.SIGKILL)
 
     def tinker(self) -> tinker.ServiceClient:
-        """A client of the one public SDK."""
+        """A client of the one public SDK; for `child.in_child`, since a fork after its threads have begun hangs."""
         import tinker  # noqa: PLC0415  (a dependency group that is not always there)
 
         return tinker.ServiceClient(base_url=self.url, api_key=self.key)
 
     def xorl(self) -> xorl_client.ServiceClient:
-        """A client of the other."""
+        """A client of the other; for `child.in_child` too."""
         import xorl_client  # noqa: PLC0415  (a dependency group that is not always there)
 
         return xorl_client.ServiceClient(base_url=self.url, api_key=self.key)

@@ -53,7 +53,15 @@ def serve_command(
     load_server_config(config, tuple(ctx.obj))
     from xorl.server.launcher import serve  # noqa: PLC0415  (after the configuration has been checked)
 
-    raise typer.Exit(serve(config, tuple(ctx.obj), mode=mode.value, api_host=api_host, api_port=api_port))
+    raise typer.Exit(
+        serve(
+            config,
+            tuple(ctx.obj),
+            mode="auto" if mode is Mode.auto else "connect",
+            api_host=api_host,
+            api_port=api_port,
+        )
+    )
 
 
 def status_text(url: str, api_key: str | None) -> str:
