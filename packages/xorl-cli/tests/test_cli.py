@@ -71,6 +71,8 @@ def modules_after(*arguments: str, folder: Path) -> tuple[int, set[str]]:
         (["train", "--help"], 0, HEAVY),
         (["train", "a.yaml", "--train.lrr", "1"], 2, HEAVY),
         (["train", "a.yaml", "--nproc-pernode", "1"], 2, HEAVY),
+        (["serve", "--help"], 0, (*HEAVY, "fastapi", "zmq")),
+        (["serve", "a.yaml"], 2, (*HEAVY, "fastapi", "zmq")),
     ],
 )
 def test_answers_do_not_wait_for_torch(
@@ -101,6 +103,11 @@ def test_help_groups_the_commands(xorl) -> None:
         (["train", "a.yaml", "--nnodes", "x"], "Invalid value for '--nnodes'"),
         (["train", "a.yaml", "--train.lr"], "--train.lr has no value"),
         (["train", "b.yaml"], "did you mean a.yaml?"),
+        (["serve", "a.yaml"], "the options of the service are flat: write those of model at the top level"),
+        (["serve", "a.yaml", "--lora-rank", "2"], "the option of this name is --server.lora_rank"),
+        (["serve", "a.yaml", "--api-key", "x"], "--api-key is for `xorl serve status`"),
+        (["serve", "status", "--api-port", "1"], "no service answers at http://127.0.0.1:1"),
+        (["config", "docs", "--service", "sed"], "no section or option sed; did you mean seed?"),
         (["config", "show", "a.yaml", "--train.init_device", "npu"], "npu is refused"),
         (["config", "docs", "optimiser"], "did you mean train.optimizer?"),
     ],

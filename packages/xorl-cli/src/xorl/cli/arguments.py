@@ -10,8 +10,11 @@ import typer
 from typer.core import TyperCommand
 
 from xorl.cli.exit_codes import code_of, text_of
+from xorl.config.fields import Section
+from xorl.config.local import Config
 from xorl.config.options import all_options
 from xorl.config.overrides import is_override, split_overrides
+from xorl.config.server import ServerConfig
 
 if TYPE_CHECKING:
     # typer names this type in its signatures and nowhere that is public.
@@ -21,34 +24,44 @@ if TYPE_CHECKING:
 class OverridesCommand(TyperCommand):
     """A command that hands overrides on in `ctx.obj`, as a list of arguments, and parses the rest."""
 
+    root: type[Section] = Config
+    prefix = ""
+    usage = "--section.field"
+
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
         overrides, rest = split_overrides(args)
         ctx.obj = overrides
         flags = {flag for parameter in self.get_params(ctx) for flag in (*parameter.opts, *parameter.secondary_opts)}
-        return super().parse_args(ctx, [_known_flag(argument, flags) for argument in rest])
+        return super().parse_args(ctx, [self._known_flag(argument, flags) for argument in rest])
 
     def collect_usage_pieces(self, ctx: Context) -> list[str]:
-        return [*super().collect_usage_pieces(ctx), "[--section.field VALUE]..."]
+        return [*super().collect_usage_pieces(ctx), f"[{self.usage} VALUE]..."]
+
+    def _known_flag(self, argument: str, flags: set[str]) -> str:
+        """Returns a flag in the spelling with dashes. Raises ValueError for one that is not known."""
+        if not argument.startswith("--") or argument == "--" or is_override(argument):
+            return argument
+        name, equals, value = argument.partition("=")
+        flag = f"--{name[2:].replace('_', '-')}"
+        if flag not in flags:
+            raise ValueError(f"there is no flag {name}{self._suggestion(flag, flags)}")
+        return f"{flag}{equals}{value}"
+
+    def _suggestion(self, flag: str, flags: set[str]) -> str:
+        name = flag.removeprefix("--").replace("-", "_")
+        options = [option.path for option in all_options(self.root).values() if option.name == name]
+        near = difflib.get_close_matches(flag, flags, n=1)
+        if options:
+            return f"; the option of this name is --{self.prefix}{options[0]}"
+        return f"; did you mean {near[0]}?" if near else ""
 
 
-def _known_flag(argument: str, flags: set[str]) -> str:
-    """Returns a flag in the spelling with dashes. Raises ValueError for one that is not known."""
-    if not argument.startswith("--") or argument == "--" or is_override(argument):
-        return argument
-    name, equals, value = argument.partition("=")
-    flag = f"--{name[2:].replace('_', '-')}"
-    if flag not in flags:
-        raise ValueError(f"there is no flag {name}{_suggestion(flag, flags)}")
-    return f"{flag}{equals}{value}"
+class ServiceOverridesCommand(OverridesCommand):
+    """The same for options of the service."""
 
-
-def _suggestion(flag: str, flags: set[str]) -> str:
-    name = flag.removeprefix("--").replace("-", "_")
-    options = [option.path for option in all_options().values() if option.name == name]
-    near = difflib.get_close_matches(flag, flags, n=1)
-    if options:
-        return f"; the option of this name is --{options[0]}"
-    return f"; did you mean {near[0]}?" if near else ""
+    root = ServerConfig
+    prefix = "server."
+    usage = "--server.field"
 
 
 def run_module(app: typer.Typer, module: str) -> None:

@@ -12,7 +12,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 import typer
 
-from xorl.cli.arguments import OverridesCommand
+from xorl.cli.arguments import ServiceOverridesCommand
 from xorl.config import load_server_config
 
 STATUS = Path("status")
@@ -29,7 +29,7 @@ class Mode(Enum):
     connect = "connect"
 
 
-@app.command(name="serve", cls=OverridesCommand)
+@app.command(name="serve", cls=ServiceOverridesCommand)
 def serve_command(
     ctx: typer.Context,
     config: Annotated[Path, typer.Argument(metavar="CONFIG|status", help="YAML file of the service, or status.")],

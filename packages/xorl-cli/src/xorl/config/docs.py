@@ -27,6 +27,8 @@ def documentation(query: str | None = None, root: type[Section] = Config) -> str
         return _text(options.values(), refused)
     path = general_path(query)
     chosen = [option for option in options.values() if path in (option.path, option.name, option.section)]
+    if not chosen:
+        chosen = [option for option in options.values() if path.lower() == option.group.lower()]
     if path == "data":
         chosen = [option for option in options.values() if option.path.startswith("data.")]
     if not chosen:

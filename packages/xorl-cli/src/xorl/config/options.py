@@ -166,8 +166,11 @@ def suggestion(path: str, root: type[Section] = Config) -> tuple[str, str | None
     if other in elsewhere or far:
         meant = elsewhere[other if other in elsewhere else far[0]]
         return f"unknown option; did you mean {meant.path} (in {_place(meant)})?", meant.path
-    known = f"`xorl config docs {general_path(section)}` lists those there are" if here else "see `xorl config docs`"
-    return f"unknown option; {known}", None
+    command = " ".join(filter(None, ("xorl config docs", "" if root is Config else "--service", general_path(section))))
+    return (
+        f"unknown option; `{command}` lists those there are" if here else "unknown option; see `xorl config docs`",
+        None,
+    )
 
 
 def suggest_choice(option: Option, value: str) -> str | None:
