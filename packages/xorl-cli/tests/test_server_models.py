@@ -33,7 +33,7 @@ def test_an_idle_model_is_saved_and_released_and_comes_back_when_it_is_called(tm
 
 
 def test_saves_are_checked_before_anything_is_written(tmp_path):
-    """Catches a checkpoint that is written over, and one that fills the disk beyond storage_limit."""
+    """Catches a checkpoint that is written over or goes beyond storage_limit, and a refusal that leaves a gap."""
 
     async def scenario():
         chosen = options(tmp_path)
@@ -58,10 +58,13 @@ def test_saves_are_checked_before_anything_is_written(tmp_path):
                 client.orchestrator.state.options = chosen
                 assert await client.orchestrator.answer(DeleteCheckpoint(saved.checkpoint)) == Ok()
                 assert (await client.orchestrator.answer(ListCheckpoints(MODEL))).checkpoints == []
+                reserved = await client.orchestrator.answer(submit(SaveWeights(MODEL, "recovery-0"), 4))
+                assert reserved.status == 400
+                assert (await client.do(step(), 5)).metrics["step"] == 1, "waits for the call that was refused"
                 await client.do(UnloadModel(MODEL), None)
                 while list(chosen.folder.glob("weights/*/*")):
                     await asyncio.sleep(0.02)
-                gone = await client.orchestrator.answer(submit(step(), 4))
+                gone = await client.orchestrator.answer(submit(step(), 6))
                 assert gone.status == 404
 
     run(scenario())

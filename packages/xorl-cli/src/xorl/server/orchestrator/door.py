@@ -125,6 +125,11 @@ class Door:
                 f"request {submit.seq_id} of model {model.model_id} was taken or passed over before; the next one is "
                 f"{state.scheduler.next_seq(model.lane)}",
             )
+        checkpoint = saved_as(operation)
+        if checkpoint is not None and checkpoint.name.startswith(RECOVERY_PREFIX):
+            if submit.seq_id is not None:
+                await self.reject(Tombstone(model.model_id, submit.seq_id))
+            raise Refused(400, f"names that begin with {RECOVERY_PREFIX} are the service's own; choose another one")
         return await self._keep(_submission(submit.request_id, operation, model.client, model.lane, submit=submit))
 
     async def _keep(self, submission: Submission) -> Accepted:
@@ -208,9 +213,6 @@ class Door:
         if model is None or not model.is_there:
             gone = "" if model is None else f": it is {model.state}"
             raise Refused(404, f"there is no model {operation.model_id}{gone}; create it first")
-        checkpoint = saved_as(operation)
-        if checkpoint is not None and checkpoint.name.startswith(RECOVERY_PREFIX):
-            raise Refused(400, f"names that begin with {RECOVERY_PREFIX} are the service's own; choose another one")
         return model
 
     def _sampling_client(self, operation: Sample, submit: Submit) -> str:
