@@ -140,6 +140,8 @@ class Orchestrator:
         for task in self._tasks:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
+        # A task that is cancelled before it began closes nothing.
+        self._server.close()
         await self.runner.stop()
         await self.state.workers.close()
         await self.state.inference.close()
