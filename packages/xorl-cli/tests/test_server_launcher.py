@@ -6,6 +6,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -146,11 +147,27 @@ def test_one_service_has_an_output_folder(tmp_path: Path) -> None:
     folder = tmp_path / "out" / "service"
     folder.mkdir(parents=True)
     with launcher.hold_folder(folder) as lock:
-        lock.write("123 http://127.0.0.1:5555\n")
+        lock.write(f"{os.getpid()} http://127.0.0.1:5555 /tmp/x\n")
         lock.flush()
-        with pytest.raises(ValueError, match=r"output_dir: another service has .*123 http"):
+        with pytest.raises(ValueError, match=r"output_dir: another service has .*http://127.0.0.1:5555"):
             launcher.hold_folder(folder)
     launcher.hold_folder(folder).close()
+
+
+def test_what_a_killed_launcher_left_is_waited_for_and_removed(tmp_path: Path, monkeypatch) -> None:
+    # Would catch a service that is started again at once, and meets the last one's processes on its journal and port.
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left = tmp_path / "xorl-service-abc"
+    left.mkdir()
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    with launcher.hold_folder(tmp_path) as lock:
+        lock.write(f"{ended.pid} http://127.0.0.1:5555 {left}\n")
+        lock.flush()
+        child = toy("import time; time.sleep(1)", held=(lock.fileno(),))
+        child.start()
+    launcher.hold_folder(tmp_path).close()
+    assert (child.pid, left.exists()) == (None, False)
 
 
 def test_the_plan_is_what_is_started(tmp_path: Path) -> None:

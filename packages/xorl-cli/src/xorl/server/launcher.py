@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Literal, get_args
+from typing import IO, Literal, NamedTuple, get_args
 from urllib.error import URLError
 from urllib.request import ProxyHandler, build_opener
 
@@ -41,7 +41,7 @@ from xorl.server.addresses import (
     service_folder,
 )
 from xorl.server.channel.wire import is_loopback
-from xorl.server.process import begin_process
+from xorl.server.process import GRACE_S, begin_process
 from xorl.server.supervise import BAD_INPUT, ProcessFailed, Supervised
 from xorl.server.survey import check_model, count_gpus
 
@@ -53,10 +53,12 @@ DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 5555  # to which xorl-client connects by default
 TOKEN_FILE = "api_token"
 LOCK_FILE = "lock"
+RUN_FOLDER = "xorl-service-"
 LOOK_EVERY_S = 0.1
 HEALTH_EVERY_S = 0.5
 SAVE_S = 1800.0  # for the orchestrator to save every model
 STOP_S = 30.0
+LEFT_S = GRACE_S + 20.0  # for the processes of a launcher that was killed to end
 CHILD = ("-u", "-m", "xorl.server.process")
 
 
@@ -80,8 +82,8 @@ class Plan:
         host = DEFAULT_HOST if self.api_host in ("0.0.0.0", "::") else self.api_host
         return f"http://{f'[{host}]' if ':' in host else host}:{self.api_port}"
 
-    def processes(self) -> list[Supervised]:
-        """The processes in the order in which they start."""
+    def processes(self, *held: int) -> list[Supervised]:
+        """The processes in the order in which they start; file descriptors that are `held` stay open in them."""
         keys = [] if self.keys_file is None else ["--keys", str(self.keys_file)]
         common = ["--config", str(self.config_file)]
         workers = Supervised(
@@ -95,6 +97,7 @@ class Plan:
             # They take a while to start; and a request that kills them is given up after worker_max_retries.
             quick_s=60.0,
             max_quick_deaths=self.config.worker_max_retries + 3,
+            held=held,
         )
         orchestrator = Supervised(
             "orchestrator",
@@ -102,6 +105,7 @@ class Plan:
                 *(sys.executable, *CHILD, "xorl.server.orchestrator", *common),
                 *("--bind", self.orchestrator_address, "--workers", self.workers_address, *keys),
             ],
+            held=held,
         )
         api = Supervised(
             "API",
@@ -110,6 +114,7 @@ class Plan:
                 *("--orchestrator", self.orchestrator_address),
                 *("--host", self.api_host, "--port", str(self.api_port)),
             ],
+            held=held,
         )
         return [*([workers] if self.num_workers else []), orchestrator, api]
 
@@ -125,7 +130,7 @@ def serve(path: Path, overrides: Sequence[str], *, mode: Mode, api_host: str, ap
         lock = stack.enter_context(hold_folder(service_folder(loaded.config)))
         check_listening("--api", api_host, api_port)
         loaded, told = with_token(loaded, api_host)
-        folder = Path(tempfile.mkdtemp(prefix="xorl-"))
+        folder = Path(tempfile.mkdtemp(prefix=RUN_FOLDER))
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         check_model(loaded.config)
         config_file = folder / "config.yaml"
@@ -133,9 +138,9 @@ def serve(path: Path, overrides: Sequence[str], *, mode: Mode, api_host: str, ap
         config_file.write_text(show(loaded), encoding="utf-8")
         gpus = count_gpus() if mode == "auto" else 0
         plan = make_plan(loaded.config, config_file, gpus, mode=mode, api_host=api_host, api_port=api_port)
-        lock.write(f"{os.getpid()} {plan.url}\n")
+        lock.write(f"{os.getpid()} {plan.url} {folder}\n")
         lock.flush()
-        return _supervise(plan, plan.processes(), told)
+        return _supervise(plan, plan.processes(lock.fileno()), told)
 
 
 def make_plan(
@@ -223,20 +228,58 @@ def with_token(loaded: LoadedServerConfig, api_host: str) -> tuple[LoadedServerC
 
 
 def hold_folder(folder: Path) -> IO[str]:
-    """Holds output_dir for this service: two would each write what the other does not know of."""
+    """Holds output_dir for this service: two would each write what the other does not know of.
+
+    The processes of the service hold it with the launcher. Those of one that was killed are waited for, and what it
+    left in the temporary folder is removed. Raises ValueError where another service runs.
+    """
     file = (folder / LOCK_FILE).open("a+", encoding="utf-8")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.seek(0)
-        holder = file.read().strip() or "unknown"
-        file.close()
-        raise ValueError(
-            f"output_dir: another service has {folder.parent} (process and address: {holder}): stop it, or choose "
-            "another --server.output_dir"
-        ) from None
+    deadline = time.monotonic() + LEFT_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError:
+            holder = _holder(file)
+            if holder is None or _runs(holder.pid) or time.monotonic() > deadline:
+                file.close()
+                who = "of another host, or just starting" if holder is None else f"process {holder.pid}, {holder.url}"
+                raise ValueError(
+                    f"output_dir: another service has {folder.parent} ({who}): stop it, or choose another "
+                    "--server.output_dir"
+                ) from None
+            time.sleep(LOOK_EVERY_S)
+    holder = _holder(file)
+    left = Path(tempfile.gettempdir()) / Path("" if holder is None else holder.folder).name
+    if left.name.startswith(RUN_FOLDER):
+        shutil.rmtree(left, ignore_errors=True)
     file.truncate(0)
     return file
+
+
+class Holder(NamedTuple):
+    """Who has an output_dir: the launcher's process, where its API is, and its private folder."""
+
+    pid: int
+    url: str
+    folder: str
+
+
+def _holder(file: IO[str]) -> Holder | None:
+    """What the lock says, if its holder has come to writing it."""
+    file.seek(0)
+    parts = file.read().split()
+    return Holder(int(parts[0]), parts[1], parts[2]) if len(parts) == len(Holder._fields) else None
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _count_workers(config: ServerConfig, gpus: int) -> int:

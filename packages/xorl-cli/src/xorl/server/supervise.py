@@ -27,13 +27,17 @@ class ProcessFailed(RuntimeError):
 
 @dataclass
 class Supervised:
-    """One process and how often it may die: for good after max_quick_deaths in a row within quick_s of its start."""
+    """One process and how often it may die: for good after max_quick_deaths in a row within quick_s of its start.
+
+    held: file descriptors that stay open in it.
+    """
 
     name: str
     command: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
     quick_s: float = 10.0
     max_quick_deaths: int = 5
+    held: tuple[int, ...] = ()
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
     num_restarts: int = 0
     _started: float = 0.0
@@ -52,6 +56,7 @@ class Supervised:
             stdin=subprocess.DEVNULL,
             env=os.environ | dict(self.environment),
             start_new_session=True,
+            pass_fds=self.held,
         )
         self._started, self._start_at = time.monotonic(), None
         logger.info("event=started name=%s pid=%d", self.name, self.process.pid)
