@@ -37,6 +37,8 @@ Wanted = TypeVar("Wanted", bound=Message)
 
 _INFO_LASTS_S = 1.0
 _ANSWER_S = 60.0
+_LATE_S = 5.0
+_AGAIN_S = 0.02
 
 
 class Orchestrator:
@@ -113,13 +115,21 @@ class Orchestrator:
             await self.ask(Tombstone(model_id, seq_id), Ok)
 
     async def poll(self, request_id: str, wait_s: float) -> Pending | Finished | Unknown:
-        """The result, waited for; Pending too where the orchestrator is being started again."""
-        try:
-            answer = await self._ask(Poll(request_id, wait_s), wait_s + _ANSWER_S, wait_s)
-        except Refusal as refusal:
-            if refusal.status != 503:
-                raise
-            return Pending(request_id, "paused_capacity", reason=refusal.message)
+        """The result, waited for; Pending too where the orchestrator is being started again.
+
+        It takes wait_s and little more, also across such a start: clients give up soon after.
+        """
+        end = time.monotonic() + wait_s
+        while True:
+            left = max(end - time.monotonic(), 0.0)
+            poll = Poll(request_id, left)
+            try:
+                answer = await self._client.request(poll, timeout_s=left + _LATE_S, connect_timeout_s=left)
+                break
+            except (PeerLost, TimeoutError, ChannelError) as problem:
+                if time.monotonic() >= end or not isinstance(problem, PeerLost):
+                    return Pending(request_id, "paused_capacity", reason=f"the orchestrator is not there: {problem}")
+                await asyncio.sleep(_AGAIN_S)
         if isinstance(answer, Rejected):
             raise Refusal(answer.status, answer.message)
         if not isinstance(answer, Pending | Finished | Unknown):
@@ -148,7 +158,7 @@ class Orchestrator:
             except PeerLost as problem:
                 if time.monotonic() >= end:
                     raise Refusal(503, f"the orchestrator is not there, it may be starting: {problem}") from None
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(_AGAIN_S)
             except TimeoutError:
                 raise Refusal(503, f"the orchestrator has not answered within {answer_s:g} s") from None
             except ChannelError as problem:

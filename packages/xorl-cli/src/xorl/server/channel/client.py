@@ -73,8 +73,8 @@ class ChannelClient(Generic[Answered]):
         self._socket = new_socket(self._context, zmq.DEALER, self._limits)
         # Otherwise what was asked of a server that is gone would reach its successor, when nobody waits any more.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
         if "[" in self._address:
             self._socket.setsockopt(zmq.IPV6, 1)
         if self._keys is not None:
@@ -178,11 +178,14 @@ class ChannelClient(Generic[Answered]):
                 self._lose(f"it has been silent for {self._limits.lost_after_s:g} s")
 
     async def _watch(self) -> None:
-        """Notice at once what silence would show much later: that the connection was closed."""
+        """Notice at once what pings would show later: that the connection was closed, or that there is one again."""
         while True:
             event = await recv_monitor_message(self._monitor)
             if event["event"] == zmq.EVENT_DISCONNECTED:
                 self._lose("the connection was closed")
+            elif event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                with contextlib.suppress(PeerLost):
+                    await self._send(encode_header("ping"), b"")
 
     def _lose(self, why: str) -> None:
         self._connected.clear()
