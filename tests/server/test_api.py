@@ -13,7 +13,7 @@ import zstandard
 
 from answering_orchestrator import FAILING_LOSS, SLOW_LOSS, VOCAB, served
 from xorl.server.api.protobuf import MESSAGES, parse
-from xorl.server.messages import ForwardBackward, OptimStep, SaveWeights
+from xorl.server.messages import ForwardBackward, OptimStep, SaveWeights, SyncWeights
 from xorl.server.queries import ErrorSeen
 
 PROTOBUF = {"content-type": "application/x-protobuf", "x-sdk-version": "0"}
@@ -365,6 +365,29 @@ def test_what_is_not_built_is_refused_by_name(client, orchestrator):
         assert says in answer.json()["detail"]
 
 
+def test_likely_tokens_are_told_by_the_call_of_an_inference_engine(client, orchestrator):
+    """Catches an option of /generate that is computed and not answered."""
+    asked = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 2}, "return_logprob": True}
+    meta = client.post("/generate", json={**asked, "top_logprobs_num": 2, "logprob_start_len": 1}).json()["meta_info"]
+    assert [[token for _, token, _ in row] for row in meta["output_top_logprobs"]] == [[8, 9], [9, 10]]
+    assert [row[1] for row in meta["input_token_logprobs"]] == [6, 7]
+    assert [len(row) for row in meta["input_top_logprobs"]] == [2, 2]
+    assert not [name for name in client.post("/generate", json=asked).json()["meta_info"] if "top" in name]
+
+
+def test_the_only_model_is_the_one_whose_weights_are_sent(client, orchestrator):
+    """Catches a client that cannot send its model, since its call does not say which."""
+    orchestrator.models.clear()
+    assert client.post("/sync_inference_weights", json={}).status_code == 404
+    for name, status, says in (("one", 200, "sent"), ("two", 400, "one, two"), ("default", 200, "sent")):
+        client.post("/api/v1/create_model", json={"model_id": name, "base_model": "tiny"})
+        answer = client.post("/sync_inference_weights", json={})
+        assert answer.status_code == status, name
+        assert says in answer.text
+    models = [s.operation.model_id for s in orchestrator.submits if isinstance(s.operation, SyncWeights)]
+    assert models == ["one", "default"]
+
+
 def test_a_checkpoint_can_be_fetched_by_urls_and_nothing_else_can(client, orchestrator):
     """Catches a URL that leads out of its checkpoint, is altered, or outlives its time."""
     saved = client.post("/api/v1/save_weights", json={"model_id": "urls", "path": "one", "seq_id": 1})
@@ -384,6 +407,7 @@ def test_a_checkpoint_can_be_fetched_by_urls_and_nothing_else_can(client, orches
 
 def test_the_whole_status_is_told_and_names_of_clients_are_no_markup(client, orchestrator):
     """Catches a page that shows nothing, or runs what a client calls its model."""
+    orchestrator.models.clear()
     client.post("/api/v1/create_session", json={"session_id": "shown"})
     orchestrator.errors.append(ErrorSeen(time.time(), "m", "optim_step", "<script>"))
     status = client.get("/status.json").json()

@@ -197,6 +197,7 @@ class AnsweringOrchestrator:
 
     async def on_GetStatus(self, _: GetStatus):
         sessions = [SessionStatus(one, [], 3, time.time() - 5) for one in self.sessions]
+        sessions += [SessionStatus(one, [one], 0, time.time() - 9) for one in self.models]
         return Status(
             started=time.time() - 100,
             ready=self.ready,

@@ -21,11 +21,16 @@ from xorl.server.queries import (
     DisconnectEndpoints,
     Endpoints,
     EndpointState,
+    GetStatus,
     ListEndpoints,
     RemoveEndpoint,
+    Status,
 )
 
 router = APIRouter()
+
+# How one client calls its model unless it is told.
+_DEFAULT = "default"
 
 _SYNC_S = 1750.0
 # What one client calls ways to send; all of them are a broadcast to a group here.
@@ -115,7 +120,7 @@ async def sync_weights(request: Request) -> Response:
         flush = {"auto": given.pause_mode != "in_place", "flush": True, "none": False}[given.cache_invalidation_mode]
     try:
         wanted = SyncWeights(
-            check_model_id(given.model_id),
+            await _model_id(api, given.model_id),
             master_address=given.master_address or "",
             master_port=given.master_port,
             group_name=given.group_name,
@@ -137,7 +142,7 @@ async def _send_to(api: Api, endpoint: Endpoint, given: EndpointBody) -> tuple[b
     """Whether an endpoint that was just added has the model's weights now, and what there is to say of it."""
     try:
         wanted = SyncWeights(
-            check_model_id(given.model_id),
+            await _model_id(api, given.model_id),
             endpoints=(endpoint,),
             master_address=given.master_address or "",
             master_port=given.master_port,
@@ -149,6 +154,21 @@ async def _send_to(api: Api, endpoint: Endpoint, given: EndpointBody) -> tuple[b
         return False, f"added, but it holds what it was started with: {problem}"
     assert isinstance(result, SyncResult), "the result of its operation"
     return result.success, result.message
+
+
+async def _model_id(api: Api, given: str | None) -> str:
+    """The model whose weights are meant; where that is not said, the one called default, or the only one there is."""
+    if given is not None:
+        return check_model_id(given)
+    status = await api.orchestrator.ask(GetStatus(), Status)
+    there = sorted({model_id for session in status.sessions for model_id in session.models})
+    if _DEFAULT in there:
+        return _DEFAULT
+    if not there:
+        raise Refusal(404, "there is no model to send; create one first")
+    if len(there) > 1:
+        raise Refusal(400, f"say whose weights with model_id, one of {', '.join(there[:8])}")
+    return there[0]
 
 
 def _check(given: EndpointBody) -> None:

@@ -148,6 +148,7 @@ class GenerateBody(msgspec.Struct, frozen=True):
         if not prompt_ids:
             raise ValueError("the prompt is empty")
         strings = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop or ())
+        asks_prompt = self.return_logprob and self.logprob_start_len >= 0
         return checked(
             Sample(
                 BaseSampler() if self.lora_path is None else NamedSampler(self.lora_path),
@@ -161,7 +162,8 @@ class GenerateBody(msgspec.Struct, frozen=True):
                 stop_strings=strings,
                 stop_ids=tuple(params.stop_token_ids or ()),
                 ignore_end=params.ignore_eos,
-                prompt_logprobs=self.return_logprob and self.logprob_start_len >= 0,
+                prompt_logprobs=asks_prompt,
+                topk_prompt_logprobs=self.top_logprobs_num if asks_prompt else 0,
                 topk_sample_logprobs=self.top_logprobs_num if self.return_logprob else 0,
             )
         )

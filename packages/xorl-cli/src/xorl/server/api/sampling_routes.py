@@ -15,7 +15,7 @@ from xorl.server.api.refusal import Refusal
 from xorl.server.api.reply import JSON, json_response
 from xorl.server.api.sampling_bodies import GenerateBody, SampleBody
 from xorl.server.api.small_bodies import SamplingSessionBody
-from xorl.server.messages import SampledSequence, SampleResult
+from xorl.server.messages import SampledSequence, SampleResult, TopLogprobs
 from xorl.server.names import sampling_session_id_of
 from xorl.server.queries import CreateSamplingSession, GetSampler, SamplingSession, ServiceInfo
 
@@ -120,11 +120,19 @@ def _generated(
         meta["output_token_logprobs"] = [
             [logprob, token, None] for logprob, token in zip(sequence.logprobs.numpy().tolist(), tokens, strict=True)
         ]
+        if sequence.top_logprobs is not None:
+            meta["output_top_logprobs"] = _top_rows(sequence.top_logprobs)
         if result.prompt_logprobs is not None:
+            start = max(given.logprob_start_len, 0)
             logprobs = result.prompt_logprobs.numpy().tolist()
             prompt = given.input_ids or [None] * len(logprobs)
             pairs = zip([None, *logprobs[1:]], prompt, strict=True)
-            meta["input_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs][
-                max(given.logprob_start_len, 0) :
-            ]
+            meta["input_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs][start:]
+            if result.topk_prompt_logprobs is not None:
+                meta["input_top_logprobs"] = [None, *_top_rows(result.topk_prompt_logprobs)][start:]
     return {"text": text, "output_ids": tokens, "meta_info": meta}
+
+
+def _top_rows(top: TopLogprobs) -> list[JSON]:
+    pairs = zip(top.logprobs.numpy().tolist(), top.token_ids.numpy().tolist(), strict=True)
+    return [[[logprob, token, None] for logprob, token in zip(*row, strict=True)] for row in pairs]

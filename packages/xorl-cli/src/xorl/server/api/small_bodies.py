@@ -90,7 +90,7 @@ class EndpointBody(msgspec.Struct, frozen=True):
     world_size: int = 1
     pool: str = "default"
     receiver_kv_cache_dtype: str | None = None
-    model_id: str = "default"
+    model_id: str | None = None
     sync_weights: bool = False
     master_address: str | None = None
     master_port: int = 0
@@ -107,9 +107,9 @@ class ConnectBody(msgspec.Struct, frozen=True):
 
 
 class SyncBody(msgspec.Struct, frozen=True):
-    """Of /sync_inference_weights."""
+    """Of /sync_inference_weights; one client cannot say whose weights."""
 
-    model_id: str = "default"
+    model_id: str | None = None
     sync_method: str | None = None
     master_address: str | None = None
     master_port: int = 0
