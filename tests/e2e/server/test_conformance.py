@@ -17,7 +17,7 @@ import zmq
 from torch import Tensor
 
 from child import in_child
-from service import QUICKSTART, Serve, Service
+from service import Service
 from xorl.server.channel.wire import encode_header
 
 MODEL = "xorl/quickstart"
@@ -412,32 +412,6 @@ def test_pickles_and_rubbish_on_every_socket_change_nothing(service: Service, tm
         created = client.post("/api/v1/create_model", json={"model_id": "after-rubbish", "base_model": MODEL}).json()
         assert client.post("/api/v1/retrieve_future", json=created).json()["model_id"] == "after-rubbish"
     assert pids == [service.pids("API")[-1], service.pids("orchestrator")[-1], *service.worker_pids()]
-
-
-def test_a_service_of_all_weights_has_one_client(serve: Serve, tmp_path: Path) -> None:
-    # Catches a rank that makes an adapter of a full model, two clients of one model, and what trains only a part of it.
-    config = tmp_path / "full.yaml"
-    lines = [line for line in QUICKSTART.read_text().splitlines() if "lora" not in line]
-    config.write_text("\n".join([*lines, "enable_lora: false"]))
-    service = serve(config, data_parallel_replicate_size=1)
-
-    def whole() -> None:
-        with service.tinker() as client:
-            from tinker import types  # noqa: PLC0415
-
-            training = client.create_lora_training_client(MODEL, rank=8).result()
-            assert not training.get_info().is_lora
-            losses = losses_of(training, types, 1e-3)
-            assert losses[-1] < losses[0]
-            sampler = training.save_weights_and_get_sampling_client()
-            prompt = types.ModelInput.from_ints(SEQUENCES[1][:-1].tolist())
-            seen = training.forward(datums(types), "cross_entropy").result().loss_fn_outputs[1]["logprobs"].to_torch()
-            found = torch.tensor(sampler.compute_logprobs(prompt).result()[1:])
-            torch.testing.assert_close(found, seen[:-1], rtol=0, atol=1e-4)
-            with pytest.raises(Exception, match=training.model_id):
-                service.xorl().create_training_client(base_model=MODEL)
-
-    in_child(whole)
 
 
 def test_a_saved_model_goes_on_to_the_bit_after_a_restart(service: Service) -> None:
