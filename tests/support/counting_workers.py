@@ -95,10 +95,6 @@ class CountingWorkers:
         self._stopping.set()
         self._server.close()
         self._thread.join()
-        # ZMQ removes the socket's file in its own time, be it the next one's by then.
-        path, deadline = Path(self.address.removeprefix("ipc://")), time.monotonic() + 2
-        while path.exists() and time.monotonic() < deadline:
-            time.sleep(0.001)
 
     def _serve(self) -> None:
         while not self._stopping.is_set():

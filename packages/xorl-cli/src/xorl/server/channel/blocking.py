@@ -93,3 +93,5 @@ class BlockingServer(Generic[Asked]):
         self._task = asyncio.ensure_future(self._server.serve())
         self._bound.set_result(address)
         await asyncio.gather(self._task, return_exceptions=True)
+        # Cancelled before it began, it has closed nothing, and would hold whoever connects.
+        self._server.close()

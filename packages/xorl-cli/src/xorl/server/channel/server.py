@@ -97,7 +97,9 @@ class ChannelServer(Generic[Asked]):
             self.close()
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening, if it has not been done."""
+        if self._context.closed:
+            return
         if self._authenticator is not None:
             self._authenticator.stop()
         self._context.destroy(linger=0)
