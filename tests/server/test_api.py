@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from answering_orchestrator import FAILING_LOSS, SLOW_LOSS, VOCAB, served
+from answering_orchestrator import FAILING_LOSS, STUCK_LOSS, VOCAB, served
 from xorl.server.api.protobuf import MESSAGES, parse
 from xorl.server.messages import ForwardBackward, OptimStep, SaveWeights, SyncWeights
 from xorl.server.queries import ErrorSeen
@@ -270,7 +270,7 @@ def test_rubbish_is_refused(client, orchestrator, content, headers, status):
 
 def test_polls_wait_and_say_why_in_the_form_that_each_client_takes(client, orchestrator):
     """Catches a poll that is answered at once with nothing, and one client's log full of errors."""
-    request_id = client.post("/api/v1/forward_backward", json=call([datum()], loss_fn=SLOW_LOSS)).json()["request_id"]
+    request_id = client.post("/api/v1/forward_backward", json=call([datum()], loss_fn=STUCK_LOSS)).json()["request_id"]
     began = time.monotonic()
     one = client.post("/api/v1/retrieve_future", json={"request_id": request_id}, headers={"x-sdk-version": "0"})
     assert time.monotonic() - began > 0.15

@@ -4,9 +4,7 @@ They need the dependency group `clients`: `uv sync --group clients`. What they g
 tests/e2e/server.
 """
 
-import asyncio
 import importlib.util
-import threading
 
 import numpy as np
 import pytest
@@ -296,10 +294,3 @@ def test_a_token_lets_its_client_in_and_no_other(tmp_path, key):
             assert orchestrator.models == {}
 
     in_child(whole)
-
-
-def test_no_thread_is_left_for_tests_that_fork():
-    """Catches a client that runs in this process, from which other tests fork ranks."""
-    assert not [thread for thread in threading.enumerate() if "pool" in thread.name or "asyncio" in thread.name]
-    with pytest.raises(RuntimeError):
-        asyncio.get_running_loop()

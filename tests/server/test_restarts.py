@@ -77,7 +77,7 @@ def test_a_poll_goes_on_at_the_next_orchestrator_and_ends_in_time(tmp_path):
         await stop()
         began = time.monotonic()
         told = await client.post("/api/v1/retrieve_future", json=request, headers={"x-sdk-version": "0"})
-        assert 0.8 < time.monotonic() - began < 2
+        assert 2 < time.monotonic() - began < 5
         assert (told.status_code, told.json()["queue_state"]) == (408, "paused_capacity")
 
-    in_front_of(AnsweringOrchestrator(tmp_path), scenario, poll_s=1.0)
+    in_front_of(AnsweringOrchestrator(tmp_path), scenario, poll_s=2.1)

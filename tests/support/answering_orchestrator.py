@@ -93,6 +93,8 @@ from xorl.server.queries import (
 
 VOCAB = 64
 SLOW_LOSS = "slow"
+STUCK_LOSS = "stuck"
+DELAYS_S = {SLOW_LOSS: 0.5, STUCK_LOSS: 1e6}
 FAILING_LOSS = "failing"
 LORA = LoraSpec(rank=8, alpha=16.0)
 
@@ -121,9 +123,8 @@ class AnsweringOrchestrator:
         done = asyncio.get_running_loop().create_future()
         self.results[submit.request_id] = submit.dialect, done
         operation = submit.operation
-        delay_s = 0.5 if getattr(operation, "loss_fn", None) == SLOW_LOSS else 0.0
-        result = self.computed(operation)
-        asyncio.get_running_loop().call_later(delay_s, done.set_result, result)
+        delay_s = DELAYS_S.get(getattr(operation, "loss_fn", ""), 0.0)
+        asyncio.get_running_loop().call_later(delay_s, done.set_result, self.computed(operation))
         return Accepted(submit.request_id)
 
     async def on_Tombstone(self, tombstone: Tombstone):
