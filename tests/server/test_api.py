@@ -1,6 +1,7 @@
 """The service's HTTP side before an orchestrator that computes its answers: what is taken, and how it leaves."""
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -13,6 +14,9 @@ import zstandard
 
 from answering_orchestrator import FAILING_LOSS, STUCK_LOSS, VOCAB, served
 from xorl.server.api.protobuf import MESSAGES, parse
+from xorl.server.api.reply import json_response
+from xorl.server.api.results import tensor_json
+from xorl.server.arrays import Array
 from xorl.server.messages import ForwardBackward, OptimStep, SaveWeights, SyncWeights
 from xorl.server.queries import ErrorSeen
 
@@ -311,6 +315,13 @@ def test_a_step_takes_all_of_its_numbers(client, orchestrator, params, wanted):
     step = orchestrator.submits[0].operation
     assert isinstance(step, OptimStep)
     assert (step.learning_rate, step.beta1, step.weight_decay, step.grad_clip_norm) == wanted
+
+
+@pytest.mark.parametrize("values", [[math.inf, -math.inf, 1.0], [math.nan, 2.0], [1.0, 2.0]])
+def test_no_number_of_a_tensor_becomes_null(values):
+    """Catches a log-probability that is not finite and reaches a client as no number at all."""
+    read = json.loads(json_response(tensor_json(Array.of(np.array(values, np.float32)))).body)["data"]
+    assert str(read) == str(values)
 
 
 def test_numbers_that_are_not_finite_reach_each_client_as_it_reads_them(client, orchestrator):

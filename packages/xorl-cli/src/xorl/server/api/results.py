@@ -9,7 +9,7 @@ import numpy as np
 from google.protobuf.message import Message as ProtobufMessage
 
 from xorl.server.api.protobuf import DTYPES, MESSAGES
-from xorl.server.api.reply import JSON
+from xorl.server.api.reply import JSON, Floats
 from xorl.server.arrays import Array
 from xorl.server.messages import (
     Failure,
@@ -89,7 +89,7 @@ def strict_metrics(metrics: dict[str, float]) -> dict[str, float]:
 def tensor_json(array: Array) -> JSON:
     """Values in one row, with their shape."""
     dtype = "int64" if array.dtype in ("int32", "int64") else "float32"
-    return {"data": array.numpy().reshape(-1).tolist(), "dtype": dtype, "shape": list(array.shape)}
+    return {"data": Floats(array.numpy().reshape(-1).tolist()), "dtype": dtype, "shape": list(array.shape)}
 
 
 def sample_json(result: SampleResult) -> JSON:
