@@ -10,6 +10,8 @@ import msgspec
 import pytest
 import zmq
 
+import doubling_server
+from doubling_server import ANSWERED, ASKED, QUICK, doubled
 from xorl.server.channel import (
     BlockingServer,
     ChannelClient,
@@ -22,21 +24,7 @@ from xorl.server.channel import (
     private_ipc_address,
 )
 from xorl.server.channel.wire import Header, encode_header
-from xorl.server.messages import Ok, OptimResult, OptimStep, Rejected, Tombstone, UnloadModel
-
-ASKED = OptimStep | Tombstone | UnloadModel
-ANSWERED = OptimResult | Ok | Rejected
-QUICK = Limits(message_bytes=2**20, ping_every_s=0.1, lost_after_s=1.0)
-
-
-async def doubled(message):
-    """Answers with a computed value; a Tombstone takes its seq_id in ms, UnloadModel raises."""
-    if isinstance(message, Tombstone):
-        await asyncio.sleep(message.seq_id / 1000)
-        return Ok()
-    if isinstance(message, UnloadModel):
-        raise ValueError(f"no model {message.model_id}")
-    return OptimResult({"doubled": 2 * message.learning_rate})
+from xorl.server.messages import Ok, OptimResult, OptimStep, Tombstone, UnloadModel
 
 
 class Served:
@@ -89,17 +77,10 @@ def test_what_the_handler_raises_reaches_the_client_and_the_next_request_works()
     asyncio.run(run())
 
 
-def serve_forever(address):
-    async def run():
-        server = ChannelServer(address, ASKED, doubled, limits=QUICK)
-        await server.bind()
-        await server.serve()
-
-    asyncio.run(run())
-
-
 def start_server(address):
-    process = multiprocessing.get_context("spawn").Process(target=serve_forever, args=(address,), daemon=True)
+    # A module of tests has no name that a process which is spawned could import it by.
+    process = multiprocessing.get_context("spawn").Process(target=doubling_server.serve_forever, args=(address,))
+    process.daemon = True
     process.start()
     return process
 

@@ -20,7 +20,7 @@ from xorl.server.orchestrator import Orchestrator, OrchestratorOptions
 from xorl.server.orchestrator.journal import Retention
 
 NUM_CLIENTS = 32
-ROUNDS = 8  # of three calls and a step; before and after the orchestrator is started again
+ROUNDS = 4  # of three calls and a step; before and after the orchestrator is started again
 DATA = [Datum(Array.of(np.array([1, 2, 3], dtype=np.int32)), {})]
 
 
