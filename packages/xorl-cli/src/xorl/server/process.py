@@ -24,8 +24,8 @@ def begin_process(name: str, log_level: LogLevel, *, follows_parent: bool = True
         stream=sys.stderr,
         force=True,
     )
-    # At INFO others' libraries would log each request.
-    for noisy in ("httpx", "httpcore", "asyncio"):
+    # At INFO these would log each request, and what the launcher says already.
+    for noisy in ("httpx", "httpcore", "asyncio", "uvicorn.error"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     if follows_parent:
         follow_parent()

@@ -63,7 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = parser.parse_args(rest)
     try:
         config = load_server_config(flags.config, overrides).config
-        begin_process(f"worker{runtime.global_rank()}", config.log_level)
+        # What all ranks do alike, the first one says for all.
+        is_spoken_for = runtime.global_rank() > 0 and config.log_level == "INFO"
+        begin_process(f"worker{runtime.global_rank()}", "WARNING" if is_spoken_for else config.log_level)
         if flags.bind is not None:
             run(config, flags.bind, None if flags.keys is None else ChannelKeys.load(flags.keys))
         elif runtime.global_rank() == 0:
