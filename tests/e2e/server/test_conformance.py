@@ -266,6 +266,10 @@ def test_every_call_of_the_other_client(service: Service) -> None:
         assert len(answer.tokens) == len(answer.logprobs) == 5
         text = sampler.sample("this", num_samples=2, sampling_params=params).result()
         assert [len(one.tokens) for one in text.sequences] == [5, 5]
+        newest = training.save_weights_and_get_sampling_client(inference_base_url=service.url)
+        batch = newest.sample_batch([prompt, "this"], sampling_params=params).result()
+        assert list(dict(batch.completed)[0].sequences[0].tokens) == list(answer.tokens)
+        assert (batch.failed, batch.cancelled) == ([], [])
 
         assert training.health_check()["status"] == "healthy"
         rest = client.create_rest_client()
@@ -278,9 +282,16 @@ def test_every_call_of_the_other_client(service: Service) -> None:
         assert training.list_inference_endpoints().result().count == 0
         killed = training.kill_session(save_checkpoint=True).result()
         assert killed.success
-        again = client.create_lora_training_client(base_model=MODEL, model_id="other")
-        again.load_state_with_optimizer(killed.checkpoint_path).result()
-        assert again.forward(data, "causallm_loss").result().metrics["loss:sum"] == here
+        for create in (
+            client.create_training_client_from_state_with_optimizer,
+            client.create_training_client_from_state,
+        ):
+            again = create(killed.checkpoint_path)
+            assert again.forward(data, "causallm_loss").result().metrics["loss:sum"] == here
+        assert again.delete_checkpoint_from_xorl_path("xorl://other/weights/two").result().success
+        with pytest.raises(Exception, match="endpoint"):
+            again.sync_inference_weights("127.0.0.1").result()
+        assert again.unload().result().model_id == "other"
 
     in_child(whole)
 
