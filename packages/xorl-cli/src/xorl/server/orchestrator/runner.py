@@ -84,6 +84,7 @@ class Runner:
         self._slots = NUM_SLOTS
         self._tasks: set[asyncio.Task[None]] = set()
         self._elsewhere: set[asyncio.Task[None]] = set()
+        self._marks: set[asyncio.Future[None]] = set()
         self._saving: set[str] = set()
 
     async def drive(self) -> None:
@@ -225,7 +226,19 @@ class Runner:
                     "its model is as it was before it. See the service's log for what became of them",
                 )
             )
-        await state.journal.begin([request_id], workers)
+        begun = asyncio.ensure_future(state.journal.begin([request_id], workers))
+        if saved_as(operation) is not None:
+            # What it leaves behind is told from others' by this.
+            await begun
+            return
+        # Others have no need of it but to be counted, so the workers do not wait for the disk.
+        self._marks.add(begun)
+        begun.add_done_callback(self._marked)
+
+    def _marked(self, mark: asyncio.Future[None]) -> None:
+        self._marks.discard(mark)
+        if not mark.cancelled() and mark.exception() is not None:
+            logger.error("event=journal_failed why=%r", str(mark.exception()))
 
     async def _settle(self, calls: Sequence[Call], results: Sequence[Result], seconds: float) -> None:
         """End requests. Of those that failed together each is tried alone: the fault may be one client's."""
