@@ -253,6 +253,13 @@ def test_layers_are_left_out_by_name(exclude, merge_qkv, left):
     assert len(quantized_linears(decoder("nf4", exclude=exclude, merge_qkv=merge_qkv))) == left
 
 
+def test_the_head_may_be_left_out_where_it_is_the_embedding():
+    # Catches a configuration that suits a family and is refused for its small models, whose heads are tied.
+    spec = SPECS["Qwen3ForCausalLM"]
+    model = spec.build(spec.config_from_hf({**CONFIG, "tie_word_embeddings": True}), merge_qkv=True)
+    assert len(quantizable_linears(model, ("lm_head",), "exclude")) == 8
+
+
 @pytest.mark.parametrize(
     ("exclude", "told"), [(("c_attn",), "exclude: no module is named c_attn"), (("q_proj",), "merge_qkv")]
 )

@@ -112,6 +112,7 @@ def quantizable_linears(
     names: dict[str, tuple[str, ...]] = {
         path: (path, *(part.name for part in model.logical.get(path, ()))) for path, _ in model.named_modules() if path
     }
+    names.setdefault("lm_head", ("lm_head",))  # which is the embedding where the two are tied
     linears = [
         path for path, module in model.named_modules() if type(module) is Linear and path.startswith("model.layers.")
     ]
