@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import socket
 import time
 from pathlib import Path
@@ -443,7 +444,11 @@ def test_a_saved_model_goes_on_to_the_bit_after_a_restart(service: Service) -> N
             return losses_of(client.create_training_client_from_state_with_optimizer(path), types, 0.01)
 
     path, losses = in_child(before)
+    written = len(service.log)
+    assert service.process is not None
+    service.process.send_signal(signal.SIGTERM)  # and once more below: one stop is often told twice
     assert service.stop() == 0
+    assert "event=killed" not in service.log[written:]
     service.start()
     began = time.monotonic()
     assert in_child(after) == losses

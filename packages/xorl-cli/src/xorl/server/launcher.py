@@ -59,6 +59,7 @@ LOOK_EVERY_S = 0.1
 HEALTH_EVERY_S = 0.5
 SAVE_S = 1800.0  # for the orchestrator to save every model
 STOP_S = 30.0
+ECHO_S = 1.0  # a terminal, timeout or uv sends a signal twice: to the launcher, and to its group
 LEFT_S = GRACE_S + 20.0  # for the processes of a launcher that was killed to end
 CHILD = ("-u", "-m", "xorl.server.process")
 
@@ -304,9 +305,16 @@ def _supervise(plan: Plan, processes: Sequence[Supervised], told: str | None) ->
     """Start all, look after all, and stop all when a signal comes or one of them fails for good."""
     stop = threading.Event()
     hurry = threading.Event()
+    first: float | None = None
 
     def take(number: int, frame: object) -> None:
-        (hurry if stop.is_set() else stop).set()
+        nonlocal first
+        now = time.monotonic()
+        if first is None:
+            first = now
+            stop.set()
+        elif now - first > ECHO_S:
+            hurry.set()
 
     previous = {number: signal.signal(number, take) for number in (signal.SIGTERM, signal.SIGINT)}
     code = 0
