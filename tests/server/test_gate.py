@@ -93,6 +93,13 @@ def test_urls_of_files_need_their_signature_alone(guarded):
         assert client.get(f"{odd}?expires=9999999999&signature=x").status_code in (401, 404), odd
 
 
+@pytest.mark.parametrize("path", ["telemetry", "retrieve_future", "create_session"])
+def test_calls_without_data_take_no_long_bodies(guarded, path):
+    """Catches numbers of JSON that take many times their bytes while everybody waits."""
+    body = b"[" + b"0," * 2**22 + b"0]"
+    assert guarded[0].post(f"/api/v1/{path}", content=body, headers={"x-api-key": TOKEN}).status_code == 413
+
+
 def test_a_request_that_is_none_ends_its_connection_alone(guarded):
     """Catches a header without an end that fills the memory, and a server that dies of no HTTP at all."""
     client, _ = guarded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -30,6 +31,8 @@ from xorl.server.api.text import TextCoder
 
 logger = logging.getLogger(__name__)
 
+READING_AT_ONCE = 2
+
 # Those that are called most come first, since routes are tried in order.
 ROUTERS = (
     future_routes.router,
@@ -51,7 +54,8 @@ def create_app(settings: ApiSettings) -> ASGIApp:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         orchestrator = Orchestrator(settings)
         await orchestrator.start()
-        app.state.api = Api(settings, orchestrator, Bodies(settings, measures), measures, TextCoder())
+        reading = asyncio.Semaphore(READING_AT_ONCE)
+        app.state.api = Api(settings, orchestrator, Bodies(settings, measures), measures, TextCoder(), reading)
         yield
         await orchestrator.close()
 

@@ -27,13 +27,14 @@ _THREAD_BYTES = 2**18
 
 @dataclass(frozen=True)
 class Api:
-    """The parts of the process."""
+    """The parts of the process. reading: how many long bodies are read at once, for the memory that they take."""
 
     settings: ApiSettings
     orchestrator: Orchestrator
     bodies: Bodies
     measures: Measures
     text: TextCoder
+    reading: asyncio.Semaphore
 
     def room(self) -> Room:
         """For the tensors of one request."""
@@ -69,7 +70,11 @@ async def submitted(request: Request, read: Callable[[bytes, ServiceInfo], Order
     try:
         body = await api.bodies.read(request)
         info = await api.orchestrator.info()
-        ordered = await asyncio.to_thread(read, body, info) if len(body) > _THREAD_BYTES else read(body, info)
+        if len(body) > _THREAD_BYTES:
+            async with api.reading:
+                ordered = await asyncio.to_thread(read, body, info)
+        else:
+            ordered = read(body, info)
     except (ValueError, Refusal) as problem:
         refusal = problem if isinstance(problem, Refusal) else Refusal(400, str(problem))
         place = place_of(request) if refusal.is_final else None

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from xorl.server.api.context import api_of
+from xorl.server.api.gate import SMALL_BYTES
 from xorl.server.api.model_bodies import metadata
 from xorl.server.api.refusal import Refusal
 from xorl.server.api.reply import JSON, json_response
@@ -155,7 +156,7 @@ async def capabilities(request: Request) -> Response:
 @router.post("/api/v1/telemetry")
 async def telemetry(request: Request) -> Response:
     """Taken, and neither kept nor sent on."""
-    await api_of(request).bodies.read(request)
+    await api_of(request).bodies.read(request, SMALL_BYTES)
     return json_response({"status": "accepted"})
 
 

@@ -24,6 +24,8 @@ _OPEN_PATHS = frozenset({"/", "/health", "/api/v1/healthz"})
 _SIGNED_PATHS = "/files/"
 _MAX_TOKEN_BYTES = 4096
 HEAD_BYTES = 4096
+# For calls without datums. Numbers of JSON take several times its bytes, and are read while others wait.
+SMALL_BYTES = 2**23
 _LATENCIES_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0)
 
 
@@ -112,11 +114,14 @@ class Bodies:
         self._in_flight = 0
         self._measures = measures
 
-    async def read(self, request: Request) -> bytes:
-        """The body, decompressed. Its begin stays in request.state.head, as it came, also where it is refused.
+    async def read(self, request: Request, at_most: int | None = None) -> bytes:
+        """The body, decompressed, of at most so many bytes; None is the settings' limit.
+
+        Its begin stays in request.state.head, as it came, also where it is refused.
 
         Raises Refusal: 413 too long, 415 compressed in another way than zstd, 400 no zstd, 429 too much at once.
         """
+        limit = self._limit if at_most is None else min(at_most, self._limit)
         request.state.head = b""
         announced = _announced_length(request)
         encoding = request.headers.get("content-encoding", "identity")
@@ -130,32 +135,34 @@ class Bodies:
                 self._in_flight += len(piece)
                 if len(request.state.head) < HEAD_BYTES:
                     request.state.head += piece[:HEAD_BYTES]
-                if max(taken, announced) > self._limit:
-                    raise self._too_long()
+                if max(taken, announced) > limit:
+                    raise _too_long(limit)
                 if self._in_flight > self._in_flight_limit:
                     raise Refusal(429, "too many bytes of requests are being read at once: try again")
                 pieces.append(piece)
             body = b"".join(pieces)
-            return self._decompress(body) if encoding == "zstd" else body
+            return _decompressed(body, limit) if encoding == "zstd" else body
         finally:
             self._in_flight -= taken
             self._measures.body_bytes.inc(taken)
 
     async def parse(self, request: Request, kind: type[Body]) -> Body:
-        """A JSON body of that kind, whose unknown fields are passed over; Refusal(400) names what is wrong."""
-        return decode(await self.read(request), kind)
+        """A short JSON body of that kind, whose unknown fields are passed over; Refusal(400) names what is wrong."""
+        return decode(await self.read(request, SMALL_BYTES), kind)
 
-    def _decompress(self, body: bytes) -> bytes:
-        try:
-            plain = decompress(body, self._limit + 1)
-        except zstandard.ZstdError as problem:
-            raise Refusal(400, f"the body is not zstd: {problem}") from None
-        if len(plain) > self._limit:
-            raise self._too_long()
-        return plain
 
-    def _too_long(self) -> Refusal:
-        return Refusal(413, f"a body has at most {self._limit} bytes: send fewer datums at once")
+def _decompressed(body: bytes, limit: int) -> bytes:
+    try:
+        plain = decompress(body, limit + 1)
+    except zstandard.ZstdError as problem:
+        raise Refusal(400, f"the body is not zstd: {problem}") from None
+    if len(plain) > limit:
+        raise _too_long(limit)
+    return plain
+
+
+def _too_long(limit: int) -> Refusal:
+    return Refusal(413, f"a body of this call has at most {limit} bytes: send less at once")
 
 
 def decompress(body: bytes, at_most: int) -> bytes:
