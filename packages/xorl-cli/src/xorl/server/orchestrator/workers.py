@@ -48,6 +48,7 @@ class Workers:
         self.incarnation: str | None = None
         self.health: HealthResult | None = None
         self._asked_health = 0.0
+        self._is_closing = False
 
     @property
     def is_connected(self) -> bool:
@@ -76,6 +77,8 @@ class Workers:
 
     async def close(self) -> None:
         """Leave the workers alone."""
+        # Before Python 3.12 an answer that comes at the same time swallows the cancellation (asyncio.wait_for).
+        self._is_closing = True
         self._watching.cancel()
         await asyncio.gather(self._watching, return_exceptions=True)
         await self._channel.close()
@@ -117,7 +120,7 @@ class Workers:
     async def _watch(self) -> None:
         """Ask each new incarnation whether it is ready, and notice when one goes."""
         was_connected = False
-        while True:
+        while not self._is_closing:
             if self.is_connected != was_connected:
                 was_connected = self.is_connected
                 self._absent_since = time.monotonic()
