@@ -119,6 +119,11 @@ def test_without_a_token_a_page_of_another_origin_is_refused(tmp_path):
         for origin, status in (("http://elsewhere", 403), ("null", 403), (url, 200)):
             assert client.post("/api/v1/unload_model", json=body, headers={"origin": origin}).status_code == status
         assert len(orchestrator.submits) == 1
+        # A name that resolves to this machine for a while makes the page one of the service's own.
+        for host, status in (("elsewhere:5555", 403), ("127.0.0.1.elsewhere", 403), ("[x", 403), ("localhost:1", 200)):
+            assert client.get("/status.json", headers={"host": host}).status_code == status, host
+        own = {"host": "elsewhere:5555", "origin": "http://elsewhere:5555"}
+        assert client.post("/api/v1/unload_model", json=body, headers=own).status_code == 403
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import time
+from ipaddress import ip_address
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -52,12 +53,13 @@ class Gate:
     """Lets requests with the token through and counts what becomes of them.
 
     Without a token only this machine connects, and there the danger is a page in a browser that posts to it: requests
-    from another origin are refused.
+    from another origin, or to another name of this machine, are refused.
     """
 
     def __init__(self, app: ASGIApp, settings: ApiSettings, measures: Measures) -> None:
         self._app = app
         self._token = None if settings.token is None else settings.token.encode()
+        self._host = settings.host
         self._measures = measures
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -91,9 +93,13 @@ class Gate:
 
     def _refusal(self, request: Request) -> Refusal | None:
         if self._token is None:
-            origin = request.headers.get("origin")
-            if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
+            origin, host = request.headers.get("origin"), request.headers.get("host", "")
+            if origin is not None and origin.partition("://")[2] != host:
                 return Refusal(403, "this service has no token and takes no requests from other web pages")
+            # A page can have its own name resolve to this machine, and is then of this very origin.
+            if not _is_this_machine(host, self._host):
+                wanted = "as localhost or by a number, or start it with api_token"
+                return Refusal(403, f"this service has no token and is called {host[:100]!r}: reach it {wanted}")
             return None
         if request.url.path in _OPEN_PATHS or request.url.path.startswith(_SIGNED_PATHS):
             return None
@@ -103,6 +109,21 @@ class Gate:
             return None
         said = "is missing" if not given else "is wrong"
         return Refusal(401, f"the API token {said}: send it as X-API-Key or as Authorization: Bearer")
+
+
+def _is_this_machine(host: str, own: str) -> bool:
+    """Whether a Host header is a name that no one else can give: of the loopback, an address, or what was bound."""
+    try:
+        name = urlsplit(f"//{host}").hostname or "localhost"
+    except ValueError:
+        return False
+    if name in ("localhost", own.lower()) or name.endswith(".localhost"):
+        return True
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 class Bodies:
