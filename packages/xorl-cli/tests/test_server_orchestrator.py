@@ -170,6 +170,12 @@ def test_workers_that_stay_away_end_requests_with_an_error_and_lose_no_model(tmp
             with workers(chosen):
                 await client.create()
                 await client.do(forward_backward(1), 1)
+                await asyncio.sleep(0.6)
+            state = client.orchestrator.state
+            while state.workers.is_connected:
+                await asyncio.sleep(0)
+            # They were there for longer than they may be away, which is not to be away for so long.
+            assert not state.workers.are_gone
             failure = await client.result(await client.send(forward_backward(2), 2))
             assert isinstance(failure, Failure)
             assert failure.status == 503

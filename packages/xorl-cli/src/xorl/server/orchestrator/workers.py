@@ -44,7 +44,7 @@ class Workers:
         self._channel: ChannelClient[Done] = ChannelClient(address, Done, keys=keys, limits=limits)
         self._timeout_s = connection_timeout_s
         self._on_change = on_change
-        self._absent_since = time.monotonic()
+        self._absent_since: float | None = time.monotonic()  # None until an absence is noticed
         self.incarnation: str | None = None
         self.health: HealthResult | None = None
         self._asked_health = 0.0
@@ -63,7 +63,8 @@ class Workers:
     @property
     def are_gone(self) -> bool:
         """Whether they were absent for so long that nobody should wait for them any more."""
-        return not self.is_connected and time.monotonic() - self._absent_since > self._timeout_s
+        since = self._absent_since
+        return since is not None and not self.is_connected and time.monotonic() - since > self._timeout_s
 
     @property
     def timeout_s(self) -> float:
@@ -123,7 +124,7 @@ class Workers:
         while not self._is_closing:
             if self.is_connected != was_connected:
                 was_connected = self.is_connected
-                self._absent_since = time.monotonic()
+                self._absent_since = None if was_connected else time.monotonic()
                 self._on_change()
             if self.is_connected and self._channel.incarnation != self.incarnation:
                 await self._ask_health()
