@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 BAD_INPUT = 2
 ALIKE_S = 3.0
+# Niceness of workers that compute on the cores that the API and the orchestrator run on.
+YIELDING = 10
 
 
 def run(config: ServerConfig, address: str, keys: ChannelKeys | None) -> None:
@@ -41,6 +44,9 @@ def run(config: ServerConfig, address: str, keys: ChannelKeys | None) -> None:
         publish(config, server.address)
     match_receivers()
     place = runtime.init()
+    if place.device.type == "cpu":
+        # Requests are to be acknowledged while all cores compute.
+        os.nice(YIELDING)
     worker = Worker(build_base(config, place), "" if server is None else server.incarnation)
     if config.enable_self_test:
         self_test(worker)
