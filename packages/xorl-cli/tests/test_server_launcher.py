@@ -183,6 +183,14 @@ def test_the_plan_is_what_is_started(tmp_path: Path) -> None:
     assert plan.orchestrator_address in api.command
 
 
+@pytest.mark.parametrize(("size", "is_said"), [(2, True), (4, False), (-1, False)])
+def test_gpus_that_stay_idle_are_told_of(tmp_path: Path, caplog, size: int, is_said: bool) -> None:
+    # Would catch a service that takes one of eight GPUs, and says nothing.
+    config = loaded(tmp_path, data_parallel_shard_size=size).config
+    launcher.make_plan(config, tmp_path / "a", 4, mode="auto", api_host="127.0.0.1", api_port=5555)
+    assert ("event=gpus_idle workers=2 gpus=4" in caplog.text) == is_said
+
+
 @pytest.mark.parametrize(
     ("options", "num_gpus", "wanted"),
     [
