@@ -1,6 +1,6 @@
 """Each distribution works alone: `uv run tools/check_isolated.py [--ran REPORT] [NAME ...]`.
 
-For each one uv makes a throw-away environment that holds that distribution, its locked dependencies and pytest. There
+For each one uv makes a throw-away environment of that distribution, its locked dependencies and what runs tests. There
 the other distributions must be absent, everything that the sources import must be present, wherever the statement
 stands, the first example of the README must run, and the tests must pass. `--ran` is the report of a run of the tests
 in the whole workspace (`pytest --junitxml`): those that took long there are not run again, since what they import was
@@ -24,7 +24,7 @@ from xml.etree import ElementTree
 
 from workspace import ROOT, Distribution, distributions, locked_version, uv
 
-TEST_TOOLS = ("pytest", "pytest-timeout")
+TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
 PARALLEL = 2
 LONG_S = 1.0
 # What the type checker is told of an import that no environment need satisfy; the code asks before it.
