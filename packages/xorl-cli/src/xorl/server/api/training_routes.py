@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -103,34 +105,19 @@ async def abort_gradients(request: Request) -> Response:
 @router.post("/save_weights")
 async def save_weights(request: Request) -> Response:
     """A checkpoint to train on from."""
-
-    def read(body: bytes, info: ServiceInfo) -> Ordered:
-        given = decode(body, SaveWeightsBody)
-        return _called(given.operation(), given.seq_id)
-
-    return await future(request, read)
+    return await future(request, _reads(SaveWeightsBody))
 
 
 @router.post("/save_weights_for_sampler")
 async def save_weights_for_sampler(request: Request) -> Response:
     """Weights to sample from, under a name or in memory."""
-
-    def read(body: bytes, info: ServiceInfo) -> Ordered:
-        given = decode(body, SaveForSamplerBody)
-        return _called(given.operation(), given.seq_id)
-
-    return await future(request, read)
+    return await future(request, _reads(SaveForSamplerBody))
 
 
 @router.post("/save_weights_external")
 async def save_weights_external(request: Request) -> Response:
     """An export in Hugging Face's layout."""
-
-    def read(body: bytes, info: ServiceInfo) -> Ordered:
-        given = decode(body, SaveExternalBody)
-        return _called(given.operation(), given.seq_id)
-
-    return await future(request, read)
+    return await future(request, _reads(SaveExternalBody))
 
 
 @router.post("/save_full_weights_safetensors")
@@ -214,6 +201,25 @@ async def _forward(request: Request, *, forward_only: bool) -> Response:
         return _called(operation, given.seq_id)
 
     return await future(request, read)
+
+
+class _SavingBody(Protocol):
+    """A body that says what is to be saved of a model."""
+
+    @property
+    def seq_id(self) -> int | None: ...
+
+    def operation(self) -> ModelOperation: ...
+
+
+def _reads(kind: type[_SavingBody]) -> Callable[[bytes, ServiceInfo], Ordered]:
+    """What reads bodies of this kind."""
+
+    def read(body: bytes, info: ServiceInfo) -> Ordered:
+        given = decode(body, kind)
+        return _called(given.operation(), given.seq_id)
+
+    return read
 
 
 def _created(operation: CreateModel, session_id: str | None, model_seq_id: int | None) -> Ordered:

@@ -22,7 +22,7 @@ from xorl.lora.snapshot import STATES
 from xorl.lora.targets import Site, resolve, sites_of
 from xorl.server.messages import LoraSpec
 from xorl.server.worker.base import Base
-from xorl.server.worker.models import UnknownName
+from xorl.server.worker.models import UnknownName, kept_source, source_name
 from xorl.server.worker.passes import Row
 from xorl.train.adapter_files import AdapterFiles
 from xorl.train.bank_engine import BankEngine, MixedBatch
@@ -133,7 +133,7 @@ class AdapterModels:
         self._model(model_id)
         del self._models[model_id]
         self.bank.remove(model_id)
-        for source in [source for source in self._sources if source.startswith(f"{model_id}#")]:
+        for source in [source for source in self._sources if source.startswith(source_name(model_id, ""))]:
             self._forget(source)
 
     def described(self, model_id: str) -> dict[str, JSON]:
@@ -187,7 +187,7 @@ class AdapterModels:
     def keep(self, model_id: str, sampler_id: str) -> None:
         """A copy of its values, under a name of its own in the bank."""
         self._model(model_id)
-        source = f"{model_id}#{sampler_id}"
+        source = source_name(model_id, sampler_id)
         if source in self._sources:
             self._forget(source)
         self._make_room()
@@ -196,13 +196,7 @@ class AdapterModels:
 
     def kept(self, model_id: str, sampler_id: str) -> str:
         """The source that `keep` made."""
-        source = f"{model_id}#{sampler_id}"
-        if source not in self._sources:
-            raise UnknownName(
-                f"sampler {sampler_id!r} is not in the workers' memory any more, which holds the newest {NUM_SOURCES}: "
-                "save the weights again, under a name if they are to stay"
-            )
-        return source
+        return kept_source(model_id, sampler_id, self._sources, NUM_SOURCES)
 
     def is_held(self, source: str) -> bool:
         """Whether it is in the bank."""

@@ -16,7 +16,7 @@ from xorl.core.parallel import local_part
 from xorl.lora import Adam
 from xorl.server.messages import LoraSpec
 from xorl.server.worker.base import Base
-from xorl.server.worker.models import UnknownName
+from xorl.server.worker.models import UnknownName, kept_source, source_name
 from xorl.server.worker.passes import Row
 from xorl.train.build import engine_over
 from xorl.train.engine import Engine, OnOutput, Update
@@ -153,19 +153,13 @@ class WholeModel:
     def keep(self, model_id: str, sampler_id: str) -> None:
         """Its weights as they are now, which the model has until it changes."""
         self._require(model_id)
-        source = f"{model_id}#{sampler_id}"
+        source = source_name(model_id, sampler_id)
         self._sources.pop(source, None)
         self._add_source(source, None)
 
     def kept(self, model_id: str, sampler_id: str) -> str:
         """The source that `keep` made."""
-        source = f"{model_id}#{sampler_id}"
-        if source not in self._sources:
-            raise UnknownName(
-                f"sampler {sampler_id!r} is not in the workers' memory any more, which holds the newest {NUM_SOURCES}: "
-                "save the weights again, under a name if they are to stay"
-            )
-        return source
+        return kept_source(model_id, sampler_id, self._sources, NUM_SOURCES)
 
     def is_held(self, source: str) -> bool:
         """Whether its weights are in memory."""

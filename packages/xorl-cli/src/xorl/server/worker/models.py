@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -117,3 +117,19 @@ class Models(Protocol):
     def sampling(self, sources: Sequence[str | None]) -> AbstractContextManager[Sequence[str | None]]:
         """Within, forward passes compute with these (None: the base); gives the adapter of each, None for none."""
         ...
+
+
+def source_name(model_id: str, sampler_id: str) -> str:
+    """The source of a model's weights as a sampler has them in memory."""
+    return f"{model_id}#{sampler_id}"
+
+
+def kept_source(model_id: str, sampler_id: str, held: Container[str], num_held: int) -> str:
+    """The `source_name`; raises UnknownName where it is not `held` any more, of which there are `num_held` at most."""
+    source = source_name(model_id, sampler_id)
+    if source not in held:
+        raise UnknownName(
+            f"sampler {sampler_id!r} is not in the workers' memory any more, which holds the newest {num_held}: "
+            "save the weights again, under a name if they are to stay"
+        )
+    return source
