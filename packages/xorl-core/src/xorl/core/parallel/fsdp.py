@@ -16,6 +16,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from xorl.core.parallel.gather import copy_engine_all_gather
+
 
 def shard(
     model: nn.Module,
@@ -40,11 +42,14 @@ def shard(
         )
     # The head is used last in the forward pass and first in the backward pass: freeing it in between gains nothing.
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
+    all_gather = copy_engine_all_gather(mesh.get_group(mesh.ndim - 1)) if mesh.device_type == "cuda" else None
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The default divides by the number of ranks. A factor alone asks for PREMUL_SUM, which gloo lacks.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            if all_gather is not None:
+                module.set_custom_all_gather(all_gather)
 
 
 def prefetch_forward(layers: Sequence[nn.Module]) -> None:

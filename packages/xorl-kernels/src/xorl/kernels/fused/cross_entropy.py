@@ -13,8 +13,10 @@ from torch import Tensor
 from xorl.kernels.fused.device import launch, power_of_2, rows_per_program
 from xorl.kernels.fused.reference import IGNORE
 
-# Per-lane running maxima and sums of one row stay in registers: 16 values a thread.
+# A row is read in blocks of so many values. A thread takes neighbours, as many as it loads at once, and finds their
+# maximum and sum alone.
 BLOCK = 4096
+NEIGHBOURS = 8
 NUM_WARPS = 8
 SCALE_BLOCK = 4096
 
@@ -34,6 +36,7 @@ def cross_entropy_rows(
     loss = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     correct = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
     if num_rows:
+        block = min(BLOCK, power_of_2(num_columns))
         launch(
             _cross_entropy_rows,
             (num_rows,),
@@ -49,7 +52,8 @@ def cross_entropy_rows(
             IGNORED=IGNORE,
             HAS_WEIGHT=token_weight is not None,
             WRITES_GRADIENT=gradient is not None,
-            BLOCK=min(BLOCK, power_of_2(num_columns)),
+            BLOCK=block,
+            NEIGHBOURS=min(NEIGHBOURS, block),
             num_warps=NUM_WARPS,
         )
     return loss, correct
@@ -80,48 +84,46 @@ def _cross_entropy_rows(
     HAS_WEIGHT: tl.constexpr,
     WRITES_GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * logits_stride
     gradient_ptr += row * gradient_stride
     label = tl.load(labels_ptr + row)
-    lanes = tl.arange(0, BLOCK)
+    LANES: tl.constexpr = BLOCK // NEIGHBOURS
+    block = tl.arange(0, LANES)[:, None] * NEIGHBOURS + tl.arange(0, NEIGHBOURS)[None, :]  # [lanes, neighbours]
     if label == IGNORED:
         tl.store(losses_ptr + row, 0.0)
         tl.store(correct_ptr + row, False)
         if WRITES_GRADIENT:
             for start in range(0, NUM_COLUMNS, BLOCK):
-                columns = start + lanes
-                zeros = tl.zeros([BLOCK], tl.float32).to(gradient_ptr.dtype.element_ty)
+                columns = start + block
+                zeros = tl.zeros([LANES, NEIGHBOURS], tl.float32).to(gradient_ptr.dtype.element_ty)
                 tl.store(gradient_ptr + columns, zeros, mask=columns < NUM_COLUMNS)
     else:
         is_known = (label >= 0) & (label < NUM_COLUMNS)
         target = tl.load(logits_ptr + label, mask=is_known, other=float("nan")).to(tl.float32)
         # Finite, so that a lane which has seen nothing but -inf still has a sum of 0 and not NaN.
-        maxima = tl.full([BLOCK], -3.0e38, tl.float32)
-        sums = tl.zeros([BLOCK], tl.float32)
-        num_beating = tl.zeros([BLOCK], tl.int32)
+        maxima = tl.full([LANES], -3.0e38, tl.float32)
+        sums = tl.zeros([LANES], tl.float32)
+        earlier = tl.full([LANES], float("-inf"), tl.float32)
         for start in range(0, NUM_COLUMNS, BLOCK):
-            columns = start + lanes
-            is_inside = columns < NUM_COLUMNS
-            x = tl.load(logits_ptr + columns, mask=is_inside, other=float("-inf")).to(tl.float32)
-            # One exponential a value: the larger of the two stands for 1, and the other is relative to it.
-            difference = x - maxima
-            smaller = tl.exp(-tl.abs(difference))
-            sums = tl.where(difference > 0, sums * smaller + 1.0, sums + smaller)
-            maxima = tl.maximum(maxima, x)
-            is_behind = (target > x) | ((target == x) & (columns >= label))
-            num_beating += tl.where(is_inside & ~is_behind, 1, 0)
+            columns = start + block
+            x = tl.load(logits_ptr + columns, mask=columns < NUM_COLUMNS, other=float("-inf")).to(tl.float32)
+            higher = tl.maximum(maxima, tl.max(x, axis=1))
+            sums = sums * tl.exp(maxima - higher) + tl.sum(tl.exp(x - higher[:, None]), axis=1)
+            maxima = higher
+            earlier = tl.maximum(earlier, tl.max(tl.where(columns < label, x, float("-inf")), axis=1))
         maximum = tl.max(maxima, axis=0)
         logsumexp = maximum + tl.log(tl.sum(sums * tl.exp(maxima - maximum), axis=0))
         tl.store(losses_ptr + row, logsumexp - target)
-        tl.store(correct_ptr + row, tl.sum(num_beating, axis=0) == 0)
+        tl.store(correct_ptr + row, (target >= maximum) & (target > tl.max(earlier, axis=0)))
         if WRITES_GRADIENT:
             weight = tl.where(is_known, 1.0, float("nan"))
             if HAS_WEIGHT:
                 weight *= tl.load(weights_ptr + row).to(tl.float32)
             for start in range(0, NUM_COLUMNS, BLOCK):
-                columns = start + lanes
+                columns = start + block
                 is_inside = columns < NUM_COLUMNS
                 x = tl.load(logits_ptr + columns, mask=is_inside, other=float("-inf")).to(tl.float32)
                 gradient = (tl.exp(x - logsumexp) - tl.where(columns == label, 1.0, 0.0)) * weight
