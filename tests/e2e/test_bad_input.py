@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tiny_models import hf_config, write_config
+
 CONFIG = """\
 model:
   config_path: {folder}/model
@@ -26,28 +28,14 @@ train:
   log_format: structured
   use_wandb: false
 """
-MODEL = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": True,
-}
+MODEL = hf_config(
+    hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
+)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
+    write_config(tmp_path / "model", MODEL)
     rows = [{"input_ids": list(range(8)), "labels": list(range(8))}] * 40
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "config.yaml").write_text(CONFIG.format(folder=tmp_path))
@@ -96,7 +84,7 @@ def nothing_trained(folder: Path) -> list[str]:
 
 
 def checkpoint_of_another_model(folder: Path) -> list[str]:
-    (folder / "model" / "config.json").write_text(json.dumps({**MODEL, "hidden_size": 24}))
+    write_config(folder / "model", {**MODEL, "hidden_size": 24})
     return ["--train.load_checkpoint_path", "auto", "--train.max_steps", "4"]
 
 
@@ -105,9 +93,7 @@ def output_under_a_file(folder: Path) -> list[str]:
 
 
 def gpt2_of_few_positions(folder: Path) -> list[str]:
-    small = {"vocab_size": 64, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 4}
-    config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **small}
-    (folder / "model" / "config.json").write_text(json.dumps(config))
+    write_config(folder / "model", hf_config("gpt2", n_embd=16, n_layer=1, n_head=2, n_positions=4))
     return ["--data.pad_to_multiple_of", "4"]
 
 

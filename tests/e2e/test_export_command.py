@@ -13,27 +13,16 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from typer.testing import CliRunner
 
+from tiny_models import hf_config
 from xorl.cli.export import app
 from xorl.train.adapter_folder import is_same_base
 from xorl.train.export_saved import export_saved
 from xorl.train.verify_export import VerificationError
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-}
-
 
 def write_base(folder: Path, **sizes: int) -> None:
     torch.manual_seed(0)
-    Qwen3ForCausalLM(Qwen3Config(**{**SIZES, **sizes})).to(torch.bfloat16).save_pretrained(folder)
+    Qwen3ForCausalLM(Qwen3Config.from_dict(hf_config(**sizes))).to(torch.bfloat16).save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")

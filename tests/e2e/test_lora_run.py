@@ -14,6 +14,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
+from tiny_models import hf_config
 from xorl.ckpt import read_manifest, verify
 from xorl.config import LoadedConfig, config_from_mapping
 from xorl.train import build_run, train
@@ -36,9 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`base`, a model of transformers, and `data.jsonl`, in which a token is the one before plus one."""
     root = tmp_path_factory.mktemp("lora")
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 64}
-    Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, initializer_range=0.2)).save_pretrained(root / "base")
+    Qwen3ForCausalLM(Qwen3Config.from_dict(hf_config())).save_pretrained(root / "base")
     with (root / "data.jsonl").open("w") as file:
         for index in range(32):
             file.write(json.dumps({"input_ids": [(index + offset) % 50 for offset in range(6 + index % 7)]}) + "\n")

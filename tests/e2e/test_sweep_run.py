@@ -12,6 +12,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from tiny_models import hf_config
 from xorl.config import LoadedConfig, config_from_mapping
 from xorl.train import build_run, train
 from xorl.train.run import run_training
@@ -31,10 +32,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`base`, a model of transformers, and two files in which a token is the one before plus one, or two."""
     root = tmp_path_factory.mktemp("sweep")
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 64}
-    config = Qwen3Config(**sizes, **heads, initializer_range=0.2, tie_word_embeddings=False)
-    Qwen3ForCausalLM(config).save_pretrained(root / "base")
+    config = hf_config(tie_word_embeddings=False)
+    Qwen3ForCausalLM(Qwen3Config.from_dict(config)).save_pretrained(root / "base")
     for step in (1, 2):
         with (root / f"by_{step}.jsonl").open("w") as file:
             for index in range(40):

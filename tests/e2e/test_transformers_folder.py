@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from tiny_models import hf_config
 from xorl.ckpt import CheckpointError
 from xorl.config import config_from_mapping
 from xorl.train.export_saved import export_saved
@@ -49,17 +50,7 @@ def test_folder_is_loaded_trained_and_exported(
 ) -> None:
     # Catches weights that are loaded into the wrong place, and exports that other tools read as another model.
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-    )
-    model = LlamaForCausalLM(config).eval()
+    model = LlamaForCausalLM(LlamaConfig.from_dict(hf_config("llama"))).eval()
     model.save_pretrained(tmp_path / "base")
     data = tmp_path / "data.jsonl"
     write_data(data)

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from tiny_models import hf_config
 from xorl.ckpt import SafetensorsSource, load_weights
 from xorl.core.models import SPECS, Decoder, WeightRecipe, spec_for
 from xorl.kernels.layout import SequenceLayout
@@ -34,24 +35,12 @@ from xorl.lora.peft import (
 
 def qwen3() -> PreTrainedModel:
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=32,
-        initializer_range=0.2,
-    )
-    return Qwen3ForCausalLM(config).eval()
+    return Qwen3ForCausalLM(Qwen3Config.from_dict(hf_config())).eval()
 
 
 def gpt2() -> PreTrainedModel:
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=0)
-    return GPT2LMHeadModel(config).eval()
+    return GPT2LMHeadModel(GPT2Config.from_dict(hf_config("gpt2", bos_token_id=0, eos_token_id=0))).eval()
 
 
 def write_adapter(model: PreTrainedModel, folder: Path, **options: object) -> nn.Module:

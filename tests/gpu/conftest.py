@@ -11,6 +11,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tiny_models import hf_config, write_config
+
 CONFIG = """\
 model:
   config_path: {folder}/model
@@ -30,22 +32,15 @@ train:
   log_format: structured
   use_wandb: false
 """
-MODEL = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 256,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": True,
-}
+MODEL = hf_config(
+    vocab_size=256,
+    hidden_size=128,
+    intermediate_size=256,
+    head_dim=64,
+    max_position_embeddings=512,
+    tie_word_embeddings=True,
+    initializer_range=0.02,
+)
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +50,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[float]
     A name that a test of the module has used before goes on from its last checkpoint.
     """
     folder = tmp_path_factory.mktemp("gpu")
-    (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text(json.dumps(MODEL))
+    write_config(folder / "model", MODEL)
     generator = torch.Generator().manual_seed(0)
     with (folder / "train.jsonl").open("w") as file:
         for _ in range(800):

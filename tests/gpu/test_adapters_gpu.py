@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tiny_models import hf_config
 from xorl.core.loss import cross_entropy
 from xorl.core.models import SPECS
 from xorl.core.parallel.compile import compile_layers
@@ -14,17 +15,7 @@ from xorl.lora import Adam, AdapterBank, AdapterSpec, adapter_parameters, inject
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
-SIZES: dict[str, object] = {
-    "vocab_size": 256,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.05,
-}
+SIZES = hf_config("llama", vocab_size=256, hidden_size=128, intermediate_size=256, initializer_range=0.05)
 MEMBERS = {f"r{rank}": AdapterSpec(rank=rank, alpha=2.0 * rank) for rank in (4, 5, 16, 64)}
 LENGTHS = (37, 3, 130, 64)
 

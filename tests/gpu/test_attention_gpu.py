@@ -6,7 +6,8 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
-from xorl.core.models import SPECS
+from tiny_models import hf_config
+from xorl.core.models import spec_for
 from xorl.core.nn import LayerKernels
 from xorl.kernels.attention import ATTENTION, AttentionRequest, eager_attention, resolve_attention
 from xorl.kernels.attention.native import _cudnn_length
@@ -223,24 +224,16 @@ def test_linear_cross_entropy_matches_full_logits(dtype):
 
 
 @pytest.mark.parametrize("on_gpu", BACKENDS)
-@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "GPT2LMHeadModel"])
-def test_a_decoder_trains_alike_on_the_gpu_and_on_the_cpu(architecture, on_gpu):
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+def test_a_decoder_trains_alike_on_the_gpu_and_on_the_cpu(family, on_gpu):
     """Catches a layer that is right on the CPU alone: loss and gradient in bf16 against fp32 on the CPU."""
-    hf_config = {
-        "Qwen3ForCausalLM": {
-            "vocab_size": 500,
-            "hidden_size": 128,
-            "intermediate_size": 256,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 64,
-            "max_position_embeddings": 512,
-        },
-        "GPT2LMHeadModel": {"vocab_size": 500, "n_embd": 128, "n_layer": 2, "n_head": 2, "n_positions": 512},
-    }[architecture]
-    spec = SPECS[architecture]
-    config = spec.config_from_hf(hf_config)
+    sizes = {
+        "qwen3": {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "max_position_embeddings": 512},
+        "gpt2": {"n_embd": 128, "n_head": 2, "n_positions": 512},
+    }[family]
+    values = hf_config(family, vocab_size=500, initializer_range=0.02, **sizes)
+    spec = spec_for(values)
+    config = spec.config_from_hf(values)
     ids = torch.randint(500, (sum(RAGGED),), generator=torch.Generator().manual_seed(0))
     results = []
     for device, dtype, backend in (("cpu", torch.float32, "eager"), ("cuda", torch.bfloat16, on_gpu)):

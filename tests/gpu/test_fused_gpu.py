@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from tiny_models import hf_config
 from xorl.core.loss import loss_named
-from xorl.core.models import SPECS
+from xorl.core.models import spec_for
 from xorl.core.nn import LayerKernels, choose_kernels
 from xorl.kernels.attention import AttentionRequest, resolve_attention
 from xorl.kernels.fused import HeadNorms, HeadShape, reference
@@ -221,20 +222,12 @@ def test_swiglu(num_rows, width, dtype):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "LlamaForCausalLM"])
-def test_a_decoder_trains_alike_with_fused_kernels(architecture, compiled):
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_a_decoder_trains_alike_with_fused_kernels(family, compiled):
     # Catches kernels that are right alone and wrong in a layer, and operators that inductor lays out otherwise.
-    hf_config = {
-        "vocab_size": 500,
-        "hidden_size": 128,
-        "intermediate_size": 272,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "max_position_embeddings": 512,
-    }
-    spec = SPECS[architecture]
+    sizes = {"vocab_size": 500, "hidden_size": 128, "intermediate_size": 272, "head_dim": 64}
+    config = hf_config(family, **sizes, max_position_embeddings=512, initializer_range=0.02)
+    spec = spec_for(config)
     lengths = [129, 1, 7, 300, 64, 11]
     ids = torch.randint(500, (sum(lengths),), generator=torch.Generator().manual_seed(0)).cuda()
     layout = SequenceLayout.from_lengths(lengths, device="cuda")
@@ -245,7 +238,7 @@ def test_a_decoder_trains_alike_with_fused_kernels(architecture, compiled):
     assert fused != LayerKernels(attention)
     results = []
     for kernels in (LayerKernels(attention), fused):
-        decoder = spec.build(spec.config_from_hf(hf_config), kernels=kernels).cuda()
+        decoder = spec.build(spec.config_from_hf(config), kernels=kernels).cuda()
         decoder.init_weights(seed=0)
         decoder.compute_dtype = torch.bfloat16
         if compiled:

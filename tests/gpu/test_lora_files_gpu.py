@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from tiny_models import hf_config
+
 pytest.importorskip("peft", reason="adapters are verified with peft")
 pytestmark = pytest.mark.gpu
 
@@ -39,9 +41,9 @@ lora:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("lora_files")
     torch.manual_seed(0)
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "head_dim": 64, "vocab_size": 256}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
-    model = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, initializer_range=0.05, tie_word_embeddings=False))
+    sizes = {"vocab_size": 256, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
+    config = hf_config(**sizes, max_position_embeddings=512, tie_word_embeddings=False, initializer_range=0.05)
+    model = Qwen3ForCausalLM(Qwen3Config.from_dict(config))
     model.to(torch.bfloat16).save_pretrained(root / "base")
     with (root / "train.jsonl").open("w") as file:
         for index in range(200):

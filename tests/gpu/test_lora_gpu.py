@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tiny_models import hf_config
 from xorl.core.models import SPECS
 from xorl.core.parallel.compile import compile_layers
 from xorl.kernels.layout import SequenceLayout
@@ -63,15 +64,14 @@ def test_two_gpus_agree_with_one(mode: str, train) -> None:
 
 def test_compiled_gradients_are_those_of_plain_code() -> None:
     # Catches a product added in place, in inductor's code, to a tensor that is read after it.
-    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512}
+    config = hf_config(vocab_size=512, hidden_size=256, intermediate_size=512, initializer_range=0.05)
     family = SPECS["Qwen3ForCausalLM"]
     ids = torch.randint(512, (300,), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     layout = SequenceLayout.from_lengths([200, 37, 63], ids.device)
     gradients = []
     for dtype, compiled in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)):
         with torch.device("cuda"):
-            model = family.build(family.config_from_hf({**sizes, **heads, "initializer_range": 0.05}))
+            model = family.build(family.config_from_hf({**config, "max_position_embeddings": 512}))
         model.init_weights(0)
         inject(model, AdapterSpec(rank=16, alpha=32.0, rank_pattern={"k_proj": 8}))
         generator = torch.Generator("cuda").manual_seed(1)

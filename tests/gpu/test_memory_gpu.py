@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tiny_models import hf_config, write_config
 from xorl.config import config_from_mapping
 from xorl.core import runtime
 from xorl.core.loss import cross_entropy
@@ -26,19 +26,16 @@ from xorl.train.recompute_choice import SETTINGS, MicroBatch, activation_bytes, 
 
 pytestmark = pytest.mark.gpu
 
-HF_CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 512,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "max_position_embeddings": 65536,
-    "hidden_act": "silu",
-}
+HF_CONFIG = hf_config(
+    vocab_size=512,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=12,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    max_position_embeddings=65536,
+    initializer_range=0.02,
+)
 NUM_TOKENS = 8192
 INPUT_BYTES = NUM_TOKENS * 1024 * 2
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -115,7 +112,7 @@ def place() -> Iterator[Runtime]:
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_probe_foretells_the_peak(setting: str, adapts: bool, place: Runtime, tmp_path: Path) -> None:
     # Catches an estimate of recompute_policy: auto that is off by more than the margin it leaves.
-    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG))
+    write_config(tmp_path, HF_CONFIG)
     config = config_from_mapping(
         {
             "model": {"config_path": str(tmp_path)},

@@ -14,6 +14,7 @@ from typing import cast
 import pytest
 import torch
 
+from tiny_models import hf_config, write_config
 from xorl.config import config_from_mapping
 from xorl.core import runtime
 from xorl.data import PackedBatch, StepLoader
@@ -23,23 +24,21 @@ from xorl.train.devices import peak_flops
 pytestmark = pytest.mark.gpu
 
 # Steps of about 0.1 s on a Hopper: long beside what the host does between them.
-MODEL = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 32000,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 8192,
-}
+MODEL = hf_config(
+    vocab_size=32000,
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_hidden_layers=8,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    max_position_embeddings=8192,
+    initializer_range=0.02,
+)
 PARTS = ("forward_s", "backward_s", "comm_s", "optimizer_s", "idle_s")
 
 
 def mapping(folder: Path) -> dict[str, dict[str, object]]:
-    (folder / "config.json").write_text(json.dumps(MODEL))
+    write_config(folder, MODEL)
     return {
         "model": {"config_path": str(folder)},
         "data": {

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tiny_models import hf_config
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.models import Decoder, spec_for
 from xorl.core.nn import choose_kernels
@@ -20,22 +21,17 @@ from xorl.server.sampler import Sampler, SampleRequest
 
 pytestmark = pytest.mark.gpu
 
-HF_CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 1024,
-    "use_sliding_window": True,
-    "sliding_window": 40,
-    "max_window_layers": 1,
-    "initializer_range": 0.05,
-}
+HF_CONFIG = hf_config(
+    vocab_size=512,
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=3,
+    max_position_embeddings=1024,
+    use_sliding_window=True,
+    sliding_window=40,
+    max_window_layers=1,
+    initializer_range=0.05,
+)
 
 
 @pytest.fixture(scope="module")

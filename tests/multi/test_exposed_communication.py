@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tiny_models import hf_config
 from xorl.core import runtime
 from xorl.core.loss import LossOutput, cross_entropy
 from xorl.core.mesh import DataParallelMode, Mesh, ParallelDims
@@ -18,14 +19,7 @@ from xorl.core.parallel import ParallelPolicy, local_part, parallelize
 from xorl.data import Document, collate
 from xorl.train.engine import Engine
 
-HF_CONFIG = {
-    "architectures": ["GPT2LMHeadModel"],
-    "vocab_size": 32,
-    "n_embd": 16,
-    "n_layer": 2,
-    "n_head": 2,
-    "n_positions": 16,
-}
+HF_CONFIG = hf_config("gpt2", vocab_size=32, n_embd=16, n_head=2, n_positions=16)
 LATE_S = 0.4
 
 

@@ -7,24 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from placement import num_ranks, place, whole
+from tiny_models import hf_config
 from xorl.core.loss import LossOutput, cross_entropy
 from xorl.core.models import spec_for
 from xorl.core.nn import LayerKernels
 from xorl.data import Document, PackedBatch, collate
 from xorl.train.engine import Engine
 
-HF_CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-}
+HF_CONFIG = hf_config("llama", num_hidden_layers=3)
 
 
 def batch(seed: int) -> PackedBatch:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from placement import RECOMPUTE, assert_same, num_ranks, place, whole
+from tiny_models import hf_config
 from xorl.core.loss import cross_entropy
 from xorl.core.models import spec_for
 from xorl.core.nn.fp8 import Fp8Linear
@@ -20,19 +21,7 @@ from xorl.train.engine import Engine
 pytestmark = pytest.mark.multi
 
 NUM_BATCHES = 6
-HF_CONFIG = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": True,
-    "initializer_range": 0.2,
-}
+HF_CONFIG = hf_config("qwen2", tie_word_embeddings=True)
 
 
 def batches() -> list[PackedBatch]:

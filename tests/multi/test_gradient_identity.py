@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from placement import LAYOUTS, RECOMPUTE, assert_same, num_ranks, place, whole
+from tiny_models import hf_config
 from xorl.ckpt import Checkpointer
 from xorl.core.loss import LossFn, all_reduce_metrics, combine_metrics, cross_entropy, loss_named, read_metrics
 from xorl.core.models import Decoder, spec_for
@@ -27,23 +28,7 @@ NUM_ROWS = 16
 # For losses of policy gradients: log-probabilities near those of 64 equal tokens, and advantages.
 EXTRAS = ("logprobs", "advantages", "ref_logprobs")
 OFFSETS = torch.tensor([[-4.2], [0.0], [-4.2]])
-HF_CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": True,
-    "initializer_range": 0.2,
-}
+HF_CONFIG = hf_config(tie_word_embeddings=True)
 
 
 def rows() -> list[list[Document]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tiny_models import hf_config, write_config
 from xorl.config import Config, config_from_mapping
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.lora import Adapter, AdapterBank, AdapterSpec, adapter_parameters, adapters, load_adapter_state_dict
@@ -18,19 +18,7 @@ from xorl.train.build import build_engine
 from xorl.train.hf_weights import hf_groups
 from xorl.train.model import read_architecture
 
-HF_CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 192,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-}
+HF_CONFIG = hf_config(hidden_size=64, intermediate_size=192, num_hidden_layers=1)
 CPU = torch.device("cpu")
 LORA = {"enable_lora": True, "lora_rank": 3, "lora_target_modules": ["q_proj", "v_proj", "down_proj"]}
 QLORA = {**LORA, "enable_qlora": True, "quant_format": "nf4"}
@@ -101,7 +89,7 @@ def sent(folder: Path, kind: str, num_ranks: int) -> tuple[dict[str, Tensor], di
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_are_merged_and_dequantised_on_every_placement(kind: str, tmp_path: Path, run_ranks: Callable) -> None:
     # Catches a base sent without its adapter, a merge into the wrong rows of a shard, and codes sent as weights.
-    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG))
+    write_config(tmp_path, HF_CONFIG)
     [(alone, wanted)] = run_ranks(lambda: sent(tmp_path, kind, 1), 1)
     (sharded, _), (other, _) = run_ranks(lambda: sent(tmp_path, kind, 2), 2)
     assert not other, "rank 0 alone keeps what is gathered"

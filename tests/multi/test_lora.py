@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
@@ -13,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from placement import whole
+from tiny_models import hf_config, write_config
 from xorl.config import Config, config_from_mapping
 from xorl.core.loss import cross_entropy
 from xorl.core.mesh import Mesh, ParallelDims
@@ -24,19 +24,7 @@ from xorl.train.build import build_engine
 from xorl.train.engine import Engine
 from xorl.train.model import read_architecture
 
-HF_CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-}
+HF_CONFIG = hf_config()
 LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     # name: (ranks, options of section train)
     "none": (1, {"data_parallel_mode": "none"}),
@@ -57,7 +45,7 @@ NUM_ROWS = 8
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG))
+    write_config(tmp_path, HF_CONFIG)
     return tmp_path
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from placement import whole
+from tiny_models import hf_config, write_config
 from xorl.ckpt import CheckpointError, SafetensorsSource, load_weights
 from xorl.config import load_config
 from xorl.core import runtime
@@ -43,20 +44,7 @@ from xorl.train.run import run_training
 pytestmark = pytest.mark.multi
 
 CPU = torch.device("cpu")
-HF_CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": True,
-    "initializer_range": 0.2,
-}
+HF_CONFIG = hf_config(hidden_size=64, intermediate_size=96, tie_word_embeddings=True)
 SCHEMES = {
     "nf4": QuantScheme("nf4", 32),
     "nvfp4": QuantScheme("nvfp4", 16),
@@ -280,7 +268,7 @@ lora: {{enable_qlora: true, quant_format: block_fp8, quant_group_size: 32, lora_
 
 def test_exports_of_a_run_and_of_its_checkpoint_are_what_it_computes_with(tmp_path: Path, run_ranks) -> None:
     # Catches bytes that are exported as weights, rows of other shards, and a merge into the base as it was at first.
-    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG))
+    write_config(tmp_path, HF_CONFIG)
     ids = list(range(1, 40))
     rows = [json.dumps({"input_ids": ids, "labels": ids})] * 20
     (tmp_path / "train.jsonl").write_text("\n".join(rows))

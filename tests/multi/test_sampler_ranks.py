@@ -11,24 +11,13 @@ from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from placement import assert_same, num_ranks, place, whole
+from tiny_models import hf_config
 from xorl.core.models import spec_for
 from xorl.core.nn import LayerKernels
 from xorl.kernels.layout import SequenceLayout
 from xorl.server.sampler import Sampler, SampleRequest, SampleResult
 
-HF_CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": True,
-    "initializer_range": 0.2,
-}
+HF_CONFIG = hf_config("llama", num_hidden_layers=3, tie_word_embeddings=True)
 REQUESTS = [
     SampleRequest(tuple(range(3, 40)), 12, seed=1, num_samples=3, prompt_logprobs=True),
     SampleRequest((5,), 9, seed=2, top_p=0.8),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tiny_models import hf_config, write_config
 from xorl.ckpt import CheckpointError, read_manifest
 from xorl.config import load_config
 from xorl.data import DataError
@@ -54,12 +55,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             length = int(torch.randint(4, 40, (1,), generator=generator))
             ids = torch.randint(0, 64, (length,), generator=generator).tolist()
             file.write(json.dumps({"input_ids": ids, "labels": [-100, *ids[1:]]}) + "\n")
-    (tmp_path / "model").mkdir()
-    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
-    rest = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": True}
-    config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **shape, **heads, **rest}
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    write_config(tmp_path / "model", hf_config(tie_word_embeddings=True, initializer_range=0.02))
     return tmp_path
 
 

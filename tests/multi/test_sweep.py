@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tiny_models import hf_config, write_config
 from xorl.config import Config, config_from_mapping
 from xorl.core.loss import cross_entropy
 from xorl.core.mesh import Mesh, ParallelDims
@@ -21,19 +22,7 @@ from xorl.train.model import build_model, read_architecture
 from xorl.train.sweep import train_sweep
 from xorl.train.sweep_build import build_sweep
 
-HF_CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-}
+HF_CONFIG = hf_config(hidden_size=64, intermediate_size=64)
 QLORA = {"enable_qlora": True, "quant_format": "nf4"}
 LAYOUTS: dict[str, tuple[int, dict[str, object], dict[str, object]]] = {
     # name: (ranks, options of section train, of section lora)
@@ -49,7 +38,7 @@ NAMES = ("a", "b")
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG))
+    write_config(tmp_path, HF_CONFIG)
     with (tmp_path / "data.jsonl").open("w") as file:
         for index in range(32):
             ids = [(index + offset) % 60 for offset in range(6 + index % 9)]

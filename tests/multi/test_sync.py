@@ -12,6 +12,7 @@ import torch
 
 from engines import FakeEngine, fake_engines
 from placement import num_ranks, place, whole
+from tiny_models import hf_config
 from xorl.ckpt import TensorGroup, TensorRecord
 from xorl.core.models import spec_for
 from xorl.core.nn import LayerKernels
@@ -19,19 +20,7 @@ from xorl.core.parallel import ParallelModel
 from xorl.train.hf_weights import hf_groups
 from xorl.train.sync import ReceiverAddress, SyncOptions, SyncOutcome, Timeouts, WeightSender
 
-HF_CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 67,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-}
+HF_CONFIG = hf_config(vocab_size=67)
 SPEC = spec_for(HF_CONFIG)
 CONFIG = SPEC.config_from_hf(HF_CONFIG)
 RECIPES = SPEC.recipes(CONFIG, merge_qkv=True)

@@ -15,6 +15,7 @@ import time
 import torch
 from torch import nn
 
+from tiny_models import hf_config
 from xorl.core import runtime
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.models import Decoder, spec_for
@@ -23,19 +24,15 @@ from xorl.core.parallel import ParallelPolicy, local_part, parallelize
 from xorl.train.hf_weights import hf_groups
 from xorl.train.sync import ReceiverAddress, SyncOptions, Timeouts, WeightSender, match_receivers
 
-HF_CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 4099,
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 1024,
-    "initializer_range": 0.05,
-}
+HF_CONFIG = hf_config(
+    vocab_size=4099,
+    hidden_size=512,
+    intermediate_size=1024,
+    num_hidden_layers=6,
+    num_attention_heads=8,
+    max_position_embeddings=1024,
+    initializer_range=0.05,
+)
 BUCKET_BYTES = 4 << 20
 
 

@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from tiny_models import hf_config
 from xorl.config import ServerConfig, server_config_from_mapping
 from xorl.core import runtime
 from xorl.server.arrays import Array, Datum
@@ -19,20 +20,7 @@ from xorl.server.worker.base import build_base
 from xorl.server.worker.operations import Worker
 
 VOCAB = 64
-HF_CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-    "eos_token_id": 63,
-}
+HF_CONFIG = hf_config(eos_token_id=63)
 
 
 def service_config(folder: Path, *, shape: Mapping[str, object] = HF_CONFIG, **options: object) -> ServerConfig:

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 from typing import Literal, cast
 
-from worker_ranks import HF_CONFIG, ask, datum, done, service_config, values, worker_of
+from tiny_models import hf_config
+from worker_ranks import ask, datum, done, service_config, values, worker_of
 from xorl.core import runtime
 from xorl.server.messages import (
     CreateModel,
@@ -31,14 +32,14 @@ from xorl.server.names import CheckpointRef
 from xorl.server.worker.operations import Worker
 
 # Heads that a GPU's attention takes.
-SHAPE = {
-    **HF_CONFIG,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "head_dim": 64,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.05,
-}
+SHAPE = hf_config(
+    hidden_size=128,
+    intermediate_size=256,
+    head_dim=64,
+    max_position_embeddings=512,
+    initializer_range=0.05,
+    eos_token_id=63,
+)
 KINDS: dict[str, dict[str, object]] = {
     "full": {"optimizer": "anyprecision_adamw"},
     "lora": {"enable_lora": True, "lora_rank": 8, "lora_models_on_device": 4},

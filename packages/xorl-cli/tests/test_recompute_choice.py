@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tiny_models import hf_config, write_config
 from xorl.config import Config, config_from_mapping
 from xorl.core import runtime
 from xorl.core.mesh import Mesh, ParallelDims
@@ -26,18 +26,7 @@ from xorl.train.recompute_choice import (
 )
 
 GIB = 2**30
-SHAPE = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "hidden_act": "silu",
-}
+SHAPE = hf_config(num_hidden_layers=4)
 
 
 @pytest.fixture
@@ -47,7 +36,7 @@ def place() -> Iterator[Runtime]:
 
 
 def config_with(folder: Path, *, lora: dict[str, object] | None = None, **train: object) -> Config:
-    (folder / "config.json").write_text(json.dumps(SHAPE))
+    write_config(folder, SHAPE)
     return config_from_mapping(
         {
             "model": {"config_path": str(folder)},

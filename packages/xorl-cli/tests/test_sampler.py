@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tiny_models import hf_config
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.models import Decoder, spec_for
 from xorl.core.nn import LayerKernels
@@ -24,23 +25,7 @@ from xorl.server.sampler.draw import DrawRule, draw, uniform_number
 
 CPU = torch.device("cpu")
 VOCAB = 61
-HF_CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "initializer_range": 0.3,
-}
+HF_CONFIG = hf_config(vocab_size=VOCAB, max_position_embeddings=256, initializer_range=0.3)
 PROMPT = tuple(range(3, 43))
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from tiny_models import hf_config
 from xorl.config import LoraConfig
 from xorl.core.models import SPECS, Decoder
 from xorl.core.nn import LayerKernels
@@ -14,16 +15,7 @@ from xorl.kernels.layout import SequenceLayout
 from xorl.lora import adapters
 from xorl.train.adapters import add_adapters, flops_of
 
-SIZES: dict[str, object] = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-}
+SIZES = hf_config(vocab_size=50)
 FAMILY = SPECS["Qwen3ForCausalLM"]
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tiny_models import hf_config, write_config
 from xorl.config import LoraConfig, ModelConfig, TrainConfig
 from xorl.config.resolve import GROUP_SIZES
 from xorl.core import runtime
@@ -19,20 +20,13 @@ from xorl.lora import quantized_linears
 from xorl.train.model import build_model, read_architecture
 
 CPU = torch.device("cpu")
-HF_CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 64,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 32,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.05,
-}
+HF_CONFIG = hf_config(
+    hidden_size=128,
+    intermediate_size=256,
+    num_key_value_heads=4,
+    tie_word_embeddings=False,
+    initializer_range=0.05,
+)
 SKIPPED = ["lm_head", "model.layers.1.mlp.down_proj"]
 CONFIGS = {
     "block_fp8": {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": SKIPPED},
@@ -56,7 +50,7 @@ def mesh():
 def write_model(folder, quant_format=None, *, nested=False):
     """A checkpoint in Hugging Face's names, quantised as other tools do it; returns its weights in bf16."""
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(HF_CONFIG))
+    write_config(folder, HF_CONFIG)
     architecture = read_architecture(ModelConfig(model_path=str(folder)))
     model = architecture.spec.build(architecture.config, merge_qkv=False)
     model.init_weights(0)
@@ -71,7 +65,7 @@ def write_model(folder, quant_format=None, *, nested=False):
             tensors |= QUANTIZERS[quant_format](module, tensors.pop(name), nested)
     if quant_format:
         stored = HF_CONFIG | {"quantization_config": CONFIGS[quant_format]}
-        (folder / "config.json").write_text(json.dumps(stored))
+        write_config(folder, stored)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     return dense
 
@@ -154,7 +148,7 @@ def test_a_quantised_checkpoint_is_read_as_it_is(quant_format, merge_qkv, tmp_pa
 def test_modelopts_own_file_says_it_too(tmp_path, mesh):
     # Catches a checkpoint whose config.json is silent, and which is then read as bytes that no parameter uses.
     write_model(tmp_path, "nvfp4")
-    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG))
+    write_config(tmp_path, HF_CONFIG)
     stored = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": SKIPPED, "kv_cache_quant_algo": None}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": stored}))
     assert len(quantized_linears(build(tmp_path, mesh))) == 7
@@ -207,7 +201,7 @@ def test_what_does_not_fit_is_refused_by_its_option(stored, lora, told, tmp_path
     write_model(tmp_path)
     if stored:
         config = CONFIGS.get(stored) if isinstance(stored, str) else stored
-        (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG | {"quantization_config": config}))
+        write_config(tmp_path, HF_CONFIG | {"quantization_config": config})
     with pytest.raises(ValueError, match=re.compile(told, re.DOTALL)):
         build(tmp_path, mesh, **lora)
 

@@ -5,22 +5,21 @@ from itertools import combinations
 import pytest
 import torch
 
+from tiny_models import hf_config
 from xorl.core.models import SPECS
 from xorl.core.nn.kernels import FUSED_KERNELS, LayerKernels, choose_kernels
 from xorl.kernels.attention import eager_attention
 from xorl.kernels.layout import SequenceLayout
 
-HF_CONFIG: dict[str, object] = {
-    "vocab_size": 13,
-    "hidden_size": 12,
-    "intermediate_size": 10,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 4,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-}
+HF_CONFIG = hf_config(
+    vocab_size=13,
+    hidden_size=12,
+    intermediate_size=10,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=4,
+    initializer_range=0.3,
+)
 CASES = [
     ("Qwen3ForCausalLM", True, native)
     for number in range(len(FUSED_KERNELS) + 1)

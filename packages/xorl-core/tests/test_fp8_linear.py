@@ -7,6 +7,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
+from tiny_models import hf_config
 from xorl.core.models import spec_for
 from xorl.core.nn import Linear
 from xorl.core.nn.fp8 import Fp8Linear, convert_linears
@@ -157,18 +158,7 @@ def test_conversion_takes_linear_layers_and_leaves_what_is_excluded():
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_small_model_learns_as_in_bf16(recipe):
     # Catches errors that add up in one direction: gradients of the wrong scale, copies of weights that are not renewed.
-    values = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 64,
-    }
+    values = hf_config(intermediate_size=64, num_attention_heads=2, initializer_range=0.02)
     spec = spec_for(values)
     ids = torch.randint(64, (96,), generator=torch.Generator().manual_seed(0))
     layout = SequenceLayout.from_lengths([48, 48])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from tiny_models import hf_config
 from xorl.core.models import SPECS, Decoder
 from xorl.core.nn import LayerKernels
 from xorl.kernels.attention import ATTENTION, AttentionRequest, resolve_attention
@@ -12,29 +13,20 @@ from xorl.kernels.linear_ce import linear_cross_entropy
 
 VOCAB = 61
 LENGTHS = [9, 1, 14, 5]
-SIZES: dict[str, object] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-}
-HF_CONFIGS: dict[str, dict[str, object]] = {
-    "LlamaForCausalLM": SIZES,
-    "Qwen2ForCausalLM": {**SIZES, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
-    "Qwen3ForCausalLM": {**SIZES, "tie_word_embeddings": True},
-    "GPT2LMHeadModel": {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+# Weights large enough that positions and neighbours matter.
+SIZES = {"vocab_size": VOCAB, "initializer_range": 0.3}
+HF_CONFIGS = {
+    "LlamaForCausalLM": hf_config("llama", **SIZES),
+    "Qwen2ForCausalLM": hf_config("qwen2", **SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=1),
+    "Qwen3ForCausalLM": hf_config("qwen3", **SIZES, tie_word_embeddings=True),
+    "GPT2LMHeadModel": hf_config("gpt2", **SIZES),
 }
 BACKENDS = ATTENTION.runnable(AttentionRequest("cpu", torch.float32, head_dim=8))
 
 
 def make_decoder(architecture: str, *, backend: str = "sdpa", merge_qkv: bool = True, **changes: object) -> Decoder:
-    """A small decoder with weights large enough that positions and neighbours matter."""
     spec = SPECS[architecture]
-    config = spec.config_from_hf({**HF_CONFIGS[architecture], "initializer_range": 0.3, **changes})
+    config = spec.config_from_hf({**HF_CONFIGS[architecture], **changes})
     attention = resolve_attention(backend, AttentionRequest("cpu", torch.float32, config.head_dim))
     decoder = spec.build(config, merge_qkv=merge_qkv, kernels=LayerKernels(attention=attention))
     decoder.init_weights(seed=1)
@@ -220,7 +212,7 @@ def test_the_head_is_the_embedding_when_tied_and_absent_from_the_parameters():
 
 def test_input_that_does_not_fit_is_refused():
     """Catches rows whose layout describes other tokens, and documents beyond the learned positions."""
-    decoder = make_decoder("GPT2LMHeadModel")
+    decoder = make_decoder("GPT2LMHeadModel", n_positions=64)
     with pytest.raises(ValueError, match=r"one packed row of the layout's 5 tokens, got shape \[4\]"):
         decoder(make_ids([4]), SequenceLayout.from_lengths([5]))
     with pytest.raises(ValueError, match=r"one packed row of the layout's 4 tokens, got shape \[1, 4\]"):

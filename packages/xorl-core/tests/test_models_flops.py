@@ -4,35 +4,18 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from tiny_models import hf_config
 from xorl.core.models import SPECS, training_flops
 from xorl.core.models.flops import causal_pairs
 from xorl.core.nn import LayerKernels
 from xorl.kernels.attention import AttentionRequest, resolve_attention
 from xorl.kernels.layout import SequenceLayout
 
+SIZES = {"num_hidden_layers": 3, "max_position_embeddings": 64}
 HF_CONFIGS = {
-    "Qwen2ForCausalLM": {
-        "vocab_size": 50,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 64,
-        "use_sliding_window": True,
-        "sliding_window": 3,
-        "max_window_layers": 1,
-    },
-    "Qwen3ForCausalLM": {
-        "vocab_size": 50,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 64,
-    },
-    "GPT2LMHeadModel": {"vocab_size": 50, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64},
+    "Qwen2ForCausalLM": hf_config("qwen2", **SIZES, use_sliding_window=True, sliding_window=3, max_window_layers=1),
+    "Qwen3ForCausalLM": hf_config("qwen3", **SIZES, head_dim=16),
+    "GPT2LMHeadModel": hf_config("gpt2", n_layer=3),
 }
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from tiny_models import hf_config
 from xorl.core.loss import cross_entropy
 from xorl.core.models import Decoder, spec_for
 from xorl.core.nn.kernels import choose_kernels
@@ -22,25 +23,13 @@ from xorl.core.parallel.offload import ActivationOffload
 from xorl.kernels.attention import sdpa_attention
 from xorl.kernels.layout import SequenceLayout
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "hidden_act": "silu",
-    "initializer_range": 0.2,
-}
-GPT2_SIZES = {"vocab_size": 64, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128, "initializer_range": 0.2}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
 FAMILIES = {
     # name: (config.json, how many layers differ from each other)
-    "llama": ({"architectures": ["LlamaForCausalLM"], **SIZES}, 1),
-    "qwen2": ({"architectures": ["Qwen2ForCausalLM"], **SIZES}, 1),
-    "qwen3": ({"architectures": ["Qwen3ForCausalLM"], **SIZES, "head_dim": 8, **WINDOWS}, 2),
-    "gpt2": ({"architectures": ["GPT2LMHeadModel"], **GPT2_SIZES}, 1),
+    "llama": (hf_config("llama", num_hidden_layers=3), 1),
+    "qwen2": (hf_config("qwen2", num_hidden_layers=3), 1),
+    "qwen3": (hf_config("qwen3", num_hidden_layers=3, **WINDOWS), 2),
+    "gpt2": (hf_config("gpt2", n_layer=3), 1),
 }
 NUM_PACKS = 20
 
@@ -162,7 +151,8 @@ def test_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_compiled_layers_keep_no_product_of_the_two_branches() -> None:
     # Catches 3 of the 17 tensors of the model's width that a layer would keep, which one cheap kernel makes again.
     torch._dynamo.reset()
-    model = model_of(FAMILIES["llama"][0], "none", "aot_eager")
+    config = FAMILIES["llama"][0]
+    model = model_of(config, "none", "aot_eager")
     kept: list[int] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -171,5 +161,6 @@ def test_compiled_layers_keep_no_product_of_the_two_branches() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss_of(model, [20])
-    assert kept.count(2 * SIZES["intermediate_size"]) == SIZES["num_hidden_layers"]
-    assert kept.count(SIZES["intermediate_size"]) == SIZES["num_hidden_layers"], "the weight of down_proj alone"
+    width, num_layers = config["intermediate_size"], config["num_hidden_layers"]
+    assert kept.count(2 * width) == num_layers
+    assert kept.count(width) == num_layers, "the weight of down_proj alone"

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tiny_models import hf_config
 from xorl.core.loss import cross_entropy
 from xorl.core.models import Decoder, spec_for
 from xorl.core.nn.fp8 import convert_linears
@@ -16,20 +17,7 @@ from xorl.core.parallel.fp8 import Fp8Weights
 from xorl.core.parallel.offload import PAGE_BYTES, ActivationOffload
 from xorl.kernels.layout import SequenceLayout
 
-HF_CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "hidden_act": "silu",
-    "initializer_range": 0.2,
-}
+HF_CONFIG = hf_config(num_hidden_layers=4)
 INPUT_BYTES = 64 * 32 * 4
 
 

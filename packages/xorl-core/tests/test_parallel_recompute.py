@@ -9,6 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tiny_models import hf_config
 from xorl.core.loss import cross_entropy
 from xorl.core.models import Decoder, spec_for
 from xorl.core.nn import LayerKernels
@@ -16,20 +17,7 @@ from xorl.core.parallel.activations import Recompute, recompute_layers
 from xorl.kernels.attention import eager_attention, sdpa_attention
 from xorl.kernels.layout import SequenceLayout
 
-HF_CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "hidden_act": "silu",
-    "initializer_range": 0.2,
-}
+HF_CONFIG = hf_config(num_hidden_layers=3)
 LENGTHS = [5, 9, 40, 10]
 ATTENTION = {"eager": eager_attention, "sdpa": sdpa_attention}
 

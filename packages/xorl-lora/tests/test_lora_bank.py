@@ -9,24 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tiny_models import hf_config
 from xorl.core.loss import cross_entropy
 from xorl.core.models import SPECS, Decoder
 from xorl.core.parallel.compile import compile_layers
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import Adam, AdapterBank, AdapterSnapshot, AdapterSpec, adapter_parameters, adapters, inject
 
-SIZES: dict[str, object] = {
-    "vocab_size": 37,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 6,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-    "attention_bias": True,
-}
+SIZES = hf_config("llama", vocab_size=37, hidden_size=24, intermediate_size=40, attention_bias=True)
 WITH_HEAD = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head")
 MEMBERS = {
     "r4": AdapterSpec(rank=4, alpha=8.0, targets=WITH_HEAD),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from tiny_models import hf_config
 from xorl.core.loss import cross_entropy
 from xorl.core.models import SPECS, Decoder
 from xorl.core.parallel.activations import Recompute, recompute_layers
@@ -16,17 +17,7 @@ from xorl.core.parallel.compile import CompileBackend, compile_layers
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import AdapterSpec, adapter_parameters, inject
 
-SIZES: dict[str, object] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-}
+SIZES = hf_config(num_hidden_layers=3)
 PACKS = [[32], [3, 9, 1, 20], [17, 5], [40, 2, 2]]
 
 

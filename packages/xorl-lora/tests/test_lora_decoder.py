@@ -7,29 +7,19 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from tiny_models import hf_config
 from xorl.core.loss import cross_entropy
 from xorl.core.models import SPECS, Decoder
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import AdapterSpec, adapter_parameters, adapters, base_parameters, init_adapters, inject, merge_
 
 VOCAB = 37
-SIZES: dict[str, object] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 6,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-}
-GPT2: dict[str, object] = {"vocab_size": VOCAB, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 64}
+SIZES = {"vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40}
 CONFIGS = {
-    "LlamaForCausalLM": {**SIZES, "attention_bias": True, "mlp_bias": True},
-    "Qwen2ForCausalLM": SIZES,
-    "Qwen3ForCausalLM": SIZES,
-    "GPT2LMHeadModel": {**GPT2, "tie_word_embeddings": False, "initializer_range": 0.2},
+    "LlamaForCausalLM": hf_config("llama", **SIZES, attention_bias=True, mlp_bias=True),
+    "Qwen2ForCausalLM": hf_config("qwen2", **SIZES),
+    "Qwen3ForCausalLM": hf_config("qwen3", **SIZES),
+    "GPT2LMHeadModel": hf_config("gpt2", vocab_size=VOCAB, n_embd=24, tie_word_embeddings=False),
 }
 LAYOUT = SequenceLayout.from_lengths([9, 1, 14, 5])
 IDS = torch.randint(VOCAB, (LAYOUT.num_tokens,), generator=torch.Generator().manual_seed(0))
@@ -197,7 +187,7 @@ def test_what_does_not_fit_the_decoder_is_an_error_that_says_so(architecture, me
 def test_a_tied_embedding_takes_no_adapter():
     """Catches a merge that changes the head along with the embedding."""
     spec = SPECS["Qwen3ForCausalLM"]
-    tied = spec.build(spec.config_from_hf({**SIZES, "tie_word_embeddings": True}))
+    tied = spec.build(spec.config_from_hf(hf_config(tie_word_embeddings=True)))
     with pytest.raises(ValueError, match="or the head does"):
         inject(tied, AdapterSpec(targets=("embed_tokens",)))
     with pytest.raises(ValueError, match="is the head's as well"):

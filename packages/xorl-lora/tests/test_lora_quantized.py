@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tiny_models import hf_config
 from xorl.core.loss import cross_entropy
 from xorl.core.models import SPECS, Decoder
 from xorl.core.nn import Linear
@@ -33,18 +34,7 @@ from xorl.lora import (
 from xorl.lora.quantized import read_rows, write_rows_
 
 FORMATS = ["nf4", "nvfp4", "block_fp8"]
-CONFIG: dict[str, object] = {
-    "vocab_size": 61,
-    "hidden_size": 64,
-    "intermediate_size": 192,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-    "tie_word_embeddings": False,
-}
+CONFIG = hf_config(vocab_size=61, hidden_size=64, intermediate_size=192)
 LAYOUT = SequenceLayout.from_lengths([9, 1, 14, 5])
 IDS = torch.randint(61, (LAYOUT.num_tokens,), generator=torch.Generator().manual_seed(0))
 
