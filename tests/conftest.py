@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ import torch
 import torch._dynamo  # FSDP2 would import it in every forked rank, as the command would import xorl.train
 
 import xorl.train  # noqa: F401
+from ports import free_port
 from xorl.cli import train as train_command
 from xorl.core import runtime
 
@@ -39,9 +39,7 @@ def run_ranks(tmp_path: Path) -> RunRanks:
     """
 
     def run(function: Callable[[], object], world_size: int) -> list:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         files = [tmp_path / f"result_{world_size}_{rank}_{port}.pt" for rank in range(world_size)]
         context = get_context("fork")
         processes = [

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterator
 
-import boto3
 import pytest
-import s3fs
-from moto.server import ThreadedMotoServer
 
+from object_store import object_store
 from xorl.data import DataError, DataFailure, DatasetEntry, PrepareOptions, downloads, prepare
 
 ROWS = [{"input_ids": list(range(i, i + 12))} for i in range(60)]
@@ -22,20 +19,9 @@ def lines(rows: list[dict[str, list[int]]]) -> bytes:
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=port, verbose=False)
-    server.start()
-    values = {"ENDPOINT_URL": f"http://127.0.0.1:{port}", "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}
-    for name, value in {**values, "DEFAULT_REGION": "us-east-1"}.items():
-        monkeypatch.setenv(f"AWS_{name}", value)
     monkeypatch.setattr(downloads, "FIRST_WAIT_S", 0.01)
-    s3fs.S3FileSystem.clear_instance_cache()  # it would go on with the server of the test before
-    client = boto3.client("s3")
-    client.create_bucket(Bucket="corpus")
-    yield client
-    server.stop()
+    with object_store(monkeypatch) as client:
+        yield client
 
 
 def documents_of(entry: DatasetEntry, options: PrepareOptions) -> list[dict[str, list[int]]]:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-import boto3
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-import s3fs
-from moto.server import ThreadedMotoServer
 
+from object_store import object_store
 from xorl.data import DataError, DatasetEntry
 from xorl.data.stream import StreamLoader, StreamOptions, StreamPlan, files, open_stream, reading
 
@@ -23,22 +20,9 @@ ROWS = [{"input_ids": list(range(i, i + 12))} for i in range(200)]
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[object]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=port, verbose=False)
-    server.start()
-    values = {"ENDPOINT_URL": f"http://127.0.0.1:{port}", "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**values, "DEFAULT_REGION": "us-east-1"}.items():
-            patch.setenv(f"AWS_{name}", value)
-        # It would go on with the server of the test before.
-        s3fs.S3FileSystem.clear_instance_cache()
+    with pytest.MonkeyPatch.context() as patch, object_store(patch) as client:
         patch.setattr(reading, "_STORAGES", {})
-        client = boto3.client("s3")
-        client.create_bucket(Bucket="corpus")
         yield client
-    server.stop()
 
 
 def first_ids(entry: DatasetEntry, folder: Path, num_workers: int = 0) -> list[int]:

@@ -1,6 +1,5 @@
 """An orchestrator in the test's own loop, workers that count, and a client that asks it as the API does."""
 
-import asyncio
 import contextlib
 import hashlib
 import secrets
@@ -95,6 +94,12 @@ class Client:
         await self.orchestrator.answer(CreateSession(SESSION))
         return await self.do(CreateModel(model, lora=LoraSpec(rank=8, seed=0, **lora)))
 
+    async def begin(self):
+        """A model after one step of training: its weights are folded(1, 1), and its next number is 3."""
+        await self.create()
+        await self.do(forward_backward(1), 1)
+        await self.do(step(), 2)
+
 
 @contextlib.asynccontextmanager
 async def running(chosen):
@@ -115,5 +120,9 @@ def workers(chosen, **extra):
         counting.close()
 
 
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 60))
+@contextlib.asynccontextmanager
+async def serving(chosen, **extra):
+    """(client, workers) of an orchestrator that has workers."""
+    with workers(chosen, **extra) as counting:
+        async with running(chosen) as client:
+            yield client, counting

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ports import free_port
 from xorl.cli.failures import failure_of, report
 from xorl.cli.launch import LaunchFlags, LaunchPlan, launch, plan_launch
 
@@ -231,10 +231,7 @@ def test_a_second_signal_ends_ranks_that_save() -> None:
 @pytest.mark.multi
 def test_two_launchers_make_one_job() -> None:
     # Would catch flags of several nodes that are accepted and lost on the way to torch.
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    flags = {"nproc_per_node": 1, "nnodes": 2, "master_addr": "127.0.0.1", "master_port": port}
+    flags = {"nproc_per_node": 1, "nnodes": 2, "master_addr": "127.0.0.1", "master_port": free_port()}
     code = (
         f"import sys; from xorl.cli.launch import *; flags = LaunchFlags(**{flags}, node_rank=1); "
         "plan = plan_launch(flags, num_gpus=0, is_single_process=False); "

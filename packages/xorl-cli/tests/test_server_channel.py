@@ -11,6 +11,7 @@ import pytest
 import zmq
 
 import doubling_server
+from asynchronous import in_a_loop
 from doubling_server import ANSWERED, ASKED, QUICK, doubled
 from xorl.server.channel import (
     BlockingServer,
@@ -48,33 +49,27 @@ class Served:
         await asyncio.gather(self.task, return_exceptions=True)
 
 
-def test_many_requests_at_once_each_get_their_own_answer():
+@in_a_loop
+async def test_many_requests_at_once_each_get_their_own_answer():
     """Catches answers given to the wrong request, and one slow request that holds up the others."""
-
-    async def run():
-        async with Served() as served:
-            slow = asyncio.create_task(served.client.request(Tombstone("m", 1500), timeout_s=5))
-            rates = [i / 8 for i in range(100)]
-            answers = await asyncio.gather(*(served.client.request(OptimStep("m", r), timeout_s=5) for r in rates))
-            assert [answer.metrics["doubled"] for answer in answers] == [2 * rate for rate in rates]
-            assert not slow.done()
-            assert await slow == Ok()
-
-    asyncio.run(run())
+    async with Served() as served:
+        slow = asyncio.create_task(served.client.request(Tombstone("m", 1500), timeout_s=5))
+        rates = [i / 8 for i in range(100)]
+        answers = await asyncio.gather(*(served.client.request(OptimStep("m", r), timeout_s=5) for r in rates))
+        assert [answer.metrics["doubled"] for answer in answers] == [2 * rate for rate in rates]
+        assert not slow.done()
+        assert await slow == Ok()
 
 
-def test_what_the_handler_raises_reaches_the_client_and_the_next_request_works():
+@in_a_loop
+async def test_what_the_handler_raises_reaches_the_client_and_the_next_request_works():
     """Catches a server that dies of one bad request."""
-
-    async def run():
-        async with Served() as served:
-            with pytest.raises(ChannelError, match="no model gone"):
-                await served.client.request(UnloadModel("gone"), timeout_s=5)
-            with pytest.raises(TimeoutError):
-                await served.client.request(Tombstone("m", 2000), timeout_s=0.1)
-            assert await served.client.request(Tombstone("m", 0), timeout_s=5) == Ok()
-
-    asyncio.run(run())
+    async with Served() as served:
+        with pytest.raises(ChannelError, match="no model gone"):
+            await served.client.request(UnloadModel("gone"), timeout_s=5)
+        with pytest.raises(TimeoutError):
+            await served.client.request(Tombstone("m", 2000), timeout_s=0.1)
+        assert await served.client.request(Tombstone("m", 0), timeout_s=5) == Ok()
 
 
 def start_server(address):
@@ -85,29 +80,26 @@ def start_server(address):
     return process
 
 
-def test_a_killed_server_is_noticed_at_once_and_its_successor_is_used():
+@in_a_loop
+async def test_a_killed_server_is_noticed_at_once_and_its_successor_is_used():
     """Catches a client that waits for ever for an answer of a process that is dead, or never finds the next one."""
-
-    async def run():
-        address = private_ipc_address("killed")
-        first = start_server(address)
-        client = ChannelClient(address, ANSWERED, limits=QUICK)
-        await client.start()
-        await client.wait_connected(60)
-        incarnation = client.incarnation
-        waiting = asyncio.create_task(client.request(Tombstone("m", 60_000), timeout_s=60))
-        await asyncio.sleep(0.2)
-        os.kill(first.pid, signal.SIGKILL)
-        with pytest.raises(PeerLost):
-            await asyncio.wait_for(waiting, 5)
-        second = start_server(address)
-        answer = await client.request(OptimStep("m", 1.0), timeout_s=5, connect_timeout_s=60)
-        assert answer == OptimResult({"doubled": 2.0})
-        assert client.incarnation != incarnation
-        await client.close()
-        second.kill()
-
-    asyncio.run(run())
+    address = private_ipc_address("killed")
+    first = start_server(address)
+    client = ChannelClient(address, ANSWERED, limits=QUICK)
+    await client.start()
+    await client.wait_connected(60)
+    incarnation = client.incarnation
+    waiting = asyncio.create_task(client.request(Tombstone("m", 60_000), timeout_s=60))
+    await asyncio.sleep(0.2)
+    os.kill(first.pid, signal.SIGKILL)
+    with pytest.raises(PeerLost):
+        await asyncio.wait_for(waiting, 5)
+    second = start_server(address)
+    answer = await client.request(OptimStep("m", 1.0), timeout_s=5, connect_timeout_s=60)
+    assert answer == OptimResult({"doubled": 2.0})
+    assert client.incarnation != incarnation
+    await client.close()
+    second.kill()
 
 
 class Ran:
@@ -160,84 +152,69 @@ def test_pickles_and_rubbish_are_refused_and_counted(tmp_path, address):
     assert not (tmp_path / "ran").exists()
 
 
-def test_versions_that_differ_are_told_to_both(monkeypatch):
+@in_a_loop
+async def test_versions_that_differ_are_told_to_both(monkeypatch):
     """Catches a half upgraded service that fails in some other way than saying so."""
-
-    async def run():
-        async with Served() as served:
-            monkeypatch.setattr(
-                "xorl.server.channel.client.encode_header",
-                lambda kind, number=0: msgspec.msgpack.encode(Header(999, kind, number)),
-            )
-            client = ChannelClient(served.bound, ANSWERED, limits=QUICK)
-            await client.start()
-            # The refusal is of the server's version, so this one believes it, and says the other's words.
-            with pytest.raises(PeerLost):
-                await client.request(Tombstone("m", 0), timeout_s=5, connect_timeout_s=0.5)
-            assert served.server.num_refused > 0
-            await client.close()
-
-    asyncio.run(run())
-
-
-def test_a_server_of_another_version_is_named(monkeypatch):
-    """Catches a client that takes a later server's silence for a lost one."""
-
-    async def run():
+    async with Served() as served:
         monkeypatch.setattr(
-            "xorl.server.channel.server.encode_header",
-            lambda kind, number, incarnation: msgspec.msgpack.encode(Header(999, kind, number, incarnation)),
+            "xorl.server.channel.client.encode_header",
+            lambda kind, number=0: msgspec.msgpack.encode(Header(999, kind, number)),
         )
-        async with Served() as served:
-            with pytest.raises(VersionMismatch, match="999"):
-                await served.client.wait_connected(0.5)
+        client = ChannelClient(served.bound, ANSWERED, limits=QUICK)
+        await client.start()
+        # The refusal is of the server's version, so this one believes it, and says the other's words.
+        with pytest.raises(PeerLost):
+            await client.request(Tombstone("m", 0), timeout_s=5, connect_timeout_s=0.5)
+        assert served.server.num_refused > 0
+        await client.close()
 
-    asyncio.run(run())
+
+@in_a_loop
+async def test_a_server_of_another_version_is_named(monkeypatch):
+    """Catches a client that takes a later server's silence for a lost one."""
+    monkeypatch.setattr(
+        "xorl.server.channel.server.encode_header",
+        lambda kind, number, incarnation: msgspec.msgpack.encode(Header(999, kind, number, incarnation)),
+    )
+    async with Served() as served:
+        with pytest.raises(VersionMismatch, match="999"):
+            await served.client.wait_connected(0.5)
 
 
-def test_a_message_beyond_the_limit_is_not_sent():
+@in_a_loop
+async def test_a_message_beyond_the_limit_is_not_sent():
     """Catches a request that ZMQ would drop without a word."""
-
-    async def run():
-        async with Served() as served:
-            with pytest.raises(ChannelError, match="at most"):
-                await served.client.request(UnloadModel("m" * 2**21), timeout_s=5)
-
-    asyncio.run(run())
+    async with Served() as served:
+        with pytest.raises(ChannelError, match="at most"):
+            await served.client.request(UnloadModel("m" * 2**21), timeout_s=5)
 
 
-def test_more_requests_than_the_limit_are_refused():
+@in_a_loop
+async def test_more_requests_than_the_limit_are_refused():
     """Catches a flood that fills the memory."""
-
-    async def run():
-        async with Served(limits=Limits(num_pending=2, ping_every_s=0.1)) as served:
-            calls = [served.client.request(Tombstone("m", 300), timeout_s=5) for _ in range(4)]
-            answers = await asyncio.gather(*calls, return_exceptions=True)
-            assert sorted(type(answer).__name__ for answer in answers) == ["ChannelError"] * 2 + ["Ok"] * 2
-
-    asyncio.run(run())
+    async with Served(limits=Limits(num_pending=2, ping_every_s=0.1)) as served:
+        calls = [served.client.request(Tombstone("m", 300), timeout_s=5) for _ in range(4)]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        assert sorted(type(answer).__name__ for answer in answers) == ["ChannelError"] * 2 + ["Ok"] * 2
 
 
 @pytest.mark.parametrize("who", ["the right keys", "other keys", "no keys"])
-def test_only_who_has_the_keys_gets_in(who):
+@in_a_loop
+async def test_only_who_has_the_keys_gets_in(who):
     """Catches a channel between machines that takes requests from anybody."""
-
-    async def run():
-        keys = ChannelKeys.create()
-        other = ChannelKeys.create()
-        given = {
-            "the right keys": keys,
-            "other keys": ChannelKeys(keys.server_public, b"", other.client_public, other.client_secret),
-            "no keys": None,
-        }
-        async with Served("tcp://127.0.0.1:*", server_keys=keys, client_keys=given[who]) as served:
-            if who == "the right keys":
-                assert await served.client.request(Tombstone("m", 0), timeout_s=5) == Ok()
-            else:
-                with pytest.raises(PeerLost):
-                    await served.client.request(Tombstone("m", 0), timeout_s=5, connect_timeout_s=0.7)
-
-    asyncio.run(run())
+    keys = ChannelKeys.create()
+    other = ChannelKeys.create()
+    given = {
+        "the right keys": keys,
+        "other keys": ChannelKeys(keys.server_public, b"", other.client_public, other.client_secret),
+        "no keys": None,
+    }
+    async with Served("tcp://127.0.0.1:*", server_keys=keys, client_keys=given[who]) as served:
+        if who == "the right keys":
+            assert await served.client.request(Tombstone("m", 0), timeout_s=5) == Ok()
+        else:
+            with pytest.raises(PeerLost):
+                await served.client.request(Tombstone("m", 0), timeout_s=5, connect_timeout_s=0.7)
 
 
 @pytest.mark.parametrize("address", ["tcp://0.0.0.0:5556", "tcp://*:5556", "tcp://10.0.0.1:5556", "tcp://[::]:1"])

@@ -5,8 +5,9 @@ import random
 
 import pytest
 
+from asynchronous import in_a_loop
 from counting_workers import CountingWorkers, folded
-from orchestrated import LIMITS, SESSION, Client, forward_backward, options, run, step
+from orchestrated import LIMITS, SESSION, Client, forward_backward, options, step
 from xorl.server.messages import AbortGradients, Failure, SaveWeights, UnloadModel
 from xorl.server.orchestrator import Orchestrator
 from xorl.server.orchestrator.calls import RELEASE
@@ -79,6 +80,7 @@ async def chaos(chosen, seed):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_calls_count_once_whoever_dies_between_them(tmp_path, seed):
+@in_a_loop
+async def test_calls_count_once_whoever_dies_between_them(tmp_path, seed):
     """Catches, whatever the order of deaths: a gradient lost or added twice, a step taken twice, a save that mixes."""
-    run(chaos(options(tmp_path, worker_max_retries=100), seed))
+    await chaos(options(tmp_path, worker_max_retries=100), seed)

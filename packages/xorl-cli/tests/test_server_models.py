@@ -4,195 +4,157 @@ import asyncio
 
 import msgspec
 
+from asynchronous import in_a_loop
 from counting_workers import folded
-from orchestrated import MODEL, SESSION, forward_backward, options, run, running, step, submit, workers
+from orchestrated import MODEL, SESSION, forward_backward, options, serving, step, submit
 from xorl.server.messages import CreateModel, Failure, Ok, Rejected, SaveWeights, UnloadModel
 from xorl.server.names import CheckpointRef
 from xorl.server.queries import CreateSession, DeleteCheckpoint, FinishSession, ListCheckpoints
 
 
-def test_an_idle_model_is_saved_and_released_and_comes_back_when_it_is_called(tmp_path):
+@in_a_loop
+async def test_an_idle_model_is_saved_and_released_and_comes_back_when_it_is_called(tmp_path):
     """Catches weights or a gradient that are lost with the client's silence, and memory that is never given back."""
-
-    async def scenario():
-        chosen = options(tmp_path, idle_session_timeout_s=3600.0)
-        with workers(chosen) as counting:
-            async with running(chosen) as client:
-                await client.create()
-                await client.do(forward_backward(1), 1)
-                await client.do(step(), 2)
-                await client.do(forward_backward(2), 3)
-                await client.orchestrator.answer(FinishSession(SESSION, "success"))
-                while MODEL in counting.models:
-                    await asyncio.sleep(0.05)
-                assert (await client.do(step(), 4)).metrics["weights"] == folded(folded(1, 1), 2)
-                listed = await client.orchestrator.answer(ListCheckpoints(MODEL))
-                assert listed.checkpoints == []
-
-    run(scenario())
+    chosen = options(tmp_path, idle_session_timeout_s=3600.0)
+    async with serving(chosen) as (client, counting):
+        await client.begin()
+        await client.do(forward_backward(2), 3)
+        await client.orchestrator.answer(FinishSession(SESSION, "success"))
+        while MODEL in counting.models:
+            await asyncio.sleep(0.05)
+        assert (await client.do(step(), 4)).metrics["weights"] == folded(folded(1, 1), 2)
+        listed = await client.orchestrator.answer(ListCheckpoints(MODEL))
+        assert listed.checkpoints == []
 
 
-def test_saves_are_checked_before_anything_is_written(tmp_path):
+@in_a_loop
+async def test_saves_are_checked_before_anything_is_written(tmp_path):
     """Catches a checkpoint that is written over or goes beyond storage_limit, and a refusal that leaves a gap."""
-
-    async def scenario():
-        chosen = options(tmp_path)
-        with workers(chosen) as counting:
-            async with running(chosen) as client:
-                await client.create()
-                saved = await client.do(SaveWeights(MODEL, "a", user_metadata={"note": "x"}), 1)
-                assert saved.checkpoint == CheckpointRef(MODEL, "weights", "a")
-                again = await client.do(SaveWeights(MODEL, "a"), 2)
-                assert isinstance(again, Failure)
-                assert again.status == 409
-                ran = len(counting.ran)
-                client.orchestrator.state.options = msgspec.structs.replace(chosen, storage_limit_bytes=10)
-                full = await client.do(SaveWeights(MODEL, "b"), 3)
-                assert full.status == 507
-                assert "StorageLimitError" in full.message
-                assert len(counting.ran) == ran
-                listed = await client.orchestrator.answer(ListCheckpoints(MODEL))
-                assert [c.user_metadata for c in listed.checkpoints] == [{"note": "x"}]
-                kept = await client.orchestrator.answer(DeleteCheckpoint(saved.checkpoint))
-                assert isinstance(kept, Rejected)
-                client.orchestrator.state.options = chosen
-                assert await client.orchestrator.answer(DeleteCheckpoint(saved.checkpoint)) == Ok()
-                assert (await client.orchestrator.answer(ListCheckpoints(MODEL))).checkpoints == []
-                reserved = await client.orchestrator.answer(submit(SaveWeights(MODEL, "recovery-0"), 4))
-                assert reserved.status == 400
-                assert (await client.do(step(), 5)).metrics["step"] == 1, "waits for the call that was refused"
-                await client.do(UnloadModel(MODEL), None)
-                while list(chosen.folder.glob("weights/*/*")):
-                    await asyncio.sleep(0.02)
-                gone = await client.orchestrator.answer(submit(step(), 6))
-                assert gone.status == 404
-
-    run(scenario())
+    chosen = options(tmp_path)
+    async with serving(chosen) as (client, counting):
+        await client.create()
+        saved = await client.do(SaveWeights(MODEL, "a", user_metadata={"note": "x"}), 1)
+        assert saved.checkpoint == CheckpointRef(MODEL, "weights", "a")
+        again = await client.do(SaveWeights(MODEL, "a"), 2)
+        assert isinstance(again, Failure)
+        assert again.status == 409
+        ran = len(counting.ran)
+        client.orchestrator.state.options = msgspec.structs.replace(chosen, storage_limit_bytes=10)
+        full = await client.do(SaveWeights(MODEL, "b"), 3)
+        assert full.status == 507
+        assert "StorageLimitError" in full.message
+        assert len(counting.ran) == ran
+        listed = await client.orchestrator.answer(ListCheckpoints(MODEL))
+        assert [c.user_metadata for c in listed.checkpoints] == [{"note": "x"}]
+        kept = await client.orchestrator.answer(DeleteCheckpoint(saved.checkpoint))
+        assert isinstance(kept, Rejected)
+        client.orchestrator.state.options = chosen
+        assert await client.orchestrator.answer(DeleteCheckpoint(saved.checkpoint)) == Ok()
+        assert (await client.orchestrator.answer(ListCheckpoints(MODEL))).checkpoints == []
+        reserved = await client.orchestrator.answer(submit(SaveWeights(MODEL, "recovery-0"), 4))
+        assert reserved.status == 400
+        assert (await client.do(step(), 5)).metrics["step"] == 1, "waits for the call that was refused"
+        await client.do(UnloadModel(MODEL), None)
+        while list(chosen.folder.glob("weights/*/*")):
+            await asyncio.sleep(0.02)
+        gone = await client.orchestrator.answer(submit(step(), 6))
+        assert gone.status == 404
 
 
-def test_a_disk_that_takes_nothing_refuses_requests_and_keeps_results_until_it_does(tmp_path):
+@in_a_loop
+async def test_a_disk_that_takes_nothing_refuses_requests_and_keeps_results_until_it_does(tmp_path):
     """Catches a request that is accepted and not kept, and a result that is dropped for want of room."""
-
-    async def scenario():
-        chosen = options(tmp_path)
-        with workers(chosen, delay_s=0.3) as counting:
-            async with running(chosen) as client:
-                await client.create()
-                flying = await client.send(forward_backward(1), 1)
-                await asyncio.sleep(0.1)
-                commit = client.orchestrator.state.journal._commit
-                await commit.write(lambda connection: connection.execute("PRAGMA max_page_count = 1"))
-                refused = await client.orchestrator.answer(submit(forward_backward(*range(20_000)), 2))
-                assert isinstance(refused, Rejected)
-                assert refused.status == 507
-                await commit.write(lambda connection: connection.execute("PRAGMA max_page_count = 1000000"))
-                assert (await client.result(flying)).metrics["loss:sum"] == 1
-                assert (await client.do(step(), 2)).metrics["weights"] == folded(1, 1)
-                assert counting.ran.count(flying) == 1
-
-    run(scenario())
+    chosen = options(tmp_path)
+    async with serving(chosen, delay_s=0.3) as (client, counting):
+        await client.create()
+        flying = await client.send(forward_backward(1), 1)
+        await asyncio.sleep(0.1)
+        commit = client.orchestrator.state.journal._commit
+        await commit.write(lambda connection: connection.execute("PRAGMA max_page_count = 1"))
+        refused = await client.orchestrator.answer(submit(forward_backward(*range(20_000)), 2))
+        assert isinstance(refused, Rejected)
+        assert refused.status == 507
+        await commit.write(lambda connection: connection.execute("PRAGMA max_page_count = 1000000"))
+        assert (await client.result(flying)).metrics["loss:sum"] == 1
+        assert (await client.do(step(), 2)).metrics["weights"] == folded(1, 1)
+        assert counting.ran.count(flying) == 1
 
 
-def test_a_service_that_is_stopped_saves_its_models_and_runs_nothing_again(tmp_path):
+@in_a_loop
+async def test_a_service_that_is_stopped_saves_its_models_and_runs_nothing_again(tmp_path):
     """Catches an orderly stop after which a day of training is run again."""
-
-    async def scenario():
-        chosen = options(tmp_path)
-        with workers(chosen):
-            async with running(chosen) as client:
-                await client.create()
-                await client.do(forward_backward(1), 1)
-                await client.do(step(), 2)
-                await client.do(forward_backward(2), 3)
-                await client.orchestrator.save_models()
-        with workers(chosen) as fresh:
-            async with running(chosen) as client:
-                assert (await client.do(step(), 4)).metrics["weights"] == folded(folded(1, 1), 2)
-        # Unload, create from what was saved, the gradient that was left, and the new step.
-        assert len(fresh.ran) == 4
-
-    run(scenario())
+    chosen = options(tmp_path)
+    async with serving(chosen) as (client, _):
+        await client.begin()
+        await client.do(forward_backward(2), 3)
+        await client.orchestrator.save_models()
+    async with serving(chosen) as (client, fresh):
+        assert (await client.do(step(), 4)).metrics["weights"] == folded(folded(1, 1), 2)
+    # Unload, create from what was saved, the gradient that was left, and the new step.
+    assert len(fresh.ran) == 4
 
 
-def test_full_weights_go_to_who_asks_when_their_client_is_gone_and_not_before(tmp_path):
+@in_a_loop
+async def test_full_weights_go_to_who_asks_when_their_client_is_gone_and_not_before(tmp_path):
     """Catches a script that cannot start because one that crashed has the base, and one that takes it from another."""
-
-    async def scenario():
-        chosen = options(tmp_path, enable_lora=False)
-        with workers(chosen) as counting:
-            async with running(chosen) as client:
-                await client.create()
-                await client.do(forward_backward(1), 1)
-                await client.do(step(), 2)
-                await client.orchestrator.answer(CreateSession("session-2"))
-                other = CreateModel("session-2:train:0")
-                refused = await client.do(other, session="session-2")
-                assert isinstance(refused, Failure)
-                assert MODEL in refused.message
-                registry = client.orchestrator.state.registry
-                registry.sessions[SESSION].last_active = registry.models[MODEL].last_active = 0.0
-                other = CreateModel("session-2:train:1")
-                assert not isinstance(await client.do(other, session="session-2"), Failure)
-                assert list(counting.models) == ["session-2:train:1"]
-                registry.models["session-2:train:1"].last_active = registry.sessions["session-2"].last_active = 0.0
-                await client.do(forward_backward(2), 3)
-                assert (await client.do(step(), 4)).metrics["weights"] == folded(folded(1, 1), 2)
-
-    run(scenario())
+    chosen = options(tmp_path, enable_lora=False)
+    async with serving(chosen) as (client, counting):
+        await client.begin()
+        await client.orchestrator.answer(CreateSession("session-2"))
+        other = CreateModel("session-2:train:0")
+        refused = await client.do(other, session="session-2")
+        assert isinstance(refused, Failure)
+        assert MODEL in refused.message
+        registry = client.orchestrator.state.registry
+        registry.sessions[SESSION].last_active = registry.models[MODEL].last_active = 0.0
+        other = CreateModel("session-2:train:1")
+        assert not isinstance(await client.do(other, session="session-2"), Failure)
+        assert list(counting.models) == ["session-2:train:1"]
+        registry.models["session-2:train:1"].last_active = registry.sessions["session-2"].last_active = 0.0
+        await client.do(forward_backward(2), 3)
+        assert (await client.do(step(), 4)).metrics["weights"] == folded(folded(1, 1), 2)
 
 
-def test_a_checkpoint_whose_time_is_over_goes_and_its_model_stays(tmp_path):
+@in_a_loop
+async def test_a_checkpoint_whose_time_is_over_goes_and_its_model_stays(tmp_path):
     """Catches a disk that fills with what was to be deleted, and a model that is deleted with it."""
-
-    async def scenario():
-        chosen = options(tmp_path)
-        with workers(chosen):
-            async with running(chosen) as client:
-                await client.create()
-                await client.do(forward_backward(1), 1)
-                await client.do(step(), 2)
-                await client.do(SaveWeights(MODEL, "short", ttl_s=0.1), 3)
-                await asyncio.sleep(0.2)
-                client.orchestrator.housekeeping._pruned = 0.0
-                for _ in range(200):
-                    listed = await client.orchestrator.answer(ListCheckpoints(MODEL))
-                    if not listed.checkpoints:
-                        break
-                    await asyncio.sleep(0.05)
-                assert listed.checkpoints == []
-        with workers(chosen):
-            async with running(chosen) as client:
-                await client.do(forward_backward(2), 4)
-                assert (await client.do(step(), 5)).metrics["weights"] == folded(folded(1, 1), 2)
-
-    run(scenario())
+    chosen = options(tmp_path)
+    async with serving(chosen) as (client, _):
+        await client.begin()
+        await client.do(SaveWeights(MODEL, "short", ttl_s=0.1), 3)
+        await asyncio.sleep(0.2)
+        client.orchestrator.housekeeping._pruned = 0.0
+        for _ in range(200):
+            listed = await client.orchestrator.answer(ListCheckpoints(MODEL))
+            if not listed.checkpoints:
+                break
+            await asyncio.sleep(0.05)
+        assert listed.checkpoints == []
+    async with serving(chosen) as (client, _):
+        await client.do(forward_backward(2), 4)
+        assert (await client.do(step(), 5)).metrics["weights"] == folded(folded(1, 1), 2)
 
 
-def test_a_long_tail_is_cut_by_a_save_of_the_services_own(tmp_path, monkeypatch):
+@in_a_loop
+async def test_a_long_tail_is_cut_by_a_save_of_the_services_own(tmp_path, monkeypatch):
     """Catches a journal that keeps a day of data, and a recovery that takes as long as the training did."""
-
-    async def scenario():
-        chosen = options(tmp_path)
-        monkeypatch.setattr("xorl.server.orchestrator.runner.MAX_TAIL_BYTES", 200)
-        with workers(chosen):
-            async with running(chosen) as client:
-                await client.create()
-                for index in range(6):
-                    await client.do(forward_backward(index), 2 * index + 1)
-                    await client.do(step(), 2 * index + 2)
-                model = client.orchestrator.state.registry.models[MODEL]
-                while client.orchestrator.state.open:
-                    await asyncio.sleep(0.02)
-                assert model.num_recoveries > 1
-                assert len(client.orchestrator.state.journal.tail(model.lane)) < 6
-                while len(list(chosen.folder.glob("weights/*/*"))) > 1:
-                    await asyncio.sleep(0.02)
-        with workers(chosen):
-            async with running(chosen) as client:
-                after = await client.do(step(), 13)
-        expected = 1
-        for gradient in (*range(6), 0):
-            expected = folded(expected, gradient)
-        assert after.metrics["weights"] == expected
-
-    run(scenario())
+    chosen = options(tmp_path)
+    monkeypatch.setattr("xorl.server.orchestrator.runner.MAX_TAIL_BYTES", 200)
+    async with serving(chosen) as (client, _):
+        await client.create()
+        for index in range(6):
+            await client.do(forward_backward(index), 2 * index + 1)
+            await client.do(step(), 2 * index + 2)
+        model = client.orchestrator.state.registry.models[MODEL]
+        while client.orchestrator.state.open:
+            await asyncio.sleep(0.02)
+        assert model.num_recoveries > 1
+        assert len(client.orchestrator.state.journal.tail(model.lane)) < 6
+        while len(list(chosen.folder.glob("weights/*/*"))) > 1:
+            await asyncio.sleep(0.02)
+    async with serving(chosen) as (client, _):
+        after = await client.do(step(), 13)
+    expected = 1
+    for gradient in (*range(6), 0):
+        expected = folded(expected, gradient)
+    assert after.metrics["weights"] == expected

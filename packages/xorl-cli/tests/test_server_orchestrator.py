@@ -2,8 +2,9 @@
 
 import asyncio
 
+from asynchronous import in_a_loop
 from counting_workers import BAD, folded
-from orchestrated import MODEL, forward_backward, options, run, running, step, submit, workers
+from orchestrated import MODEL, forward_backward, options, running, serving, step, submit, workers
 from xorl.server.messages import (
     CreateModel,
     Failure,
@@ -18,241 +19,200 @@ from xorl.server.messages import (
 from xorl.server.queries import GetModel, GetStatus
 
 
-def test_a_loop_of_training_with_chunks_that_arrive_out_of_order(tmp_path):
+@in_a_loop
+async def test_a_loop_of_training_with_chunks_that_arrive_out_of_order(tmp_path):
     """Catches a step that overtakes a chunk, a chunk that is lost, and a retry that runs again."""
-
-    async def scenario():
-        chosen = options(tmp_path)
-        with workers(chosen) as counting:
-            async with running(chosen) as client:
-                await client.create()
-                second = await client.send(forward_backward(3, 4), 2)
-                again = await client.send(step(), 3)
-                pending = await client.orchestrator.answer(Poll(second, 0.05))
-                assert pending.reason == "request 1 of this model has not arrived"
-                first = await client.send(forward_backward(1, 2), 1)
-                assert await client.send(forward_backward(1, 2), 1) == first
-                assert (await client.result(second)).metrics == {"loss:sum": 7.0}
-                assert (await client.result(again)).metrics["weights"] == folded(1, 10)
-                assert counting.ran.count(first) == 1
-                wrong = await client.orchestrator.answer(submit(forward_backward(9), 1))
-                assert isinstance(wrong, Rejected)
-                assert wrong.status == 400
-                late = await client.orchestrator.answer(Poll("nobody", 0.0))
-                assert late == Unknown("nobody")
-
-    run(scenario())
+    chosen = options(tmp_path)
+    async with serving(chosen) as (client, counting):
+        await client.create()
+        second = await client.send(forward_backward(3, 4), 2)
+        again = await client.send(step(), 3)
+        pending = await client.orchestrator.answer(Poll(second, 0.05))
+        assert pending.reason == "request 1 of this model has not arrived"
+        first = await client.send(forward_backward(1, 2), 1)
+        assert await client.send(forward_backward(1, 2), 1) == first
+        assert (await client.result(second)).metrics == {"loss:sum": 7.0}
+        assert (await client.result(again)).metrics["weights"] == folded(1, 10)
+        assert counting.ran.count(first) == 1
+        wrong = await client.orchestrator.answer(submit(forward_backward(9), 1))
+        assert isinstance(wrong, Rejected)
+        assert wrong.status == 400
+        late = await client.orchestrator.answer(Poll("nobody", 0.0))
+        assert late == Unknown("nobody")
 
 
-def test_a_number_that_was_rejected_is_passed_over_and_one_that_never_comes_fails_what_waits(tmp_path):
+@in_a_loop
+async def test_a_number_that_was_rejected_is_passed_over_and_one_that_never_comes_fails_what_waits(tmp_path):
     """Catches a model that hangs for ever behind a call that the API refused or the client never sent."""
-
-    async def scenario():
-        chosen = options(tmp_path, gap_timeout_s=0.5)
-        with workers(chosen):
-            async with running(chosen) as client:
-                await client.create()
-                waiting = await client.send(forward_backward(5), 2)
-                await client.orchestrator.answer(Tombstone(MODEL, 1))
-                assert (await client.result(waiting)).metrics["loss:sum"] == 5
-                behind = [await client.send(forward_backward(7), 4), await client.send(step(), 5)]
-                failures = [await client.result(request) for request in behind]
-                assert all(isinstance(f, Failure) and "request 3" in f.message for f in failures)
-                assert (await client.do(step(), 6)).metrics["weights"] == folded(1, 5)
-
-    run(scenario())
+    chosen = options(tmp_path, gap_timeout_s=0.5)
+    async with serving(chosen) as (client, _):
+        await client.create()
+        waiting = await client.send(forward_backward(5), 2)
+        await client.orchestrator.answer(Tombstone(MODEL, 1))
+        assert (await client.result(waiting)).metrics["loss:sum"] == 5
+        behind = [await client.send(forward_backward(7), 4), await client.send(step(), 5)]
+        failures = [await client.result(request) for request in behind]
+        assert all(isinstance(f, Failure) and "request 3" in f.message for f in failures)
+        assert (await client.do(step(), 6)).metrics["weights"] == folded(1, 5)
 
 
-def test_the_orchestrator_dies_with_requests_in_flight_and_nothing_is_lost_or_done_twice(tmp_path):
+@in_a_loop
+async def test_the_orchestrator_dies_with_requests_in_flight_and_nothing_is_lost_or_done_twice(tmp_path):
     """Catches a result that dies with the process, and a gradient that is added again when it comes back."""
-
-    async def scenario():
-        chosen = options(tmp_path)
-        with workers(chosen, delay_s=0.3) as counting:
-            async with running(chosen) as client:
-                await client.create()
-                done = await client.send(forward_backward(1), 1)
-                await client.result(done)
-                flying = await client.send(forward_backward(2), 2)
-                queued = [await client.send(forward_backward(3), 3), await client.send(step(), 4)]
-                await asyncio.sleep(0.1)
-            async with running(chosen) as client:
-                assert await client.send(forward_backward(2), 2) == flying
-                assert (await client.result(done)).metrics["loss:sum"] == 1
-                assert (await client.result(flying)).metrics["loss:sum"] == 2
-                assert (await client.result(queued[1])).metrics["weights"] == folded(1, 6)
-                assert (await client.do(forward_backward(4), 5)).metrics["loss:sum"] == 4
-        assert len(counting.ran) == len(set(counting.ran)) == 6
-
-    run(scenario())
+    chosen = options(tmp_path)
+    with workers(chosen, delay_s=0.3) as counting:
+        async with running(chosen) as client:
+            await client.create()
+            done = await client.send(forward_backward(1), 1)
+            await client.result(done)
+            flying = await client.send(forward_backward(2), 2)
+            queued = [await client.send(forward_backward(3), 3), await client.send(step(), 4)]
+            await asyncio.sleep(0.1)
+        async with running(chosen) as client:
+            assert await client.send(forward_backward(2), 2) == flying
+            assert (await client.result(done)).metrics["loss:sum"] == 1
+            assert (await client.result(flying)).metrics["loss:sum"] == 2
+            assert (await client.result(queued[1])).metrics["weights"] == folded(1, 6)
+            assert (await client.do(forward_backward(4), 5)).metrics["loss:sum"] == 4
+    assert len(counting.ran) == len(set(counting.ran)) == 6
 
 
-def test_workers_that_die_are_replaced_and_models_are_as_they_were(tmp_path):
+@in_a_loop
+async def test_workers_that_die_are_replaced_and_models_are_as_they_were(tmp_path):
     """Catches half a gradient, a step that is lost with the workers, and one that is taken twice."""
-
-    async def scenario():
-        chosen = options(tmp_path)
-        async with running(chosen) as client:
-            with workers(chosen, delay_s=0.2):
-                await client.create()
-                await client.do(forward_backward(1), 1)
-                await client.do(step(), 2)
-                await client.do(SaveWeights(MODEL, "kept"), 3)
-                await client.do(forward_backward(2), 4)
-                await client.do(step(), 5)
-                await client.do(forward_backward(3), 6)
-                flying = await client.send(forward_backward(4), 7)
-                await asyncio.sleep(0.05)
-            pending = await client.orchestrator.answer(Poll(flying, 0.0))
-            assert isinstance(pending, Pending)
-            with workers(chosen) as fresh:
-                assert (await client.result(flying)).metrics["loss:sum"] == 4
-                after = await client.do(step(), 8)
-                assert after.metrics["weights"] == folded(folded(folded(1, 1), 2), 7)
-                assert after.metrics["step"] == 3
-            # Unload, create from "kept", two calls and a step again, and the two new requests.
-            assert len(fresh.ran) == 7
-
-    run(scenario())
+    chosen = options(tmp_path)
+    async with running(chosen) as client:
+        with workers(chosen, delay_s=0.2):
+            await client.begin()
+            await client.do(SaveWeights(MODEL, "kept"), 3)
+            await client.do(forward_backward(2), 4)
+            await client.do(step(), 5)
+            await client.do(forward_backward(3), 6)
+            flying = await client.send(forward_backward(4), 7)
+            await asyncio.sleep(0.05)
+        pending = await client.orchestrator.answer(Poll(flying, 0.0))
+        assert isinstance(pending, Pending)
+        with workers(chosen) as fresh:
+            assert (await client.result(flying)).metrics["loss:sum"] == 4
+            after = await client.do(step(), 8)
+            assert after.metrics["weights"] == folded(folded(folded(1, 1), 2), 7)
+            assert after.metrics["step"] == 3
+        # Unload, create from "kept", two calls and a step again, and the two new requests.
+        assert len(fresh.ran) == 7
 
 
-def test_the_whole_service_starts_again_and_takes_up_models_and_requests(tmp_path):
+@in_a_loop
+async def test_the_whole_service_starts_again_and_takes_up_models_and_requests(tmp_path):
     """Catches a journal that only serves the process that wrote it."""
-
-    async def scenario():
-        chosen = options(tmp_path)
-        with workers(chosen):
-            async with running(chosen) as client:
-                await client.create()
-                await client.do(forward_backward(1), 1)
-                await client.do(step(), 2)
-        async with running(chosen) as client:
-            request = await client.send(forward_backward(2), 3)
-        with workers(chosen):
-            async with running(chosen) as client:
-                await client.result(request)
-                assert (await client.do(step(), 4)).metrics["weights"] == folded(folded(1, 1), 2)
-                info = await client.orchestrator.answer(GetModel(MODEL))
-                assert info.step == 2
-
-    run(scenario())
+    chosen = options(tmp_path)
+    async with serving(chosen) as (client, _):
+        await client.begin()
+    async with running(chosen) as client:
+        request = await client.send(forward_backward(2), 3)
+    async with serving(chosen) as (client, _):
+        await client.result(request)
+        assert (await client.do(step(), 4)).metrics["weights"] == folded(folded(1, 1), 2)
+        info = await client.orchestrator.answer(GetModel(MODEL))
+        assert info.step == 2
 
 
-def test_a_call_that_kills_the_workers_again_and_again_is_given_up(tmp_path):
+@in_a_loop
+async def test_a_call_that_kills_the_workers_again_and_again_is_given_up(tmp_path):
     """Catches a service that one client's call keeps down for everybody."""
-
-    async def scenario():
-        chosen = options(tmp_path, worker_max_retries=2)
-        async with running(chosen) as client:
-            with workers(chosen):
-                await client.create()
-                await client.do(forward_backward(1), 1)
-            request = await client.send(forward_backward(2), 2)
-            for _ in range(3):
-                with workers(chosen, delay_s=0.3) as counting:
-                    while not any(counting.sizes[4:]):
-                        await asyncio.sleep(0.02)
-            with workers(chosen):
-                failure = await client.result(request)
-                assert isinstance(failure, Failure)
-                assert "given up" in failure.message
-                assert (await client.do(step(), 3)).metrics["weights"] == folded(1, 1)
-
-    run(scenario())
-
-
-def test_workers_that_stay_away_end_requests_with_an_error_and_lose_no_model(tmp_path):
-    """Catches a future that hangs where no workers come back."""
-
-    async def scenario():
-        chosen = options(tmp_path, worker_connection_timeout_s=0.5)
-        async with running(chosen) as client:
-            with workers(chosen):
-                await client.create()
-                await client.do(forward_backward(1), 1)
-                await asyncio.sleep(0.6)
-            state = client.orchestrator.state
-            while state.workers.is_connected:
-                await asyncio.sleep(0)
-            # They were there for longer than they may be away, which is not to be away for so long.
-            assert not state.workers.are_gone
-            failure = await client.result(await client.send(forward_backward(2), 2))
-            assert isinstance(failure, Failure)
-            assert failure.status == 503
-            refused = await client.orchestrator.answer(submit(step(), 3))
-            assert isinstance(refused, Rejected)
-            assert refused.status == 503
-            with workers(chosen):
-                while not client.orchestrator.state.workers.is_ready:
+    chosen = options(tmp_path, worker_max_retries=2)
+    async with running(chosen) as client:
+        with workers(chosen):
+            await client.create()
+            await client.do(forward_backward(1), 1)
+        request = await client.send(forward_backward(2), 2)
+        for _ in range(3):
+            with workers(chosen, delay_s=0.3) as counting:
+                while not any(counting.sizes[4:]):
                     await asyncio.sleep(0.02)
-                assert (await client.do(step(), 3)).metrics["weights"] == folded(1, 1)
+        with workers(chosen):
+            failure = await client.result(request)
+            assert isinstance(failure, Failure)
+            assert "given up" in failure.message
+            assert (await client.do(step(), 3)).metrics["weights"] == folded(1, 1)
 
-    run(scenario())
+
+@in_a_loop
+async def test_workers_that_stay_away_end_requests_with_an_error_and_lose_no_model(tmp_path):
+    """Catches a future that hangs where no workers come back."""
+    chosen = options(tmp_path, worker_connection_timeout_s=0.5)
+    async with running(chosen) as client:
+        with workers(chosen):
+            await client.create()
+            await client.do(forward_backward(1), 1)
+            await asyncio.sleep(0.6)
+        state = client.orchestrator.state
+        while state.workers.is_connected:
+            await asyncio.sleep(0)
+        # They were there for longer than they may be away, which is not to be away for so long.
+        assert not state.workers.are_gone
+        failure = await client.result(await client.send(forward_backward(2), 2))
+        assert isinstance(failure, Failure)
+        assert failure.status == 503
+        refused = await client.orchestrator.answer(submit(step(), 3))
+        assert isinstance(refused, Rejected)
+        assert refused.status == 503
+        with workers(chosen):
+            while not client.orchestrator.state.workers.is_ready:
+                await asyncio.sleep(0.02)
+            assert (await client.do(step(), 3)).metrics["weights"] == folded(1, 1)
 
 
-def test_one_bad_call_in_a_mixed_pass_fails_alone(tmp_path):
+@in_a_loop
+async def test_one_bad_call_in_a_mixed_pass_fails_alone(tmp_path):
     """Catches a client's fault that others have to pay for."""
-
-    async def scenario():
-        chosen = options(tmp_path)
-        with workers(chosen, delay_s=0.1) as counting:
-            async with running(chosen) as client:
-                models = [f"session-1:train:{index}" for index in range(4)]
-                for model in models:
-                    await client.create(model)
-                counting.sizes.clear()
-                requests = [await client.send(forward_backward(index, model=m), 1) for index, m in enumerate(models)]
-                for index, request in enumerate(requests):
-                    assert (await client.result(request)).metrics["loss:sum"] == index
-                assert max(counting.sizes) > 1
-                bad = await client.send(forward_backward(1, model=models[0], loss=BAD), 2)
-                good = await client.send(forward_backward(1, model=models[1]), 2)
-                assert isinstance(await client.result(bad), Failure)
-                assert (await client.result(good)).metrics["loss:sum"] == 1
-                # One failed beside another; each was tried alone.
-                assert (await client.do(step(models[0]), 3)).metrics["weights"] == folded(1, 0)
-
-    run(scenario())
+    chosen = options(tmp_path)
+    async with serving(chosen, delay_s=0.1) as (client, counting):
+        models = [f"session-1:train:{index}" for index in range(4)]
+        for model in models:
+            await client.create(model)
+        counting.sizes.clear()
+        requests = [await client.send(forward_backward(index, model=m), 1) for index, m in enumerate(models)]
+        for index, request in enumerate(requests):
+            assert (await client.result(request)).metrics["loss:sum"] == index
+        assert max(counting.sizes) > 1
+        bad = await client.send(forward_backward(1, model=models[0], loss=BAD), 2)
+        good = await client.send(forward_backward(1, model=models[1]), 2)
+        assert isinstance(await client.result(bad), Failure)
+        assert (await client.result(good)).metrics["loss:sum"] == 1
+        # One failed beside another; each was tried alone.
+        assert (await client.do(step(models[0]), 3)).metrics["weights"] == folded(1, 0)
 
 
-def test_a_client_without_sessions_that_begins_anew_gets_a_new_model(tmp_path):
+@in_a_loop
+async def test_a_client_without_sessions_that_begins_anew_gets_a_new_model(tmp_path):
     """Catches a second run of a script that is told its numbers were used, or goes on with the first one's model."""
-
-    async def scenario():
-        chosen = options(tmp_path)
-        with workers(chosen):
-            async with running(chosen) as client:
-                create = CreateModel("default", lora=LoraSpec(rank=8, seed=0))
-                first = await client.send(create, session=None)
-                assert await client.send(create, session=None) == first
-                await client.result(first)
-                await client.do(forward_backward(1, model="default"), 1)
-                behind = await client.send(step("default"), 5)
-                second = await client.send(create, session=None)
-                assert second != first
-                await client.result(second)
-                assert isinstance(await client.result(behind), Failure)
-                assert (await client.do(step("default"), 1)).metrics["weights"] == folded(1, 0)
-
-    run(scenario())
+    chosen = options(tmp_path)
+    async with serving(chosen) as (client, _):
+        create = CreateModel("default", lora=LoraSpec(rank=8, seed=0))
+        first = await client.send(create, session=None)
+        assert await client.send(create, session=None) == first
+        await client.result(first)
+        await client.do(forward_backward(1, model="default"), 1)
+        behind = await client.send(step("default"), 5)
+        second = await client.send(create, session=None)
+        assert second != first
+        await client.result(second)
+        assert isinstance(await client.result(behind), Failure)
+        assert (await client.do(step("default"), 1)).metrics["weights"] == folded(1, 0)
 
 
-def test_status_counts_what_happened(tmp_path):
+@in_a_loop
+async def test_status_counts_what_happened(tmp_path):
     """Catches a status page that shows nothing of the failures that users see."""
-
-    async def scenario():
-        chosen = options(tmp_path)
-        with workers(chosen):
-            async with running(chosen) as client:
-                await client.create()
-                await client.do(forward_backward(1, 2, 3), 1)
-                await client.do(forward_backward(1, loss=BAD), 2)
-                status = await client.orchestrator.answer(GetStatus())
-                assert status.ready
-                assert status.world_size == 1
-                assert status.counters["tokens_total"] == 3
-                assert status.counters['failures_total{operation="ForwardBackward"}'] == 1
-                assert [error.message for error in status.last_errors] == ["a bad loss"]
-                assert status.sessions[0].models == [MODEL]
-
-    run(scenario())
+    chosen = options(tmp_path)
+    async with serving(chosen) as (client, _):
+        await client.create()
+        await client.do(forward_backward(1, 2, 3), 1)
+        await client.do(forward_backward(1, loss=BAD), 2)
+        status = await client.orchestrator.answer(GetStatus())
+        assert status.ready
+        assert status.world_size == 1
+        assert status.counters["tokens_total"] == 3
+        assert status.counters['failures_total{operation="ForwardBackward"}'] == 1
+        assert [error.message for error in status.last_errors] == ["a bad loss"]
+        assert status.sessions[0].models == [MODEL]

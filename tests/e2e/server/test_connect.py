@@ -12,7 +12,8 @@ from urllib.request import ProxyHandler, Request, build_opener
 import pytest
 
 from child import in_child
-from service import QUICKSTART, ROOT, Service, free_port, launch
+from ports import free_port
+from service import QUICKSTART, ROOT, Service, launch
 
 
 @pytest.fixture(scope="module")
