@@ -10,8 +10,10 @@ import textwrap
 
 import pytest
 
-from xorl.server.orchestrator.commit import JournalError
+from tiny_models import hf_config, write_config
+from xorl.server.orchestrator.commit import JournalError, OtherVersion
 from xorl.server.orchestrator.journal import Journal, Outcome, Record, Retention, Submission
+from xorl.server.supervise import BAD_INPUT
 
 
 def submission(name, *, key=None, body=b"body", lane="m#1", seq=None, **extra):
@@ -188,5 +190,19 @@ def test_a_journal_of_another_version_is_left_alone(tmp_path):
     with_journal(tmp_path, nothing)
     with sqlite3.connect(tmp_path / "journal.sqlite") as file:
         file.execute("PRAGMA user_version = 99")
-    with pytest.raises(JournalError, match="of version 99, here they are of"):
+    with pytest.raises(OtherVersion, match="of version 99, here they are of"):
         with_journal(tmp_path, nothing)
+
+
+def test_an_orchestrator_with_the_journal_of_another_version_is_not_started_again(tmp_path):
+    """Catches a service that starts it five times, and then says how often it died and not what to do."""
+    write_config(tmp_path / "model", hf_config())
+    (tmp_path / "config.yaml").write_text(f"config_path: {tmp_path}/model\noutput_dir: {tmp_path}\n")
+    (tmp_path / "service").mkdir()
+    with sqlite3.connect(tmp_path / "service" / "journal.sqlite") as file:
+        file.execute("CREATE TABLE written_by_another(version)")
+    command = [sys.executable, "-m", "xorl.server.orchestrator", "--config", str(tmp_path / "config.yaml")]
+    addresses = ["--bind", f"ipc://{tmp_path}/api", "--workers", f"ipc://{tmp_path}/workers"]
+    ended = subprocess.run([*command, *addresses], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == BAD_INPUT, ended.stderr
+    assert "or move journal.sqlite and the files beside it away" in ended.stderr

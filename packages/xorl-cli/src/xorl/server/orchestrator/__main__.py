@@ -13,11 +13,12 @@ from pathlib import Path
 
 from xorl.config import load_server_config
 from xorl.server.channel import ChannelError
-from xorl.server.orchestrator.commit import JournalError
+from xorl.server.orchestrator.commit import JournalError, OtherVersion
 from xorl.server.orchestrator.options import OrchestratorOptions
 from xorl.server.orchestrator.orchestrator import Orchestrator
 from xorl.server.orchestrator.served import options_of
 from xorl.server.process import begin_process
+from xorl.server.supervise import BAD_INPUT
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ async def serve(options: OrchestratorOptions) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the orchestrator and returns its exit code."""
+    """Runs the orchestrator and returns its exit code: after bad input one with which nobody starts it again."""
     parser = argparse.ArgumentParser(prog="python -m xorl.server.orchestrator", description=serve.__doc__)
     parser.add_argument("--config", type=Path, required=True, help="the service's configuration, resolved")
     parser.add_argument("--bind", required=True, help="address that the API asks")
@@ -58,6 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1
         try:
             asyncio.run(serve(options))
+        except OtherVersion as problem:
+            sys.stderr.write(f"error: {problem}\n")
+            return BAD_INPUT
         except (RuntimeError, ChannelError, JournalError) as problem:
             logger.error("event=cannot_serve why=%r", str(problem))
             return 1

@@ -24,11 +24,15 @@ class JournalError(Exception):
     """Nothing of a write was kept: the disk is full or broken. The message says what SQLite said."""
 
 
+class OtherVersion(JournalError):
+    """The file was written by another version, which alone can read it."""
+
+
 class GroupCommit:
     """Runs writes in the order in which they were given, each whole or not at all.
 
     WAL with synchronous FULL: once `write` returns, what was written survives the process and the machine. One loop
-    gives writes; a thread runs them. `write` raises JournalError, and so does a file of another version.
+    gives writes; a thread runs them. `write` raises JournalError, and a file of another version OtherVersion.
     """
 
     def __init__(self, path: Path, *, schema: str, version: int) -> None:
@@ -109,7 +113,7 @@ def _check_version(connection: sqlite3.Connection, path: Path, version: int) -> 
     (found,) = connection.execute("PRAGMA user_version").fetchone()
     (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     if tables and found != version:
-        raise JournalError(
+        raise OtherVersion(
             f"{path} was written by another version of xorl-cli (its messages are of version {found}, here they are of "
             f"{version}): end its sessions with that one, or move {path.name} and the files beside it away; "
             "checkpoints stay where they are"
