@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
@@ -47,6 +48,31 @@ def test_nobody_gets_in_without_the_token(connected: Service, key: str | None) -
         build_opener(ProxyHandler({})).open(request, timeout=10)
     assert caught.value.code == 401
     assert connected.key not in connected.log
+
+
+def test_status_takes_the_key_from_a_file_or_a_variable(connected: Service) -> None:
+    # Would catch a key that an operator must write where everybody on the machine can read it.
+    asked = [
+        str(Path(sys.executable).with_name("xorl")),
+        "serve",
+        "status",
+        "--api-port",
+        connected.url.rpartition(":")[2],
+    ]
+    file = str(connected.output_dir / "service" / "api_token")
+    for arguments, variables, told in (
+        ([], {}, "answers 401; give the service's key with --api-key-file or XORL_API_KEY"),
+        (["--api-key-file", file], {}, '"ready": true'),
+        ([], {"TINKER_API_KEY": connected.key}, '"ready": true'),
+    ):
+        status = subprocess.run(
+            [*asked, *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=os.environ | {"XORL_API_KEY": "", "TINKER_API_KEY": ""} | variables,
+        )
+        assert told in " ".join((status.stdout + status.stderr).split())
 
 
 def test_a_client_with_the_token_trains(connected: Service) -> None:

@@ -14,6 +14,7 @@ import typer
 
 from xorl.cli.arguments import ServiceOverridesCommand
 from xorl.config import load_server_config
+from xorl.config.environment import SERVICE_KEYS, service_key
 
 STATUS = Path("status")
 STATUS_PATH = "/status.json"
@@ -38,7 +39,13 @@ def serve_command(
         "127.0.0.1"
     ),
     api_port: Annotated[int, typer.Option(help="Port of the API.")] = 5555,
-    api_key: Annotated[str | None, typer.Option(help="Key of the service that status asks, where it has one.")] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="For status: the file with the service's key, such as OUTPUT_DIR/service/api_token "
+            f"[the variable {' or '.join(SERVICE_KEYS)}]."
+        ),
+    ] = None,
 ) -> None:
     """Serve training and sampling to clients, such as tinker's and xorl-client.
 
@@ -46,10 +53,11 @@ def serve_command(
     `xorl serve status` prints sessions, queue and throughput of a service that runs.
     """
     if config == STATUS and not config.is_file():
-        typer.echo(status_text(f"http://{api_host}:{api_port}", api_key))
+        key = service_key() if api_key_file is None else read_key(api_key_file)
+        typer.echo(status_text(f"http://{api_host}:{api_port}", key))
         return
-    if api_key is not None:
-        raise ValueError("--api-key is for `xorl serve status`; the key of a service is its option api_token")
+    if api_key_file is not None:
+        raise ValueError("--api-key-file is for `xorl serve status`; the key of a service is its option api_token")
     load_server_config(config, tuple(ctx.obj))
     from xorl.server.launcher import serve  # noqa: PLC0415  (after the configuration has been checked)
 
@@ -64,6 +72,17 @@ def serve_command(
     )
 
 
+def read_key(file: Path) -> str:
+    """The key in a file. Raises ValueError where there is none."""
+    try:
+        key = file.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--api-key-file: {file} cannot be read: {error}") from error
+    if not key:
+        raise ValueError(f"--api-key-file: {file} is empty, wanted the key of a service")
+    return key
+
+
 def status_text(url: str, api_key: str | None) -> str:
     """What a service says of itself, for people. Raises ValueError where none answers, or wants another key."""
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
@@ -73,7 +92,7 @@ def status_text(url: str, api_key: str | None) -> str:
         ) as answer:
             status = json.load(answer)
     except HTTPError as error:
-        hint = "; give the service's key with --api-key" if error.code in (401, 403) else ""
+        hint = f"; give the service's key with --api-key-file or {SERVICE_KEYS[0]}" if error.code in (401, 403) else ""
         raise ValueError(f"{url} answers {error.code}{hint}") from error
     except (URLError, OSError, json.JSONDecodeError) as error:
         raise ValueError(

@@ -1,10 +1,13 @@
-"""The environment variables that a configuration may depend on: those it names itself, and XORL_DATASET_NUM_PROC."""
+"""The environment variables that xorl reads: those a configuration names itself, XORL_DATASET_NUM_PROC, and the keys of
+services, under the names that their clients give them.
+"""
 
 import os
 import re
 from collections.abc import Callable
 
 DATASET_NUM_PROC = "XORL_DATASET_NUM_PROC"
+SERVICE_KEYS = ("XORL_API_KEY", "TINKER_API_KEY")
 REFERENCE = re.compile(r"\$\$\{|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^{}]*))?\}|(?P<broken>\$\{)")
 
 
@@ -47,3 +50,8 @@ def dataset_num_proc() -> tuple[int, str]:
     # A container or a scheduler may leave this process fewer cores than the machine has.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return cores, "default, the number of CPU cores"
+
+
+def service_key() -> str | None:
+    """Returns the key that clients of a service would send, if there is one."""
+    return next((value for name in SERVICE_KEYS if (value := os.environ.get(name))), None)
