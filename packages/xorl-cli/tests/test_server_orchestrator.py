@@ -1,6 +1,8 @@
 """The orchestrator with workers that count: nothing is lost or done twice, whoever dies when."""
 
 import asyncio
+import contextlib
+import sqlite3
 
 from asynchronous import in_a_loop
 from counting_workers import BAD, folded
@@ -75,6 +77,28 @@ async def test_the_orchestrator_dies_with_requests_in_flight_and_nothing_is_lost
             assert (await client.result(queued[1])).metrics["weights"] == folded(1, 6)
             assert (await client.do(forward_backward(4), 5)).metrics["loss:sum"] == 4
     assert len(counting.ran) == len(set(counting.ran)) == 6
+
+
+@in_a_loop
+async def test_the_next_request_of_a_model_does_not_wait_for_the_disk_and_the_one_after_it_does(tmp_path):
+    """Catches workers that idle while a result is written, and a model that runs further ahead than can be mended."""
+    chosen = options(tmp_path)
+    async with serving(chosen, delay_s=0.3) as (client, counting):
+        await client.create()
+        operations = [forward_backward(1), step(), forward_backward(2), step()]
+        sent = [await client.send(operation, seq) for seq, operation in enumerate(operations, start=1)]
+        with contextlib.closing(sqlite3.connect(chosen.journal_path, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            await asyncio.sleep(0.6)
+            assert counting.ran[1:] == sent[:2]
+            assert isinstance(await client.orchestrator.answer(Poll(sent[0], 0.0)), Pending)
+        assert (await client.result(sent[3])).metrics["weights"] == folded(folded(1, 1), 2)
+        assert counting.ran[1:] == sent
+        # A save takes what is in the journal alone.
+        await client.do(SaveWeights(MODEL, "kept"), 5)
+    async with serving(chosen) as (client, fresh):
+        assert (await client.do(step(), 6)).metrics["step"] == 3
+        assert len(fresh.ran) == 3
 
 
 @in_a_loop

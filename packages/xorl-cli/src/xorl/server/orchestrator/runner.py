@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from xorl.server.messages import (
@@ -56,6 +57,8 @@ MAX_TAIL_S = 600.0
 # ... or its bodies more of the disk; but no more than a thirtieth of the workers' time goes into it.
 MAX_TAIL_BYTES = 1024**3
 TAIL_PER_SAVE = 30.0
+# Requests that may run while the result before theirs is being written, as theirs is while the next one runs.
+RUN_AHEAD = (ForwardBackward, OptimStep)
 
 
 @dataclass(frozen=True)
@@ -71,8 +74,9 @@ class Call:
 class Runner:
     """Runs requests until it is cancelled.
 
-    A result is in the journal before it is told and before the next request of its model starts. If the workers are
-    lost, what they had is queued again, and its models are made again when that is tried.
+    A result is in the journal before it is told. Of each model at most one result is on its way there while the next
+    request runs, and both are gradients or steps: `_runs_ahead`. If the workers are lost, what they had is queued
+    again, and its models are made again when that is tried.
     """
 
     def __init__(self, state: State, door: Door) -> None:
@@ -85,6 +89,7 @@ class Runner:
         self._tasks: set[asyncio.Task[None]] = set()
         self._elsewhere: set[asyncio.Task[None]] = set()
         self._marks: set[asyncio.Future[None]] = set()
+        self._keeping: dict[str, asyncio.Event] = {}  # by lane, until its last result is in the journal
         self._saving: set[str] = set()
 
     async def drive(self) -> None:
@@ -193,6 +198,10 @@ class Runner:
             request = state.open[ticket.request_id]
             request.is_running = True
             operation = decode_operation(state.journal.operation(ticket.request_id))
+            model = state.model_of(ticket)
+            if not isinstance(operation, RUN_AHEAD) or model is None or model.workers != workers.name:
+                # What saves a model, or makes it again, reads what the journal has of it.
+                await self._kept(ticket)
             try:
                 await self._begin(request, operation, workers.name)
                 operation = await self._readiness.prepare(ticket, operation, workers)
@@ -243,6 +252,8 @@ class Runner:
     async def _settle(self, calls: Sequence[Call], results: Sequence[Result], seconds: float) -> None:
         """End requests. Of those that failed together each is tried alone: the fault may be one client's."""
         state = self._state
+        for call in calls:
+            await self._kept(call.ticket)
         again = [c for c, r in zip(calls, results, strict=True) if isinstance(r, Failure) and len(calls) > 1]
         ended = [(c, r) for c, r in zip(calls, results, strict=True) if c not in again]
         outcomes = []
@@ -251,16 +262,38 @@ class Runner:
                 await self._order_initial_checkpoint(call.operation.model_id)
             self._count(call.operation, result)
             outcomes.append(self._effects.of(call.ticket, call.operation, result, call.workers, seconds / len(calls)))
+        ahead = [call.ticket for call, result in ended if _runs_ahead(call, result)]
         if outcomes:
-            await state.end(outcomes, [result for _, result in ended])
+            with self._keep(ahead):
+                await state.end(outcomes, [result for _, result in ended])
         for call, result in ended:
             if isinstance(call.operation, SaveWeights) and isinstance(result, Saved):
                 # Before the model's next request, which may be a save under the name that goes.
                 await self._drop_obsolete(call.ticket)
-        state.scheduler.finish([call.ticket for call, _ in ended])
+        state.scheduler.finish([call.ticket for call, _ in ended if call.ticket not in ahead])
         await self._put_back([call.ticket for call in again], "it failed beside others", alone=True)
         for call, result in ended:
             await self._follow(call, result)
+
+    @contextmanager
+    def _keep(self, tickets: Sequence[Ticket]) -> Iterator[None]:
+        """Around the writing of results: meanwhile the next requests of these models can start."""
+        kept = asyncio.Event()
+        lanes = [ticket.lane for ticket in tickets if ticket.lane is not None]
+        self._keeping |= dict.fromkeys(lanes, kept)
+        self._state.scheduler.finish(tickets)
+        self._state.wake.set()
+        try:
+            yield
+        finally:
+            for lane in lanes:
+                del self._keeping[lane]
+            kept.set()
+
+    async def _kept(self, ticket: Ticket) -> None:
+        """Until the result before this one's is in the journal, where the model did not wait for it."""
+        if (kept := self._keeping.get(ticket.lane or "")) is not None:
+            await kept.wait()
 
     async def _put_back(self, tickets: Sequence[Ticket], why: str, *, alone: bool) -> None:
         state = self._state
@@ -339,3 +372,12 @@ class Runner:
             self._state.tally.count_tokens(sum(one.tokens.shape[0] for one in result.sequences))
         if (checkpoint := saved_as(operation)) is not None:
             logger.info("event=saved checkpoint=%s", checkpoint.uri("xorl"))
+
+
+def _runs_ahead(call: Call, result: Result) -> bool:
+    """Whether its model's next request need not wait for the disk.
+
+    Whoever comes after this process finds the result with the workers, under the same id, as they have it in order. A
+    failure they do not remember: to try it again after its successor would be another order.
+    """
+    return isinstance(call.operation, RUN_AHEAD) and not isinstance(result, Failure)
