@@ -11,59 +11,24 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import quantiles
-from urllib.error import URLError
-from urllib.parse import urlsplit
-from urllib.request import ProxyHandler, build_opener
 
+from service_process import BenchError, Connection, Served, finished, serve
 from workspace import ROOT
 
 RETRY_EVERY = 20
 NUM_READINGS = 5
 TOKENS = 32
 MODEL = "xorl/quickstart"
-START_S = 300.0
-
-
-class BenchError(Exception):
-    """The service did something that it must not."""
-
-
-class Connection:
-    """One connection that is kept open; just enough of HTTP for a client that takes no time of its own."""
-
-    def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
-        self._host, self._port = parts.hostname or "127.0.0.1", parts.port or 80
-
-    async def open(self) -> None:
-        self._reader, self._writer = await asyncio.open_connection(self._host, self._port)
-
-    async def post(self, path: str, body: dict[str, object]) -> tuple[int, dict[str, object]]:
-        """Status and JSON of the answer."""
-        content = json.dumps(body).encode()
-        head = (
-            f"POST {path} HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(content)}\r\n\r\n"
-        )
-        self._writer.write(head.encode() + content)
-        lines = (await self._reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-        length = next(int(line.split(":")[1]) for line in lines if line.lower().startswith("content-length:"))
-        return int(lines[0].split()[1]), json.loads(await self._reader.readexactly(length))
-
-    def close(self) -> None:
-        self._writer.close()
+CONFIG = ROOT / "configs/server/quickstart.yaml"
 
 
 @dataclass
@@ -100,15 +65,10 @@ async def send(connection: Connection, path: str, body: dict[str, object], measu
 async def result(connection: Connection, request_id: str, measured: Measured) -> dict[str, object]:
     """Poll until it is there."""
     started = time.perf_counter()
-    while True:
-        status, answer = await connection.post("/api/v1/retrieve_future", {"request_id": request_id})
-        if status == 408 or answer.get("type") == "try_again":
-            continue
-        if status != 200 or "error" in answer:
-            raise BenchError(f"{request_id} ended with {status}: {answer}")
-        measured.result_s.append(time.perf_counter() - started)
-        measured.num_done += 1
-        return answer
+    answer = await finished(connection, request_id)
+    measured.result_s.append(time.perf_counter() - started)
+    measured.num_done += 1
+    return answer
 
 
 async def train(url: str, name: str, num_rounds: int, measured: Measured) -> None:
@@ -137,7 +97,7 @@ async def train(url: str, name: str, num_rounds: int, measured: Measured) -> Non
     connection.close()
 
 
-async def run(url: str, num_clients: int, num_requests: int, pids: dict[str, int]) -> Measured:
+async def run(url: str, num_clients: int, num_requests: int, pids: Mapping[str, int]) -> Measured:
     """All clients at once; memory is read along the way."""
     measured = Measured()
     num_rounds = max(num_requests // (2 * num_clients), 1)
@@ -159,42 +119,6 @@ def resident_bytes(pid: int) -> int:
         if line.startswith("Pss_Anon:"):
             return 1024 * int(line.split()[1])
     return 0
-
-
-def service_pids(launcher: int) -> dict[str, int]:
-    """The API and the orchestrator among a launcher's children, by name."""
-    found = {}
-    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    for pid in map(int, children):
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().decode()
-        for name in ("orchestrator", "api"):
-            if f"xorl.server.{name}\0" in command:
-                found[name] = pid
-    return found
-
-
-def start_service(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
-    """The quickstart's service on a free port; returns when it is ready."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "xorl.server.launcher", "--config", "configs/server/quickstart.yaml"]
-    command += ["--api-port", str(port), "--server.output_dir", str(folder), "--server.skip_initial_checkpoint", "true"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with (folder / "log").open("wb") as log:
-        service = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=environment)
-    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_S
-    opener = build_opener(ProxyHandler({}))
-    while time.monotonic() < deadline:
-        if service.poll() is not None:
-            raise RuntimeError(f"the service ended:\n{(folder / 'log').read_text()[-4000:]}")
-        try:
-            with opener.open(f"{url}/api/v1/healthz", timeout=5):
-                return service, url
-        except (URLError, OSError):
-            time.sleep(0.2)
-    service.kill()
-    raise RuntimeError(f"the service is not ready after {START_S:g} s")
 
 
 def table(measured: Measured, num_clients: int, seconds: float) -> str:
@@ -221,17 +145,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=10_000, help="of all clients together")
     parser.add_argument("--url", help="of a service that runs; without it the quickstart's is started")
     flags = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory(prefix="xorl-bench-") as folder:
-        service, url = (None, flags.url) if flags.url else start_service(Path(folder))
-        try:
-            started = time.monotonic()
-            pids = {} if service is None else service_pids(service.pid)
-            measured = asyncio.run(run(url, flags.clients, flags.requests, pids))
-            print(table(measured, flags.clients, time.monotonic() - started))
-        finally:
-            if service is not None:
-                service.send_signal(signal.SIGTERM)
-                service.wait()
+    with ExitStack() as stack:
+        if flags.url:
+            served = Served(flags.url, {})
+        else:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="xorl-bench-")))
+            own = ["--server.output_dir", str(folder), "--server.skip_initial_checkpoint", "true"]
+            served = stack.enter_context(serve(CONFIG, own, folder / "log", {"OMP_NUM_THREADS": "1"}))
+        started = time.monotonic()
+        measured = asyncio.run(run(served.url, flags.clients, flags.requests, served.pids))
+        print(table(measured, flags.clients, time.monotonic() - started))
     return 0
 
 

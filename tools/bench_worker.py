@@ -166,15 +166,21 @@ def measure(make: Callable[[], Step], num_steps: int, device: torch.device) -> t
     return speed, peak
 
 
-def config_of(options: argparse.Namespace, kind: str, folder: Path, *, on_gpu: bool) -> ServerConfig:
-    """A service over a shape with random weights: what one process computes fastest."""
-    (folder / "config.json").write_text((SHAPES / f"{options.model}.json").read_text())
+def service_options(
+    options: argparse.Namespace, kind: str, folder: Path, *, num_ranks: int, on_gpu: bool
+) -> dict[str, object]:
+    """The configuration of a service over the shape `options.model` with random weights, which goes to `folder`.
+
+    It is what that many processes compute fastest.
+    """
+    shape = json.loads((SHAPES / f"{options.model}.json").read_text())
+    (folder / "config.json").write_text(json.dumps(shape))
     values: dict[str, object] = {
         "config_path": str(folder),
         "output_dir": str(folder / "outputs"),
         "attn_implementation": "auto",
-        "data_parallel_mode": "fsdp2" if runtime.world_size() > 1 else "none",
-        "data_parallel_shard_size": runtime.world_size(),
+        "data_parallel_mode": "fsdp2" if num_ranks > 1 else "none",
+        "data_parallel_shard_size": num_ranks,
         "init_device": "auto",
         "enable_gradient_checkpointing": options.recompute,
         "enable_compile": on_gpu,
@@ -184,7 +190,6 @@ def config_of(options: argparse.Namespace, kind: str, folder: Path, *, on_gpu: b
         # Parameters and gradients are fp32; with states in bf16, 8 billion of them fit one GPU.
         values["optimizer"] = "anyprecision_adamw"
     else:
-        shape = json.loads((folder / "config.json").read_text())
         values |= {
             "enable_lora": True,
             "lora_rank": options.rank,
@@ -192,7 +197,7 @@ def config_of(options: argparse.Namespace, kind: str, folder: Path, *, on_gpu: b
             "lora_target_modules": list(spec_for(shape).adapter_targets),
             "lora_models_on_device": max(options.models, 2),
         }
-    return server_config_from_mapping(values).config
+    return values
 
 
 def kinds_of(bench: Bench) -> dict[str, Callable[[], Step]]:
@@ -233,7 +238,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     peaks: dict[str, dict[str, float]] = {}
     for kind in options.kinds:
         with tempfile.TemporaryDirectory() as name:
-            config = config_of(options, kind, Path(name), on_gpu=on_gpu)
+            values = service_options(options, kind, Path(name), num_ranks=place.world_size, on_gpu=on_gpu)
+            config = server_config_from_mapping(values).config
             bench = Bench(config, place, options.tokens, options.models)
             found = kinds_of(bench)
             speeds[kind] = {title: [] for title in found}
