@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from xorl.kernels import linear_ce
 from xorl.kernels.linear_ce import (
-    BUFFER_BYTES,
+    GRADIENT_BYTES,
+    LOGITS_BYTES,
     chunk_rows,
     linear_cross_entropy,
     linear_cross_entropy_scores,
@@ -184,22 +186,42 @@ def test_a_compiled_caller_gets_the_same(is_frozen, function):
     torch.testing.assert_close(gradients(compiled), gradients(call), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("logits_fp32", [True, False])
+def test_logits_exist_for_a_part_of_a_chunk(dtype, logits_fp32, monkeypatch):
+    """Catches a part whose loss or gradient lands elsewhere, and a chunk or a part of a few tokens left out."""
+    hidden, weight, labels = make_inputs(700, 8, 31, dtype, ignored=3)
+    token_weight = torch.linspace(-1, 2, 700)
+
+    def gradients():
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+        total, loss = linear_cross_entropy_sum(
+            *leaves, labels, token_weight=token_weight, logits_fp32=logits_fp32, chunk_tokens=300
+        )
+        return loss, *torch.autograd.grad(total, leaves)
+
+    wanted = gradients()
+    monkeypatch.setattr(linear_ce, "chunk_rows", lambda *args: 128)
+    for got, value in zip(gradients(), wanted, strict=True):
+        torch.testing.assert_close(got, value, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize(
-    ("num_tokens", "bytes_per_row", "rows"),
+    ("num_tokens", "bytes_per_row", "limit", "rows"),
     [
-        (8192, 6 * 151_936, 1024),
-        (8192, 2 * 151_936, 2816),
-        (8193, 6 * 151_936, 1024),
-        (100, 6 * 151_936, 128),
-        (4096, 4 * 512, 4096),
-        (5, 2 * BUFFER_BYTES, 1),
-        (0, 4, 1),
+        (2048, 4 * 151_936, LOGITS_BYTES, 512),
+        (8192, 2 * 151_936, GRADIENT_BYTES, 2048),
+        (8500, 2 * 151_936, GRADIENT_BYTES, 1792),
+        (100, 4 * 151_936, LOGITS_BYTES, 128),
+        (4096, 4 * 512, LOGITS_BYTES, 4096),
+        (5, 2 * LOGITS_BYTES, LOGITS_BYTES, 1),
+        (0, 4, LOGITS_BYTES, 1),
     ],
 )
-def test_chunks_are_as_large_as_the_buffers_may_be(num_tokens, bytes_per_row, rows):
+def test_chunks_are_as_large_as_the_buffers_may_be(num_tokens, bytes_per_row, limit, rows):
     """Catches memory that grows with the vocabulary, and a last chunk of a few rows, which costs as much as a whole."""
-    assert chunk_rows(num_tokens, bytes_per_row) == rows
-    assert rows == 1 or rows * bytes_per_row <= BUFFER_BYTES
+    assert chunk_rows(num_tokens, bytes_per_row, limit) == rows
+    assert rows == 1 or rows * bytes_per_row <= limit
 
 
 def test_ignored_tokens_lose_nothing_and_pull_on_nothing():

@@ -1,12 +1,12 @@
 """Cross entropy straight from hidden states: the logits exist one chunk of tokens at a time.
 
-Shapes: T tokens, B tokens of a chunk, D model width, V vocabulary.
+Shapes: T tokens, B tokens of a chunk, P of a part of it, D model width, V vocabulary.
 
 Precision: products are in the dtype of `hidden` (the operand dtype), to which the weight is cast, and accumulated in
 fp32. Logits are kept, and the softmax taken, in fp32; with `logits_fp32=False` the logits are rounded to the operand
 dtype first. The gradient by the logits is computed in fp32 and rounded to the operand dtype, the gradient by a token's
 hidden state is rounded once. The weight's gradient is added up over chunks in the operand dtype where these are at most
-8, as for 8,192 tokens of a 151,936 vocabulary: one rounding a chunk. For more chunks, and for an fp32 weight, it is
+8, as for 16,384 tokens of a 151,936 vocabulary: one rounding a chunk. For more chunks, and for an fp32 weight, it is
 added up in fp32. fp64 inputs are computed in fp64 throughout.
 """
 
@@ -22,9 +22,10 @@ from xorl.kernels.fused.reference import cross_entropy_rows as plain_cross_entro
 
 __all__ = ["IGNORE", "linear_cross_entropy", "linear_cross_entropy_scores", "linear_cross_entropy_sum", "wide_logits"]
 
-# What the logits of one chunk and their gradient may take together. Larger chunks gain nothing: the weight's gradient
-# is read and written once a chunk, 0.6 ms for 151,936 x 4,096 in bf16, beside 5 ms of matrix products.
-BUFFER_BYTES = int(0.9 * 2**30)
+# What logits that exist at once may take, and what their gradient may, which exists for a larger chunk: the weight's
+# gradient is read and written once a chunk.
+LOGITS_BYTES = int(0.3 * 2**30)
+GRADIENT_BYTES = int(0.6 * 2**30)
 ROW_MULTIPLE = 128  # rows of a matrix product's tile
 MAX_ROUNDINGS = 8  # of the weight's gradient, each of half a unit in the last place; twice as many lose another bit
 COLUMN_MULTIPLE = 64  # rows of the buffer begin on whole cache lines, which odd vocabularies would break
@@ -45,7 +46,8 @@ def linear_cross_entropy(
         weight: [V, D].
         labels: [T] int64, already shifted; -100 is ignored.
         logits_fp32: keep the logits in fp32, or round them to the dtype of `hidden`.
-        chunk_tokens: tokens whose logits exist at once; by default as many as fit 0.9 GiB with their gradient.
+        chunk_tokens: tokens whose gradients by the logits exist at once, at most; by default as many as fit 0.6 GiB,
+            beside 0.3 GiB of logits where these have another dtype.
 
     Returns:
         (loss [T], logprob [T]), fp32: loss = -logprob, both 0 where the label is ignored.
@@ -233,9 +235,12 @@ def _linear_cross_entropy(
     labels = labels.contiguous()
     logits_dtype = torch.promote_types(operand_dtype, torch.float32) if logits_fp32 else operand_dtype
     takes_gradient = needs_hidden or needs_weight
-    in_place = logits_dtype == operand_dtype
-    bytes_per_logit = logits_dtype.itemsize + (operand_dtype.itemsize if takes_gradient and not in_place else 0)
-    chunk = rows_at_once or chunk_rows(num_tokens, vocab_size * bytes_per_logit)
+    in_place = takes_gradient and logits_dtype == operand_dtype
+    if takes_gradient:
+        chunk = rows_at_once or chunk_rows(num_tokens, vocab_size * operand_dtype.itemsize, GRADIENT_BYTES)
+        part = chunk if in_place else chunk_rows(min(chunk, num_tokens), vocab_size * logits_dtype.itemsize)
+    else:
+        chunk = part = rows_at_once or chunk_rows(num_tokens, vocab_size * logits_dtype.itemsize)
 
     loss, correct, grad_hidden, grad_weight = _outputs(hidden, weight, needs_hidden, needs_weight)
     sums_wide = weight.dtype == torch.float32 or num_tokens > MAX_ROUNDINGS * chunk
@@ -244,23 +249,27 @@ def _linear_cross_entropy(
     if num_tokens == 0:
         weight_sum.zero_()
     weight = weight.to(operand_dtype)
-    logits_buffer = _rows_buffer(min(chunk, num_tokens), vocab_size, logits_dtype, hidden.device)
-    gradient_buffer = logits_buffer if takes_gradient else None
+    logits_buffer = _rows_buffer(min(part, num_tokens), vocab_size, logits_dtype, hidden.device)
+    gradient_buffer = logits_buffer if in_place else None
     if takes_gradient and not in_place:
         gradient_buffer = _rows_buffer(min(chunk, num_tokens), vocab_size, operand_dtype, hidden.device)
     rows_kernel = _rows_kernel(logits_buffer)
     for start in range(0, num_tokens, chunk):
         rows = slice(start, min(start + chunk, num_tokens))
-        num_rows = rows.stop - start
-        logits = logits_buffer[:num_rows]  # [B, V]
-        gradient = None if gradient_buffer is None else gradient_buffer[:num_rows]  # [B, V]
-        _matmul_into_(logits, hidden[rows], weight.t())
-        loss[rows], correct[rows] = rows_kernel(
-            logits, labels[rows], None if token_weight is None else token_weight[rows], gradient
-        )
+        gradient = None if gradient_buffer is None else gradient_buffer[: rows.stop - start]  # [B, V]
+        for first in range(start, rows.stop, part):
+            tokens = slice(first, min(first + part, rows.stop))
+            logits = logits_buffer[: tokens.stop - first]  # [P, V]
+            _matmul_into_(logits, hidden[tokens], weight.t())
+            loss[tokens], correct[tokens] = rows_kernel(
+                logits,
+                labels[tokens],
+                None if token_weight is None else token_weight[tokens],
+                None if gradient is None else gradient[first - start : tokens.stop - start],
+            )
         if gradient is not None and needs_hidden:
             # Through fp32, since a product over the whole vocabulary may be split and its parts be added as they are.
-            product = torch.empty(num_rows, hidden.shape[1], dtype=loss.dtype, device=hidden.device)
+            product = torch.empty(len(gradient), hidden.shape[1], dtype=loss.dtype, device=hidden.device)
             _matmul_into_(product, gradient, weight)
             grad_hidden[rows] = product
         if gradient is not None and needs_weight:
@@ -295,9 +304,9 @@ def _scale_(x: Tensor, factor: Tensor) -> None:
         x.mul_(factor)
 
 
-def chunk_rows(num_tokens: int, bytes_per_row: int) -> int:
-    """Tokens of a chunk: equal chunks, as few as keep the buffers within BUFFER_BYTES."""
-    limit = max(BUFFER_BYTES // bytes_per_row, 1)
+def chunk_rows(num_tokens: int, bytes_per_row: int, limit_bytes: int = LOGITS_BYTES) -> int:
+    """Tokens of a chunk: equal chunks, as few as keep their rows within `limit_bytes`."""
+    limit = max(limit_bytes // bytes_per_row, 1)
     limit = limit // ROW_MULTIPLE * ROW_MULTIPLE or limit
     num_chunks = max(math.ceil(num_tokens / limit), 1)
     rows = math.ceil(num_tokens / num_chunks / ROW_MULTIPLE) * ROW_MULTIPLE
