@@ -158,6 +158,13 @@ def entry(**options: Any) -> dict[str, Any]:
         ({"train": {"lr_min": 1e-6}}, "train.lr_min", "is linear or cosine"),
         ({"train": {"lr_decay_ratio": 0.5}}, "train.lr_decay_ratio", "is linear or cosine"),
         ({"train": {"lr_start": 1e-6}}, "train.lr_start", "lr_warmup_ratio is above 0"),
+        ({"train": {"no_decay_modules": ["norm"]}}, "train.no_decay_modules", "weight_decay is above 0"),
+        ({"train": {"no_decay_params": ["bias"]}}, "train.no_decay_params", "weight_decay is above 0"),
+        (
+            {"model": {"model_path": None, "config_path": "c"}, "train": {"load_weights_mode": "all_ranks"}},
+            "train.load_weights_mode",
+            "random weights are read by nobody",
+        ),
         ({"train": {"profile_rank0_only": False}}, "train.profile_rank0_only", "enable_profiling is true"),
         (
             {"data": {"dataloader_num_workers": 0, "dataloader_prefetch_factor": 2}},
@@ -244,6 +251,8 @@ def test_options_that_contradict_each_other_are_refused(changes: Options, path: 
         {"train": {"data_parallel_mode": "ddp", "data_parallel_replicate_size": 2}},
         {"train": {"data_parallel_shard_size": 2, "data_parallel_replicate_size": 2}},
         {"train": {"lr": 1e-8}},
+        {"train": {"weight_decay": 0.0, "no_decay_modules": ["norm"]}},
+        {"train": {"load_weights_mode": "all_ranks"}},
         {"train": {"lr_warmup_ratio": 0.5, "lr_start": 1e-6}},
         {"train": {"data_parallel_mode": "ddp", "enable_full_shard": True, "enable_forward_prefetch": True}},
         {"train": {"enable_profiling": False, "profile_start_step": 1, "profile_end_step": 9}},

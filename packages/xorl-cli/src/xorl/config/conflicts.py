@@ -96,6 +96,19 @@ NEEDS: tuple[Need, ...] = (
         "muon",
         lambda config: config.train.optimizer == "muon",
     ),
+    # Beside an explicit weight_decay: 0 they wait for the run that sets it on the command line.
+    Need(
+        ("train.no_decay_modules", "train.no_decay_params"),
+        "train.weight_decay",
+        "above 0",
+        lambda config: config.train.weight_decay > 0 or "weight_decay" in config.train.model_fields_set,
+    ),
+    Need(
+        ("train.load_weights_mode",),
+        "model.model_path",
+        "set: random weights are read by nobody",
+        lambda config: config.model.model_path is not None or config.train.load_weights_mode != "all_ranks",
+    ),
     Need(("train.lr_start",), "train.lr_warmup_ratio", "above 0", lambda config: config.train.lr_warmup_ratio > 0),
     Need(
         ("data.sample_packing_group_size", "data.sample_packing_mp_start_method"),
