@@ -138,7 +138,7 @@ def _type_message(path: Path, data: Plain, root: type[Section]) -> str:
             article = "an" if kind[0] in "aeiou" else "a"
             return f"wants {article} {kind}, a mapping with {', '.join(fields)}; got {_shown(value)}{hint}"
         wanted = owner.type if owner else f"mapping of options (see `xorl config docs {_dotted(path)}`)"
-        hint = _hint(owner, value) if owner else ""
+        hint = _element_hint(owner, value) if owner else ""
         return f"wants {wanted}; got {_shown(value)}{hint}"
     if isinstance(value, str) and value and option.type.startswith("string"):
         return f"wants {option.type} of another form; got {_shown(value)}\n{option.description}"
@@ -170,12 +170,23 @@ def _hint(option: Option, value: Plain) -> str:
             return f"\nwrite {yaml_text(number)}, without {'quotes' if '_' not in value else 'underscores'}"
         if "list of strings" in words:
             return f"\nwrite [{yaml_text(value)}]"
-    elif isinstance(value, float) and "integer" in words and math.isfinite(value) and value.is_integer():
-        return f"\nwrite {int(value)}"
+    elif isinstance(value, float) and math.isfinite(value) and value.is_integer():
+        least = re.search(r"integer >= (-?\d+)", words)
+        return f"\nwrite {int(value)}" if least and value >= int(least[1]) else ""
     elif isinstance(value, bool | int | float) and words.startswith("string"):
         return f'\nput it in quotes: "{yaml_text(value)}"'
     elif isinstance(value, str | int | float) and words.startswith("list"):
         return f"\nwrite [{yaml_text(value)}]"
+    return ""
+
+
+def _element_hint(owner: Option, value: Plain) -> str:
+    """Returns what probably has to be changed in an entry of the list or mapping that `owner` is."""
+    if isinstance(value, str):
+        near = suggest_choice(owner, value)
+        return f"\ndid you mean {near}?" if near else ""
+    if "of strings" in owner.type and isinstance(value, bool | int | float):
+        return f'\nput it in quotes: "{yaml_text(value)}"'
     return ""
 
 
