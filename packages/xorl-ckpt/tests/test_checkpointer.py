@@ -283,10 +283,13 @@ def test_any_folder_of_ours_is_accepted(tmp_path, monkeypatch, make_state, asser
     assert Checkpointer(root).load(moved, state).step == 7
     assert_same(state, make_state(7))
     (root / "step_8").mkdir()
+    run = tmp_path / "run" / "checkpoints"
+    shutil.copytree(path, run / "global_step_7")
     for wrong, message in (
         ("nowhere", "does not exist"),
-        (root, r"holds no complete checkpoint of its own.*global_step_7"),
-        (root / "step_8", "holds no complete checkpoint"),
+        (root, r"is no complete checkpoint\. There are .*global_step_7"),
+        (run.parent, r"run is no complete checkpoint\. There are .*run/checkpoints/global_step_7"),
+        (root / "step_8", "is no complete checkpoint"),
     ):
         with pytest.raises(CheckpointError, match=message):
             checkpointer.resolve(wrong)

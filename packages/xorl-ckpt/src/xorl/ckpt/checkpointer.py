@@ -191,10 +191,12 @@ class Checkpointer:
         for folder in (given, self.root / given):
             if layout.is_complete(folder):
                 return _normal(folder)
-        within = layout.list_checkpoints(given) or self.checkpoints()
-        known = ", ".join(str(folder) for folder in within[-3:]) or f"none in {self.root} either"
-        reason = "holds no complete checkpoint of its own" if given.is_dir() else "does not exist"
-        raise CheckpointError(f"{given} {reason}. Checkpoints there are: {known}")
+        # A run's folder has its checkpoints one below.
+        places = (given, given / self.root.name, self.root)
+        within = next((found for place in places if (found := layout.list_checkpoints(place))), [])
+        known = f"There are {', '.join(map(str, within[-3:]))}" if within else f"There are none in {self.root} either"
+        reason = "is no complete checkpoint" if given.is_dir() else "does not exist"
+        raise CheckpointError(f"{given} {reason}. {known}")
 
     def _exists_already(self, final: Path) -> bool:
         """Whether there is nothing to do. Raises for a folder that is in the way."""
