@@ -78,5 +78,7 @@ def _decays(
         matched |= hits
         decays.append(0.0 if hits else weight_decay)
     if unmatched := sorted({*no_decay_modules, *no_decay_params} - matched):
-        raise ValueError(f"train.no_decay_modules / no_decay_params: no parameter matches {', '.join(unmatched)}")
+        raise ValueError(
+            f"train.no_decay_modules / no_decay_params: no trained parameter matches {', '.join(unmatched)}"
+        )
     return decays
