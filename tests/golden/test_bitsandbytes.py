@@ -1,13 +1,20 @@
-"""nf4 against bitsandbytes, on the same weights: its codes, its scales, and what it makes of them."""
+"""nf4 against bitsandbytes: codes, scales and values of the same weights, and checkpoints that it wrote."""
 
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3Config, Qwen3ForCausalLM
 
+from xorl.config import config_from_mapping
+from xorl.core import runtime
+from xorl.core.mesh import Mesh, ParallelDims
 from xorl.kernels.quant import dequantize_nf4, quantize_nf4
+from xorl.lora import quantized_linears
+from xorl.train.model import build_model, read_architecture
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="there is no bitsandbytes for this platform"
@@ -31,3 +38,44 @@ def test_codes_scales_and_values_are_those_of_bitsandbytes() -> None:
             assert torch.equal(absmax.flatten(), state.absmax)
             wanted = bnb.dequantize_4bit(codes, state)
             assert torch.equal(dequantize_nf4(ours, absmax, dtype), wanted)
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_of_bitsandbytes_has_the_weights_that_it_has_there(nested: bool, tmp_path: Path) -> None:
+    # Catches a layout of its files that the tests which write such files themselves know no better than the reader.
+    from bitsandbytes import functional as bnb  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32, "vocab_size": 83}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1}
+    Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, tie_word_embeddings=False)).save_pretrained(tmp_path / "whole")
+    options = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "whole", quantization_config=options, dtype=torch.float32, device_map="cpu"
+    )
+    theirs.save_pretrained(tmp_path / "stored")
+    config = config_from_mapping(
+        {
+            "model": {"model_path": str(tmp_path / "stored")},
+            "data": {"datasets": [{"path": "a"}]},
+            "train": {"output_dir": "o", "data_parallel_mode": "none", "enable_mixed_precision": False},
+            "lora": {"enable_qlora": True, "quant_format": "nf4"},
+        }
+    ).config
+    place = runtime.init("cpu")
+    try:
+        mesh = Mesh(ParallelDims.resolve("none", 1), "cpu")
+        architecture = read_architecture(config.model)
+        model = build_model(architecture, config.model, config.train, config.lora, mesh, place.device).module
+    finally:
+        runtime.shutdown()
+    layers = quantized_linears(model)
+    assert len(layers) == 8
+    # Its own product on a CPU rounds more than its weights, so these are compared.
+    stacked = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    for path, layer in layers.items():
+        parent, _, name = path.rpartition(".")
+        parts = [theirs.get_submodule(f"{parent}.{part}").weight for part in stacked.get(name, (name,))]
+        wanted = torch.cat([bnb.dequantize_4bit(part.data, part.quant_state) for part in parts])
+        assert (layer.dense_weight(torch.float32) - wanted).abs().max() <= 1e-6 * wanted.abs().max(), path

@@ -172,23 +172,48 @@ def test_what_is_not_finite_is_not_hidden(value):
     assert not dequantize_block_fp8(*quantize_block_fp8(x, 128), 128, torch.float32)[3, 9].isfinite()
 
 
+def nf4_steps(x):
+    codes, absmax = quantize_nf4(x, 64)
+    return (codes, absmax), 0.5 * 0.0796 * absmax.repeat_interleave(64, 1)
+
+
+def nvfp4_steps(x):
+    global_scale = nvfp4_global_scale(x.abs().amax()).expand(len(x))
+    codes, scales = quantize_nvfp4(x, global_scale, 16)
+    return (codes, scales, global_scale), 0.5 * (scales.float() * global_scale[:, None]).repeat_interleave(16, 1)
+
+
+def block_fp8_steps(x):
+    codes, scales = quantize_block_fp8(x, 128)
+    return (codes, scales, 128), 0.125 * scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+
+
+# What dequantises, and the function from a matrix to what is stored and half a quantisation step of each element.
+NOISY = {
+    "nf4": (dequantize_nf4, nf4_steps),
+    "nvfp4": (dequantize_nvfp4, nvfp4_steps),
+    "block_fp8": (dequantize_block_fp8, block_fp8_steps),
+}
+
+
 def test_noise_is_normal_half_a_step_large_and_a_function_of_seed_and_step():
     # Catches noise of another size, noise that repeats in the next step or layer, and noise that is not reproduced.
-    x = matrix(256, 512, torch.float32)
+    x = torch.randn(256, 512, generator=torch.Generator().manual_seed(0))
     pairs = normal_pairs(WeightNoise(1.0, torch.tensor([3, 1])), 1 << 16, CPU)
     for moment, wanted in ((1, 0.0), (2, 1.0), (3, 0.0), (4, 3.0)):
         assert (pairs.double() ** moment).mean().item() == pytest.approx(wanted, abs=0.06)
-    codes, absmax = quantize_nf4(x, 64)
-    plain = dequantize_nf4(codes, absmax, torch.float32)
-    seen = []
-    for key, step in ((3, 1), (3, 2), (4, 1), (3, 1)):
-        noisy = dequantize_nf4(codes, absmax, torch.float32, WeightNoise(0.5, torch.tensor([key, step])))
-        seen.append((noisy - plain) / (0.5 * nf4.NOISE_STEP * absmax.repeat_interleave(64, 1)))
-    assert torch.equal(seen[0], seen[3])
-    for index, noise in enumerate(seen[:3]):
-        assert noise.std().item() == pytest.approx(1.0, abs=0.01)
-        for other in seen[:index]:
-            assert (noise * other).mean().item() == pytest.approx(0.0, abs=0.02)
+    for quant_format, (dequantise, half_step) in NOISY.items():
+        stored, by_element = half_step(x)
+        plain = dequantise(*stored, torch.float32)
+        seen = []
+        for key, step in ((3, 1), (3, 2), (4, 1), (3, 1)):
+            noisy = dequantise(*stored, torch.float32, WeightNoise(0.5, torch.tensor([key, step])))
+            seen.append((noisy - plain) / (0.5 * by_element))
+        assert torch.equal(seen[0], seen[3]), quant_format
+        for index, noise in enumerate(seen[:3]):
+            assert noise.std().item() == pytest.approx(1.0, abs=0.01), quant_format
+            for other in seen[:index]:
+                assert (noise * other).mean().item() == pytest.approx(0.0, abs=0.02)
 
 
 def test_what_cannot_run_is_refused_by_name():
