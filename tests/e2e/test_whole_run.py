@@ -48,14 +48,15 @@ def records_of(folder: Path) -> list[dict]:
 def test_two_ranks_with_every_observer(tmp_path: Path) -> None:
     # Catches a sink that only some runs have: wandb without a key, the profiler, evaluations between steps.
     observers = ["--train.use_wandb", "true", "--train.wandb_tags", "[a, b]", "--train.enable_profiling", "true"]
-    folders = ["--train.profile_trace_dir", str(tmp_path / "trace")]
+    folders = ["--train.profile_trace_dir", str(tmp_path / "trace"), "--train.profile_rank0_only", "false"]
     process = start(tmp_path, 4, "--nproc-per-node", "2", "--train.eval_steps", "2", *observers, *folders)
     _, stderr = process.communicate(timeout=250)
     assert process.returncode == 0, stderr
     assert "torchrun" in stderr
     assert "wandb=offline" in stderr
     assert list((tmp_path / "output" / "wandb").glob("offline-run-*"))
-    assert [file.name for file in (tmp_path / "trace").iterdir()] == ["rank0_steps_1_2.json.gz"]
+    traces = sorted(file.name for file in (tmp_path / "trace").iterdir())
+    assert traces == ["rank0_steps_1_2.json.gz", "rank1_steps_1_2.json.gz"]
     records = records_of(tmp_path)
     assert [record["step"] for record in records if "loss" in record] == [1, 2, 3, 4]
     assert [record["step"] for record in records if "eval_loss" in record] == [0, 2, 4]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import gzip
 import json
 import os
 import resource
 import signal
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +18,7 @@ import torch
 
 from xorl.config import config_from_mapping
 from xorl.core import runtime
+from xorl.core.runtime import GarbageCollection
 from xorl.train.checkpoints import SavePoints
 from xorl.train.data import prepare_data
 from xorl.train.devices import PEAK_BF16_FLOPS
@@ -23,7 +27,7 @@ from xorl.train.interrupt import Interruption
 from xorl.train.observe import DivergedError, Metrics, MetricsFile, Observer
 from xorl.train.profile import Profiler
 from xorl.train.timing import StepTimer
-from xorl.train.wandb_log import credentials_are_missing
+from xorl.train.wandb_log import WandbSink, credentials_are_missing
 
 
 @pytest.mark.parametrize(
@@ -76,6 +80,66 @@ def test_profile_of_a_resumed_run(steps_done: int, trace: list[str], tmp_path: P
             torch.ones(2).sum()
             profiler.step(step)
     assert [path.name.split(".")[0] for path in tmp_path.iterdir()] == trace
+
+
+@pytest.mark.parametrize(
+    ("option", "trace"),
+    [("record_shapes", '"Input Dims"'), ("profile_memory", '"[memory]"'), ("with_stack", '"cat": "python_function"')],
+)
+def test_a_trace_holds_what_was_asked_for(option: str, trace: str, tmp_path: Path) -> None:
+    # Catches an option of the profile that is accepted and lost on the way to torch.
+    for is_on in (True, False):
+        options = {"record_shapes": False, "profile_memory": False, "with_stack": False, option: is_on}
+        folder = tmp_path / str(is_on)
+        with Profiler(enabled=True, start_step=1, end_step=2, trace_dir=folder, rank=0, **options) as profiler:
+            torch.ones(2, 3).mm(torch.ones(3, 4))
+            profiler.step(1)
+        [file] = folder.iterdir()
+        assert (trace in gzip.decompress(file.read_bytes()).decode()) is is_on
+
+
+def test_wandb_is_told_every_so_many_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Catches an interval that is not kept, and one that swallows evaluations.
+    told: list[tuple[int, dict[str, object]]] = []
+    asked: dict[str, object] = {}
+
+    class Listener:
+        def log(self, values: dict[str, object], step: int) -> None:
+            told.append((step, values))
+
+        def finish(self) -> None:
+            pass
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr("wandb.init", lambda **options: asked.update(options) or Listener())
+    sink = WandbSink(project="p", name="n", tags=["a"], log_interval=3, folder=tmp_path, config={"seed": 1})
+    for step in range(1, 8):
+        sink.write({"step": step, "loss": 0.5, "mfu": None})
+    sink.write({"step": 7, "eval_loss": 0.25})
+    sink.close()
+    assert told == [
+        (3, {"step": 3, "loss": 0.5}),
+        (6, {"step": 6, "loss": 0.5}),
+        (7, {"step": 7, "eval_loss": 0.25}),
+    ]
+    assert (asked["project"], asked["name"], asked["tags"], asked["config"]) == ("p", "n", ["a"], {"seed": 1})
+
+
+def test_garbage_is_collected_when_it_is_due_and_not_before() -> None:
+    # Catches an interval that is off, and a run that leaves Python without a collector.
+    class Circle:
+        def __init__(self) -> None:
+            self.itself = self
+
+    with GarbageCollection(gc_steps=3, empty_cache_steps=0) as garbage:
+        assert not gc.isenabled()
+        for step in (1, 2, 3):
+            left = weakref.ref(Circle())
+            garbage.step(step)
+            assert (left() is None) is (step == 3)
+    assert gc.isenabled()
+    with GarbageCollection(gc_steps=0, empty_cache_steps=0):
+        assert gc.isenabled()
 
 
 @pytest.mark.parametrize("val_set_size", [1, 99])
