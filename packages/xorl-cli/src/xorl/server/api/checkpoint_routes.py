@@ -1,4 +1,4 @@
-"""Checkpoints and the runs they are of: listed, described, deleted, given an end, and fetched file by file."""
+"""Checkpoints and the runs they are of: listed, described, deleted, given an end, and fetched, one file or all."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import hashlib
 import hmac
 import secrets
 import time
+from email.utils import formatdate
 from pathlib import Path
 from urllib.parse import quote
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, RedirectResponse, Response, StreamingResponse
 
+from xorl.server.api.archive import Archive
 from xorl.server.api.context import api_of, dialect_of
 from xorl.server.api.control_routes import iso, page
 from xorl.server.api.model_bodies import checkpoint_of, ttl
@@ -153,12 +155,19 @@ async def checkpoint_urls(request: Request, model_id: str, kind: str, name: str)
     folder = await _folder(request, ref)
     files = await asyncio.to_thread(_files, folder)
     expires = int(time.time()) + _URLS_LAST_S
-    urls: dict[str, JSON] = {}
-    for file in files:
-        path = f"{ref.model_id}/{ref.kind}/{ref.name}/{file}"
-        base = str(request.base_url).rstrip("/")
-        urls[file] = f"{base}/files/{quote(path, safe='/')}?expires={expires}&signature={_signature(path, expires)}"
+    urls = {file: _signed_url(request, f"{ref.model_id}/{ref.kind}/{ref.name}/{file}", expires) for file in files}
     return json_response({"urls": urls, "expires": iso(expires)})
+
+
+@router.get("/training_runs/{model_id}/checkpoints/{kind}/{name}/archive")
+async def checkpoint_archive(request: Request, model_id: str, kind: str, name: str) -> Response:
+    """To the URL of a checkpoint as one archive, which for an hour needs no token."""
+    ref = _ref(model_id, kind, name)
+    await _folder(request, ref)
+    expires = int(time.time()) + _URLS_LAST_S
+    url = _signed_url(request, f"{ref.model_id}/{ref.kind}/{ref.name}.tar", expires)
+    # Clients do not follow it, but read from these headers where it is and how long it lasts.
+    return RedirectResponse(url, 302, {"expires": formatdate(expires, usegmt=True)})
 
 
 files_router = APIRouter()
@@ -169,16 +178,24 @@ async def get_file(
     request: Request, model_id: str, kind: str, name: str, file: str, expires: int, signature: str
 ) -> Response:
     """A file of a checkpoint, by a URL of `checkpoint_urls`."""
-    expected = _signature(f"{model_id}/{kind}/{name}/{file}", expires)
-    if not hmac.compare_digest(signature.encode(), expected.encode()):
-        raise Refusal(403, "the signature of this URL is wrong: ask for the URLs of the checkpoint again")
-    if expires < time.time():
-        raise Refusal(410, "this URL has expired: ask for the URLs of the checkpoint again")
+    _check_signature(f"{model_id}/{kind}/{name}/{file}", expires, signature)
     folder = await _folder(request, _ref(model_id, kind, name))
     path = folder / file
     if not path.resolve().is_relative_to(folder.resolve()) or not path.is_file():
         raise Refusal(404, "the checkpoint has no such file")
     return FileResponse(path, filename=path.name)
+
+
+@files_router.get("/files/{model_id}/{kind}/{name}.tar")
+async def get_archive(
+    request: Request, model_id: str, kind: str, name: str, expires: int, signature: str
+) -> StreamingResponse:
+    """A whole checkpoint, by a URL of `checkpoint_archive`."""
+    _check_signature(f"{model_id}/{kind}/{name}.tar", expires, signature)
+    folder = await _folder(request, _ref(model_id, kind, name))
+    archive = await asyncio.to_thread(lambda: Archive.of(folder, _files(folder)))
+    headers = {"content-length": str(archive.num_bytes), "content-disposition": f'attachment; filename="{name}.tar"'}
+    return StreamingResponse(iter(archive), headers=headers, media_type="application/x-tar")
 
 
 async def _list(request: Request, wanted: ListCheckpoints) -> Response:
@@ -208,6 +225,18 @@ def _files(folder: Path) -> list[str]:
     """Relative names of what is in a checkpoint; no links, which could lead elsewhere."""
     found = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
     return sorted(path.relative_to(folder).as_posix() for path in found)
+
+
+def _signed_url(request: Request, path: str, expires: int) -> str:
+    base = str(request.base_url).rstrip("/")
+    return f"{base}/files/{quote(path, safe='/')}?expires={expires}&signature={_signature(path, expires)}"
+
+
+def _check_signature(path: str, expires: int, signature: str) -> None:
+    if not hmac.compare_digest(signature.encode(), _signature(path, expires).encode()):
+        raise Refusal(403, "the signature of this URL is wrong: ask for the URLs of the checkpoint again")
+    if expires < time.time():
+        raise Refusal(410, "this URL has expired: ask for the URLs of the checkpoint again")
 
 
 def _signature(path: str, expires: int) -> str:
