@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from worker_ranks import datum, done, service_config, worker_of
+from placement import whole
+from worker_ranks import datum, done, service_config, train, worker_of
 from xorl.server.messages import CreateModel, ForwardBackward, LoraSpec, LossResult, OptimResult, OptimStep
 from xorl.server.worker.selftest import self_test
 
@@ -34,5 +36,25 @@ def test_a_mean_over_tokens_is_a_sum_over_their_number(tmp_path: Path, run_ranks
         assert divided["grad_norm"] == pytest.approx(plain["grad_norm"] / (5 + 9 + 12), rel=1e-5)
         assert divided["step"] == 1
         assert [any("/" in name for name in found) for found in (plain, divided)] == [True, False]
+
+    run_ranks(run, 1)
+
+
+@pytest.mark.multi
+def test_matrices_under_muon_follow_the_learning_rate_of_the_client(tmp_path: Path, run_ranks) -> None:
+    # Catches a rate of matrices that knows nothing of the client's, and one that is hundreds of times what was meant.
+    def run() -> None:
+        moved = []
+        for muon_lr, lr in ((0.02, 5e-5), (0.02, 1e-4), (5e-5, 0.02)):
+            worker = worker_of(service_config(tmp_path, optimizer="muon", muon_lr=muon_lr))
+            done(worker, CreateModel("m"))
+            matrix = worker.base.module.get_parameter("layers.0.self_attn.o_proj.weight")
+            before = whole(matrix).clone()
+            done(worker, *train("m", [datum(30)], lr))
+            moved.append(whole(matrix) - before)
+        # An orthogonalised square matrix has about this norm.
+        assert moved[0].norm() == pytest.approx(0.02 * 32**0.5, rel=0.3)
+        torch.testing.assert_close(moved[1], 2 * moved[0], rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(moved[2], moved[0], rtol=1e-4, atol=1e-7)
 
     run_ranks(run, 1)

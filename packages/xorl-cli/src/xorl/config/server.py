@@ -18,6 +18,7 @@ from xorl.config.fields import (
     LossFields,
     MemoryFields,
     ModelFields,
+    NonNegative,
     NumericsFields,
     OptimizerFields,
     ParallelFields,
@@ -29,6 +30,10 @@ from xorl.config.fields import (
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 SyncMethod = Literal["nccl_broadcast"]
 GradNormalization = Literal["sum", "token_mean"]
+
+# A client says one learning rate, AdamW's, and under muon that of matrices is proportional to it. Where they have
+# muon_lr is a convention: at the default of train.lr, so that who steps with that has the rates of local training.
+MUON_REFERENCE_LR = 5e-5
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 TOKEN_PREFIX = "tml-"  # without it the tinker client refuses a key before it is sent
@@ -111,6 +116,11 @@ class ServerMemoryFields(MemoryFields):
 class ServerOptimizerFields(OptimizerFields):
     """Optimizer"""
 
+    muon_lr: NonNegative = Field(
+        default=0.02,
+        description="Learning rate of matrices under muon at a step for which the client says "
+        f"{MUON_REFERENCE_LR:g}, and in proportion at others. {MUON_REFERENCE_LR:g} gives them what the client says.",
+    )
     grad_normalization: GradNormalization = Field(
         default="sum",
         description="What an optimizer step divides gradients by: sum means by nothing, as both clients expect, "

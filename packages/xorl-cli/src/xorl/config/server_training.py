@@ -8,7 +8,7 @@ import re
 from xorl.config.entries import DatasetEntryConfig
 from xorl.config.local import Config, DataConfig, LoraConfig, ModelConfig, TrainConfig
 from xorl.config.resolve import resolve
-from xorl.config.server import ServerConfig
+from xorl.config.server import MUON_REFERENCE_LR, ServerConfig
 
 # Options that are not called what local training calls them.
 RENAMED = {"qlora_exclude_modules": "lora.exclude_modules"}
@@ -55,8 +55,10 @@ def projected(config: ServerConfig) -> Config:
     return Config(
         model=ModelConfig.model_validate(values["model"]),
         data=DataConfig.model_validate(values["data"] | {"datasets": [DatasetEntryConfig(path="dummy")]}),
-        # Clipping is said by the client, step by step.
-        train=TrainConfig.model_validate(values["train"] | {"max_grad_norm": None, "use_wandb": False}),
+        # Learning rate and clipping are said by the client, step by step.
+        train=TrainConfig.model_validate(
+            values["train"] | {"lr": MUON_REFERENCE_LR, "max_grad_norm": None, "use_wandb": False}
+        ),
         lora=LoraConfig.model_validate(values["lora"]),
     )
 
