@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from child import in_child
 from xorl.config import config_from_mapping
 from xorl.core import runtime
 from xorl.core.runtime import GarbageCollection
@@ -27,7 +28,7 @@ from xorl.train.interrupt import Interruption
 from xorl.train.observe import DivergedError, Metrics, MetricsFile, Observer
 from xorl.train.profile import Profiler
 from xorl.train.timing import StepTimer
-from xorl.train.wandb_log import WandbSink, credentials_are_missing
+from xorl.train.wandb_log import RUN_ID, WandbSink, credentials_are_missing
 
 
 @pytest.mark.parametrize(
@@ -104,6 +105,8 @@ def test_wandb_is_told_every_so_many_steps(tmp_path: Path, monkeypatch: pytest.M
     asked: dict[str, object] = {}
 
     class Listener:
+        id = "made-up"
+
         def log(self, values: dict[str, object], step: int) -> None:
             told.append((step, values))
 
@@ -112,7 +115,8 @@ def test_wandb_is_told_every_so_many_steps(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr("wandb.init", lambda **options: asked.update(options) or Listener())
-    sink = WandbSink(project="p", name="n", tags=["a"], log_interval=3, folder=tmp_path, config={"seed": 1})
+    options = {"project": "p", "name": "n", "tags": ["a"], "config": {"seed": 1}}
+    sink = WandbSink(**options, log_interval=3, folder=tmp_path, is_resumed=False)
     for step in range(1, 8):
         sink.write({"step": step, "loss": 0.5, "mfu": None})
     sink.write({"step": 7, "eval_loss": 0.25})
@@ -122,7 +126,7 @@ def test_wandb_is_told_every_so_many_steps(tmp_path: Path, monkeypatch: pytest.M
         (6, {"step": 6, "loss": 0.5}),
         (7, {"step": 7, "eval_loss": 0.25}),
     ]
-    assert (asked["project"], asked["name"], asked["tags"], asked["config"]) == ("p", "n", ["a"], {"seed": 1})
+    assert {name: asked[name] for name in options} == options
 
 
 def test_garbage_is_collected_when_it_is_due_and_not_before() -> None:
@@ -288,6 +292,26 @@ def test_wandb_is_not_asked_to_go_online_without_a_key(
     (tmp_path / ".netrc").write_text("machine wandb.example login user password " + "0" * 40 + "\n")
     (tmp_path / ".netrc").chmod(0o600)
     assert credentials_are_missing() is would_ask
+
+
+def test_a_resumed_run_goes_on_with_its_run_in_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Catches a loss curve that falls to pieces at each restart, and a new run that is drawn over the one before.
+    monkeypatch.setenv("WANDB_MODE", "offline")
+
+    def logged(*, is_resumed: bool) -> str:
+        options = {"project": "p", "name": None, "tags": None, "log_interval": 1, "config": {}}
+        sink = WandbSink(**options, folder=tmp_path, is_resumed=is_resumed)
+        sink.write({"step": 1, "loss": 0.5})
+        sink.close()
+        return (tmp_path / RUN_ID).read_text().strip()
+
+    # In processes of their own, since wandb reads its variables once and leaves threads behind.
+    first, again, new = in_child(lambda: [logged(is_resumed=is_resumed) for is_resumed in (False, True, False)])
+    assert again == first != new
+    monkeypatch.setenv("WANDB_RUN_ID", "own")
+    assert in_child(lambda: logged(is_resumed=True)) == "own"
+    runs = [run.name.rpartition("-")[2] for run in sorted((tmp_path / "wandb").glob("offline-run-*"))]
+    assert set(runs) == {first, new, "own"}
 
 
 def test_metrics_that_cannot_be_written_do_not_end_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -297,7 +297,8 @@ class LoggingFields(Section):
     )
     use_wandb: bool = Field(
         default=True,
-        description="Log to Weights & Biases; offline, with one line about it, when there is no key or network.",
+        description="Log to Weights & Biases; offline, with one line about it, when there is no key or network. A run "
+        "that is resumed goes on with its run there.",
     )
     wandb_project: str = Field(default="Xorl", description="Project in Weights & Biases.")
     wandb_name: str | None = Field(

@@ -452,6 +452,7 @@ def sinks_of(config: Config, output_dir: Path, plan: Plan, start_step: int, plac
                 log_interval=train.wandb_log_interval,
                 folder=output_dir,
                 config=options,
+                is_resumed=start_step > 0,
             )
         )
     return sinks

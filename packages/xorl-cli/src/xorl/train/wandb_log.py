@@ -17,8 +17,16 @@ from xorl.train.observe import Metrics
 logger = logging.getLogger(__name__)
 
 
+# The id of the wandb run, in output_dir.
+RUN_ID = "wandb_run_id"
+
+
 class WandbSink:
-    """A wandb run. Steps are logged every `log_interval`, evaluations always."""
+    """A wandb run. Steps are logged every `log_interval`, evaluations always.
+
+    A run that is resumed goes on with the wandb run whose id is in `folder`; else there is a new one, whose id is put
+    there. WANDB_RUN_ID and WANDB_RESUME come first. What wandb has of steps that are made again stays as it is.
+    """
 
     def __init__(
         self,
@@ -29,6 +37,7 @@ class WandbSink:
         log_interval: int,
         folder: Path,
         config: Mapping[str, object],
+        is_resumed: bool,
     ) -> None:
         offline = credentials_are_missing()
         if offline:
@@ -41,12 +50,14 @@ class WandbSink:
             "tags": list(tags or ()),
             "dir": str(folder),
             "config": dict(config),
+            **_which_run(folder / RUN_ID if is_resumed else None),
         }
         try:
             self._run = wandb.init(mode="offline" if offline else None, settings=settings, **options)
         except (CommError, UsageError) as error:
             logger.info("wandb=offline reason=%r folder=%s", str(error).splitlines()[0], folder / "wandb")
             self._run = wandb.init(mode="offline", settings=settings, **options)
+        (folder / RUN_ID).write_text(f"{self._run.id}\n", encoding="utf-8")
 
     def write(self, metrics: Metrics) -> None:
         """Log one record."""
@@ -58,6 +69,16 @@ class WandbSink:
     def close(self) -> None:
         """Finish the run."""
         self._run.finish()
+
+
+def _which_run(file: Path | None) -> dict[str, str]:
+    """What `wandb.init` is told of it; what is left out, it takes from its variables, or makes up."""
+    told: dict[str, str] = {}
+    if file is not None and file.exists() and not os.environ.get("WANDB_RUN_ID"):
+        told["id"] = file.read_text(encoding="utf-8").strip()
+    if not os.environ.get("WANDB_RESUME"):
+        told["resume"] = "allow"
+    return told
 
 
 def credentials_are_missing() -> bool:
