@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from tiny_models import hf_config
 from xorl.ckpt import CheckpointError
@@ -48,16 +48,22 @@ def mean_loss(model: PreTrainedModel, data: Path) -> float:
 def test_folder_is_loaded_trained_and_exported(
     world_size: int, mode: str, load_weights_mode: str, init_device: str, tmp_path: Path, run_ranks
 ) -> None:
-    # Catches weights that are loaded into the wrong place, and exports that other tools read as another model.
+    # Catches weights that are loaded into the wrong place, exports that other tools read as another model, and entries
+    # of model.foundation that the model, or what is exported, knows nothing of.
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig.from_dict(hf_config("llama"))).eval()
     model.save_pretrained(tmp_path / "base")
+    foundation: dict[str, object] = {}
+    if mode == "ddp":
+        foundation = {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}, "rms_norm_eps": 1e-2}
+        changed = AutoConfig.from_pretrained(tmp_path / "base", **foundation)
+        model = LlamaForCausalLM.from_pretrained(tmp_path / "base", config=changed).eval()
     data = tmp_path / "data.jsonl"
     write_data(data)
     output = tmp_path / "output"
     loaded = config_from_mapping(
         {
-            "model": {"model_path": str(tmp_path / "base")},
+            "model": {"model_path": str(tmp_path / "base"), "foundation": foundation},
             "data": {
                 "datasets": [{"path": str(data)}],
                 "test_datasets": [{"path": str(data)}],

@@ -216,6 +216,11 @@ def entry(**options: Any) -> dict[str, Any]:
         ({"lora": {"save_lora_only": True}}, "lora.save_lora_only", "no adapter to save"),
         ({"lora": {"reset_optimizer_on_merge": True}}, "lora.reset_optimizer_on_merge", "needs merge_lora_interval"),
         ({"lora": {"use_dora": True}}, "lora.use_dora", "enable_lora is true"),
+        (
+            {"model": {"foundation": {"rope_theta": 5.0}}, "lora": {"enable_lora": True, "save_lora_only": True}},
+            "model.foundation",
+            "reads its own config.json",
+        ),
         ({"lora": {"enable_lora": True, "lora_target_modules": []}}, "lora.lora_target_modules", "the list is empty"),
         ({"lora": {"adapter_path": "a"}}, "lora.adapter_path", "enable_lora is true"),
         ({"lora": {"enable_lora": True, "adapter_path": "a", "lora_rank": 8}}, "lora.lora_rank", "says it"),

@@ -17,7 +17,6 @@ EXAMPLES: dict[str, object] = {
     "model.moe_implementation": "triton",
     "model.ep_dispatch": "deepep",
     "model.deepep_num_sms": 22,
-    "model.foundation": {"num_hidden_layers": 2},
     "model.encoders": {"image": {"model_path": "a"}},
     "train.pipeline_parallel_schedule": "GPipe",
     "train.cp_fsdp_mode": "none",

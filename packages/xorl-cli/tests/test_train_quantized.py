@@ -124,6 +124,23 @@ def build(folder, mesh, *, merge_qkv=True, random=False, **lora):
     return build_model(read_architecture(model), model, train, options, mesh, CPU).module
 
 
+@pytest.mark.parametrize(
+    ("entries", "told"),
+    [
+        ({"rope_thetaa": 5.0}, "rope_thetaa is no entry of .*config.json, and changes nothing that Qwen3ForCausalLM"),
+        ({"num_attention_heads": 0}, "model.foundation: .*num_attention_heads"),
+        ({"num_hidden_layers": "2"}, "model.foundation: .*num_hidden_layers"),
+    ],
+)
+def test_entries_that_make_no_model_or_change_none_are_refused(entries, told, tmp_path):
+    # Catches a misspelt entry of config.json that is accepted and ignored.
+    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG))
+    made = read_architecture(ModelConfig(config_path=str(tmp_path), foundation={"rms_norm_eps": 1e-3}))
+    assert made.hf_config == {**HF_CONFIG, "rms_norm_eps": 1e-3}
+    with pytest.raises(ValueError, match=told):
+        read_architecture(ModelConfig(config_path=str(tmp_path), foundation=entries))
+
+
 @pytest.mark.parametrize("merge_qkv", [True, False])
 @pytest.mark.parametrize("quant_format", list(CONFIGS))
 def test_a_quantised_checkpoint_is_read_as_it_is(quant_format, merge_qkv, tmp_path, mesh):

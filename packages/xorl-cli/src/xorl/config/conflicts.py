@@ -408,6 +408,18 @@ def _adapters_are_on(config: Config) -> Iterator[Conflict]:
         )
 
 
+def _adapters_alone_stand_on_their_base_as_it_is(config: Config) -> Iterator[Conflict]:
+    if not config.model.foundation:
+        return
+    for name, is_set in (("save_lora_only", config.lora.save_lora_only), ("sweep", bool(config.lora.sweep))):
+        if is_set:
+            yield Conflict(
+                ("model.foundation", f"lora.{name}"),
+                f"{name} writes adapters alone, and whoever puts them on their base reads its own config.json: edit a "
+                "copy of that and set model.config_path to its folder",
+            )
+
+
 def _quantized_weights_stay_as_they_are(config: Config) -> Iterator[Conflict]:
     if not config.lora.enable_qlora:
         return
@@ -433,6 +445,7 @@ MODEL_CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
     _weights_in_fp8_are_on_the_device,
     _half_precision_is_computed_in,
     _adapters_are_on,
+    _adapters_alone_stand_on_their_base_as_it_is,
     _quantized_weights_stay_as_they_are,
 )
 CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (

@@ -107,7 +107,9 @@ class ModelFields(Section):
         "GatedMLP, or last parts of module paths, such as mlp.",
     )
     foundation: dict[str, JsonValue] = Field(
-        default={}, description="Entries that replace those of the model's config.json."
+        default={},
+        description="Entries of the model's config.json that replace what the file says, such as "
+        "{rms_norm_eps: 1e-5}, in training and in what is exported. One that changes nothing is an error.",
     )
     encoders: dict[EncoderKind, EncoderConfig] = Field(
         default={}, description="Encoders of other modalities by kind, each with model_path and maybe config_path."
@@ -318,7 +320,7 @@ class LoraFields(Section):
     quant_format: QuantFormat = Field(
         default="nvfp4",
         description="Format of quantized base weights: nvfp4 (4-bit float), block_fp8 (8-bit float in blocks) or nf4 "
-        "(4-bit normal float, as bitsandbytes has it). The first two need a GPU of compute capability 8.9 or more.",
+        "(4-bit normal float, as bitsandbytes has it). On a GPU the first two need compute capability 8.9 or more.",
     )
     quant_group_size: AtLeastOne | None = Field(
         default=None,

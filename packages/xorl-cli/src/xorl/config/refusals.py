@@ -54,11 +54,6 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("model.moe_implementation", "mixture-of-experts models are not built", "leave it at null"),
     Refusal("model.ep_dispatch", "expert parallelism is not built", "leave it at alltoall"),
     Refusal("model.deepep_*", "expert parallelism is not built", "leave it out"),
-    Refusal(
-        "model.foundation",
-        "replacing entries of a model's config.json is not built",
-        "edit a copy of config.json and set model.config_path to its folder",
-    ),
     Refusal("model.encoders", "models of other modalities are not built", "leave it at {}", for_good=True),
     Refusal(
         f"{ENTRIES}.trust_remote_code",

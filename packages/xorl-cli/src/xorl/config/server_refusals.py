@@ -21,6 +21,12 @@ SERVER_REFUSALS: tuple[Refusal, ...] = (
     Refusal("log_router_stats", NO_EXPERTS, "leave it at true"),
     Refusal("moe_shared_lora", NO_EXPERTS, "leave it at false"),
     Refusal("moe_hybrid_shared_lora", NO_EXPERTS, "leave it at false"),
+    Refusal(
+        "foundation",
+        "clients and inference servers take the model as its files say it is",
+        "edit a copy of config.json and set config_path to its folder",
+        for_good=True,
+    ),
     Refusal("merge_lora_interval", SHARED_BASE, "leave it at 0", for_good=True),
     Refusal("reset_optimizer_on_merge", SHARED_BASE, "leave it at false", for_good=True),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -57,7 +57,10 @@ class Architecture:
 
 
 def read_architecture(config: ModelConfig) -> Architecture:
-    """Find config.json by `model.config_path`. Raises ValueError for a model that is not known."""
+    """Find config.json by `model.config_path`, and put the entries of `model.foundation` in their places.
+
+    Raises ValueError for a model that is not known, and for entries that change nothing.
+    """
     path = config.config_path or config.model_path
     assert path is not None
     option = "model.config_path" if path != config.model_path else "model.model_path"
@@ -66,7 +69,8 @@ def read_architecture(config: ModelConfig) -> Architecture:
     tokenizer = folder
     if config.tokenizer_path not in (None, path):
         tokenizer = _folder("model.tokenizer_path", config.tokenizer_path, CONFIG_PATTERNS)
-    return _read_config(option, file, tokenizer)
+    architecture = _read_config(option, file, tokenizer)
+    return _with_entries(architecture, config.foundation, file) if config.foundation else architecture
 
 
 def architecture_at(option: str, path: str) -> Architecture:
@@ -90,6 +94,26 @@ def _read_config(option: str, file: Path, tokenizer_folder: Path) -> Architectur
             raise ValueError(f"{option}: {beside}: {error}") from error
     spec = spec_for(hf_config)
     return Architecture(spec, spec.config_from_hf(hf_config), hf_config, tokenizer_folder)
+
+
+def _with_entries(architecture: Architecture, entries: Mapping[str, object], file: Path) -> Architecture:
+    """The architecture of a config.json in which `entries` replace or join what `file` says."""
+    hf_config = {**architecture.hf_config, **entries}
+    try:
+        spec = spec_for(hf_config)
+        config = spec.config_from_hf(hf_config)
+    except ValueError as error:
+        raise ValueError(f"model.foundation: {error}") from error
+    for name in entries.keys() - architecture.hf_config.keys():
+        try:
+            matters = spec.config_from_hf({key: value for key, value in hf_config.items() if key != name}) != config
+        except ValueError:
+            matters = True  # without it, it is no model
+        if not matters:
+            raise ValueError(
+                f"model.foundation: {name} is no entry of {file}, and changes nothing that {spec.architecture} computes"
+            )
+    return replace(architecture, spec=spec, config=config, hf_config=hf_config)
 
 
 def _folder(option: str, path: str, patterns: Sequence[str] | None = None) -> Path:
