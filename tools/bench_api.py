@@ -160,7 +160,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--local-side", type=Path, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments, argparse.Namespace(models=1))
     if options.local_side is not None:
-        local_side(*options.local_side, options.tokens, options.steps)
+        config, output = options.local_side
+        local_side(config, output, options.tokens, options.steps)
         return 0
     if options.dry_run:
         options.model, options.tokens, options.steps, options.rounds = "tiny", 64, 2, 1
