@@ -51,6 +51,8 @@ def test_a_store_that_cannot_be_reached_is_the_environment(bucket, tmp_path, mon
     # Catches a network failure that is reported as bad input, or waited for without end.
     monkeypatch.setattr(downloads, "ATTEMPTS", 2)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    # botocore has attempts of its own within each of ours.
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
     with pytest.raises(DataFailure, match=r"s3://elsewhere/rows.jsonl: .*\(2 attempts\)"):
         prepare([DatasetEntry("s3://elsewhere/rows.jsonl")], PrepareOptions(bin_len=64, prepared_path=tmp_path))
