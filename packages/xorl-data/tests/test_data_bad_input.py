@@ -24,6 +24,10 @@ LINES = {
     "no labels": ('{"input_ids": [1, 2]}', r"line 3: no labels, while other rows have them.*\[input_ids\]"),
     "floats": ('{"input_ids": [1, 2.5], "labels": [1, 2]}', r"line 3: input_ids holds 2.5 \(float\), want .* integers"),
     "strings": ('{"input_ids": [1, "a"], "labels": [1, 2]}', r"line 3: input_ids holds 'a' \(str\)"),
+    "text": (
+        '{"text": "hello there"}',
+        r"line 3: input_ids holds 'hello there' \(str\).* set the entry's type to text",
+    ),
     "booleans": ('{"input_ids": [1, true], "labels": [1, 2]}', r"line 3: input_ids holds True \(bool\)"),
     "nested": ('{"input_ids": [[1]], "labels": [1]}', r"line 3: input_ids holds \[1\] \(list\)"),
     "a number": ('{"input_ids": 5, "labels": [1]}', r"line 3: input_ids holds 5 \(int\)"),

@@ -239,6 +239,8 @@ def _numbers(value: object, name: str, index: int, piece: Piece) -> np.ndarray:
         wanted = "integers" if name in COLUMNS else "numbers, one per token"
         offender = next((v for v in value if type(v) not in allowed), value) if isinstance(value, list) else value
         hint = "" if name in COLUMNS else "; or take it out of data.select_columns"
+        if name == "input_ids" and isinstance(offender, str):
+            hint = "; for text, set the entry's type to text, chat, prompt_completion or auto"
         shown = repr(offender)
         shown = shown if len(shown) <= 60 else shown[:60] + "..."
         raise DataError(
