@@ -134,6 +134,7 @@ def frozen(model: nn.Module) -> nn.Module:
     ("model", "options", "told"),
     [
         (Model(), {"grad_accum_steps": 0}, "grad_accum_steps"),
+        (Model(), {"grad_clip_norm": -1.0}, "grad_clip_norm must be above 0"),
         (Model(), {"mixed_precision_policy": "fp16"}, "'fp16'"),
         (Model(), {"optimizer_class": torch.optim.SGD(Model().parameters())}, "class"),
         (Model().bfloat16(), {"mixed_precision_policy": "bf16"}, "float"),

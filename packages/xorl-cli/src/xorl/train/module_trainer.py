@@ -128,6 +128,8 @@ class Trainer:
     ) -> None:
         if grad_accum_steps < 1:
             raise ValueError(f"grad_accum_steps must be at least 1, not {grad_accum_steps}")
+        if grad_clip_norm is not None and not grad_clip_norm > 0:
+            raise ValueError(f"grad_clip_norm must be above 0, or None for no limit, not {grad_clip_norm}")
         if isinstance(optimizer_class, torch.optim.Optimizer):
             raise ValueError("optimizer_class wants a class such as torch.optim.AdamW: the model is placed before it")
         self.num_ranks = self._count_ranks()
