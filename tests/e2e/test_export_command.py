@@ -50,6 +50,7 @@ def test_a_merged_model_is_what_peft_computes(
     assert merged.dtype == (dtype or torch.bfloat16)
     card = (folder / "README.md").read_text()
     assert "same most likely token" in card
+    assert "| adapted modules, none of them zero | 4 |" in card
     assert f"| base model | {folders / 'base'} |" in card
     limits = [float(line.split("|")[2]) for line in card.splitlines() if "share of the largest logit" in line]
     assert limits[0] <= limit
@@ -81,9 +82,10 @@ def test_what_is_wrong_is_said_and_nothing_is_left(folders: Path, tmp_path: Path
     tensors = load_file(folders / "adapter" / "adapter_model.safetensors")
     save_file({k: t * 0 if "lora_B" in k else t for k, t in tensors.items()}, zero / "adapter_model.safetensors")
     (zero / "adapter_config.json").write_text((folders / "adapter" / "adapter_config.json").read_text())
-    with pytest.raises(VerificationError, match="4 of 4 adapters are zero"):
-        export_saved(str(zero), str(tmp_path / "out"), verify=True)
-    assert not (tmp_path / "out").exists()
+    for merge in (False, True):
+        with pytest.raises(VerificationError, match="4 of 4 adapters are zero"):
+            export_saved(str(zero), str(tmp_path / "out"), merge=merge, verify=True)
+        assert not (tmp_path / "out").exists()
 
     (tmp_path / "empty").mkdir()
     for arguments, message in (

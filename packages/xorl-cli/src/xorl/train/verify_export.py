@@ -22,7 +22,7 @@ from xorl.ckpt import SafetensorsSource, WeightSource, load_weights
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import inject
 from xorl.lora.peft import WEIGHTS_FILE
-from xorl.train.adapter_folder import load_adapter
+from xorl.train.adapter_folder import AdapterFolder, load_adapter
 from xorl.train.model_card import Figures
 from xorl.train.saved_model import SavedModel, weights_at
 
@@ -31,6 +31,10 @@ logger = logging.getLogger(__name__)
 NUM_ROWS, ROW_LEN = 4, 48
 # The largest difference of logits, as a share of the largest logit, that the precision of the weights explains.
 LIMITS: Mapping[torch.dtype, float] = MappingProxyType({torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2})
+
+
+# What a model's card says of adapters that were looked at.
+ADAPTED = "adapted modules, none of them zero"
 
 
 class VerificationError(RuntimeError):
@@ -50,8 +54,11 @@ def require_peft(purpose: str) -> ModuleType:
 def verify_model(folder: Path, saved: SavedModel, dtype: torch.dtype) -> Figures:
     """Load a folder with a whole model of these weights' `dtype` in transformers and compare it with the trainer's.
 
-    Raises VerificationError that says what differs.
+    Raises VerificationError that says what differs, or which of the adapters that were folded in add nothing.
     """
+    folded: Figures = {}
+    if saved.adapter is not None:
+        folded = {ADAPTED: _nothing_is_zero(saved.adapter.source, saved.adapter)}
     ids, wanted = _trainer_logits(saved)
     with _quiet():
         loaded: object = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
@@ -64,6 +71,7 @@ def verify_model(folder: Path, saved: SavedModel, dtype: torch.dtype) -> Figures
     return {
         "transformers": transformers.__version__,
         "keys, the same as transformers'": num_keys,
+        **folded,
         **_compare(_logits_of(model, ids), wanted, dtype),
     }
 
@@ -79,7 +87,9 @@ def verify_adapter(folder: Path, saved: SavedModel, dtype: torch.dtype) -> Figur
         raise ValueError(
             f"--verify: PEFT needs the base model, and that of {saved.folder} is in the checkpoint alone: use --merge"
         )
-    num_modules = _nothing_is_zero(folder, saved)
+    assert saved.adapter is not None, "an adapter is verified"
+    with SafetensorsSource(folder, single_file=WEIGHTS_FILE) as source:
+        num_modules = _nothing_is_zero(source, saved.adapter)
     # An adapter is for the base that it names, whatever a checkpoint holds, such as a quantised one.
     named = weights_at("--base", saved.base_path, saved.architecture)
     ids, wanted = _trainer_logits(replace(saved, base=named))
@@ -97,7 +107,7 @@ def verify_adapter(folder: Path, saved: SavedModel, dtype: torch.dtype) -> Figur
         "transformers": transformers.__version__,
         "peft": peft.__version__,
         "keys, the same as PEFT's": num_keys,
-        "adapted modules, none of them zero": num_modules,
+        ADAPTED: num_modules,
         **_compare(_logits_of(model, ids), wanted, dtype),
     }
 
@@ -181,16 +191,12 @@ def _untied_keys(model: nn.Module, written: set[str]) -> set[str]:
     return {name for name, tensor in state.items() if name in written or tensor.data_ptr() not in places}
 
 
-def _nothing_is_zero(folder: Path, saved: SavedModel) -> int:
-    """The number of adapted modules. Raises VerificationError for one that adds nothing."""
-    assert saved.adapter is not None, "an adapter is verified"
-    modules = saved.adapter.layout.modules
-    with SafetensorsSource(folder, single_file=WEIGHTS_FILE) as source:
-        idle = [
-            name
-            for name, module in modules.items()
-            if not (source.read(module.a).any() and source.read(module.b).any())
-        ]
+def _nothing_is_zero(source: WeightSource, adapter: AdapterFolder) -> int:
+    """How many modules are adapted, by tensors in `source`. Raises VerificationError for one that adds nothing."""
+    modules = adapter.layout.modules
+    idle = [
+        name for name, module in modules.items() if not (source.read(module.a).any() and source.read(module.b).any())
+    ]
     if idle:
         raise VerificationError(
             f"{len(idle)} of {len(modules)} adapters are zero, and change nothing: {', '.join(idle[:3])}. Was anything "
