@@ -61,8 +61,7 @@ def test_a_hub_dataset_is_read_through_datasets(tmp_path, make_rows, write_jsonl
     write_jsonl(tmp_path / "repo" / "test.jsonl", rows[:4])
 
     def load(**changes):
-        arguments = {"name": None, "split": None, "revision": None, "data_files": None, "token": None, **changes}
-        return load_hub_source(str(tmp_path / "repo"), **arguments, option="data.datasets[0]")
+        return load_hub_source(DatasetEntry(str(tmp_path / "repo"), **changes), option="data.datasets[0]", token=None)
 
     assert read(load()) == rows
     assert read(load(split="test")) == rows[:4]

@@ -11,6 +11,7 @@ import datasets
 import pyarrow as pa
 from datasets.exceptions import DatasetNotFoundError, DatasetsError
 
+from xorl.data.entry import DatasetEntry
 from xorl.data.errors import DataError, DataFailure
 from xorl.data.readers import Piece, table_pieces
 from xorl.data.shuffle import JSON, digest
@@ -48,46 +49,34 @@ class HubSource:
         return rows
 
 
-def load_hub_source(
-    path: str,
-    *,
-    name: str | None,
-    split: str | None,
-    revision: str | None,
-    data_files: str | Sequence[str] | None,
-    token: str | bool | None,
-    option: str,
-) -> HubSource:
+def load_hub_source(entry: DatasetEntry, *, option: str, token: str | bool | None) -> HubSource:
     """Downloads the dataset where the cache lacks it. DataError where it, its config or its split does not exist;
     DataFailure where the Hub cannot be reached."""
-    with _explained(path, split, option):
+    split = entry.split or "train"
+    with _explained(entry.path, split, option):
         dataset = datasets.load_dataset(
-            path, name, split=split or "train", revision=revision, data_files=_listed(data_files), token=token
+            entry.path,
+            entry.name,
+            split=split,
+            revision=entry.revision,
+            data_files=_listed(entry.data_files),
+            token=token,
         )
     assert isinstance(dataset, datasets.Dataset), "a single split was asked for"
-    return HubSource(path, split or "train", dataset)
+    return HubSource(entry.path, split, dataset)
 
 
-def hub_urls(
-    path: str,
-    *,
-    name: str | None,
-    split: str | None,
-    revision: str | None,
-    data_files: str | Sequence[str] | None,
-    token: str | bool | None,
-    option: str,
-) -> list[str]:
+def hub_urls(entry: DatasetEntry, *, option: str, token: str | bool | None) -> list[str]:
     """Where the files of one split of a Hub dataset lie, downloading none. Errors as of load_hub_source."""
-    with _explained(path, split, option):
+    split = entry.split or "train"
+    with _explained(entry.path, split, option):
         builder = datasets.load_dataset_builder(
-            path, name, revision=revision, data_files=_listed(data_files), token=token
+            entry.path, entry.name, revision=entry.revision, data_files=_listed(entry.data_files), token=token
         )
     splits = builder.config.data_files or {}
-    wanted = split or "train"
-    if wanted not in splits:
-        raise DataError(f"{option}.split: {path} has no split {wanted!r}; it has {', '.join(map(str, splits))}")
-    return [str(file) for file in splits[wanted]]
+    if split not in splits:
+        raise DataError(f"{option}.split: {entry.path} has no split {split!r}; it has {', '.join(map(str, splits))}")
+    return [str(file) for file in splits[split]]
 
 
 def _listed(data_files: str | Sequence[str] | None) -> str | list[str] | None:
@@ -95,7 +84,7 @@ def _listed(data_files: str | Sequence[str] | None) -> str | list[str] | None:
 
 
 @contextmanager
-def _explained(path: str, split: str | None, option: str) -> Iterator[None]:
+def _explained(path: str, split: str, option: str) -> Iterator[None]:
     """The errors of `datasets` in our words."""
     try:
         yield
@@ -109,4 +98,4 @@ def _explained(path: str, split: str | None, option: str) -> Iterator[None]:
         ) from error
     except (ValueError, FileNotFoundError, DatasetsError) as error:
         # Config and split errors of `datasets` list what there is.
-        raise DataError(f"{option}: {path} (split {split or 'train'}) cannot be loaded: {error}") from error
+        raise DataError(f"{option}: {path} (split {split}) cannot be loaded: {error}") from error

@@ -414,30 +414,14 @@ def _hub_source(entry: DatasetEntry, option: str, token: str | bool | None) -> S
     # Importing `datasets` takes seconds, and every rank imports this package: only an entry on the Hub pays.
     from xorl.data.hub import load_hub_source  # noqa: PLC0415
 
-    return load_hub_source(
-        entry.path,
-        name=entry.name,
-        split=entry.split,
-        revision=entry.revision,
-        data_files=entry.data_files,
-        token=token,
-        option=option,
-    )
+    return load_hub_source(entry, option=option, token=token)
 
 
 def _hub_urls(entry: DatasetEntry, option: str, token: str | bool | None) -> list[str]:
     _check_hub_types(entry, option)
     from xorl.data.hub import hub_urls  # noqa: PLC0415  (as above)
 
-    return hub_urls(
-        entry.path,
-        name=entry.name,
-        split=entry.split,
-        revision=entry.revision,
-        data_files=entry.data_files,
-        token=token,
-        option=option,
-    )
+    return hub_urls(entry, option=option, token=token)
 
 
 def _check_hub_types(entry: DatasetEntry, option: str) -> None:
