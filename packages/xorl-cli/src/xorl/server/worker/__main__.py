@@ -21,6 +21,7 @@ from xorl.server.addresses import bind_address, channel_keys, publish
 from xorl.server.channel import BlockingServer, ChannelKeys
 from xorl.server.messages import Work
 from xorl.server.process import begin_process
+from xorl.server.supervise import BAD_INPUT
 from xorl.server.worker.base import build_base
 from xorl.server.worker.operations import Worker
 from xorl.server.worker.selftest import self_test
@@ -29,7 +30,6 @@ from xorl.train.sync import match_receivers
 
 logger = logging.getLogger(__name__)
 
-BAD_INPUT = 2
 ALIKE_S = 3.0
 # Niceness of workers that compute on the cores that the API and the orchestrator run on.
 YIELDING = 10
