@@ -17,6 +17,7 @@ from xorl.core.mesh import Mesh, ParallelDims
 from xorl.kernels.quant import GROUP_SIZES as KERNEL_GROUP_SIZES
 from xorl.kernels.quant import nvfp4_global_scale, quantize_block_fp8, quantize_nf4, quantize_nvfp4
 from xorl.lora import quantized_linears
+from xorl.lora.quantized import QuantizedRows
 from xorl.train.model import build_model, read_architecture
 
 CPU = torch.device("cpu")
@@ -181,6 +182,30 @@ def test_scales_that_are_quantised_in_turn_are_read(tmp_path, mesh):
     names = [f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv"]
     absmax = torch.cat([quantize_nf4(dense[name], 64)[1] for name in names])
     assert torch.allclose(layer.weight_scale, (absmax * 2048).round().clamp(1, 255) / 2048, atol=1e-9)
+
+
+@pytest.mark.parametrize("random", [False, True], ids=["read", "drawn"])
+def test_one_weight_at_a_time_is_held_as_it_was(random, tmp_path, mesh, monkeypatch):
+    # Catches a base that has to fit into memory unquantised first.
+    write_model(tmp_path)
+    held: list[int] = []
+    counts: list[int] = []
+    put, finish = QuantizedRows.put, QuantizedRows.finish
+
+    def counted_put(self: QuantizedRows, start: int, rows: torch.Tensor) -> None:
+        put(self, start, rows)
+        if id(self) not in held:
+            held.append(id(self))
+        counts.append(len(held))
+
+    def counted_finish(self: QuantizedRows) -> None:
+        finish(self)
+        held.remove(id(self))
+
+    monkeypatch.setattr(QuantizedRows, "put", counted_put)
+    monkeypatch.setattr(QuantizedRows, "finish", counted_finish)
+    assert len(quantized_linears(build(tmp_path, mesh, random=random, quant_format="nf4"))) == 8
+    assert (max(counts), held) == (1, [])
 
 
 def test_random_weights_are_quantised_as_they_are_drawn(tmp_path, mesh):
