@@ -1,0 +1,44 @@
+"""The README's programs in Python, as a reader would run them."""
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from xorl.train import DataLoader, FSDPTrainer, Trainer
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def programs() -> list[str]:
+    """Those of the section on training from Python."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = text[text.index("\n## From Python\n") :]
+    return re.findall(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+
+
+def test_what_xorl_train_does_runs_as_a_program(tmp_path: Path) -> None:
+    # Would catch a first program that fails, because of a function, an option or a file that is called otherwise now.
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    code = programs()[0].replace('"50"', '"3"')
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "outputs" / "quickstart" / "checkpoints" / "global_step_3").is_dir()
+
+
+def test_the_trainers_take_what_is_shown() -> None:
+    # Would catch an argument that was renamed. examples/train_fsdp.py, which a test runs, has a model to it.
+    shown = {
+        node.func.id: {keyword.arg for keyword in node.keywords}
+        for node in ast.walk(ast.parse(programs()[1]))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    takers = {"DataLoader": (DataLoader,), "FSDPTrainer": (FSDPTrainer, Trainer)}
+    for name, classes in takers.items():
+        assert shown[name] <= {parameter for taker in classes for parameter in inspect.signature(taker).parameters}
+    calls = {node.attr for node in ast.walk(ast.parse(programs()[1])) if isinstance(node, ast.Attribute)}
+    assert {"train", "save_checkpoint"} <= calls & set(dir(FSDPTrainer))
