@@ -190,6 +190,8 @@ def test_a_tied_embedding_takes_no_adapter():
     tied = spec.build(spec.config_from_hf(hf_config(tie_word_embeddings=True)))
     with pytest.raises(ValueError, match="or the head does"):
         inject(tied, AdapterSpec(targets=("embed_tokens",)))
+    with pytest.raises(ValueError, match="lm_head is the embedding's weight here"):
+        inject(tied, AdapterSpec(targets=("q_proj",), modules_to_save=("lm_head",)))
     with pytest.raises(ValueError, match="is the head's as well"):
         inject(tied, AdapterSpec(modules_to_save=("embed_tokens",)))
 

@@ -125,6 +125,8 @@ def modules_to_save(spec: AdapterSpec, model: nn.Module) -> dict[str, nn.Module]
         found = {name: path for name, (path, _) in parts.items() if is_named(name, target)}
         if not found:
             known = sorted({name.rpartition(".")[2] for name in parts if name})
+            if isinstance(model, Decoder) and is_named("lm_head", target):
+                raise ValueError(f"modules_to_save: {target} is the embedding's weight here, and is not trained apart")
             raise ValueError(f"modules_to_save: {target!r} is no module of {type(model).__name__}; it has {known}")
         for name, path in found.items():
             if sum(other == path for other, _ in parts.values()) > 1 or not parts[name][1].is_whole:
