@@ -1,4 +1,4 @@
-"""Options of a service's workers that change what a step is divided by, how rows are filled, and what is told."""
+"""Options of workers: what they start from, what a step is divided by, how rows are filled, and what is told."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ import torch
 
 from placement import whole
 from worker_ranks import datum, done, service_config, train, worker_of
-from xorl.server.messages import CreateModel, ForwardBackward, LoraSpec, LossResult, OptimResult, OptimStep
+from xorl.server.messages import (
+    CreateModel,
+    ForwardBackward,
+    LoraSpec,
+    LossResult,
+    OptimResult,
+    OptimStep,
+    SaveFullWeights,
+    SaveWeights,
+)
+from xorl.server.worker.operations import Worker
 from xorl.server.worker.selftest import self_test
 
 
@@ -56,5 +66,31 @@ def test_matrices_under_muon_follow_the_learning_rate_of_the_client(tmp_path: Pa
         assert moved[0].norm() == pytest.approx(0.02 * 32**0.5, rel=0.3)
         torch.testing.assert_close(moved[1], 2 * moved[0], rtol=1e-4, atol=1e-7)
         torch.testing.assert_close(moved[2], moved[0], rtol=1e-4, atol=1e-7)
+
+    run_ranks(run, 1)
+
+
+@pytest.mark.multi
+def test_a_checkpoint_goes_before_the_weights_of_model_path(tmp_path: Path, run_ranks) -> None:
+    # Catches a checkpoint that is looked up, and then the other weights are trained.
+    def matrix_of(worker: Worker) -> torch.Tensor:
+        return whole(worker.base.module.get_parameter("layers.0.self_attn.o_proj.weight")).clone()
+
+    def run() -> None:
+        worker = worker_of(service_config(tmp_path))
+        done(worker, CreateModel("m"), SaveWeights("m", "first"))
+        first = matrix_of(worker)
+        done(worker, *train("m", [datum(30)]), SaveFullWeights("m", "later"))
+        assert not torch.equal(matrix_of(worker), first)
+        outputs = tmp_path / "outputs"
+        options: dict[str, object] = {
+            "model_path": str(outputs / "external_weights" / "m" / "later"),
+            "config_path": None,
+            "load_checkpoint_path": str(outputs / "weights" / "m" / "first"),
+            "output_dir": str(tmp_path / "others"),
+        }
+        worker = worker_of(service_config(tmp_path, **options))
+        done(worker, CreateModel("m"))
+        assert torch.equal(matrix_of(worker), first)
 
     run_ranks(run, 1)

@@ -165,6 +165,16 @@ def entry(**options: Any) -> dict[str, Any]:
             "train.load_weights_mode",
             "random weights are read by nobody",
         ),
+        (
+            {"model": {"model_path": None, "config_path": "c"}, "train": {"load_weights_mode": "dcp"}},
+            "train.load_weights_mode",
+            "unless model.model_path is set",
+        ),
+        (
+            {"train": {"load_weights_mode": "dcp"}, "lora": {"enable_lora": True, "save_lora_only": True}},
+            "train.load_weights_mode",
+            "make a model of it with `xorl export`",
+        ),
         ({"train": {"profile_rank0_only": False}}, "train.profile_rank0_only", "enable_profiling is true"),
         (
             {"data": {"dataloader_num_workers": 0, "dataloader_prefetch_factor": 2}},
@@ -258,6 +268,7 @@ def test_options_that_contradict_each_other_are_refused(changes: Options, path: 
         {"train": {"lr": 1e-8}},
         {"train": {"weight_decay": 0.0, "no_decay_modules": ["norm"]}},
         {"train": {"load_weights_mode": "all_ranks"}},
+        {"train": {"load_weights_mode": "dcp"}, "lora": {"enable_lora": True}},
         {"train": {"lr_warmup_ratio": 0.5, "lr_start": 1e-6}},
         {"train": {"data_parallel_mode": "ddp", "enable_full_shard": True, "enable_forward_prefetch": True}},
         {"train": {"enable_profiling": False, "profile_start_step": 1, "profile_end_step": 9}},

@@ -108,7 +108,7 @@ def test_every_row_names_an_option(row: Refusal) -> None:
         ("train.optimizer", ["adamw", "anyprecision_adamw", "sgd", "muon"]),
         ("train.ckpt_manager", ["dcp", "torch"]),
         ("train.init_device", ["auto", "cpu", "cuda", "meta"]),
-        ("train.load_weights_mode", ["broadcast", "all_ranks", "auto", "safetensors"]),
+        ("train.load_weights_mode", ["broadcast", "all_ranks", "auto", "safetensors", "dcp"]),
         ("train.data_parallel_mode", ["none", "ddp", "fsdp2"]),
         ("data.sample_packing_method", ["sequential", "multipack"]),
         (f"{ENTRIES}.path", ["a.jsonl", "org/name", "./a:b", "dummy", "s3://bucket/a", "https://a.example/b.json"]),
@@ -122,9 +122,9 @@ def test_what_is_built_is_accepted(path: str, values: list[str]) -> None:
 
 def test_a_refusal_says_what_works_instead() -> None:
     # Would catch a bare "not supported".
-    message = problems_with("train.load_weights_mode", "dcp")[0][1]
-    assert message.startswith("dcp is not available yet: ")
-    assert "use broadcast or all_ranks" in message
+    message = problems_with("train.save_async", True)[0][1]
+    assert message.startswith("true is not available yet: ")
+    assert "leave it at false" in message
     assert "is refused: loading scripts" in problems_with(f"{ENTRIES}.trust_remote_code", True)[0][1]
 
 

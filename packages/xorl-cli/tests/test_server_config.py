@@ -19,7 +19,7 @@ from xorl.config import (
 from xorl.config.docs import documentation, json_schema
 from xorl.config.options import all_options
 from xorl.config.refusals import REFUSALS, Refusal
-from xorl.config.server_refusals import HAS, SERVER_REFUSALS, server_refusals_of
+from xorl.config.server_refusals import SERVER_REFUSALS, server_refusals_of
 from xorl.config.server_training import NAMES, local_path
 from xorl.config.show import show
 
@@ -198,7 +198,7 @@ def test_what_local_training_refuses_the_service_refuses() -> None:
     # Would catch a shared option that is refused locally and slips through here.
     refused = {row.option for row in REFUSALS}
     shared = {option for option in OPTIONS if local_path(option) in refused}
-    assert {option for option in shared if not server_refusals_of(option)} == HAS
+    assert {option for option in shared if not server_refusals_of(option)} == set()
 
 
 def test_every_option_is_either_read_or_refused() -> None:

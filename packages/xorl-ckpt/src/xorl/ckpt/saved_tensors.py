@@ -7,8 +7,10 @@ import torch
 
 from xorl.ckpt import gathered, sharded
 from xorl.ckpt.errors import CheckpointError
+from xorl.ckpt.files import check_hashes, check_sizes, share_of_files
 from xorl.ckpt.layout import read_manifest
 from xorl.ckpt.metadata import read_metadata
+from xorl.ckpt.ranks import agreed, num_ranks, this_rank
 from xorl.ckpt.reader import WeightRecipe, source_shapes
 
 Dense = Callable[[str, Callable[[str], torch.Tensor | None]], torch.Tensor | None]
@@ -49,6 +51,16 @@ class SavedParameters:
         """Whether all these parameters are in the checkpoint."""
         saved = read_manifest(folder).tensors
         return all(f"{part}.{name}" in saved for name in names)
+
+    def verify(self) -> None:
+        """Check sizes and hashes of the checkpoint's files, which the ranks share; collective.
+
+        Raises CheckpointError on every rank that says what is damaged.
+        """
+        with agreed(f"read {self._folder}"):
+            files = self._manifest.files
+            check_sizes(self._folder, files)
+            check_hashes(self._folder, files, share_of_files(files, this_rank(), num_ranks()))
 
     def names(self) -> Collection[str]:
         return self._makers.keys()

@@ -240,7 +240,7 @@ def _prepared(config: Config, *, judged: bool = False) -> tuple[RunData, TextTok
     from xorl.train.progress import set_up_logging  # noqa: PLC0415
 
     set_up_logging(config.train.log_format, is_main=True)
-    architecture = read_architecture(config.model)
+    architecture = read_architecture(config.model, config.train.load_weights_mode)
     folder = architecture.tokenizer_folder
     data = prepare_data(config, architecture.config.vocab_size, folder, architecture.hf_config, judged=judged)
     try:

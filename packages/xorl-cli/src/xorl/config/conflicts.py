@@ -107,7 +107,9 @@ NEEDS: tuple[Need, ...] = (
         ("train.load_weights_mode",),
         "model.model_path",
         "set: random weights are read by nobody",
-        lambda config: config.model.model_path is not None or config.train.load_weights_mode != "all_ranks",
+        lambda config: (
+            config.model.model_path is not None or config.train.load_weights_mode not in ("all_ranks", "dcp")
+        ),
     ),
     Need(("train.lr_start",), "train.lr_warmup_ratio", "above 0", lambda config: config.train.lr_warmup_ratio > 0),
     Need(
@@ -420,6 +422,18 @@ def _adapters_alone_stand_on_their_base_as_it_is(config: Config) -> Iterator[Con
             )
 
 
+def _adapters_alone_stand_on_a_base_that_others_read(config: Config) -> Iterator[Conflict]:
+    if config.train.load_weights_mode != "dcp":
+        return
+    for name, is_set in (("save_lora_only", config.lora.save_lora_only), ("sweep", bool(config.lora.sweep))):
+        if is_set:
+            yield Conflict(
+                ("train.load_weights_mode", f"lora.{name}"),
+                f"{name} writes adapters alone, and nobody else reads a checkpoint as their base: make a model of it "
+                "with `xorl export`, set model.model_path to that, and leave load_weights_mode at broadcast",
+            )
+
+
 def _quantized_weights_stay_as_they_are(config: Config) -> Iterator[Conflict]:
     if not config.lora.enable_qlora:
         return
@@ -446,6 +460,7 @@ MODEL_CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
     _half_precision_is_computed_in,
     _adapters_are_on,
     _adapters_alone_stand_on_their_base_as_it_is,
+    _adapters_alone_stand_on_a_base_that_others_read,
     _quantized_weights_stay_as_they_are,
 )
 CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (

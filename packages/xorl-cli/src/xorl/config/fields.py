@@ -281,7 +281,9 @@ class MemoryFields(Section):
     load_weights_mode: LoadWeightsMode = Field(
         default="broadcast",
         description="Who reads the weights: broadcast (rank 0 reads and sends) or all_ranks (each rank reads its "
-        "share). auto and safetensors mean broadcast; dcp reads a distributed checkpoint.",
+        "share). auto and safetensors mean broadcast. dcp: model_path is a checkpoint of xorl, saved with either "
+        "ckpt_manager on any number of ranks, or a run's folder, whose newest is meant. Only its weights are read; the "
+        "run begins at step 0. Where config_path and tokenizer_path are null, both are as the checkpoint says.",
     )
 
 

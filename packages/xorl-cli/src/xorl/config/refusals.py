@@ -78,12 +78,6 @@ REFUSALS: tuple[Refusal, ...] = (
         values=("npu",),
         for_good=True,
     ),
-    Refusal(
-        "train.load_weights_mode",
-        "starting from the weights of a distributed checkpoint is not built",
-        "use broadcast or all_ranks for a Hugging Face folder; train.load_checkpoint_path continues a run",
-        values=("dcp",),
-    ),
     Refusal("train.save_async", "saving in the background is not built", "leave it at false"),
 )
 

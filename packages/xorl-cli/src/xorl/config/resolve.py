@@ -19,10 +19,12 @@ def resolve(config: Config) -> tuple[Config, dict[str, str]]:
         values[path] = value
         reasons[path] = reason
 
-    if model.config_path is None:
-        follow("model.config_path", model.model_path, "default, model.model_path")
-    if model.tokenizer_path is None:
-        follow("model.tokenizer_path", model.config_path or model.model_path, "default, model.config_path")
+    # A checkpoint has neither file, and says itself what its model is and where its tokenizer was.
+    folder = None if train.load_weights_mode == "dcp" else model.model_path
+    if model.config_path is None and folder is not None:
+        follow("model.config_path", folder, "default, model.model_path")
+    if model.tokenizer_path is None and (model.config_path or folder) is not None:
+        follow("model.tokenizer_path", model.config_path or folder, "default, model.config_path")
     if data.dataset_num_proc is None:
         follow("data.dataset_num_proc", *dataset_num_proc())
     if data.dataloader_num_workers == 0 and data.dataloader_prefetch_factor is not None:

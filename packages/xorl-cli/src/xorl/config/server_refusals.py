@@ -30,8 +30,6 @@ SERVER_REFUSALS: tuple[Refusal, ...] = (
     Refusal("merge_lora_interval", SHARED_BASE, "leave it at 0", for_good=True),
     Refusal("reset_optimizer_on_merge", SHARED_BASE, "leave it at false", for_good=True),
 )
-# What the service does and local training does not.
-HAS = {"load_weights_mode"}
 
 
 @cache
@@ -39,7 +37,7 @@ def server_refusals_of(option: str) -> tuple[Refusal, ...]:
     """Returns the rows that concern an option of the service."""
     own = tuple(row for row in SERVER_REFUSALS if row.option == option)
     path = local_path(option)
-    shared = () if path is None or option in HAS else refusals_of(path)
+    shared = () if path is None else refusals_of(path)
     return own + tuple(
         replace(row, option=option, reason=in_server_terms(row.reason), instead=in_server_terms(row.instead))
         for row in shared

@@ -96,7 +96,7 @@ def run_bench(loaded: LoadedConfig, options: BenchOptions, against: Mapping[str,
         if system.config.train.max_steps != options.num_steps:
             raise ValueError("train.max_steps: of a benchmark, --warmup and --steps set it")
     peers = [Peer.parse(name) for name in options.peers]
-    architecture = read_architecture(config.model)
+    architecture = read_architecture(config.model, config.train.load_weights_mode)
     absent = {peer.name: reason for peer in peers if (reason := peer.absence(config, architecture)) is not None}
     for name, reason in absent.items():
         logger.warning("peer=%s does not run: %s", name, reason)

@@ -29,9 +29,10 @@ from xorl.data import PackedBatch
 from xorl.kernels.attention import AttentionFn, AttentionRequest, resolve_attention
 from xorl.kernels.layout import SequenceLayout
 from xorl.train.adapters import adapter_spec
+from xorl.train.architecture import Architecture
 from xorl.train.build import EngineMaker
 from xorl.train.engine import Engine, OnOutput, StepLosses, Update
-from xorl.train.model import DTYPES, Architecture
+from xorl.train.model import DTYPES
 from xorl.train.verify_export import require_peft
 
 if TYPE_CHECKING:

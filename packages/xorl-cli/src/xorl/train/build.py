@@ -25,6 +25,8 @@ from xorl.data.stream import Stream, StreamPlan
 from xorl.lora import AdaptiveNoise, adapters, quantized_linears
 from xorl.train.adapter_files import AdapterFiles
 from xorl.train.adapters import AdapterMerging, adapter_spec, flops_of
+from xorl.train.architecture import Architecture
+from xorl.train.checkpoint_model import describe_model
 from xorl.train.checkpoints import (
     Checkpoints,
     SavePoints,
@@ -49,13 +51,12 @@ from xorl.train.data import (
 )
 from xorl.train.engine import Engine
 from xorl.train.export import AdapterExport, ModelExport
-from xorl.train.model import DTYPES, Architecture, build_model, read_architecture
+from xorl.train.model import DTYPES, at_one_checkpoint, build_model, read_architecture
 from xorl.train.observe import MetricsFile, Observer, Sink, StructuredLines
 from xorl.train.profile import Profiler
 from xorl.train.progress import Phases, ProgressBar
 from xorl.train.quantization import scheme_of
 from xorl.train.recompute_choice import MicroBatch, choose_recomputation
-from xorl.train.saved_model import describe_model
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +109,9 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None) -> Run:
     """
     train, phases = config.train, Phases()
     output_dir, checkpointer, resumed = begin(train)
-    architecture = read_architecture(config.model)
+    if train.load_weights_mode == "dcp":
+        config = config.model_copy(update={"model": at_one_checkpoint(config.model)})
+    architecture = read_architecture(config.model, train.load_weights_mode)
     with phases("data", f"prepared_path={config.data.dataset_prepared_path}"):
         data = prepared_for(config, architecture)
 
@@ -117,6 +120,8 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None) -> Run:
         runtime.seed_everything(train.seed, place.rank)
         mesh = Mesh(parallel_dims(config, place.world_size), place.device.type)
     require_agreement("train.output_dir / load_checkpoint_path", str(resumed))
+    if train.load_weights_mode == "dcp":
+        require_agreement("model.model_path", str(config.model.model_path))
     manifest = None if resumed is None else read_manifest(resumed)
     plan = plan_of(config, data, mesh, None if manifest is None else saved_data(manifest))
     held_out_content = None if data.held_out is None else data.held_out.documents.fingerprint

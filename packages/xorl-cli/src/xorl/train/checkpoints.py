@@ -44,7 +44,7 @@ class Checkpoints:
     """A run's checkpoints under `{output_dir}/checkpoints`.
 
     Args:
-        model: what they say of the model (see `saved_model.describe_model`).
+        model: what they say of the model (see `checkpoint_model.describe_model`).
         adapters: written into each of them; None where there are none.
         trained_only: whether frozen parameters are left out.
     """

@@ -14,8 +14,8 @@ from xorl.core.parallel import ParallelModel
 from xorl.lora import QUANTIZATION_KEY
 from xorl.lora.peft import AdapterConfig
 from xorl.train.adapter_files import AdapterFiles
+from xorl.train.architecture import Architecture
 from xorl.train.hf_weights import WholeWeights
-from xorl.train.model import Architecture
 from xorl.train.model_card import adapter_facts, model_card
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -12,88 +11,68 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from xorl.ckpt import (
-    CheckpointError,
-    CheckpointFailure,
-    SafetensorsSource,
-    WeightRecipe,
-    WeightSource,
-    load_weights,
-    resolve_folder,
-    source_shapes,
-)
+from xorl.ckpt import SafetensorsSource, WeightSource, load_weights, source_shapes
 from xorl.config import LoraConfig, ModelConfig, TrainConfig
+from xorl.config.fields import LoadWeightsMode
 from xorl.core.mesh import Mesh
-from xorl.core.models import Decoder, DecoderConfig, ModelSpec, spec_for
+from xorl.core.models import Decoder, spec_for
 from xorl.core.nn import FusedKernel, choose_kernels
 from xorl.core.parallel import ParallelModel, ParallelPolicy, Recompute, local_part, parallelize
 from xorl.kernels.attention import AttentionRequest, resolve_attention
 from xorl.kernels.quant import fp8_refusal
-from xorl.lora import MODELOPT_FILE, adapters, init_adapters, num_parameters, quantized_rows, with_modelopt_file
+from xorl.lora import adapters, init_adapters, num_parameters, quantized_rows
 from xorl.train.adapter_folder import AdapterFolder, check_name, check_shapes, load_adapter
 from xorl.train.adapters import add_adapters, starting_adapter
+from xorl.train.architecture import CONFIG_PATTERNS, Architecture, folder_of, read_config
+from xorl.train.checkpoint_model import StartingCheckpoint, open_start
 from xorl.train.quantization import Quantization, base_targets, log_quantized, quantize_base, read_options
 
 logger = logging.getLogger(__name__)
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16})
 
-# A model's folder without its weights.
-CONFIG_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
+# How the user names what a model starts from.
+MODEL_PATH = "model.model_path"
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """What is known of a model before any weight: its family, its shape and the Hugging Face configuration."""
-
-    spec: ModelSpec
-    config: DecoderConfig
-    hf_config: Mapping[str, object]
-    tokenizer_folder: Path | None
-
-    def recipes(self, *, merge_qkv: bool) -> Mapping[str, WeightRecipe]:
-        """How the parameters are named and laid out in Hugging Face's files."""
-        return self.spec.recipes(self.config, merge_qkv=merge_qkv)
-
-
-def read_architecture(config: ModelConfig) -> Architecture:
+def read_architecture(config: ModelConfig, load_weights_mode: LoadWeightsMode = "broadcast") -> Architecture:
     """Find config.json by `model.config_path`, and put the entries of `model.foundation` in their places.
 
-    Raises ValueError for a model that is not known, and for entries that change nothing.
+    With dcp `model.model_path` is a checkpoint, which says what its model is, and the file may be left out. Raises
+    ValueError for a model that is not known, for a file of another model than the checkpoint's, and for entries that
+    change nothing.
     """
-    path = config.config_path or config.model_path
-    assert path is not None
-    option = "model.config_path" if path != config.model_path else "model.model_path"
-    folder = Path(path).parent if Path(path).is_file() else _folder(option, path, CONFIG_PATTERNS)
-    file = Path(path) if Path(path).is_file() else folder / "config.json"
-    tokenizer = folder
+    start = _start_of(config) if load_weights_mode == "dcp" else None
+    path = config.config_path or (config.model_path if start is None else None)
+    if path is None:
+        assert start is not None, "the configuration was checked"
+        architecture, file = start.note.architecture, start.folder
+    else:
+        option = "model.config_path" if path != config.model_path else MODEL_PATH
+        folder = Path(path).parent if Path(path).is_file() else folder_of(option, path, CONFIG_PATTERNS)
+        file = Path(path) if Path(path).is_file() else folder / "config.json"
+        architecture = read_config(option, file, folder)
+        if start is not None:
+            start.require_model(architecture, f"{option} ({file})")
     if config.tokenizer_path not in (None, path):
-        tokenizer = _folder("model.tokenizer_path", config.tokenizer_path, CONFIG_PATTERNS)
-    architecture = _read_config(option, file, tokenizer)
+        folder = folder_of("model.tokenizer_path", config.tokenizer_path, CONFIG_PATTERNS)
+        architecture = replace(architecture, tokenizer_folder=folder)
     return _with_entries(architecture, config.foundation, file) if config.foundation else architecture
 
 
-def architecture_at(option: str, path: str) -> Architecture:
-    """That of the model whose folder or Hub id `option` gives. Raises ValueError for a model that is not known."""
-    folder = _folder(option, path, CONFIG_PATTERNS)
-    return _read_config(option, folder / "config.json", folder)
+def at_one_checkpoint(config: ModelConfig) -> ModelConfig:
+    """The same with the checkpoint to start from named by its own folder: the newest of a run may soon be another."""
+    return config.model_copy(update={"model_path": str(_start_of(config).folder)})
 
 
-def _read_config(option: str, file: Path, tokenizer_folder: Path) -> Architecture:
-    if not file.is_file():
-        raise ValueError(f"{option}: {file.parent} holds no config.json")
-    try:
-        hf_config = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{option}: {file}:{error.lineno} is not JSON: {error.msg}") from error
-    beside = file.parent / MODELOPT_FILE
-    if beside.is_file():
-        try:
-            hf_config = with_modelopt_file(hf_config, json.loads(beside.read_text()))
-        except ValueError as error:
-            raise ValueError(f"{option}: {beside}: {error}") from error
-    spec = spec_for(hf_config)
-    return Architecture(spec, spec.config_from_hf(hf_config), hf_config, tokenizer_folder)
+def _start_of(config: ModelConfig) -> StartingCheckpoint:
+    assert config.model_path is not None, "the configuration was checked"
+    return open_start(
+        MODEL_PATH,
+        config.model_path,
+        for_adapters="export it with `xorl export --merge` and start from that, or name its base here and the adapter "
+        "in lora.adapter_path",
+    )
 
 
 def _with_entries(architecture: Architecture, entries: Mapping[str, object], file: Path) -> Architecture:
@@ -114,14 +93,6 @@ def _with_entries(architecture: Architecture, entries: Mapping[str, object], fil
                 f"model.foundation: {name} is no entry of {file}, and changes nothing that {spec.architecture} computes"
             )
     return replace(architecture, spec=spec, config=config, hf_config=hf_config)
-
-
-def _folder(option: str, path: str, patterns: Sequence[str] | None = None) -> Path:
-    """What `option` names, from here or from the Hub; where that fails, the message begins with the option."""
-    try:
-        return resolve_folder(path) if patterns is None else resolve_folder(path, patterns=patterns)
-    except (CheckpointError, CheckpointFailure) as error:
-        raise type(error)(f"{option}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -210,7 +181,7 @@ def build_model(
 
 def _check_adapter(start: AdapterFolder, architecture: Architecture, model: ModelConfig) -> None:
     """Raise ValueError where the adapter to go on from is for another base."""
-    option = "model.config_path" if model.model_path is None else "model.model_path"
+    option = "model.config_path" if model.model_path is None else MODEL_PATH
     recipes = architecture.recipes(merge_qkv=model.merge_qkv)
     check_shapes(start, option, str(model.model_path or model.config_path), source_shapes(recipes))
     if model.model_path is not None:
@@ -258,13 +229,17 @@ def fill_base(
         module.init_weights(train.seed, local_part=local_part, device=device, targets=targets)
         logger.info("weights=random seed=%d parameters=%d", train.seed, num_parameters(module))
         return
-    assert train.load_weights_mode in ("broadcast", "all_ranks"), "the other names are resolved or refused before"
-    if source is None:
+    assert train.load_weights_mode not in ("auto", "safetensors"), "these names are resolved before"
+    if source is None and train.load_weights_mode == "dcp":
+        source = _start_of(model).weights()
+    elif source is None:
         assert model.model_path is not None
-        files = SafetensorsSource(_folder("model.model_path", model.model_path))
+        files = SafetensorsSource(folder_of(MODEL_PATH, model.model_path))
         source = architecture.spec.checkpoint_view(architecture.config, files)
     recipes = architecture.recipes(merge_qkv=model.merge_qkv)
-    report = load_weights(*base_targets(module, recipes, source, quantization), mode=train.load_weights_mode)
+    # Of a checkpoint whole parameters are read, not rows, so one rank is to read them.
+    mode = "broadcast" if train.load_weights_mode == "dcp" else train.load_weights_mode
+    report = load_weights(*base_targets(module, recipes, source, quantization), mode=mode)
     logger.info("weights=%s mode=%s %s", model.model_path, train.load_weights_mode, report)
 
 

@@ -27,7 +27,8 @@ from xorl.core.runtime import rng_state, set_rng_state
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import stored_parameters
 from xorl.train.adapters import adapter_spec, add_adapters
-from xorl.train.model import DTYPES, Architecture, KeptDtypes, build_model
+from xorl.train.architecture import Architecture
+from xorl.train.model import DTYPES, KeptDtypes, build_model
 from xorl.train.quantization import quantize_base, read_options
 
 logger = logging.getLogger(__name__)

@@ -21,6 +21,7 @@ from xorl.lora import AdapterBank, AdapterSpec
 from xorl.lora.targets import resolve
 from xorl.train.adapter_files import AdapterFiles
 from xorl.train.adapters import adapter_spec
+from xorl.train.architecture import Architecture
 from xorl.train.bank_engine import BankEngine
 from xorl.train.build import (
     RECEIPT,
@@ -35,13 +36,13 @@ from xorl.train.build import (
     schedule_of,
     sinks_of,
 )
+from xorl.train.checkpoint_model import describe_model
 from xorl.train.checkpoints import SavePoints
 from xorl.train.data import DataIdentity, PackedDocuments, RunData, build_loader, eval_plan, write_receipt
-from xorl.train.model import Architecture, build_model, read_architecture
+from xorl.train.model import build_model, read_architecture
 from xorl.train.observe import MetricsFile, Observer
 from xorl.train.progress import Phases
 from xorl.train.quantization import scheme_of
-from xorl.train.saved_model import describe_model
 from xorl.train.sweep import Member, Sweep
 from xorl.train.sweep_saving import MEMBERS, SweepSaving, adapter_folder, saved_members
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from xorl.ckpt import JSON, WeightSource
+from xorl.ckpt import JSON
 from xorl.config import Config, ServerConfig, SweepMemberConfig
 from xorl.config.server_training import in_server_terms, training_config
 from xorl.core import runtime
@@ -18,11 +18,11 @@ from xorl.core.mesh import Mesh
 from xorl.core.models import Decoder
 from xorl.core.parallel import ParallelModel
 from xorl.core.runtime import Runtime
-from xorl.train.adapter_folder import is_adapter
+from xorl.train.architecture import Architecture
 from xorl.train.build import parallel_dims
-from xorl.train.model import Architecture, build_model, fill_base, read_architecture
+from xorl.train.checkpoint_model import StartingCheckpoint, describe_model, open_start
+from xorl.train.model import build_model, fill_base, read_architecture
 from xorl.train.quantization import read_options, scheme_of
-from xorl.train.saved_model import describe_model, open_saved
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,8 @@ def _build(config: ServerConfig, place: Runtime) -> Base:
     architecture = read_architecture(local.model)
     mesh = Mesh(parallel_dims(local, place.world_size), place.device.type)
     quantization = read_options(local.lora, architecture.hf_config, place.device)
-    source = _start_of(config, local, architecture)
+    start = _start_of(config, architecture)
+    source = None if start is None else start.weights()
 
     def fill(module: nn.Module) -> None:
         assert isinstance(module, Decoder)
@@ -109,20 +110,14 @@ def _build(config: ServerConfig, place: Runtime) -> Base:
     return Base(config, local, architecture, place, mesh, model, described, refill)
 
 
-def _start_of(config: ServerConfig, local: Config, architecture: Architecture) -> WeightSource | None:
-    """The weights of the checkpoint that the base starts from in place of the model's own, if it does."""
+def _start_of(config: ServerConfig, architecture: Architecture) -> StartingCheckpoint | None:
+    """The checkpoint whose weights the base starts from in place of the model's own, if it does."""
     if not config.load_checkpoint_path:
         return None
-    if is_adapter(Path(config.load_checkpoint_path)):
-        raise ValueError(
-            f"load_checkpoint_path: {config.load_checkpoint_path} holds an adapter, and the base starts from whole "
-            "weights: leave it out, and let a client create a model from the adapter's checkpoint"
-        )
-    try:
-        saved = open_saved(config.load_checkpoint_path, local.model.model_path)
-    except ValueError as error:
-        raise ValueError(f"load_checkpoint_path: {str(error).removeprefix('PATH: ')}") from error
-    if dict(saved.architecture.hf_config) != dict(architecture.hf_config):
-        raise ValueError(f"load_checkpoint_path: {saved.folder} is of another model than config_path describes")
-    logger.info("base_from=%s step=%s", saved.folder, saved.step)
-    return saved.base
+    start = open_start(
+        "load_checkpoint_path",
+        config.load_checkpoint_path,
+        for_adapters="leave it out, and let a client create a model from the adapter's checkpoint",
+    )
+    start.require_model(architecture, "config_path")
+    return start
