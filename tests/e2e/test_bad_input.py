@@ -173,3 +173,29 @@ def test_a_save_that_fails_is_told_in_a_few_lines_and_leaves_the_former_checkpoi
     assert "global_step_1 is whole" in result.stderr
     assert sorted(file.name for file in (folder / "output" / "checkpoints").iterdir()) == ["global_step_1", "latest"]
     assert train(*options).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--lora.enable_lora=true", '--lora.lora_target_modules=["q_prj"]'], ["lora.lora_target_modules", "q_prj"]),
+        (["--lora.enable_lora=true", "--lora.adapter_path={folder}/none"], ["lora.adapter_path", "none"]),
+        (
+            ["--lora.enable_qlora=true", "--lora.quant_format=nf4", '--lora.exclude_modules=["gate"]'],
+            ["lora.exclude_modules", "gate"],
+        ),
+        (["--lora.enable_qlora=true", "--lora.quant_group_size=48"], ["lora.quant_group_size", "48"]),
+        (
+            ["--lora.enable_lora=true", "--lora.sweep=[{{name: a, lora_target_modules: [q_prj]}}]"],
+            ["lora.lora_target_modules", "q_prj"],
+        ),
+    ],
+)
+def test_what_does_not_go_with_the_model_is_told_before_data_are_prepared(
+    options: list[str], named: list[str], folder: Path, train
+) -> None:
+    # Catches a typo in a layer's name that is found an hour later, when the data are ready.
+    result = train(*(option.format(folder=folder) for option in options))
+    assert result.returncode == 2, result.stderr
+    assert [text for text in named if text not in result.stderr] == [], result.stderr
+    assert not (folder / "prepared").exists()

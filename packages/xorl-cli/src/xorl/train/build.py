@@ -51,7 +51,7 @@ from xorl.train.data import (
 )
 from xorl.train.engine import Engine
 from xorl.train.export import AdapterExport, ModelExport
-from xorl.train.model import DTYPES, at_one_checkpoint, build_model, read_architecture
+from xorl.train.model import DTYPES, at_one_checkpoint, build_model, read_architecture, sketch_model
 from xorl.train.observe import MetricsFile, Observer, Sink, StructuredLines
 from xorl.train.profile import Profiler
 from xorl.train.progress import Phases, ProgressBar
@@ -112,6 +112,7 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None) -> Run:
     if train.load_weights_mode == "dcp":
         config = config.model_copy(update={"model": at_one_checkpoint(config.model)})
     architecture = read_architecture(config.model, train.load_weights_mode)
+    sketch_model(architecture, config.model, train, config.lora)  # raises for what is not a matter of data
     with phases("data", f"prepared_path={config.data.dataset_prepared_path}"):
         data = prepared_for(config, architecture)
 

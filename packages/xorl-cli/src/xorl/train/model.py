@@ -25,7 +25,14 @@ from xorl.train.adapter_folder import AdapterFolder, check_name, check_shapes, l
 from xorl.train.adapters import add_adapters, starting_adapter
 from xorl.train.architecture import CONFIG_PATTERNS, Architecture, folder_of, read_config
 from xorl.train.checkpoint_model import StartingCheckpoint, open_start
-from xorl.train.quantization import Quantization, base_targets, log_quantized, quantize_base, read_options
+from xorl.train.quantization import (
+    Quantization,
+    base_targets,
+    log_quantized,
+    quantize_base,
+    read_options,
+    require_device,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -150,17 +157,10 @@ def build_model(
     )
     with torch.device("meta"):
         module = architecture.spec.build(config, merge_qkv=model.merge_qkv, kernels=kernels)
-    start = starting_adapter(lora)
-    if start is not None:
-        _check_adapter(start, architecture, model)
-    add_adapters(module, lora, architecture.spec.adapter_targets)
-    quantization = read_options(lora, architecture.hf_config, device)
-    dtypes = KeptDtypes.of(train, lora)
     module.compute_dtype = compute_dtype
-    for parameter in module.parameters():
-        parameter.data = parameter.data.to(dtypes.trained if parameter.requires_grad else dtypes.frozen)
+    start, quantization = _adapt_(module, architecture, model, train, lora)
     if quantization is not None:
-        quantize_base(module, quantization)
+        require_device(quantization, device)
 
     def fill(unfilled: nn.Module) -> None:
         assert unfilled is module
@@ -177,6 +177,35 @@ def build_model(
         fill(module)
         module.to(device)
     return parallelize(module, mesh, _policy(model, train, compute_dtype, device), device=device, fill=fill)
+
+
+def sketch_model(architecture: Architecture, model: ModelConfig, train: TrainConfig, lora: LoraConfig) -> Decoder:
+    """The model that `build_model` would build, on the meta device and with plain kernels: what its shape alone tells.
+
+    Raises ValueError that names the option for adapters and quantised weights that do not go with the model, which so
+    can be known before data are prepared.
+    """
+    with torch.device("meta"):
+        module = architecture.spec.build(architecture.config, merge_qkv=model.merge_qkv)
+    _adapt_(module, architecture, model, train, lora)
+    return module
+
+
+def _adapt_(
+    module: Decoder, architecture: Architecture, model: ModelConfig, train: TrainConfig, lora: LoraConfig
+) -> tuple[AdapterFolder | None, Quantization | None]:
+    """Give a model without memory its adapters, dtypes and quantised layers; returns what these start from."""
+    start = starting_adapter(lora)
+    if start is not None:
+        _check_adapter(start, architecture, model)
+    add_adapters(module, lora, architecture.spec.adapter_targets)
+    quantization = read_options(lora, architecture.hf_config)
+    dtypes = KeptDtypes.of(train, lora)
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtypes.trained if parameter.requires_grad else dtypes.frozen)
+    if quantization is not None:
+        quantize_base(module, quantization)
+    return start, quantization
 
 
 def _check_adapter(start: AdapterFolder, architecture: Architecture, model: ModelConfig) -> None:

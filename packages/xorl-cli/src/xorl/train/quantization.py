@@ -41,10 +41,10 @@ class Quantization:
     is_explicit: bool
 
 
-def read_options(lora: LoraConfig, hf_config: Mapping[str, object], device: torch.device) -> Quantization | None:
+def read_options(lora: LoraConfig, hf_config: Mapping[str, object]) -> Quantization | None:
     """What `lora` asks for, or None where base weights are not quantised.
 
-    Raises ValueError that names the option for what this device or this checkpoint cannot be used with.
+    Raises ValueError that names the option for what this checkpoint cannot be used with.
     """
     try:
         stored = read_quantization(hf_config)
@@ -62,8 +62,6 @@ def read_options(lora: LoraConfig, hf_config: Mapping[str, object], device: torc
     scheme = QuantScheme(lora.quant_format, lora.quant_group_size)
     if (refusal := scheme.group_refusal()) is not None:
         raise ValueError(f"lora.quant_group_size: {refusal}")
-    if (refusal := quant_refusal(scheme.quant_format, device)) is not None:
-        raise ValueError(f"lora.quant_format: {scheme.quant_format} cannot run here: {refusal}")
     if stored is None:
         return Quantization(scheme, tuple(lora.exclude_modules or ()), is_stored=False, is_explicit=True)
     if scheme.quant_format != stored.scheme.quant_format:
@@ -82,6 +80,13 @@ def read_options(lora: LoraConfig, hf_config: Mapping[str, object], device: torc
             "leave it out"
         )
     return Quantization(scheme, stored.exclude, is_stored=True, is_explicit=False)
+
+
+def require_device(quantization: Quantization, device: torch.device) -> None:
+    """Raise ValueError that names the option where `device` cannot compute with such weights."""
+    quant_format = quantization.scheme.quant_format
+    if (refusal := quant_refusal(quant_format, device)) is not None:
+        raise ValueError(f"lora.quant_format: {quant_format} cannot run here: {refusal}")
 
 
 def _described(scheme: QuantScheme) -> str:

@@ -28,8 +28,7 @@ from xorl.kernels.layout import SequenceLayout
 from xorl.lora import stored_parameters
 from xorl.train.adapters import adapter_spec, add_adapters
 from xorl.train.architecture import Architecture
-from xorl.train.model import DTYPES, KeptDtypes, build_model
-from xorl.train.quantization import quantize_base, read_options
+from xorl.train.model import DTYPES, KeptDtypes, build_model, sketch_model
 
 logger = logging.getLogger(__name__)
 
@@ -136,12 +135,7 @@ def _with(train: TrainConfig, setting: str) -> TrainConfig:
 def placed_bytes(config: Config, architecture: Architecture, mesh: Mesh) -> float:
     """What a rank holds besides activations: parameters, gradients, optimizer state, and what is gathered of them."""
     train = config.train
-    with torch.device("meta"):
-        module = architecture.spec.build(architecture.config, merge_qkv=config.model.merge_qkv)
-    add_adapters(module, config.lora, architecture.spec.adapter_targets)
-    quantization = read_options(config.lora, architecture.hf_config, torch.device("cpu"))
-    if quantization is not None:
-        quantize_base(module, quantization)
+    module = sketch_model(architecture, config.model, train, config.lora)
     compute = 2 if train.enable_mixed_precision else 4
     dtypes = KeptDtypes.of(train, config.lora)
     whole, layers = (_Size.of(part, dtypes.frozen.itemsize) for part in (module, module.layers))

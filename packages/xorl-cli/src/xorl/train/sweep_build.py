@@ -14,7 +14,7 @@ from xorl.config import Config, member_config
 from xorl.core import runtime
 from xorl.core.loss import cross_entropy, score_tokens
 from xorl.core.mesh import Mesh
-from xorl.core.models import matmul_parameters, training_flops
+from xorl.core.models import Decoder, matmul_parameters, training_flops
 from xorl.core.runtime import Runtime
 from xorl.data import DataPlan
 from xorl.lora import AdapterBank, AdapterSpec
@@ -39,7 +39,7 @@ from xorl.train.build import (
 from xorl.train.checkpoint_model import describe_model
 from xorl.train.checkpoints import SavePoints
 from xorl.train.data import DataIdentity, PackedDocuments, RunData, build_loader, eval_plan, write_receipt
-from xorl.train.model import build_model, read_architecture
+from xorl.train.model import build_model, read_architecture, sketch_model
 from xorl.train.observe import MetricsFile, Observer
 from xorl.train.progress import Phases
 from xorl.train.quantization import scheme_of
@@ -58,6 +58,7 @@ def build_sweep(config: Config) -> Sweep:
     output_dir, checkpointer, resumed = begin(train)
     architecture = read_architecture(config.model)
     own = {member.name: member_config(config, member) for member in config.lora.sweep}
+    _adapters_of(own, architecture, sketch_model(architecture, config.model, train, config.lora))
     with phases("data", f"prepared_path={config.data.dataset_prepared_path}"):
         data = {name: prepared_for(member, architecture) for name, member in own.items()}
     with phases("join", f"world_size={runtime.world_size()}"):
@@ -130,16 +131,13 @@ def _build_engine(
     config: Config, own: Mapping[str, Config], architecture: Architecture, mesh: Mesh, device: torch.device
 ) -> BankEngine:
     model = build_model(architecture, config.model, config.train, config.lora, mesh, device)
-    specs: dict[str, AdapterSpec] = {}
-    for name, member in own.items():
-        spec = adapter_spec(member.lora, architecture.spec.adapter_targets)
-        assert spec is not None, "checked by the configuration"
-        specs[name] = spec
+    assert isinstance(model.module, Decoder)
+    specs, targets = _adapters_of(own, architecture, model.module)
     ranks = [rank for spec in specs.values() for rank in (spec.rank, *spec.rank_pattern.values())]
     try:
         bank = AdapterBank(
             model.module,
-            targets=sorted({site.name for spec in specs.values() for site in resolve(spec, model.module)}),
+            targets=targets,
             num_resident=len(specs),
             max_rank=max(ranks),
             device=device,
@@ -156,6 +154,21 @@ def _build_engine(
         return training_flops(architecture.config, lengths, num_frozen=num_frozen, num_added=bank.num_values(name))
 
     return BankEngine(model, bank, device, flops=flops)
+
+
+def _adapters_of(
+    own: Mapping[str, Config], architecture: Architecture, module: Decoder
+) -> tuple[dict[str, AdapterSpec], list[str]]:
+    """What each member adapts and how, and the names of all layers with adapters."""
+    specs: dict[str, AdapterSpec] = {}
+    for name, member in own.items():
+        spec = adapter_spec(member.lora, architecture.spec.adapter_targets)
+        assert spec is not None, "checked by the configuration"
+        specs[name] = spec
+    try:
+        return specs, sorted({site.name for spec in specs.values() for site in resolve(spec, module)})
+    except ValueError as error:
+        raise ValueError(f"lora.sweep / lora.lora_target_modules: {error}") from error
 
 
 def _member(

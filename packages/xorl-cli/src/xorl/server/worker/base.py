@@ -85,7 +85,7 @@ def _build(config: ServerConfig, place: Runtime) -> Base:
     runtime.seed_everything(local.train.seed, place.rank)
     architecture = read_architecture(local.model)
     mesh = Mesh(parallel_dims(local, place.world_size), place.device.type)
-    quantization = read_options(local.lora, architecture.hf_config, place.device)
+    quantization = read_options(local.lora, architecture.hf_config)
     start = _start_of(config, architecture)
     source = None if start is None else start.weights()
 
