@@ -8,6 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from xorl.cli.bench_config import SHAPES
+from xorl.config import ModelConfig, config_from_mapping
+from xorl.core.mesh import ParallelDims
+from xorl.train.bench_memory import memory_refusal
+from xorl.train.model import read_architecture
+
 
 def test_a_shape_is_measured_beside_a_peer_on_two_ranks(tmp_path: Path) -> None:
     # Catches a bench that cannot start its ranks, peers that do not run where xorl does, and figures that are missing.
@@ -41,3 +47,29 @@ def test_a_shape_is_measured_beside_a_peer_on_two_ranks(tmp_path: Path) -> None:
     assert {"process", "data", "join", "model", "first_step"} <= set(phases)
     assert not list((tmp_path / "out").rglob("global_step_*"))
     assert (tmp_path / "record.md").read_text().startswith("# Measured\n\n## tiny_64_single, ")
+
+
+def test_a_shape_that_cannot_fit_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    # Catches a benchmark that fills the host's memory for minutes and is killed without a word.
+    architecture = read_architecture(ModelConfig(config_path=str(SHAPES / "qwen3-8b.json")))
+    gib = 2**30
+
+    def refusal(has: int, sharing: int = 1, shard_size: int = 1, **options: dict[str, object]) -> str | None:
+        values: dict[str, object] = {
+            "model": {"config_path": str(SHAPES)},
+            "data": {"datasets": [{"path": "dummy"}]},
+            "train": {"output_dir": str(tmp_path), "param_dtype": "bf16"},
+        }
+        config = config_from_mapping(values | options).config
+        dims = ParallelDims(dp_shard=shard_size)
+        return memory_refusal(config, architecture, dims, has=has, sharing=sharing, where="this machine")
+
+    # 8.19 billion parameters: 2 bytes each, as many for the gradient, and two moments.
+    assert refusal(62 * gib) is None
+    told = refusal(60 * gib)
+    assert told is not None
+    assert "take 61.0 GiB (param_dtype bf16, optimizer adamw), and this machine has 60.0 GiB" in told
+    assert told.endswith("take a smaller shape, or --lora.enable_lora true")
+    assert refusal(31 * gib, shard_size=2) is None
+    assert "of 2 ranks take 61.0 GiB" in str(refusal(31 * gib, sharing=2, shard_size=2))
+    assert refusal(20 * gib, lora={"enable_lora": True}, train={"output_dir": str(tmp_path)}) is None

@@ -22,9 +22,10 @@ import torch.distributed as dist
 from xorl.config import Config, LoadedConfig
 from xorl.core import runtime
 from xorl.lora import num_parameters
+from xorl.train.bench_memory import build_engine_that_fits
 from xorl.train.bench_peers import Peer
 from xorl.train.bench_report import Measurement, Record, Work, write_record
-from xorl.train.build import EngineMaker, Run, build_engine, build_run
+from xorl.train.build import EngineMaker, Run, build_run
 from xorl.train.environment import environment
 from xorl.train.kernel_summary import KernelSummary, summarise
 from xorl.train.model import read_architecture
@@ -158,7 +159,9 @@ def _measure(system: _System, options: BenchOptions, round_: int) -> _Measured:
     config = system.config.model_copy(update={"train": train_config})
     logger.info("bench system=%r round=%d of %d", system.name, round_ + 1, options.rounds)
     _let_go()
-    maker: AbstractContextManager[EngineMaker] = nullcontext(build_engine) if peer is None else peer.engine_maker()
+    maker: AbstractContextManager[EngineMaker] = (
+        nullcontext(build_engine_that_fits) if peer is None else peer.engine_maker()
+    )
     is_profiled = options.profile and system.name == OWN and round_ == options.rounds - 1
     with maker as make_engine:
         return _train(build_run(config, make_engine=make_engine), config, options, system.name, is_profiled)

@@ -20,7 +20,7 @@ from torch import nn
 
 from xorl.config import Config, LoraConfig, TrainConfig
 from xorl.core.loss import cross_entropy
-from xorl.core.mesh import Mesh
+from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.models import DecoderConfig
 from xorl.core.parallel import ParallelModel
 from xorl.core.runtime import rng_state, set_rng_state
@@ -140,17 +140,27 @@ def placed_bytes(config: Config, architecture: Architecture, mesh: Mesh) -> floa
     dtypes = KeptDtypes.of(train, config.lora)
     whole, layers = (_Size.of(part, dtypes.frozen.itemsize) for part in (module, module.layers))
     rest = _Size(whole.trained - layers.trained, whole.frozen_bytes - layers.frozen_bytes)
-    kept = dtypes.trained.itemsize
-    state = kept if train.optimizer == "adamw" else DTYPES[train.optimizer_dtype].itemsize
-    placed = whole.trained * (2 * kept + NUM_STATES[train.optimizer] * state) + whole.frozen_bytes
+    kept = _kept_bytes(train, whole, dtypes) / mesh.dims.dp_shard
     if train.data_parallel_mode != "fsdp2":
-        return placed
+        return kept
     # The layer that computes and the one gathered ahead; their gradients, whole and in fp32 on their way to be reduced.
     two_layers = 2 / len(module.layers)
     gathered = rest.gathered(compute) + (two_layers if train.reshard_after_forward else 1) * layers.gathered(compute)
     in_flight = (rest.trained + two_layers * layers.trained) * (compute + 4)
-    sharded = 0.0 if train.enable_cpu_offload else placed / mesh.dims.dp_shard
-    return sharded + gathered + in_flight
+    return (0.0 if train.enable_cpu_offload else kept) + gathered + in_flight
+
+
+def kept_bytes(config: Config, architecture: Architecture, dims: ParallelDims) -> float:
+    """What a rank keeps between steps, on the device or the host: its parameters, gradients and optimizer state."""
+    module = sketch_model(architecture, config.model, config.train, config.lora)
+    dtypes = KeptDtypes.of(config.train, config.lora)
+    return _kept_bytes(config.train, _Size.of(module, dtypes.frozen.itemsize), dtypes) / dims.dp_shard
+
+
+def _kept_bytes(train: TrainConfig, whole: _Size, dtypes: KeptDtypes) -> float:
+    kept = dtypes.trained.itemsize
+    state = kept if train.optimizer == "adamw" else DTYPES[train.optimizer_dtype].itemsize
+    return whole.trained * (2 * kept + NUM_STATES[train.optimizer] * state) + whole.frozen_bytes
 
 
 @dataclass(frozen=True)
