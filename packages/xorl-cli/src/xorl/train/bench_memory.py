@@ -1,4 +1,4 @@
-"""Whether the model of a benchmark plainly cannot fit: found before it is filled, as a full host kills unsaid."""
+"""Whether a benchmark's model plainly cannot fit, found before it is filled: a full host kills without a word."""
 
 from __future__ import annotations
 
