@@ -21,12 +21,13 @@ _LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 def build_engine_that_fits(config: Config, architecture: Architecture, mesh: Mesh, device: torch.device) -> Engine:
     """`build_engine`; collective. Raises ValueError, with the numbers, where the memory plainly does not suffice."""
-    in_host = device.type == "cpu" or config.train.enable_cpu_offload
-    if in_host:
-        has, sharing = _host_bytes(), runtime.world_size() // runtime.num_hosts()
+    if config.train.enable_cpu_offload:
+        # The host keeps it then, and one that is virtual may give more, as it is used, than it says it has.
+        return build_engine(config, architecture, mesh, device)
+    if device.type == "cpu":
+        has, sharing, where = _host_bytes(), runtime.world_size() // runtime.num_hosts(), "this machine"
     else:
-        has, sharing = torch.cuda.get_device_properties(device).total_memory, 1
-    where = "this machine" if in_host else str(device)
+        has, sharing, where = torch.cuda.get_device_properties(device).total_memory, 1, str(device)
     refusal = memory_refusal(config, architecture, mesh.dims, has=has, sharing=sharing, where=where)
     if refusal is not None:
         raise ValueError(refusal)
