@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-# Tests are tiny and several run at once; threads would only fight. Read by torch when it is first imported.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Tests are tiny and several run at once; threads would only fight, and sum in other orders than the tolerances were set
+# for. Read by torch when it is first imported.
+os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
