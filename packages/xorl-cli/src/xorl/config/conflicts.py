@@ -411,27 +411,26 @@ def _adapters_are_on(config: Config) -> Iterator[Conflict]:
 
 
 def _adapters_alone_stand_on_their_base_as_it_is(config: Config) -> Iterator[Conflict]:
-    if not config.model.foundation:
-        return
-    for name, is_set in (("save_lora_only", config.lora.save_lora_only), ("sweep", bool(config.lora.sweep))):
-        if is_set:
-            yield Conflict(
-                ("model.foundation", f"lora.{name}"),
-                f"{name} writes adapters alone, and whoever puts them on their base reads its own config.json: edit a "
-                "copy of that and set model.config_path to its folder",
-            )
+    for name in _writers_of_adapters_alone(config) if config.model.foundation else ():
+        yield Conflict(
+            ("model.foundation", f"lora.{name}"),
+            f"{name} writes adapters alone, and whoever puts them on their base reads its own config.json: edit a "
+            "copy of that and set model.config_path to its folder",
+        )
 
 
 def _adapters_alone_stand_on_a_base_that_others_read(config: Config) -> Iterator[Conflict]:
-    if config.train.load_weights_mode != "dcp":
-        return
-    for name, is_set in (("save_lora_only", config.lora.save_lora_only), ("sweep", bool(config.lora.sweep))):
-        if is_set:
-            yield Conflict(
-                ("train.load_weights_mode", f"lora.{name}"),
-                f"{name} writes adapters alone, and nobody else reads a checkpoint as their base: make a model of it "
-                "with `xorl export`, set model.model_path to that, and leave load_weights_mode at broadcast",
-            )
+    for name in _writers_of_adapters_alone(config) if config.train.load_weights_mode == "dcp" else ():
+        yield Conflict(
+            ("train.load_weights_mode", f"lora.{name}"),
+            f"{name} writes adapters alone, and nobody else reads a checkpoint as their base: make a model of it "
+            "with `xorl export`, set model.model_path to that, and leave load_weights_mode at broadcast",
+        )
+
+
+def _writers_of_adapters_alone(config: Config) -> list[str]:
+    options = {"save_lora_only": config.lora.save_lora_only, "sweep": bool(config.lora.sweep)}
+    return [name for name, is_set in options.items() if is_set]
 
 
 def _quantized_weights_stay_as_they_are(config: Config) -> Iterator[Conflict]:
