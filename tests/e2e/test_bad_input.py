@@ -179,6 +179,7 @@ def test_a_save_that_fails_is_told_in_a_few_lines_and_leaves_the_former_checkpoi
     ("options", "named"),
     [
         (["--lora.enable_lora=true", '--lora.lora_target_modules=["q_prj"]'], ["lora.lora_target_modules", "q_prj"]),
+        (["--train.recompute_num_layers=2"], ["train.recompute_num_layers: 2", "1 layers"]),
         (["--lora.enable_lora=true", "--lora.adapter_path={folder}/none"], ["lora.adapter_path", "none"]),
         (
             ["--lora.enable_qlora=true", "--lora.quant_format=nf4", '--lora.exclude_modules=["gate"]'],

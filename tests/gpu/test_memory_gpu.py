@@ -22,7 +22,7 @@ from xorl.core.parallel.offload import ActivationOffload
 from xorl.core.runtime import Runtime
 from xorl.kernels.layout import SequenceLayout
 from xorl.train.model import build_model, read_architecture
-from xorl.train.recompute_choice import SETTINGS, MicroBatch, activation_bytes, placed_bytes
+from xorl.train.recompute_choice import SETTINGS, MicroBatch, choose_layers, measure_peak, placed_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -109,7 +109,7 @@ def place() -> Iterator[Runtime]:
 
 
 @pytest.mark.parametrize("adapts", [False, True])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", [*SETTINGS, "layer in half of them"])
 def test_probe_foretells_the_peak(setting: str, adapts: bool, place: Runtime, tmp_path: Path) -> None:
     # Catches an estimate of recompute_policy: auto that is off by more than the margin it leaves.
     write_config(tmp_path, HF_CONFIG)
@@ -124,11 +124,17 @@ def test_probe_foretells_the_peak(setting: str, adapts: bool, place: Runtime, tm
     batch = MicroBatch(NUM_TOKENS, NUM_TOKENS)
     architecture = read_architecture(config.model)
     mesh = Mesh(ParallelDims.resolve("none", 1), "cuda")
-    expected = placed_bytes(config, architecture, mesh)
-    expected += activation_bytes(config, setting, architecture, mesh, place.device, batch)
-    train = config.train.model_copy(update=SETTINGS[setting])
+    num_layers = architecture.config.num_layers
+    name = setting.split(" in ")[0]
+    peak, whole = (measure_peak(config, each, architecture, mesh, place.device, batch) for each in (name, "none"))
+    usable = (peak.of(num_layers) + whole.of(num_layers)) / 2 if " in " in setting else peak.of(num_layers)
+    choice = choose_layers(name, peak, whole, num_layers, usable)
+    assert (choice.num_layers is None) == (" in " not in setting)
+    expected = placed_bytes(config, architecture, mesh) + choice.needed
+    options = {**SETTINGS[name], "recompute_num_layers": choice.num_layers}
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
+    train = config.train.model_copy(update=options)
     model = build_model(architecture, config.model, train, config.lora, mesh, place.device)
     parameters = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, fused=True)

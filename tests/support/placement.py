@@ -29,11 +29,13 @@ LAYOUTS = {
     "offload-2": ("fsdp2", 2, -1, -1, True),
 }
 RECOMPUTE = {
-    "none": ("none", False),
-    "operation": ("operation", False),
-    "layer": ("layer", False),
-    "reentrant": ("layer", True),
-    "mlp": (("mlp",), False),
+    # name: (what, reentrant, number of layers)
+    "none": ("none", False, None),
+    "operation": ("operation", False, None),
+    "layer": ("layer", False, None),
+    "first layer": ("layer", False, 1),
+    "reentrant": ("layer", True, None),
+    "mlp": (("mlp",), False, None),
 }
 
 
@@ -45,7 +47,7 @@ def place(model: Decoder, layout: str, recompute: str = "none", **policy: object
     """Place a model of the meta device on this job's ranks, filled from seed 0; `policy` is the rest of the policy."""
     mode, world_size, shard_size, replicate_size, reshard = LAYOUTS[layout]
     dims = ParallelDims.resolve(mode, world_size, shard_size=shard_size, replicate_size=replicate_size)
-    parts, reentrant = RECOMPUTE[recompute]
+    parts, reentrant, num_layers = RECOMPUTE[recompute]
 
     def fill(module: torch.nn.Module) -> None:
         assert isinstance(module, Decoder)
@@ -56,6 +58,7 @@ def place(model: Decoder, layout: str, recompute: str = "none", **policy: object
         reshard_after_forward=reshard,
         cpu_offload=layout == "offload-2",
         recompute=parts,
+        recompute_num_layers=num_layers,
         reentrant_recompute=reentrant,
         **policy,
     )

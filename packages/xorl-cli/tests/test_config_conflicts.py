@@ -142,7 +142,17 @@ def entry(**options: Any) -> dict[str, Any]:
         (
             {"train": {"recompute_policy": "auto", "enable_activation_offload": True}},
             "train.enable_activation_offload",
-            "decides on offloading as well",
+            "decides on enable_activation_offload as well",
+        ),
+        (
+            {"train": {"recompute_policy": "auto", "recompute_num_layers": 2}},
+            "train.recompute_num_layers",
+            "decides on recompute_num_layers as well",
+        ),
+        (
+            {"train": {"recompute_num_layers": 2, "enable_gradient_checkpointing": False}},
+            "train.recompute_num_layers",
+            "enable_gradient_checkpointing is true",
         ),
         (
             {"train": {"enable_compile": True, "enable_reentrant": True}},

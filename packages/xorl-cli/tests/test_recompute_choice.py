@@ -17,9 +17,10 @@ from xorl.core.runtime import Runtime
 from xorl.train.model import read_architecture
 from xorl.train.recompute_choice import (
     SETTINGS,
+    Choice,
     MicroBatch,
-    extrapolate,
-    fits,
+    Peak,
+    choose_layers,
     measure_slice,
     placed_bytes,
     table,
@@ -49,21 +50,56 @@ def config_with(folder: Path, *, lora: dict[str, object] | None = None, **train:
 
 @pytest.mark.parametrize(
     ("measured", "num_layers", "expected"),
-    [({4: 7.0}, 4, 7.0), ({3: 30.0, 5: 50.0}, 36, 360.0), ({3: 8.0, 5: 8.0}, 36, 8.0), ({5: 7.0, 3: 8.0}, 36, 8.0)],
+    [
+        ({4: 7.0}, 4, 7.0),
+        ({3: 30.0, 5: 50.0}, 36, 360.0),
+        ({3: 8.0, 5: 8.0}, 36, 8.0),
+        ({5: 7.0, 3: 8.0}, 36, 8.0),
+        ({3: 8.0, 5: math.inf}, 36, math.inf),
+    ],
 )
 def test_layers_are_extrapolated(measured: dict[int, float], num_layers: int, expected: float) -> None:
     # Catches an estimate that falls with the number of layers, or one that scales the loss with it.
-    assert extrapolate(measured, num_layers) == pytest.approx(expected)
+    assert Peak.through(measured).of(num_layers) == pytest.approx(expected)
+
+
+WHOLE = Peak(start=20.0, per_layer=3.0)
+LAYER = Peak(start=22.0, per_layer=0.5)
+
+
+@pytest.mark.parametrize(
+    ("setting", "peak", "whole", "usable", "num_layers", "needed"),
+    [
+        ("none", WHOLE, WHOLE, 200, None, 128.0),
+        ("layer", LAYER, WHOLE, 100, 12, 100.0),
+        ("layer", LAYER, WHOLE, 99, 13, 97.5),
+        ("layer", LAYER, WHOLE, 39, None, 40.0),  # not even in all of them
+        ("layer", LAYER, Peak(math.inf, 0.0), 100, None, 40.0),  # what keeping takes is not known
+        ("layer", Peak(40.0, 0.0), Peak(128.0, 0.0), 100, None, 40.0),  # nor what a layer adds
+        ("layer and offload", LAYER, WHOLE, 100, None, 40.0),
+    ],
+)
+def test_as_few_layers_as_it_takes(
+    setting: str, peak: Peak, whole: Peak, usable: float, num_layers: int | None, needed: float
+) -> None:
+    # Catches layers that are computed again though there is memory for them, and one too many that is kept.
+    choice = choose_layers(setting, peak, whole, 36, usable)
+    assert (choice.num_layers, choice.needed) == (num_layers, needed)
+    assert choice.fits == (needed <= usable)
 
 
 def test_table_names_what_is_taken() -> None:
     # Catches a decision that nobody can follow, and a run that fails later without having been told so.
-    rows = [("none", math.inf, 80 * GIB), ("operation", 90 * GIB, 80 * GIB), ("layer", 70 * GIB, 80 * GIB)]
-    assert [fits(row) for row in rows] == [False, False, True]
-    text = table(rows)
+    choices = [
+        Choice("none", None, math.inf, 80 * GIB),
+        Choice("operation", None, 90 * GIB, 80 * GIB),
+        Choice("layer", 20, 70 * GIB, 80 * GIB),
+    ]
+    assert [choice.fits for choice in choices] == [False, False, True]
+    text = table(choices)
     assert "setting='none' needed_gib=more usable_gib=80.0" in text
-    assert text.endswith("recompute_policy=auto takes layer")
-    assert "may not fit" in table(rows[:2])
+    assert text.endswith("recompute_policy=auto takes layer in 20 layers")
+    assert "may not fit" in table(choices[:2])
 
 
 @pytest.mark.parametrize("setting", [name for name in SETTINGS if "offload" not in name])

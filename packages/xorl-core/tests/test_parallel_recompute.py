@@ -41,11 +41,13 @@ class LiveBytes(TorchDispatchMode):
         return sum(size for weak, size in self._storages.values() if not weak.expired())
 
 
-def model_with(recompute: Recompute, attention: str, *, reentrant: bool = False) -> Decoder:
+def model_with(
+    recompute: Recompute, attention: str, *, num_layers: int | None = None, reentrant: bool = False
+) -> Decoder:
     spec = spec_for(HF_CONFIG)
     model = spec.build(spec.config_from_hf(HF_CONFIG), kernels=LayerKernels(attention=ATTENTION[attention]))
     model.init_weights(0)
-    recompute_layers(model.layers, recompute, reentrant=reentrant)
+    recompute_layers(model.layers, recompute, num_layers=num_layers, reentrant=reentrant)
     return model
 
 
@@ -70,6 +72,12 @@ def test_recomputation_changes_no_bit_and_keeps_less(attention: str) -> None:
         torch.testing.assert_close(gradients, reference, rtol=0, atol=0)
     assert kept["layer"] < kept["mlp"] < kept["none"]
     assert kept["layer"] < kept["operation"] < kept["none"]
+
+
+def test_layers_after_the_first_few_keep_everything() -> None:
+    # Catches a number of layers that is for all of them, or for the last ones.
+    whole, kept, none = (step(model_with("layer", "eager", num_layers=number))[1] for number in (None, 1, 0))
+    assert kept == pytest.approx((whole + 2 * none) / 3, rel=0.01)
 
 
 @pytest.mark.parametrize("recompute", ["layer", "operation"])

@@ -225,7 +225,13 @@ class LocalMemoryFields(MemoryFields):
         description="What gradient checkpointing computes again: module (recompute_modules, or whole layers), "
         "operation (everything but matrix products and attention, whose outputs are kept: nearly as fast as keeping "
         "everything), or auto: nothing, operation, whole layers, or these with enable_activation_offload, the first "
-        "whose memory fits by a short probe before training. On a CPU auto computes nothing again.",
+        "whose memory fits by a short probe before training, in as few layers (recompute_num_layers) as it takes. On a "
+        "CPU auto computes nothing again.",
+    )
+    recompute_num_layers: AtLeastOne | None = Field(
+        default=None,
+        description="Layers, from the first, in which gradient checkpointing computes again; the others keep "
+        "everything. null means all.",
     )
     recompute_modules: Annotated[list[RecomputableModule], Field(min_length=1)] | None = Field(
         default=None,

@@ -182,9 +182,15 @@ def build_model(
 def sketch_model(architecture: Architecture, model: ModelConfig, train: TrainConfig, lora: LoraConfig) -> Decoder:
     """The model that `build_model` would build, on the meta device and with plain kernels: what its shape alone tells.
 
-    Raises ValueError that names the option for adapters and quantised weights that do not go with the model, which so
-    can be known before data are prepared.
+    Raises ValueError that names the option for adapters, quantised weights and layers that do not go with the model,
+    which so can be known before data are prepared.
     """
+    num_layers = architecture.config.num_layers
+    if train.recompute_num_layers is not None and train.recompute_num_layers > num_layers:
+        raise ValueError(
+            f"train.recompute_num_layers: {train.recompute_num_layers}, and the model has {num_layers} layers: "
+            "give fewer, or leave it out for all"
+        )
     with torch.device("meta"):
         module = architecture.spec.build(architecture.config, merge_qkv=model.merge_qkv)
     _adapt_(module, architecture, model, train, lora)
@@ -292,6 +298,7 @@ def _policy(model: ModelConfig, train: TrainConfig, compute_dtype: torch.dtype, 
         unit_modules=model.basic_modules,
         cpu_offload=train.enable_cpu_offload,
         recompute=_recompute(train),
+        recompute_num_layers=train.recompute_num_layers,
         reentrant_recompute=train.enable_reentrant,
         compile_backend="inductor" if train.enable_compile else None,
         activation_offload_limit=train.activation_gpu_limit * 1e9 if train.enable_activation_offload else None,

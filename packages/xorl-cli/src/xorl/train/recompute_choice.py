@@ -2,7 +2,8 @@
 
 A few layers of the model run one forward and backward pass on the largest micro-batch, alone on each rank: a rank that
 runs out of memory keeps no other waiting, and ranks talk only to agree on the outcome. What a layer adds is multiplied
-by the number of layers; parameters, gradients and optimizer state are counted.
+by the number of layers; parameters, gradients and optimizer state are counted. A setting is for as few layers, from the
+first, as it takes; those after them keep everything.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ SETTINGS: MappingProxyType[str, dict[str, object]] = MappingProxyType(
         "layer and offload": {"recompute_policy": "module", "enable_activation_offload": True},
     }
 )
+# Those that can be for some layers alone: offloading is for all.
+BY_LAYER = ("operation", "layer")
 # They tell what a layer adds. With activations on their way to the host, the third layer is the first typical one.
 DEPTHS = (3, 5)
 # What is left for NCCL, the libraries' workspaces, and gaps between allocations.
@@ -83,53 +86,92 @@ def choose_recomputation(
     free, _ = torch.cuda.mem_get_info(device)
     usable = USABLE * (free + torch.cuda.memory_reserved(device))
     fixed = placed_bytes(config, architecture, mesh)
-    rows = []
+    num_layers = architecture.config.num_layers
+    choices: list[Choice] = []
+    peaks: list[Peak] = []
     for name in SETTINGS:
-        needed = fixed + activation_bytes(config, name, architecture, mesh, device, batch)
+        peak = measure_peak(config, name, architecture, mesh, device, batch)
         # Every rank comes here for every setting, whatever happened to it, so this meets its peers.
-        outcome = torch.tensor([needed, -usable], dtype=torch.float64, device=device)
+        outcome = torch.tensor([fixed + peak.start, peak.per_layer, -usable], dtype=torch.float64, device=device)
         dist.all_reduce(outcome, op=dist.ReduceOp.MAX)
-        rows.append((name, float(outcome[0]), -float(outcome[1])))
-        if fits(rows[-1]):
+        start, per_layer, most = outcome.tolist()
+        peaks.append(Peak(start, per_layer))
+        choices.append(choose_layers(name, peaks[-1], peaks[0], num_layers, -most))
+        if choices[-1].fits:
             break
-    logger.info("%s", table(rows))
-    return _with(config.train, rows[-1][0])
+    logger.info("%s", table(choices))
+    return _with(config.train, choices[-1].setting, choices[-1].num_layers)
 
 
-Row = tuple[str, float, float]
-"""(setting, bytes needed, bytes usable), over all ranks."""
+@dataclass(frozen=True)
+class Peak:
+    """Bytes at the peak of a pass: those that each layer adds, and all others. Infinite where memory ran out."""
+
+    start: float
+    per_layer: float
+
+    def of(self, num_layers: int) -> float:
+        """Bytes for so many layers."""
+        return self.start + self.per_layer * num_layers
+
+    @classmethod
+    def through(cls, measured: dict[int, float]) -> Peak:
+        """The line through what was measured by depth: one depth is the model's own."""
+        if math.inf in measured.values():
+            return cls(math.inf, 0.0)
+        if len(measured) == 1:
+            return cls(next(iter(measured.values())), 0.0)
+        (few, least), (more, most) = sorted(measured.items())
+        per_layer = max(0.0, most - least) / (more - few)
+        return cls(least - per_layer * few, per_layer)
 
 
-def fits(row: Row) -> bool:
-    """Whether every rank has the memory."""
-    return row[1] <= row[2]
+@dataclass(frozen=True)
+class Choice:
+    """A setting in the first `num_layers` layers (None: in all); bytes needed, and usable, over all ranks."""
+
+    setting: str
+    num_layers: int | None
+    needed: float
+    usable: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has the memory."""
+        return self.needed <= self.usable
+
+    def __str__(self) -> str:
+        return self.setting if self.num_layers is None else f"{self.setting} in {self.num_layers} layers"
 
 
-def table(rows: Sequence[Row]) -> str:
+def choose_layers(setting: str, peak: Peak, whole: Peak, num_layers: int, usable: float) -> Choice:
+    """`setting` in as few of `num_layers` layers as it takes, where the others keep everything, as `whole` tells."""
+    if setting in BY_LAYER:
+        for count in range(1, num_layers):
+            # What is kept goes before the layers that are computed again are reached, so this is never too little.
+            needed = max(peak.start, whole.start) + peak.per_layer * count + whole.per_layer * (num_layers - count)
+            if needed <= usable:
+                return Choice(setting, count, needed, usable)
+    return Choice(setting, None, peak.of(num_layers), usable)
+
+
+def table(choices: Sequence[Choice]) -> str:
     """What was found, a line for each setting tried; the last one is taken."""
     lines = [
-        f"recompute_policy=auto setting={name!r} needed_gib={_gib(needed)} usable_gib={_gib(usable)}"
-        for name, needed, usable in rows
+        f"recompute_policy=auto setting='{choice}' needed_gib={_gib(choice.needed)} usable_gib={_gib(choice.usable)}"
+        for choice in choices
     ]
-    last = rows[-1]
-    advice = "" if fits(last) else ": even this may not fit; lower train.micro_batch_size or shard over more GPUs"
-    return "\n".join([*lines, f"recompute_policy=auto takes {last[0]}{advice}"])
-
-
-def extrapolate(measured: dict[int, float], num_layers: int) -> float:
-    """The bytes of `num_layers` layers, linearly from those measured by depth: one depth is the model's own."""
-    if len(measured) == 1:
-        return next(iter(measured.values()))
-    (few, least), (more, most) = sorted(measured.items())
-    return least + max(0.0, most - least) / (more - few) * (num_layers - few)
+    last = choices[-1]
+    advice = "" if last.fits else ": even this may not fit; lower train.micro_batch_size or shard over more GPUs"
+    return "\n".join([*lines, f"recompute_policy=auto takes {last}{advice}"])
 
 
 def _gib(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.1f}" if math.isfinite(num_bytes) else "more"
 
 
-def _with(train: TrainConfig, setting: str) -> TrainConfig:
-    return train.model_copy(update=SETTINGS[setting])
+def _with(train: TrainConfig, setting: str, num_layers: int | None = None) -> TrainConfig:
+    return train.model_copy(update={**SETTINGS[setting], "recompute_num_layers": num_layers})
 
 
 def placed_bytes(config: Config, architecture: Architecture, mesh: Mesh) -> float:
@@ -185,10 +227,10 @@ class _Size:
         return cls(trained, frozen * itemsize + sum(value.numel() * value.element_size() for value in stored))
 
 
-def activation_bytes(
+def measure_peak(
     config: Config, setting: str, architecture: Architecture, mesh: Mesh, device: torch.device, batch: MicroBatch
-) -> float:
-    """Peak memory of a forward and backward pass beyond parameters and gradients; infinite where it ran out."""
+) -> Peak:
+    """Peak memory of a forward and backward pass beyond parameters and gradients."""
     num_layers = architecture.config.num_layers
     depths = DEPTHS if num_layers > max(DEPTHS) else (num_layers,)
     measured: dict[int, float] = {}
@@ -199,9 +241,7 @@ def activation_bytes(
             measured[depth] = math.inf
         gc.collect()  # layers and their wrapped forward functions refer to each other
         torch.cuda.empty_cache()
-    if math.inf in measured.values():
-        return math.inf
-    return extrapolate(measured, num_layers)
+    return Peak.through(measured)
 
 
 def measure_slice(

@@ -41,8 +41,15 @@ ATTENTION_PREFIX = "xorl::attention_"
 KEPT_OPERATORS = frozenset({"xorl::quantized_linear"})
 
 
-def recompute_layers(layers: nn.ModuleList, recompute: Recompute, *, reentrant: bool, compiled: bool = False) -> None:
-    """Let every layer keep less for the backward pass, as `recompute` says; changes the layers in place.
+def recompute_layers(
+    layers: nn.ModuleList,
+    recompute: Recompute,
+    *,
+    num_layers: int | None = None,
+    reentrant: bool,
+    compiled: bool = False,
+) -> None:
+    """Let the first `num_layers` (None: all) layers keep less for the backward pass, as `recompute` says; in place.
 
     Where the layers will be compiled, the gated activation of an MLP is always computed again: it is the widest tensor
     but one, and its input is what the backward pass reads anyway. Code that is not compiled would keep it all the same.
@@ -52,15 +59,18 @@ def recompute_layers(layers: nn.ModuleList, recompute: Recompute, *, reentrant: 
     with the same dropout where there is any. `reentrant` is torch's older form, for whole layers and modules.
     """
     modules = [] if isinstance(recompute, str) else recompute
-    if compiled and recompute != "layer" and recompute != "operation" and "mlp" not in modules:
+    first = layers[:num_layers]
+    if compiled:
         # Not within what is computed again as a whole: torch keeps the inputs of a part that is marked twice.
-        for mlp in [module for module in layers.modules() if isinstance(module, GatedMLP)]:
+        is_within = recompute in ("layer", "operation") or "mlp" in modules
+        others = layers[len(first) :] if is_within else layers
+        for mlp in [module for module in others.modules() if isinstance(module, GatedMLP)]:
             mlp.gated = _recomputed(mlp.gated)
     if recompute == "none":
         return
     is_selective = recompute == "operation"
     assert not (is_selective and reentrant), "the reentrant form cannot keep anything"
-    for layer in layers:
+    for layer in first:
         for module in [layer.get_submodule(name) for name in modules] or [layer]:
             # Saving the generators' state costs time, and without dropout nothing in a layer draws random numbers.
             draws = any(isinstance(inner, nn.Dropout) for inner in module.modules())

@@ -33,7 +33,7 @@ class ParallelPolicy:
     cpu_offload keeps sharded parameters, gradients and optimizer state in host memory; what computes is gathered on the
     device. activation_offload_limit, when not None, moves what layers save for the backward pass to host memory, but
     for this many bytes of what they save last. compile_backend, when not None, compiles every layer. fp8 is how
-    the linear layers inside the layers multiply.
+    the linear layers inside the layers multiply. recompute is for the first recompute_num_layers (None: all) layers.
     """
 
     data_parallel_mode: DataParallelMode = "fsdp2"
@@ -44,6 +44,7 @@ class ParallelPolicy:
     unit_modules: Sequence[str] = ()
     cpu_offload: bool = False
     recompute: Recompute = "none"
+    recompute_num_layers: int | None = None
     reentrant_recompute: bool = False
     compile_backend: CompileBackend | None = None
     activation_offload_limit: float | None = None
@@ -143,7 +144,13 @@ def parallelize(
     if policy.fp8 != "none":
         convert_linears(layers, policy.fp8)
     compiled = policy.compile_backend is not None
-    recompute_layers(layers, policy.recompute, reentrant=policy.reentrant_recompute, compiled=compiled)
+    recompute_layers(
+        layers,
+        policy.recompute,
+        num_layers=policy.recompute_num_layers,
+        reentrant=policy.reentrant_recompute,
+        compiled=compiled,
+    )
     if policy.compile_backend is not None:
         compile_layers(list(layers), backend=policy.compile_backend, device_type=device.type)
     if policy.activation_offload_limit is not None:
