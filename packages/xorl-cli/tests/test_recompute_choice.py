@@ -71,8 +71,9 @@ LAYER = Peak(start=22.0, per_layer=0.5)
     ("setting", "peak", "whole", "usable", "num_layers", "needed"),
     [
         ("none", WHOLE, WHOLE, 200, None, 128.0),
-        ("layer", LAYER, WHOLE, 100, 12, 100.0),
-        ("layer", LAYER, WHOLE, 99, 13, 97.5),
+        ("layer", LAYER, WHOLE, 98, 12, 98.0),
+        ("layer", LAYER, WHOLE, 97, 13, 95.5),
+        ("layer", Peak(60.0, 0.5), WHOLE, 77, 21, 75.5),  # one layer of those computed again takes most
         ("layer", LAYER, WHOLE, 39, None, 40.0),  # not even in all of them
         ("layer", LAYER, Peak(math.inf, 0.0), 100, None, 40.0),  # what keeping takes is not known
         ("layer", Peak(40.0, 0.0), Peak(128.0, 0.0), 100, None, 40.0),  # nor what a layer adds

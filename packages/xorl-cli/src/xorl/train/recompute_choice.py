@@ -148,8 +148,8 @@ def choose_layers(setting: str, peak: Peak, whole: Peak, num_layers: int, usable
     """`setting` in as few of `num_layers` layers as it takes, where the others keep everything, as `whole` tells."""
     if setting in BY_LAYER:
         for count in range(1, num_layers):
-            # What is kept goes before the layers that are computed again are reached, so this is never too little.
-            needed = max(peak.start, whole.start) + peak.per_layer * count + whole.per_layer * (num_layers - count)
+            # Where the backward pass begins, and where it comes to these layers and what the others kept is gone.
+            needed = max(whole.of(num_layers - count) + peak.per_layer * count, peak.of(count))
             if needed <= usable:
                 return Choice(setting, count, needed, usable)
     return Choice(setting, None, peak.of(num_layers), usable)
