@@ -26,7 +26,7 @@ from workspace import ROOT, Distribution, distributions, locked_version, uv
 
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
 PARALLEL = 2
-LONG_S = 1.0
+LONG_S = 0.3
 # What the type checker is told of an import that no environment need satisfy; the code asks before it.
 MAY_BE_MISSING = "reportMissingImports"
 PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -37,7 +37,7 @@ def main() -> int:
     known = distributions()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", choices=[*known, []], help="distributions, all of them if none is given")
-    parser.add_argument("--ran", type=Path, help="leave out the tests that took more than a second in this report")
+    parser.add_argument("--ran", type=Path, help="leave out the tests that took long in this report")
     parser.add_argument("--inside", choices=known, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
