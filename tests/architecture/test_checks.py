@@ -108,7 +108,7 @@ def late():
 
 def test_tests_that_took_long_are_told_from_the_others(tmp_path: Path) -> None:
     # Would catch a report that is misread, so that all tests run twice, or none.
-    times = {"packages.xorl-core.tests.test_a": 1.5, "packages.xorl-core.tests.test_b": 0.5, "tests.multi.test_c": 9}
+    times = {"packages.xorl-core.tests.test_a": 1.5, "packages.xorl-core.tests.test_b": 0.1, "tests.multi.test_c": 9}
     cases = "".join(f'<testcase classname="{name}" name="test_x[1.5]" time="{s}" />' for name, s in times.items())
     (tmp_path / "report.xml").write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
     found = list(check_isolated._that_took_long(tmp_path / "report.xml", "packages/xorl-core/tests"))

@@ -206,7 +206,8 @@ def test_shares_of_a_stream(tmp_path, make_rows, write_jsonl, small):
     stream = stream_of(tmp_path, DatasetEntry(paths[0], weight=3.0), DatasetEntry(paths[1], weight=1.0))
     seen = rows_in(stream)
     parts = [sum(times for index, times in seen.items() if index // 100 == part) for part in range(2)]
-    assert 0.7 < parts[0] / sum(parts) < 0.8
+    # 3 in 4 on average; which ones are drawn differs by the file's name and time. Four standard deviations.
+    assert 0.63 < parts[0] / sum(parts) < 0.87
     assert 180 < sum(parts) < 220
 
 
