@@ -22,7 +22,7 @@ from xorl.core.parallel.offload import ActivationOffload
 from xorl.core.runtime import Runtime
 from xorl.kernels.layout import SequenceLayout
 from xorl.train.model import build_model, read_architecture
-from xorl.train.recompute_choice import SETTINGS, MicroBatch, choose_layers, measure_peak, placed_bytes
+from xorl.train.recompute_choice import SETTINGS, Choice, MicroBatch, choose_layers, measure_peak, placed_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -127,9 +127,11 @@ def test_probe_foretells_the_peak(setting: str, adapts: bool, place: Runtime, tm
     num_layers = architecture.config.num_layers
     name = setting.split(" in ")[0]
     peak, whole = (measure_peak(config, each, architecture, mesh, place.device, batch) for each in (name, "none"))
-    usable = (peak.of(num_layers) + whole.of(num_layers)) / 2 if " in " in setting else peak.of(num_layers)
-    choice = choose_layers(name, peak, whole, num_layers, usable)
-    assert (choice.num_layers is None) == (" in " not in setting)
+    choice = Choice(name, None, peak.of(num_layers), peak.of(num_layers))
+    if " in " in setting:
+        usable = (peak.of(num_layers) + whole.of(num_layers)) / 2
+        choice = choose_layers(name, peak, whole, num_layers, usable)
+        assert choice.num_layers is not None
     expected = placed_bytes(config, architecture, mesh) + choice.needed
     options = {**SETTINGS[name], "recompute_num_layers": choice.num_layers}
     before = torch.cuda.memory_allocated()
