@@ -67,7 +67,7 @@ class Decoder(nn.Module):
         self.logical = logical
         self.compute_dtype = torch.float32
         self.model = DecoderTrunk(config, merge_qkv=merge_qkv, kernels=kernels)
-        self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = None if config.tie_word_embeddings else Head(config.hidden_size, config.vocab_size, bias=False)
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -113,12 +113,9 @@ class Decoder(nn.Module):
         adapter of the head makes both of its operands wider than D.
         """
         hidden = self.model(input_ids, layout, self.compute_dtype)
-        weight = self.head_weight
-        if self.lm_head is not None and self.lm_head.adapter is not None:
-            hidden, weight = self.lm_head.operands(hidden)
-        if loss is not None:
-            return loss(hidden, weight)
-        return F.linear(hidden, weight.to(hidden.dtype))
+        if self.lm_head is not None:
+            return self.lm_head(hidden, loss)
+        return _through_head(hidden, self.head_weight, loss)
 
     @torch.no_grad()
     def init_weights(
@@ -170,6 +167,24 @@ class Decoder(nn.Module):
         if self.config.scale_residual_init and name.endswith((".o_proj.weight", ".down_proj.weight")):
             std /= math.sqrt(2 * self.config.num_layers)
         return std
+
+
+class Head(Linear):
+    """From hidden states [T, D] to logits [T, V], or to what a loss makes of both operands of that product."""
+
+    @overload
+    def forward(self, x: Tensor, loss: None = None) -> Tensor: ...
+
+    @overload
+    def forward(self, x: Tensor, loss: Callable[[Tensor, Tensor], ResultT]) -> ResultT: ...
+
+    def forward(self, x: Tensor, loss: Callable[[Tensor, Tensor], ResultT] | None = None) -> ResultT | Tensor:
+        hidden, weight = (x, self.weight) if self.adapter is None else self.operands(x)
+        return _through_head(hidden, weight, loss)
+
+
+def _through_head(hidden: Tensor, weight: Tensor, loss: Callable[[Tensor, Tensor], ResultT] | None) -> ResultT | Tensor:
+    return F.linear(hidden, weight.to(hidden.dtype)) if loss is None else loss(hidden, weight)
 
 
 class DecoderTrunk(nn.Module):

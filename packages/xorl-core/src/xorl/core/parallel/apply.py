@@ -137,7 +137,8 @@ def parallelize(
     around them, so that a recomputed forward runs within the unit whose parameters are gathered. A model on the meta
     device gets memory on `device` once it is known which part of it this rank holds, and `fill` then gives the
     parameters their values; a replica is filled before it is replicated. `model.layers` are the units of recomputation
-    and of sharding; `model.head_weight` is what the loss reads.
+    and of sharding, and `model.lm_head` is another one, unless it is None: then the loss reads `model.head_weight`,
+    which is the embedding's.
     """
     layers = model.layers
     assert isinstance(layers, nn.ModuleList)
@@ -156,19 +157,22 @@ def parallelize(
     if policy.activation_offload_limit is not None:
         ActivationOffload(device, limit_bytes=policy.activation_offload_limit).install(list(layers))
     if policy.data_parallel_mode == "fsdp2":
-        units = sharding_units(model, policy.unit_modules, list(layers))
-        _keep_head_at_root(model, units)
+        head = model.lm_head
+        last = [] if head is None else [head]
+        units = sharding_units(model, policy.unit_modules, [*layers, *last])
+        _keep_tied_head_at_root(model, units)
         with sharding_of_bytes():
             shard(
                 model,
                 mesh.fsdp,
                 units,
+                last=head,
                 param_dtype=policy.param_dtype,
                 reshard_after_forward=policy.reshard_after_forward,
                 cpu_offload=policy.cpu_offload,
             )
         if policy.forward_prefetch:
-            prefetch_forward(list(layers))
+            prefetch_forward([*layers, *last])
     if any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device="cpu" if policy.cpu_offload else device)
         fill(model)
@@ -180,8 +184,10 @@ def parallelize(
     return ParallelModel(model, forward, mesh, fp8_weights)
 
 
-def _keep_head_at_root(model: nn.Module, units: Sequence[nn.Module]) -> None:
-    """Raise ValueError for a unit with the head's weight, which it would free before the loss reads it."""
+def _keep_tied_head_at_root(model: nn.Module, units: Sequence[nn.Module]) -> None:
+    """Raise ValueError for a unit with the weight that a tied head reads, which it would free before that."""
+    if model.lm_head is not None:
+        return
     head_weight = model.head_weight
     for unit in units:
         if any(parameter is head_weight for parameter in unit.parameters()):

@@ -16,7 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from xorl.core.parallel.gather import copy_engine_all_gather
+from xorl.core.parallel.copy_engine import CopyEngineAllGather, CopyEngineReduceScatter, copy_engines_reach
 
 
 def shard(
@@ -26,38 +26,53 @@ def shard(
     *,
     param_dtype: torch.dtype | None,
     reshard_after_forward: bool,
+    last: nn.Module | None = None,
     cpu_offload: bool = False,
 ) -> None:
     """Shard each of `units`, innermost first, and then the rest of `model` over `mesh`, in place.
 
-    A unit's parameters are gathered together, in param_dtype (None: their own). Gradients are reduced in fp32, as sums.
+    `last` is the unit that ends the forward pass and begins the backward pass: freeing it in between gains nothing. A
+    unit's parameters are gathered together, in param_dtype (None: their own). Gradients are reduced in fp32, as sums.
     cpu_offload keeps parameters, gradients and optimizer state in host memory.
     """
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # Only memory that a GPU copies from can be pinned.
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
     for unit in units:
-        fully_shard(
-            unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard_after_forward
-        )
-    # The head is used last in the forward pass and first in the backward pass: freeing it in between gains nothing.
+        frees = reshard_after_forward and unit is not last
+        fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=frees)
+    # What is left is the embedding, which a tied head reads too.
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
-    all_gather = copy_engine_all_gather(mesh.get_group(mesh.ndim - 1)) if mesh.device_type == "cuda" else None
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The default divides by the number of ranks. A factor alone asks for PREMUL_SUM, which gloo lacks.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            if all_gather is not None:
-                module.set_custom_all_gather(all_gather)
+    group = mesh.get_group(mesh.ndim - 1)
+    if mesh.device_type == "cuda" and copy_engines_reach(group):
+        _communicate_by_copy_engines(model, group, param_dtype)
 
 
-def prefetch_forward(layers: Sequence[nn.Module]) -> None:
-    """Gather each sharded layer's parameters while the layer before it computes."""
-    for layer, following in pairwise(layers):
-        assert isinstance(layer, FSDPModule)
+def _communicate_by_copy_engines(model: nn.Module, group: dist.ProcessGroup, param_dtype: torch.dtype | None) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    all_gather = CopyEngineAllGather(group, device)
+    # Gradients are in the dtype that is computed in, of which a model without param_dtype may have several.
+    trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    dtypes = trained if param_dtype is None else {param_dtype}
+    reduce_scatter = CopyEngineReduceScatter(group, device, dtypes.pop()) if len(dtypes) == 1 else None
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(all_gather)
+            if reduce_scatter is not None:
+                module.set_custom_reduce_scatter(reduce_scatter)
+
+
+def prefetch_forward(units: Sequence[nn.Module]) -> None:
+    """Gather each unit's parameters while the one before it computes."""
+    for unit, following in pairwise(units):
+        assert isinstance(unit, FSDPModule)
         assert isinstance(following, FSDPModule)
-        layer.set_modules_to_forward_prefetch([following])
+        unit.set_modules_to_forward_prefetch([following])
 
 
 @contextmanager
@@ -145,8 +160,8 @@ def copy_shard_(parameter: Tensor, full: Tensor) -> None:
     part.copy_(full[tuple(slice(start, start + size) for start, size in zip(offset, part.shape, strict=True))])
 
 
-def sharding_units(model: nn.Module, names: Sequence[str], layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """`layers` and the modules whose class or last path component is in `names`, innermost first.
+def sharding_units(model: nn.Module, names: Sequence[str], always: Sequence[nn.Module]) -> list[nn.Module]:
+    """`always` and the modules whose class or last path component is in `names`, innermost first.
 
     `model` itself is none of them: what no unit takes is its own. Raises ValueError for a name that no module has, and
     for a module without a forward of its own: parameters are gathered around that.
@@ -156,7 +171,7 @@ def sharding_units(model: nn.Module, names: Sequence[str], layers: Sequence[nn.M
     for path, module in model.named_modules():
         hits = {type(module).__name__, path.rpartition(".")[2]} & set(names)
         matched |= hits
-        if path and (hits or module in layers):
+        if path and (hits or module in always):
             found.append((path.count("."), module))
     if unmatched := sorted(set(names) - matched):
         known = sorted({type(module).__name__ for module in model.modules() if any(True for _ in module.parameters())})
