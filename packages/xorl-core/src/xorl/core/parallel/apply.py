@@ -158,7 +158,7 @@ def parallelize(
         ActivationOffload(device, limit_bytes=policy.activation_offload_limit).install(list(layers))
     if policy.data_parallel_mode == "fsdp2":
         head = model.lm_head
-        last = [] if head is None else [head]
+        last = [head] if isinstance(head, nn.Module) else []
         units = sharding_units(model, policy.unit_modules, [*layers, *last])
         _keep_tied_head_at_root(model, units)
         with sharding_of_bytes():
@@ -166,7 +166,7 @@ def parallelize(
                 model,
                 mesh.fsdp,
                 units,
-                last=head,
+                kept=last,
                 param_dtype=policy.param_dtype,
                 reshard_after_forward=policy.reshard_after_forward,
                 cpu_offload=policy.cpu_offload,
@@ -186,7 +186,7 @@ def parallelize(
 
 def _keep_tied_head_at_root(model: nn.Module, units: Sequence[nn.Module]) -> None:
     """Raise ValueError for a unit with the weight that a tied head reads, which it would free before that."""
-    if model.lm_head is not None:
+    if isinstance(model.lm_head, nn.Module):
         return
     head_weight = model.head_weight
     for unit in units:

@@ -26,12 +26,12 @@ def shard(
     *,
     param_dtype: torch.dtype | None,
     reshard_after_forward: bool,
-    last: nn.Module | None = None,
+    kept: Sequence[nn.Module] = (),
     cpu_offload: bool = False,
 ) -> None:
     """Shard each of `units`, innermost first, and then the rest of `model` over `mesh`, in place.
 
-    `last` is the unit that ends the forward pass and begins the backward pass: freeing it in between gains nothing. A
+    `kept` are units that end the forward pass and begin the backward pass: freeing them in between gains nothing. A
     unit's parameters are gathered together, in param_dtype (None: their own). Gradients are reduced in fp32, as sums.
     cpu_offload keeps parameters, gradients and optimizer state in host memory.
     """
@@ -39,7 +39,7 @@ def shard(
     # Only memory that a GPU copies from can be pinned.
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
     for unit in units:
-        frees = reshard_after_forward and unit is not last
+        frees = reshard_after_forward and unit not in kept
         fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=frees)
     # What is left is the embedding, which a tied head reads too.
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
