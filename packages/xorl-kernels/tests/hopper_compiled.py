@@ -26,7 +26,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.compiler.errors import CompilationError
 from triton.runtime import driver
 
-from xorl.kernels.fused import cross_entropy, heads, rms_norm, swiglu
+from xorl.kernels.fused import cross_entropy, heads, rms_norm, swiglu, widened_sum
 from xorl.kernels.fused.reference import HeadNorms, HeadShape
 from xorl.kernels.optim import Noise, triton_lists, triton_updates
 from xorl.kernels.quant import E4M3, E5M2, WeightNoise, blocks_triton, fp8_triton
@@ -264,7 +264,15 @@ def updates(count: int = 5000, dtypes: tuple[torch.dtype, ...] = (FP32, BF16)) -
         triton_lists.square_sum([empty(count, dtype=dtype), empty(count + 1, dtype=dtype)[1:]])
 
 
-CALLS = (losses, norms, split_heads, gated, fp8_casts, quantized_weights, updates)
+def sums() -> None:
+    """Of gradients as they travel, of two ranks and of eight."""
+    for dtype, num_others in product((FP32, BF16), (1, 7)):
+        widened_sum.widened_sum_(
+            empty(5000, dtype=FP32), empty(5000, dtype=dtype), empty(num_others, 5000, dtype=dtype)
+        )
+
+
+CALLS = (losses, norms, split_heads, gated, fp8_casts, quantized_weights, updates, sums)
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
@@ -375,6 +383,7 @@ def usual_sizes() -> None:
     corrections = empty(1, 2, dtype=FP32)
     triton_lists.adamw_(*([param] for _ in range(4)), **rates, **options, corrections=corrections, noises=[noise])
     triton_lists.square_sum([grad])
+    widened_sum.widened_sum_(empty(count, dtype=FP32), grad, empty(1, count))
 
 
 # Warps that a processor has registers for, and loads and stores of fewer than four bytes: of single values (labels, the
@@ -398,6 +407,7 @@ HOT = {
     "optim.triton_updates._descend": (64, 0),
     "optim.triton_lists._adamw": (28, 56),
     "optim.triton_lists._square_sum": (64, 8),
+    "fused.widened_sum._widened_sum": (48, 0),
 }
 
 

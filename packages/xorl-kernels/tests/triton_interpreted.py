@@ -6,7 +6,7 @@ bf16 is left to tests/gpu: in the interpreter it is not what a GPU computes.
 import pytest
 import torch
 
-from xorl.kernels.fused import cross_entropy, device, heads, partial, reference, rms_norm, swiglu
+from xorl.kernels.fused import cross_entropy, device, heads, partial, reference, rms_norm, swiglu, widened_sum
 from xorl.kernels.fused.reference import HeadNorms, HeadShape
 from xorl.kernels.testing import TOLERANCES, assert_close, assert_matches_reference, nan_poisoned_empty
 
@@ -194,3 +194,14 @@ def test_kernels_compile_into_one_graph(merged):
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     wanted = torch.autograd.grad(layer(*leaves), leaves)
     torch.testing.assert_close(torch.autograd.grad(compiled(*leaves), leaves), wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_others", "count"), [(1, 1), (1, 2048), (3, 5001)])
+def test_widened_sum(num_others, count, dtype):
+    # Catches a sum that is rounded to what is added, rows read at another's place, and a last block beyond the end.
+    first, others = randn(count, dtype=dtype), randn(num_others, count + 7, dtype=dtype, seed=1)[:, :count]
+    out = torch.full((count + 1,), float("nan"))
+    assert widened_sum.widened_sum_(out[:count], first, others).data_ptr() == out.data_ptr()
+    assert torch.equal(out[:count], reference.widened_sum_(torch.empty(count), first, others))
+    assert out[count].isnan()

@@ -117,3 +117,11 @@ def cross_entropy_rows(
             rows.mul_(token_weight[:, None])
         gradient.copy_(rows.masked_fill_(~trained[:, None], 0.0))
     return loss, correct
+
+
+def widened_sum_(out: Tensor, first: Tensor, others: Tensor) -> Tensor:
+    """out [n] fp32 = first [n] + others[0] + others[1] + ..., in that order, for others [K, n]; returns out."""
+    out.copy_(first)
+    for other in others:
+        out += other
+    return out
