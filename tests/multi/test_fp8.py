@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
 from placement import RECOMPUTE, assert_same, num_ranks, place, whole
 from tiny_models import hf_config
@@ -76,6 +77,26 @@ def test_gradient_does_not_depend_on_the_placement(fp8: str, run_ranks) -> None:
     for layout in ("ddp-2", "zero3-1", "zero3-2", "zero3-3", "zero2-2", "hsdp-2x2"):  # 3 divides no number of features
         for measured in run_ranks(lambda layout=layout: gradients(layout, fp8), num_ranks(layout)):
             assert_same(reference, measured, limit=2e-6)
+
+
+def dtypes_reduced(fp8: str) -> set[torch.dtype]:
+    """Of the gradients that FSDP2 hands on to be added up over ranks."""
+    seen: set[torch.dtype] = set()
+    copy_in = collectives.foreach_reduce_scatter_copy_in
+
+    def see(gradients: list[Tensor], *rest: object) -> None:
+        seen.update(gradient.dtype for gradient in gradients)
+        copy_in(gradients, *rest)
+
+    collectives.foreach_reduce_scatter_copy_in = see
+    gradients("zero3-2", fp8, "none", (), torch.bfloat16)
+    return seen
+
+
+@pytest.mark.parametrize("fp8", ["none", "tensorwise", "rowwise"])
+def test_gradients_are_in_the_dtype_that_parameters_are_gathered_in(fp8: str, run_ranks) -> None:
+    # Catches gradients that copy engines, which carry that dtype, would round.
+    assert run_ranks(lambda: dtypes_reduced(fp8), 2) == [{torch.bfloat16}] * 2
 
 
 @pytest.mark.parametrize("fp8", ["tensorwise", "rowwise"])

@@ -229,6 +229,17 @@ def test_further_units_of_sharding_do_not_change_the_gradient(run_ranks) -> None
 
 
 @pytest.mark.multi
+def test_head_of_its_own_does_not_change_the_gradient(run_ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Catches a head, which is a unit of sharding, whose weight is freed before its gradient is there.
+    monkeypatch.setitem(HF_CONFIG, "tie_word_embeddings", False)
+    [(reference, _)] = run_ranks(lambda: step_gradient("none", 4), 1)
+    assert "lm_head.weight" in reference
+    for layout in ("zero3-1", "zero3-2", "zero2-2", "offload-2"):
+        for gradients, _ in run_ranks(lambda layout=layout: step_gradient(layout, 4, "layer"), num_ranks(layout)):
+            assert_same(reference, gradients)
+
+
+@pytest.mark.multi
 @pytest.mark.parametrize("unit", ["embed_tokens", "DecoderTrunk"])
 def test_unit_with_the_weight_of_the_head_is_refused(unit: str, run_ranks) -> None:
     # Catches an error from deep within torch about mixed tensors, when the loss reads the tied head.
