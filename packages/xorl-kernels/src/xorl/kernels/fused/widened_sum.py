@@ -36,14 +36,14 @@ def _widened_sum(
     out_ptr: tl.tensor,
     first_ptr: tl.tensor,
     others_ptr: tl.tensor,
-    count: tl.int64,
-    stride: tl.int64,
+    count: tl.int64,  # pyright: ignore[reportInvalidTypeForm]
+    stride: tl.int64,  # pyright: ignore[reportInvalidTypeForm]
     NUM_OTHERS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = index < count
     total = tl.load(first_ptr + index, mask=is_inside).to(tl.float32)
-    for other in tl.static_range(NUM_OTHERS):
+    for other in tl.static_range(NUM_OTHERS):  # pyright: ignore[reportGeneralTypeIssues]
         total += tl.load(others_ptr + other * stride + index, mask=is_inside).to(tl.float32)
     tl.store(out_ptr + index, total, mask=is_inside)
