@@ -185,7 +185,7 @@ def placed_bytes(config: Config, architecture: Architecture, mesh: Mesh) -> floa
     kept = _kept_bytes(train, whole, dtypes) / mesh.dims.dp_shard
     if train.data_parallel_mode != "fsdp2":
         return kept
-    # The layer that computes and the one gathered ahead; their gradients, whole and in fp32 on their way to be reduced.
+    # The layer that computes and the one gathered ahead; their gradients, whole and, for NCCL, in fp32 on their way.
     two_layers = 2 / len(module.layers)
     gathered = rest.gathered(compute) + (two_layers if train.reshard_after_forward else 1) * layers.gathered(compute)
     in_flight = (rest.trained + two_layers * layers.trained) * (compute + 4)
