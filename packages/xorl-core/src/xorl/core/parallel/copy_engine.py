@@ -107,6 +107,7 @@ class CopyEngineReduceScatter(ReduceScatter):
         """`output_tensor` [n] = the sum over ranks of their `input_tensor` [ranks x n]'s part for this one."""
         assert op == dist.ReduceOp.SUM
         assert not async_op
+        assert (input_tensor.dtype, output_tensor.dtype) == (self._dtype, torch.float32)
         rank, num_ranks = self._ranks.rank, self._ranks.world_size
         parts = input_tensor.view(num_ranks, -1)
         half = self._window.shape[1]
