@@ -28,8 +28,8 @@ MEMBERS = {
     "head": AdapterSpec(rank=32, targets=("lm_head",)),
     "all": AdapterSpec(rank=24),
 }
-# No document of one token: rounding alone would decide on the gradients of its q and k.
-LENGTHS = (9, 2, 14, 5, 7, 3, 8, 6)
+# The document of one token, whose q and k have gradients of rounding alone, is for an adapter that has neither.
+LENGTHS = (9, 2, 14, 5, 7, 3, 1, 6)
 
 
 def decoder() -> Decoder:
@@ -138,7 +138,8 @@ def test_training_together_is_training_alone():
     model = decoder()
     bank = bank_over(model)
     fill(bank)
-    hyper = {name: Adam(lr=1e-2 / (1 + index), weight_decay=0.1 * index) for index, name in enumerate(MEMBERS)}
+    # With the usual eps, a gradient that is nothing but rounding would move a weight as much as any other.
+    hyper = {name: Adam(1e-2 / (1 + index), eps=1e-3, weight_decay=0.1 * index) for index, name in enumerate(MEMBERS)}
     for step in range(3):
         # Some sit a step out, so that counts differ.
         names = [name for index, name in enumerate(MEMBERS) if step != 1 or index % 2]
@@ -148,9 +149,8 @@ def test_training_together_is_training_alone():
             bank.step(name, hyper[name], divisor=3.0, max_norm=1.0)
     for index, name in enumerate(MEMBERS):
         own, parameters = alone(name)
-        start = {key: parameter.detach().clone() for key, parameter in parameters.items()}
         adam = hyper[name]
-        optimizer = torch.optim.AdamW(parameters.values(), lr=adam.lr, weight_decay=adam.weight_decay)
+        optimizer = torch.optim.AdamW(parameters.values(), lr=adam.lr, eps=adam.eps, weight_decay=adam.weight_decay)
         for _ in range(3 if index % 2 else 2):
             for _ in range(2):
                 run(own, *document(index)).backward()
@@ -161,9 +161,7 @@ def test_training_together_is_training_alone():
             optimizer.zero_grad()
         values = values_of(bank, name)
         for key, parameter in parameters.items():
-            # Of all together: AdamW makes as much of a gradient that is nearly nothing as of any other.
-            moved = (parameter - start[key]).norm()
-            assert (values[key] - parameter).norm() <= 5e-3 * moved, (name, key)
+            torch.testing.assert_close(values[key].detach(), parameter.detach(), rtol=1e-4, atol=2e-6, msg=key)
 
 
 def test_one_adapter_is_trained_and_others_keep_every_bit():
