@@ -139,17 +139,25 @@ def test_linear_cross_entropy_is_the_same_to_the_bit():
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
-def test_the_row_kernel_matches_its_twin_in_bf16():
-    # Catches a gradient that overwrites logits of the same row before they are read.
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("last", [0.0, 30.0, 60.0])
+def test_the_row_kernel_matches_its_twin_in_bf16(last, in_place):
+    # Catches a gradient that overwrites logits of the same row before they are read, one at the label that another
+    # thread overwrites, and rows that are read once although their maximum is far from where they begin.
     from xorl.kernels.fused import cross_entropy  # noqa: PLC0415 - needs Triton
 
     labels = torch.randint(50_257, (64,), generator=torch.Generator().manual_seed(2)).cuda()
-    logits = randn(64, 50_257)
+    logits = randn(64, 50_257, dtype=torch.bfloat16 if in_place else torch.float32)
+    logits[::2, -1] += last
     wanted_gradient = torch.empty(64, 50_257, device="cuda", dtype=torch.float64)
-    wanted, _ = reference.cross_entropy_rows(logits.double(), labels, None, wanted_gradient)
-    loss, _ = cross_entropy.cross_entropy_rows(logits, labels, None, logits)
+    wanted, _, ones = reference.cross_entropy_rows(logits.double(), labels, None, wanted_gradient)
+    assert torch.equal(ones, torch.ones_like(ones))
+    gradient = logits[:] if in_place else torch.empty_like(logits, dtype=torch.bfloat16)
+    loss, _, scale = cross_entropy.cross_entropy_rows(logits, labels, None, gradient)
     assert_close("loss", loss, wanted, TOLERANCES[torch.float32])
-    assert_close("gradient", logits, wanted_gradient, TOLERANCES[torch.bfloat16])
+    product = gradient.double() * scale[:, None]
+    for rows in (slice(0, None, 2), slice(1, None, 2)):
+        assert_close("gradient", product[rows].bfloat16(), wanted_gradient[rows], TOLERANCES[torch.bfloat16])
 
 
 def eps_inputs(*shapes, dtype):
@@ -221,6 +229,17 @@ def test_swiglu(num_rows, width, dtype):
     assert_matches_reference(swiglu.swiglu, reference.swiglu, inputs, tolerance=tolerance_of(dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 8), (700, 1000), (1025, 3072)])
+def test_swiglu_and_the_linear_layer_after_it(num_rows, width, dtype):
+    # Catches a gradient of the weight made of what the layer did not compute with.
+    from xorl.kernels.fused import swiglu  # noqa: PLC0415 - needs Triton
+
+    inputs = eps_inputs((num_rows, 2 * width), (64, width), (64,), dtype=dtype)
+    tolerance = Tolerance(worst=1e-4, mean=1e-4) if dtype == torch.float32 else tolerance_of(dtype)
+    assert_matches_reference(swiglu.swiglu_linear, reference.swiglu_linear, inputs, tolerance=tolerance)
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_a_decoder_trains_alike_with_fused_kernels(family, compiled):
@@ -233,7 +252,7 @@ def test_a_decoder_trains_alike_with_fused_kernels(family, compiled):
     layout = SequenceLayout.from_lengths(lengths, device="cuda")
     attention = resolve_attention("native", AttentionRequest("cuda", torch.bfloat16, 64))
     fused = choose_kernels(
-        attention, device_type="cuda", dtype=torch.bfloat16, compiled=False, native=(), cast_bf16=False
+        attention, device_type="cuda", dtype=torch.bfloat16, compiled=compiled, native=(), cast_bf16=False
     )
     assert fused != LayerKernels(attention)
     results = []

@@ -41,11 +41,12 @@ def gradients(architecture, merge_qkv, kernels):
     return [logits.detach(), *(parameter.grad for parameter in decoder.parameters())]
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(("architecture", "merge_qkv", "native"), CASES, ids=str)
-def test_kernels_train_as_the_plain_forms_do(architecture, merge_qkv, native):
+def test_kernels_train_as_the_plain_forms_do(architecture, merge_qkv, native, compiled):
     # Catches a choice that leaves a norm out or does it twice, or that takes other arguments than its twin.
     kernels = choose_kernels(
-        eager_attention, device_type="cuda", dtype=torch.float32, compiled=False, native=native, cast_bf16=False
+        eager_attention, device_type="cuda", dtype=torch.float32, compiled=compiled, native=native, cast_bf16=False
     )
     wanted = gradients(architecture, merge_qkv, LayerKernels(eager_attention))
     for got, plain in zip(gradients(architecture, merge_qkv, kernels), wanted, strict=True):

@@ -22,11 +22,13 @@ def randn(*shape, dtype=torch.float32, seed=0):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("num_rows", "num_columns", "stride"), [(1, 2, 2), (5, 37, 64), (3, 4096, 4096), (2, 5001, 5056)]
+    ("num_rows", "num_columns", "stride"), [(1, 2, 2), (5, 37, 64), (3, 8192, 8192), (2, 10_001, 10_048)]
 )
-@pytest.mark.parametrize("in_place", [False, True])
-def test_cross_entropy_rows(num_rows, num_columns, stride, dtype, weighted, in_place):
-    # Catches a wrong border of a block, a gradient that overwrites what is still to be read, and rows that are padded.
+@pytest.mark.parametrize("gradient_dtype", [None, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("last", [0.0, 30.0, 60.0])
+def test_cross_entropy_rows(num_rows, num_columns, stride, dtype, weighted, gradient_dtype, last):
+    # Catches a wrong border of a block, a gradient that overwrites what is still to be read (None: in place), rows that
+    # are padded, and one whose last block has much larger logits than the first, read once or twice.
     buffer = torch.full((num_rows, stride), float("nan"), dtype=dtype)
     logits = buffer[:, :num_columns]
     logits.copy_(4 * randn(num_rows, num_columns))
@@ -34,16 +36,20 @@ def test_cross_entropy_rows(num_rows, num_columns, stride, dtype, weighted, in_p
     if num_rows > 1:
         labels[1] = -100
         labels[0] = logits[0].argmax()
+    if num_columns > cross_entropy.BLOCK:
+        logits[0, -1] += last
     token_weight = randn(num_rows) if weighted else None
     wanted_gradient = torch.empty(num_rows, num_columns, dtype=torch.float64)
     wide_weight = None if token_weight is None else token_weight.double()
     wanted = reference.cross_entropy_rows(logits.double(), labels, wide_weight, wanted_gradient)
+    wanted_rows = (wanted_gradient, wanted[2])
     with nan_poisoned_empty():
-        gradient = logits if in_place else torch.empty(num_rows, num_columns, dtype=torch.float16)
-        loss, correct = cross_entropy.cross_entropy_rows(logits, labels, token_weight, gradient)
+        gradient = logits[:] if gradient_dtype is None else torch.empty(num_rows, num_columns, dtype=gradient_dtype)
+        loss, correct, scale = cross_entropy.cross_entropy_rows(logits, labels, token_weight, gradient)
     assert_close("loss", loss, wanted[0], TOLERANCES[torch.float32])
     assert torch.equal(correct, wanted[1])
-    assert_close("gradient", gradient, wanted_gradient, TOLERANCES[gradient.dtype])
+    product, wanted_product = (rows.double() * scales[:, None] for rows, scales in ((gradient, scale), wanted_rows))
+    assert_close("gradient", product.to(gradient.dtype), wanted_product, TOLERANCES[gradient.dtype])
     assert bool(buffer[:, num_columns:].isnan().all())
 
 
@@ -57,19 +63,20 @@ def test_cross_entropy_rows_without_gradient_leaves_the_logits_alone():
 
 def test_equal_logits_make_the_first_one_the_choice():
     # Catches an accuracy of 1 for a model that says the same of every token.
-    labels = torch.tensor([0, 1, 4999])
-    _, correct = cross_entropy.cross_entropy_rows(torch.zeros(3, 5000), labels, None, None)
+    labels = torch.tensor([0, 1, 9999])
+    _, correct, _ = cross_entropy.cross_entropy_rows(torch.zeros(3, 10_000), labels, None, None)
     assert correct.tolist() == [True, False, False]
 
 
 def test_a_vocabulary_masked_with_infinities_and_a_label_outside_of_it():
     # Catches NaN from lanes that have seen -inf alone, and memory read beyond a row, which would pass for a loss.
-    logits = torch.full((2, 5000), float("-inf"))
-    logits[:, 4500:4502] = 0.0
+    logits = torch.full((2, 10_000), float("-inf"))
+    logits[:, 9500:9502] = 0.0
     gradient = torch.empty_like(logits)
-    loss, correct = cross_entropy.cross_entropy_rows(logits, torch.tensor([4501, 5000]), None, gradient)
+    loss, correct, scale = cross_entropy.cross_entropy_rows(logits, torch.tensor([9501, 10_000]), None, gradient)
+    gradient *= scale[:, None]
     assert loss[0].item() == pytest.approx(0.6931472)
-    assert gradient[0].nonzero().flatten().tolist() == [4500, 4501]
+    assert gradient[0].nonzero().flatten().tolist() == [9500, 9501]
     assert loss[1].isnan()
     assert gradient[1].isnan().all()
     assert correct.tolist() == [False, False]
@@ -164,7 +171,30 @@ def test_more_rows_than_programs(monkeypatch):
 @pytest.mark.parametrize(("num_rows", "width"), [(1, 1), (3, 7), (2, 2500)])
 def test_swiglu(num_rows, width, dtype):
     # Catches gate and up taken for one another, and a block that ends within the other half.
-    assert_matches_reference(swiglu.swiglu, reference.swiglu, (randn(num_rows, 2 * width, dtype=dtype),))
+    gate_up = randn(num_rows, 2 * width, dtype=dtype)
+    assert_matches_reference(swiglu.swiglu, reference.swiglu, (gate_up,))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_swiglu_and_the_linear_layer_after_it(has_bias, dtype):
+    # Catches a gradient of the weight made of what the layer did not compute with, and one that nobody asked for.
+    sizes = [(5, 14), (3, 7), (3,)] if has_bias else [(5, 14), (3, 7)]
+    inputs = [randn(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate(sizes)]
+
+    def run(function, gate_up, weight, bias=None):
+        return function(gate_up, weight, bias)
+
+    assert_matches_reference(
+        lambda *leaves: run(swiglu.swiglu_linear, *leaves),
+        lambda *leaves: run(reference.swiglu_linear, *leaves),
+        inputs,
+    )
+    gate_up = inputs[0].requires_grad_()
+    with nan_poisoned_empty():
+        run(swiglu.swiglu_linear, *inputs).sum().backward()
+    assert gate_up.grad.isfinite().all()
+    assert all(x.grad is None for x in inputs[1:])
 
 
 def test_no_tokens():
@@ -179,21 +209,29 @@ def test_no_tokens():
 
 @pytest.mark.parametrize("merged", [True, False])
 def test_kernels_compile_into_one_graph(merged):
-    # Catches an operator that torch.compile cannot trace, or whose shapes and strides are described wrongly.
+    # Catches an operator that torch.compile cannot trace, or whose shapes and strides are described wrongly, and the
+    # gated activation kept for the product after it.
     shape = HeadShape(2, 1, 4)
     rope = rope_tables(6, 4)
 
-    def layer(x, weight, q_weight, k_weight):
+    def layer(x, weight, q_weight, k_weight, down):
         x, normed = rms_norm.add_rms_norm(x, 2 * x, weight, EPS)
         projected = (normed,) if merged else normed.split(shape.row_counts, dim=-1)
         q, k, v = heads.split_heads(projected, shape, HeadNorms(q_weight, k_weight, EPS), rope)
         mixed = (q * 2).flatten(-2) + torch.cat((k * 3, v * 4), dim=1).flatten(-2)
-        return swiglu.swiglu(torch.cat((rms_norm.rms_norm(mixed, weight[:8], EPS), x[:, :8]), dim=-1)).square().sum()
+        gate_up = torch.cat((rms_norm.rms_norm(mixed, weight[:8], EPS), x[:, :8], 2 * normed[:, :6]), dim=-1)
+        return swiglu.swiglu_linear(gate_up, down, None).square().sum()
 
-    leaves = [x.requires_grad_() for x in (randn(6, 16), randn(16, seed=1), randn(4, seed=2), randn(4, seed=3))]
+    sizes = [(6, 16), (16,), (4,), (4,), (3, 11)]
+    leaves = [randn(*size, seed=seed).requires_grad_() for seed, size in enumerate(sizes)]
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     wanted = torch.autograd.grad(layer(*leaves), leaves)
-    torch.testing.assert_close(torch.autograd.grad(compiled(*leaves), leaves), wanted)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
+        result = compiled(*leaves)
+    torch.testing.assert_close(torch.autograd.grad(result, leaves), wanted)
+    assert (6, 22) in kept
+    assert (6, 11) not in kept
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

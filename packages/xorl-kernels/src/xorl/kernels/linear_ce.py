@@ -4,10 +4,11 @@ Shapes: T tokens, B tokens of a chunk, P of a part of it, D model width, V vocab
 
 Precision: products are in the dtype of `hidden` (the operand dtype), to which the weight is cast, and accumulated in
 fp32. Logits are kept, and the softmax taken, in fp32; with `logits_fp32=False` the logits are rounded to the operand
-dtype first. The gradient by the logits is computed in fp32 and rounded to the operand dtype, the gradient by a token's
-hidden state is rounded once. The weight's gradient is added up over chunks in the operand dtype where these are at most
-8, as for 16,384 tokens of a 151,936 vocabulary: one rounding a chunk. For more chunks, and for an fp32 weight, it is
-added up in fp32. fp64 inputs are computed in fp64 throughout.
+dtype first. The gradient by the logits is computed in fp32 and rounded to the operand dtype, but for a factor of each
+token's: the gradient by its hidden state is multiplied by it and rounded once, and for the weight's gradient the hidden
+state times the factor is rounded to the operand dtype. The weight's gradient is added up over chunks in the operand
+dtype where these are at most 8, as for 16,384 tokens of a 151,936 vocabulary: one rounding a chunk. For more, and for
+an fp32 weight, it is added up in fp32. fp64 inputs are computed in fp64 throughout.
 """
 
 import math
@@ -253,7 +254,7 @@ def _linear_cross_entropy(
     gradient_buffer = logits_buffer if in_place else None
     if takes_gradient and not in_place:
         gradient_buffer = _rows_buffer(min(chunk, num_tokens), vocab_size, operand_dtype, hidden.device)
-    rows_kernel = _rows_kernel(logits_buffer)
+    rows_kernel, scale = _rows_kernel(logits_buffer), torch.empty_like(loss)
     for start in range(0, num_tokens, chunk):
         rows = slice(start, min(start + chunk, num_tokens))
         gradient = None if gradient_buffer is None else gradient_buffer[: rows.stop - start]  # [B, V]
@@ -261,7 +262,7 @@ def _linear_cross_entropy(
             tokens = slice(first, min(first + part, rows.stop))
             logits = logits_buffer[: tokens.stop - first]  # [P, V]
             _matmul_into_(logits, hidden[tokens], weight.t())
-            loss[tokens], correct[tokens] = rows_kernel(
+            loss[tokens], correct[tokens], scale[tokens] = rows_kernel(
                 logits,
                 labels[tokens],
                 None if token_weight is None else token_weight[tokens],
@@ -271,9 +272,10 @@ def _linear_cross_entropy(
             # Through fp32, since a product over the whole vocabulary may be split and its parts be added as they are.
             product = torch.empty(len(gradient), hidden.shape[1], dtype=loss.dtype, device=hidden.device)
             _matmul_into_(product, gradient, weight)
-            grad_hidden[rows] = product
+            torch.mul(product, scale[rows, None], out=grad_hidden[rows])
         if gradient is not None and needs_weight:
-            _matmul_into_(weight_sum, gradient.t(), hidden[rows], add=start > 0)
+            scaled = torch.mul(hidden[rows], scale[rows, None], out=torch.empty_like(hidden[rows]))
+            _matmul_into_(weight_sum, gradient.t(), scaled, add=start > 0)
     if weight_sum is not grad_weight:
         grad_weight.copy_(weight_sum)
     return loss, correct, grad_hidden, grad_weight

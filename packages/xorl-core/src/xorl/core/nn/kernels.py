@@ -32,6 +32,9 @@ class LayerKernels:
     """The functions of a decoder's layers, with the signatures and meanings of `xorl.kernels.fused.reference`.
 
     The defaults are the plain forms, which run anywhere and in any floating-point dtype.
+
+    Attributes:
+        swiglu_linear: swiglu and the linear layer after it in one, where that saves the backward pass some work.
     """
 
     attention: AttentionFn = sdpa_attention
@@ -39,6 +42,7 @@ class LayerKernels:
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = reference.add_rms_norm
     split_heads: SplitHeadsFn = reference.split_heads
     swiglu: Callable[[Tensor], Tensor] = reference.swiglu
+    swiglu_linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
 
 
 def choose_kernels(
@@ -66,13 +70,13 @@ def choose_kernels(
         fused &= FASTER_THAN_COMPILED
     chosen = " ".join(f"{name}={'fused' if name in fused else 'plain'}" for name in FUSED_KERNELS)
     logger.info("kernels %s compiled=%s%s", chosen, compiled, f" refusal={refusal!r}" if refusal else "")
-    kernels = _with_fused(attention, fused) if fused else LayerKernels(attention)
+    kernels = _with_fused(attention, fused, compiled=compiled) if fused else LayerKernels(attention)
     if cast_bf16:
         kernels = replace(kernels, split_heads=_rounding_to_bf16(kernels.split_heads))
     return kernels
 
 
-def _with_fused(attention: AttentionFn, fused: Collection[FusedKernel]) -> LayerKernels:
+def _with_fused(attention: AttentionFn, fused: Collection[FusedKernel], *, compiled: bool) -> LayerKernels:
     # They need Triton.
     from xorl.kernels.fused import heads, rms_norm, swiglu  # noqa: PLC0415
 
@@ -86,6 +90,7 @@ def _with_fused(attention: AttentionFn, fused: Collection[FusedKernel]) -> Layer
         add_rms_norm=rms_norm.add_rms_norm if norms_fused else plain.add_rms_norm,
         split_heads=norms_by if norms_fused == rope_fused else _in_two_steps(norms_by, rope_by),
         swiglu=swiglu.swiglu if "swiglu" in fused else plain.swiglu,
+        swiglu_linear=swiglu.swiglu_linear if "swiglu" in fused and compiled else None,
     )
 
 

@@ -84,6 +84,11 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.adapter = None
 
+    @property
+    def trains_its_weight_alone(self) -> bool:
+        """Whether the output is the product with a weight that is trained, as it is, and nothing stands beside it."""
+        return self.adapter is None and type(self).base is Linear.base and self.weight.requires_grad
+
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) if self.adapter is None else self.adapter(x, self)
 
@@ -214,7 +219,9 @@ class GatedMLP(nn.Module):
 
     def __init__(self, width: int, hidden_width: int, *, activation: str, bias: bool, kernels: LayerKernels) -> None:
         super().__init__()
-        self.gated = kernels.swiglu if activation in SWIGLU_ACTIVATIONS else _gated_by(ACTIVATIONS[activation])
+        is_swiglu = activation in SWIGLU_ACTIVATIONS
+        self.gated = kernels.swiglu if is_swiglu else _gated_by(ACTIVATIONS[activation])
+        self.gated_linear = kernels.swiglu_linear if is_swiglu else None
         self.gate_up_proj = Linear(width, 2 * hidden_width, bias=bias)
         self.down_proj = Linear(hidden_width, width, bias=bias)
 
@@ -224,7 +231,11 @@ class GatedMLP(nn.Module):
         return {"gate_up_proj": (self.gate_up_proj.out_features // 2,) * 2}
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.gated(self.gate_up_proj(x)))  # [T, 2F] to [T, F]
+        gate_up, down = self.gate_up_proj(x), self.down_proj  # [T, 2F]
+        if self.gated_linear is None or not down.trains_its_weight_alone:
+            return down(self.gated(gate_up))  # [T, F]
+        bias = None if down.bias is None else down.bias.to(x.dtype)
+        return self.gated_linear(gate_up, down.weight.to(x.dtype), bias)
 
 
 class PlainMLP(nn.Module):

@@ -52,7 +52,8 @@ def recompute_layers(
     """Let the first `num_layers` (None: all) layers keep less for the backward pass, as `recompute` says; in place.
 
     Where the layers will be compiled, the gated activation of an MLP is always computed again: it is the widest tensor
-    but one, and its input is what the backward pass reads anyway. Code that is not compiled would keep it all the same.
+    but one, and its input is what the backward pass reads anyway. Code that is not compiled would keep it all the same,
+    and `LayerKernels.swiglu_linear` does it beside the gradient.
 
     Modules get a class with another forward function, so parameters keep their names, hooks of the module stay outside
     of what is recomputed, and the compiler sees that layers are alike. Values and gradients are the same to the bit,

@@ -15,25 +15,35 @@ from xorl.kernels.fused.reference import IGNORE
 
 # A row is read in blocks of so many values. A thread takes neighbours, as many as it loads at once, and finds their
 # maximum and sum alone.
-BLOCK = 4096
+BLOCK = 8192
 NEIGHBOURS = 8
-NUM_WARPS = 8
+NUM_WARPS = 16
 SCALE_BLOCK = 4096
+SCALE_WARPS = 8
+LOWEST = tl.constexpr(-3.0e38)
+# How much larger a row's largest logit may be than that of its first block, for exponentials that are taken from there:
+# their sum over any vocabulary and its inverse are far within the range of fp32.
+FURTHEST = tl.constexpr(40.0)
 
 
 def cross_entropy_rows(
     logits: Tensor, labels: Tensor, token_weight: Tensor | None, gradient: Tensor | None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """The kernel behind `reference.cross_entropy_rows`, for fp32, bf16 and fp16 logits whose rows are contiguous.
 
-    One program reads a row twice: for the running log-sum-exp in fp32, and for the gradient, which may overwrite the
-    row where the dtypes are the same. A label outside the vocabulary gives a loss and a gradient of NaN.
+    A label outside the vocabulary gives a loss and a scale of NaN.
+
+    One program takes a row. A gradient elsewhere in a dtype of fp32's range is written while the row is read for its
+    sum, as multiples of an exponential near the maximum's: once is enough but for rows whose maximum is far above that
+    of their first block. Otherwise the row is read twice: for the running log-sum-exp, and for the gradient, which may
+    overwrite the row where the dtypes are the same.
     """
     assert logits.stride(1) == 1
     assert gradient is None or gradient.stride(1) == 1
     assert labels.is_contiguous()
+    is_in_place = gradient is not None and gradient.data_ptr() == logits.data_ptr()
     num_rows, num_columns = logits.shape
-    loss = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    loss, scale = (torch.empty(num_rows, dtype=torch.float32, device=logits.device) for _ in range(2))
     correct = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
     if num_rows:
         block = min(BLOCK, power_of_2(num_columns))
@@ -45,6 +55,7 @@ def cross_entropy_rows(
             labels if token_weight is None else token_weight.contiguous(),
             loss,
             correct,
+            scale,
             logits if gradient is None else gradient,
             logits.stride(0),
             logits.stride(0) if gradient is None else gradient.stride(0),
@@ -52,11 +63,12 @@ def cross_entropy_rows(
             IGNORED=IGNORE,
             HAS_WEIGHT=token_weight is not None,
             WRITES_GRADIENT=gradient is not None,
+            READS_ONCE=gradient is not None and gradient.dtype != torch.float16 and not is_in_place,
             BLOCK=block,
             NEIGHBOURS=min(NEIGHBOURS, block),
             num_warps=NUM_WARPS,
         )
-    return loss, correct
+    return loss, correct, scale
 
 
 def scale_(x: Tensor, factor: Tensor) -> None:
@@ -66,7 +78,7 @@ def scale_(x: Tensor, factor: Tensor) -> None:
         # Few programs, since all of them start even where there is nothing to do.
         blocks = rows_per_program(math.ceil(x.numel() / SCALE_BLOCK), 2)
         grid = (math.ceil(x.numel() / SCALE_BLOCK / blocks),)
-        launch(_scale, grid, x, factor, x.numel(), BLOCKS=blocks, BLOCK=SCALE_BLOCK, num_warps=NUM_WARPS)
+        launch(_scale, grid, x, factor, x.numel(), BLOCKS=blocks, BLOCK=SCALE_BLOCK, num_warps=SCALE_WARPS)
 
 
 @triton.jit
@@ -76,6 +88,7 @@ def _cross_entropy_rows(
     weights_ptr: tl.tensor,
     losses_ptr: tl.tensor,
     correct_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
     gradient_ptr: tl.tensor,
     logits_stride: int,
     gradient_stride: int,
@@ -83,9 +96,11 @@ def _cross_entropy_rows(
     IGNORED: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     WRITES_GRADIENT: tl.constexpr,
+    READS_ONCE: tl.constexpr,
     BLOCK: tl.constexpr,
     NEIGHBOURS: tl.constexpr,
 ) -> None:
+    gradient_type = gradient_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue] it is a pointer
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * logits_stride
     gradient_ptr += row * gradient_stride
@@ -95,39 +110,67 @@ def _cross_entropy_rows(
     if label == IGNORED:
         tl.store(losses_ptr + row, 0.0)
         tl.store(correct_ptr + row, False)
+        tl.store(scales_ptr + row, 0.0)
         if WRITES_GRADIENT:
             for start in range(0, NUM_COLUMNS, BLOCK):
                 columns = start + block
-                zeros = tl.zeros([LANES, NEIGHBOURS], tl.float32).to(gradient_ptr.dtype.element_ty)
+                zeros = tl.zeros([LANES, NEIGHBOURS], tl.float32).to(gradient_type)
                 tl.store(gradient_ptr + columns, zeros, mask=columns < NUM_COLUMNS)
     else:
         is_known = (label >= 0) & (label < NUM_COLUMNS)
-        target = tl.load(logits_ptr + label, mask=is_known, other=float("nan")).to(tl.float32)
-        # Finite, so that a lane which has seen nothing but -inf still has a sum of 0 and not NaN.
-        maxima = tl.full([LANES], -3.0e38, tl.float32)
-        sums = tl.zeros([LANES], tl.float32)
-        earlier = tl.full([LANES], float("-inf"), tl.float32)
-        for start in range(0, NUM_COLUMNS, BLOCK):
-            columns = start + block
-            x = tl.load(logits_ptr + columns, mask=columns < NUM_COLUMNS, other=float("-inf")).to(tl.float32)
-            higher = tl.maximum(maxima, tl.max(x, axis=1))
-            sums = sums * tl.exp(maxima - higher) + tl.sum(tl.exp(x - higher[:, None]), axis=1)
-            maxima = higher
-            earlier = tl.maximum(earlier, tl.max(tl.where(columns < label, x, float("-inf")), axis=1))
-        maximum = tl.max(maxima, axis=0)
-        logsumexp = maximum + tl.log(tl.sum(sums * tl.exp(maxima - maximum), axis=0))
-        tl.store(losses_ptr + row, logsumexp - target)
-        tl.store(correct_ptr + row, (target >= maximum) & (target > tl.max(earlier, axis=0)))
-        if WRITES_GRADIENT:
-            weight = tl.where(is_known, 1.0, float("nan"))
-            if HAS_WEIGHT:
-                weight *= tl.load(weights_ptr + row).to(tl.float32)
+        column = tl.where(is_known, label, 0).to(tl.int32)  # a wide one would widen what it is compared with
+        target = tl.load(logits_ptr + column, mask=is_known, other=float("nan")).to(tl.float32)
+        # The gradient that is written is exp(logit - shift), less the row's total of that at the label.
+        shift, total = tl.full([], 0.0, tl.float32), tl.full([], 1.0, tl.float32)
+        maximum, earliest, is_written = shift, shift, False
+        if READS_ONCE:
+            x = tl.load(logits_ptr + block, mask=block < NUM_COLUMNS, other=float("-inf")).to(tl.float32)
+            shift = tl.maximum(tl.max(tl.max(x, axis=1), axis=0), LOWEST)
+            maxima = tl.full([LANES], LOWEST, tl.float32)
+            sums = tl.zeros([LANES], tl.float32)
+            earlier = tl.full([LANES], float("-inf"), tl.float32)
             for start in range(0, NUM_COLUMNS, BLOCK):
                 columns = start + block
                 is_inside = columns < NUM_COLUMNS
                 x = tl.load(logits_ptr + columns, mask=is_inside, other=float("-inf")).to(tl.float32)
-                gradient = (tl.exp(x - logsumexp) - tl.where(columns == label, 1.0, 0.0)) * weight
-                tl.store(gradient_ptr + columns, gradient.to(gradient_ptr.dtype.element_ty), mask=is_inside)
+                exponentials = tl.exp(x - shift)
+                tl.store(gradient_ptr + columns, exponentials.to(gradient_type), mask=is_inside)
+                sums += tl.sum(exponentials, axis=1)
+                maxima = tl.maximum(maxima, tl.max(x, axis=1))
+                earlier = tl.maximum(earlier, tl.max(tl.where(columns < column, x, float("-inf")), axis=1))
+            maximum, earliest = tl.max(maxima, axis=0), tl.max(earlier, axis=0)
+            total = tl.sum(sums, axis=0)
+            is_written = maximum - shift <= FURTHEST
+        if not is_written:
+            # LOWEST is finite, so that a lane which has seen nothing but -inf still has a sum of 0 and not NaN.
+            maxima = tl.full([LANES], LOWEST, tl.float32)
+            sums = tl.zeros([LANES], tl.float32)
+            earlier = tl.full([LANES], float("-inf"), tl.float32)
+            for start in range(0, NUM_COLUMNS, BLOCK):
+                columns = start + block
+                x = tl.load(logits_ptr + columns, mask=columns < NUM_COLUMNS, other=float("-inf")).to(tl.float32)
+                higher = tl.maximum(maxima, tl.max(x, axis=1))
+                sums = sums * tl.exp(maxima - higher) + tl.sum(tl.exp(x - higher[:, None]), axis=1)
+                maxima = higher
+                earlier = tl.maximum(earlier, tl.max(tl.where(columns < column, x, float("-inf")), axis=1))
+            maximum, earliest = tl.max(maxima, axis=0), tl.max(earlier, axis=0)
+            shift = maximum + tl.log(tl.sum(sums * tl.exp(maxima - maximum), axis=0))
+            total = tl.full([], 1.0, tl.float32)
+            if WRITES_GRADIENT:
+                for start in range(0, NUM_COLUMNS, BLOCK):
+                    columns = start + block
+                    is_inside = columns < NUM_COLUMNS
+                    x = tl.load(logits_ptr + columns, mask=is_inside, other=float("-inf")).to(tl.float32)
+                    tl.store(gradient_ptr + columns, tl.exp(x - shift).to(gradient_type), mask=is_inside)
+        tl.store(losses_ptr + row, shift + tl.log(total) - target)
+        tl.store(correct_ptr + row, (target >= maximum) & (target > earliest))
+        if WRITES_GRADIENT:
+            tl.debug_barrier()  # another thread may have written what the label has by now
+            tl.store(gradient_ptr + column, (tl.exp(target - shift) - total).to(gradient_type), mask=is_known)
+            weight = tl.where(is_known, 1.0, float("nan"))
+            if HAS_WEIGHT:
+                weight *= tl.load(weights_ptr + row).to(tl.float32)
+            tl.store(scales_ptr + row, weight / total)
 
 
 @triton.jit

@@ -89,20 +89,27 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def swiglu_linear(gate_up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """swiglu(gate_up) @ weight.T + bias, [T, 2F] -> [T, D] with weight [D, F]."""
+    return F.linear(swiglu(gate_up), weight, bias)
+
+
 def cross_entropy_rows(
     logits: Tensor, labels: Tensor, token_weight: Tensor | None, gradient: Tensor | None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Cross-entropy of each row, and where asked for its gradient, computed in fp32 (fp64 for fp64 logits).
 
     Args:
         logits: [B, V].
         labels: [B] int64; -100 is ignored.
-        token_weight: [B], multiplies the rows of the gradient; None means 1. The losses are not multiplied.
-        gradient: [B, V] in any dtype, overwritten with the gradient by the logits; may be `logits`. None: not wanted.
+        token_weight: [B], multiplies the scales; None means 1. The losses are not multiplied.
+        gradient: [B, V] in any dtype, overwritten; may be `logits`. Its rows times the scales are the gradient by the
+            logits. None: not wanted.
 
     Returns:
-        (loss [B] fp32, or fp64 for fp64 logits; correct [B] bool): 0 and False where the label is ignored. correct
-        says that no other logit is larger than the label's, and none before it as large.
+        (loss [B] fp32, or fp64 for fp64 logits; correct [B] bool; scale [B] of the loss's dtype, which says something
+        only with a gradient): 0, False and 0 where the label is ignored. correct says that no other logit is larger
+        than the label's, and none before it as large.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     trained = labels != IGNORE
@@ -110,13 +117,12 @@ def cross_entropy_rows(
     logsumexp = wide.logsumexp(dim=-1, keepdim=True)  # [B, 1]
     loss = (logsumexp - wide.gather(1, targets)).squeeze(1).masked_fill(~trained, 0.0)
     correct = wide.argmax(dim=-1) == labels
+    scale = trained.to(loss.dtype) if token_weight is None else (token_weight * trained).to(loss.dtype)
     if gradient is not None:
         rows = (wide - logsumexp).exp_()  # [B, V]
         rows.scatter_add_(1, targets, rows.new_full((), -1.0).expand_as(targets))
-        if token_weight is not None:
-            rows.mul_(token_weight[:, None])
         gradient.copy_(rows.masked_fill_(~trained[:, None], 0.0))
-    return loss, correct
+    return loss, correct, scale
 
 
 def widened_sum_(out: Tensor, first: Tensor, others: Tensor) -> Tensor:

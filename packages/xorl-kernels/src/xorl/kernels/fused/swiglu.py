@@ -1,6 +1,7 @@
-"""silu(gate) * up and its gradient, one pass each. Computed in fp32, rounded once. Twin: `reference.swiglu`.
+"""silu(gate) * up and its gradient, one pass each. Computed in fp32, rounded once. Twins: `reference.swiglu` and
+`reference.swiglu_linear`.
 
-Shapes: T tokens, F feed-forward width.
+Shapes: T tokens, F feed-forward width, D model width.
 """
 
 import math
@@ -9,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn import functional as F
 
 from xorl.kernels.fused.device import launch, power_of_2
 
@@ -20,6 +22,43 @@ NUM_WARPS = 4
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, [..., 2F] -> [..., F]; keeps `gate_up` alone for the backward pass."""
     return _swiglu(gate_up)
+
+
+def swiglu_linear(gate_up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """swiglu(gate_up [T, 2F]) @ weight.T + bias, [T, D]; keeps `gate_up` and `weight` [D, F] for the backward pass.
+
+    What the gradient of the weight is made of, silu(gate) * up, is made again beside the gradient of `gate_up`, which
+    reads the same. Meant to be compiled: otherwise recomputation of a layer would run the product in vain.
+    """
+    y = _SwigluLinear.apply(gate_up, weight, bias)
+    assert isinstance(y, Tensor)
+    return y
+
+
+class _Context(FunctionCtx):
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+
+class _SwigluLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _Context, gate_up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(gate_up, weight)
+        return F.linear(_swiglu(gate_up), weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] the decorator has no types
+        ctx: _Context, grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        gate_up, weight = ctx.saved_tensors
+        needs_gate_up, needs_weight, needs_bias = ctx.needs_input_grad
+        grad_gate_up, gated = _swiglu_backward(grad @ weight, gate_up, needs_weight)
+        return (
+            grad_gate_up if needs_gate_up else None,
+            grad.t() @ gated if needs_weight else None,
+            grad.sum(0) if needs_bias else None,
+        )
 
 
 @torch.library.custom_op("xorl::swiglu", mutates_args=())
@@ -40,20 +79,33 @@ def _(gate_up: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("xorl::swiglu_backward", mutates_args=())
-def _swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+def _swiglu_backward(grad: Tensor, gate_up: Tensor, makes_output: bool) -> tuple[Tensor, Tensor]:
+    """The gradient of `gate_up`, and the output of `_swiglu` once more, empty where it is not wanted."""
     grad, gate_up = grad.contiguous(), gate_up.contiguous()
-    grad_gate_up = torch.empty_like(gate_up)
+    grad_gate_up, out = torch.empty_like(gate_up), grad.new_empty(grad.shape if makes_output else (0,))
     width = grad.shape[-1]
     if grad.numel():
         block = min(BLOCK, power_of_2(width))
         grid = (grad.numel() // width, math.ceil(width / block))
-        launch(_backward, grid, grad, gate_up, grad_gate_up, WIDTH=width, BLOCK=block, num_warps=NUM_WARPS)
-    return grad_gate_up
+        launch(
+            _backward,
+            grid,
+            grad,
+            gate_up,
+            grad_gate_up,
+            out,
+            WIDTH=width,
+            MAKES_OUTPUT=makes_output,
+            BLOCK=block,
+            num_warps=NUM_WARPS,
+        )
+    return grad_gate_up, out
 
 
 @_swiglu_backward.register_fake
-def _(grad: Tensor, gate_up: Tensor) -> Tensor:
-    return torch.empty_like(gate_up, memory_format=torch.contiguous_format)
+def _(grad: Tensor, gate_up: Tensor, makes_output: bool) -> tuple[Tensor, Tensor]:
+    out = grad.new_empty(grad.shape if makes_output else (0,))
+    return torch.empty_like(gate_up, memory_format=torch.contiguous_format), out
 
 
 def _save(ctx: FunctionCtx, inputs: tuple[Tensor], output: Tensor) -> None:
@@ -62,7 +114,8 @@ def _save(ctx: FunctionCtx, inputs: tuple[Tensor], output: Tensor) -> None:
 
 def _differentiate(ctx: FunctionCtx, grad: Tensor) -> Tensor:
     (gate_up,) = ctx.saved_tensors  # pyright: ignore[reportAttributeAccessIssue] set by save_for_backward
-    return _swiglu_backward(grad, gate_up)
+    grad_gate_up, _ = _swiglu_backward(grad, gate_up, False)
+    return grad_gate_up
 
 
 _swiglu.register_autograd(_differentiate, setup_context=_save)
@@ -85,7 +138,9 @@ def _backward(
     grad_ptr: tl.tensor,
     gate_up_ptr: tl.tensor,
     grad_gate_up_ptr: tl.tensor,
+    out_ptr: tl.tensor,
     WIDTH: tl.constexpr,
+    MAKES_OUTPUT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -102,3 +157,6 @@ def _backward(
     dtype = grad_gate_up_ptr.dtype.element_ty
     tl.store(grad_gate_up_ptr + columns, grad_gate.to(dtype), mask=is_inside)
     tl.store(grad_gate_up_ptr + WIDTH + columns, grad_up.to(dtype), mask=is_inside)
+    if MAKES_OUTPUT:
+        out = gate * sigmoid * up
+        tl.store(out_ptr + row * WIDTH + columns, out.to(out_ptr.dtype.element_ty), mask=is_inside)
