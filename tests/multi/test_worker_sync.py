@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from engines import fake_engines
-from worker_ranks import ask, datum, done, service_config, train, worker_of
+from worker_ranks import datum, done, service_config, train, worker_of
+from xorl.kernels.quant import quantize_block_fp8
 from xorl.server.messages import (
+    BlockFp8,
     CreateModel,
     Endpoint,
-    Failure,
     ForwardBackward,
     LoraSpec,
     OptimStep,
@@ -36,8 +38,13 @@ ADAPTER = LoraSpec(rank=3, alpha=8.0, seed=5)
 
 def exported(folder: Path) -> dict[str, dict[str, object]]:
     """What an endpoint should have been sent, by the files of an export."""
+    return described(load_file(folder / "model.safetensors"))
+
+
+def described(tensors: dict[str, Tensor]) -> dict[str, dict[str, object]]:
+    """As an endpoint describes them."""
     found: dict[str, dict[str, object]] = {}
-    for name, tensor in load_file(folder / "model.safetensors").items():
+    for name, tensor in tensors.items():
         data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
         shape, digest = list(tensor.shape), hashlib.sha256(data).hexdigest()
         found[name] = {"dtype": str(tensor.dtype)[6:], "shape": shape, "sha256": digest}
@@ -57,9 +64,6 @@ def test_an_endpoint_gets_what_an_export_holds_and_gradients_stay(
         done(worker, ForwardBackward("a", [datum(11, 3)], "cross_entropy"), SaveFullWeights("a", "before", "float32"))
         result = done(worker, *between) if between else None
         done(worker, OptimStep("a", 1e-2), SaveFullWeights("a", "after", "float32"))
-        (refused,) = ask(worker, SyncWeights("a", (Endpoint("localhost", 1),), quantization={"quant_method": "fp8"}))
-        assert isinstance(refused, Failure)
-        assert (refused.status, refused.message.partition(":")[0]) == (400, "quantization")
         return result if isinstance(result, SyncResult) else None
 
     with fake_engines([]) as (engine,):
@@ -78,3 +82,33 @@ def test_an_endpoint_gets_what_an_export_holds_and_gradients_stay(
     assert seen["tensors"] == exported(folders["with", "before"])
     assert exported(folders["with", "after"]) == exported(folders["without", "after"])
     assert exported(folders["with", "after"]) != exported(folders["with", "before"])
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("kind", ["lora", "qlora"])
+def test_weights_are_sent_in_block_fp8(kind: str, tmp_path: Path, run_ranks: Callable) -> None:
+    # Catches scales under a wrong name or of other blocks, a module that is quantised although it was excluded, and an
+    # embedding, a head or a norm that is.
+    def run(port: int) -> SyncResult:
+        worker = worker_of(service_config(tmp_path, **SHARDED, **KINDS[kind]))
+        done(worker, CreateModel("a", lora=ADAPTER), *train("a", [datum(9, 1), datum(14, 2)]))
+        done(worker, SaveFullWeights("a", "e", "float32"))
+        form = BlockFp8(("lm_head", "o_proj", "model.layers.1.mlp"))
+        result = done(worker, SyncWeights("a", (Endpoint("127.0.0.1", port),), buffer_size_mb=1, quantization=form))
+        assert isinstance(result, SyncResult)
+        return result
+
+    with fake_engines([]) as (engine,):
+        result, _ = run_ranks(lambda: run(engine.port), 2)
+        seen = engine.seen()["tensors"]
+    assert result.success, result
+    folder = checkpoint_folder(tmp_path / "outputs", CheckpointRef("a", "external_weights", "e"))
+    wanted: dict[str, Tensor] = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        module = name.removesuffix(".weight").rpartition(".")[2]
+        if not module.endswith("_proj") or module == "o_proj" or ".layers.1.mlp." in name:
+            wanted[name] = tensor
+        else:
+            wanted[name], wanted[f"{name}_scale_inv"] = quantize_block_fp8(tensor, 128)
+    assert seen == described(wanted)
+    assert {one["dtype"] for one in seen.values()} == {"float8_e4m3fn", "float32"}

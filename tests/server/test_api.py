@@ -17,7 +17,7 @@ from xorl.server.api.protobuf import MESSAGES, parse
 from xorl.server.api.reply import json_response
 from xorl.server.api.results import tensor_json
 from xorl.server.arrays import Array
-from xorl.server.messages import ForwardBackward, OptimStep, SaveWeights, SyncWeights
+from xorl.server.messages import BlockFp8, ForwardBackward, OptimStep, SaveWeights, SyncWeights
 from xorl.server.queries import ErrorSeen
 
 PROTOBUF = {"content-type": "application/x-protobuf", "x-sdk-version": "0"}
@@ -369,6 +369,11 @@ def test_what_is_not_built_is_refused_by_name(client, orchestrator):
         ("generate", {"input_ids": [1], "stream": True}, "stream"),
         ("generate", {"input_ids": [1], "sampling_params": {"min_p": 0.1}}, "min_p"),
         ("sync_inference_weights", {"sync_method": "rdma_direct"}, "sync_method"),
+        ("sync_inference_weights", {"quantization": {"quant_method": "awq"}}, 'quant_method can be "fp8" alone'),
+        ("sync_inference_weights", {"quantization": {"weight_block_size": [64, 64]}}, "[128, 128]"),
+        ("api/v1/set_sync_quantization", {"quantization": {"activation_scheme": "static"}}, "activation_scheme"),
+        ("api/v1/set_sync_quantization", {"quantization": {"scale_fmt": "ue8m0"}}, "nothing is known of scale_fmt"),
+        ("api/v1/set_sync_quantization", {"quantization": {"modules_to_not_convert": "x"}}, "a list of names"),
         ("add_inference_endpoint", {"host": "h", "port": 1, "pool": "other"}, "pool"),
     ):
         answer = client.post(f"/{path}", json=body)
@@ -397,6 +402,21 @@ def test_the_only_model_is_the_one_whose_weights_are_sent(client, orchestrator):
         assert says in answer.text
     models = [s.operation.model_id for s in orchestrator.submits if isinstance(s.operation, SyncWeights)]
     assert models == ["one", "default"]
+
+
+def test_weights_are_sent_in_the_form_that_a_checkpoint_in_fp8_has(client, orchestrator):
+    """Catches a form that is taken and not handed on, one that cannot be taken back, and names that are lost."""
+    client.post("/api/v1/create_model", json={"model_id": "one", "base_model": "tiny"})
+    form = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
+    for quantization in (form, None):
+        answer = client.post("/api/v1/set_sync_quantization", json={"quantization": quantization})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["quantization"] == quantization
+    assert orchestrator.quantizations == [BlockFp8(("lm_head",)), None]
+    for quantization in ({}, {**form, "modules_to_not_convert": None, "ignored_layers": ["o_proj"]}, None):
+        assert client.post("/sync_inference_weights", json={"quantization": quantization}).status_code == 200
+    sent = [s.operation.quantization for s in orchestrator.submits if isinstance(s.operation, SyncWeights)]
+    assert sent == [BlockFp8(), BlockFp8(("o_proj",)), None]
 
 
 def test_a_checkpoint_can_be_fetched_by_urls_and_nothing_else_can(client, orchestrator):

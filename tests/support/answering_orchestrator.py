@@ -85,6 +85,7 @@ from xorl.server.queries import (
     Sessions,
     SessionStatus,
     SetCheckpointTtl,
+    SetSyncQuantization,
     Status,
     TrainingRun,
     TrainingRuns,
@@ -100,11 +101,11 @@ LORA = LoraSpec(rank=8, alpha=16.0)
 
 
 class AnsweringOrchestrator:
-    """Keeps what was asked of it in `submits` and `tombstones`, for tests to look at."""
+    """Keeps what was asked of it in `submits`, `tombstones` and `quantizations`, for tests to look at."""
 
     def __init__(self, output_dir, tokenizer="tokenizer"):
         self.output_dir, self.tokenizer = output_dir, tokenizer
-        self.submits, self.tombstones, self.keys = [], [], {}
+        self.submits, self.tombstones, self.quantizations, self.keys = [], [], [], {}
         self.results, self.sessions, self.models, self.samplers = {}, {}, {}, {}
         self.checkpoints, self.endpoints, self.errors = {}, {}, []
         self.ready = True
@@ -298,6 +299,10 @@ class AnsweringOrchestrator:
 
     async def on_DisconnectEndpoints(self, _: DisconnectEndpoints):
         return Endpoints([EndpointState(state.endpoint, "disconnected") for state in self.endpoints.values()])
+
+    async def on_SetSyncQuantization(self, ask: SetSyncQuantization):
+        self.quantizations.append(ask.quantization)
+        return Ok()
 
 
 def loss_of(call):

@@ -8,17 +8,21 @@ from asynchronous import in_a_loop
 from counting_workers import BAD, folded
 from orchestrated import MODEL, forward_backward, options, running, serving, step, submit, workers
 from xorl.server.messages import (
+    BlockFp8,
     CreateModel,
+    Endpoint,
     Failure,
     LoraSpec,
+    Ok,
     Pending,
     Poll,
     Rejected,
     SaveWeights,
+    SyncWeights,
     Tombstone,
     Unknown,
 )
-from xorl.server.queries import GetModel, GetStatus
+from xorl.server.queries import GetModel, GetStatus, SetSyncQuantization
 
 
 @in_a_loop
@@ -138,6 +142,23 @@ async def test_the_whole_service_starts_again_and_takes_up_models_and_requests(t
         assert (await client.do(step(), 4)).metrics["weights"] == folded(folded(1, 1), 2)
         info = await client.orchestrator.answer(GetModel(MODEL))
         assert info.step == 2
+
+
+@in_a_loop
+async def test_the_form_in_which_weights_are_sent_is_kept_until_it_is_taken_back(tmp_path):
+    """Catches an inference server in fp8 that is sent something else after a restart."""
+    chosen, endpoints = options(tmp_path), (Endpoint("127.0.0.1", 9),)
+    for given in (BlockFp8(("lm_head",)), None):
+        async with serving(chosen) as (client, _):
+            if given is not None:
+                await client.begin()
+            assert await client.orchestrator.answer(SetSyncQuantization(given)) == Ok()
+        async with serving(chosen) as (client, _):
+            state = client.orchestrator.state
+            for asked in (None, BlockFp8()):
+                sync = SyncWeights(MODEL, endpoints, quantization=asked)
+                sent = state.inference.complete(sync, state.registry.models[MODEL], after_step=False)
+                assert sent.quantization == (given if asked is None else asked)
 
 
 @in_a_loop

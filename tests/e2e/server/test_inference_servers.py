@@ -235,7 +235,11 @@ def test_full_weights_are_sampled_where_they_were_sent(serve: Serve, tmp_path: P
                 assert sent.json()["success"], sent.text
                 at_endpoint = sampled()
                 step()
-                return before, at_endpoint, sampled()
+                after = sampled()
+                form = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["down_proj"]}
+                assert post(service, "/api/v1/set_sync_quantization", {"quantization": form}).status_code == 200
+                assert post(service, "/sync_inference_weights", body).json()["success"]
+                return before, at_endpoint, after
 
         before, at_endpoint, after = in_child(drive)
         seen = engine.seen()
@@ -243,3 +247,7 @@ def test_full_weights_are_sampled_where_they_were_sent(serve: Serve, tmp_path: P
         assert len(seen["requests"]) == 1, "the others are of weights that the endpoint did not hold"
         assert len(before) == len(after) == 3
         assert [tensor["shape"][0] for name, tensor in seen["tensors"].items() if "embed" in name] == [288]
+        scales = {name.removesuffix("_scale_inv") for name in seen["tensors"] if name.endswith("_scale_inv")}
+        assert scales == {name for name, one in seen["tensors"].items() if one["dtype"] == "float8_e4m3fn"}
+        modules = {name.split(".")[-2].removesuffix("_proj") for name in scales}
+        assert modules == {"q", "k", "v", "o", "gate", "up"}

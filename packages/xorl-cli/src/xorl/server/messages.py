@@ -13,7 +13,7 @@ import msgspec
 from xorl.server.arrays import Array, Datum
 from xorl.server.names import CheckpointRef, Dialect
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -196,8 +196,15 @@ class Endpoint(Message, frozen=True):
     sync_weights: bool = False
 
 
+class BlockFp8(Message, frozen=True):
+    """Linear layers in E4M3 with a scale for each block of 128 x 128, but for modules that `exclude` names."""
+
+    exclude: tuple[str, ...] = ()
+
+
 class SyncWeights(Message, frozen=True):
-    """Send a model's weights to endpoints. The orchestrator fills in `endpoints`, `weight_version` where they are None.
+    """Send a model's weights to endpoints. The orchestrator fills in what it knows where that is None: `endpoints`,
+    `weight_version`, and `quantization`, without which weights are sent as the model computes with them.
 
     master_address, master_port: where the group of senders and receivers meets; "" and 0 choose.
     """
@@ -211,7 +218,7 @@ class SyncWeights(Message, frozen=True):
     pause_mode: Literal["retract", "abort", "in_place"] = "retract"
     flush_cache: bool = True
     weight_version: str | None = None
-    quantization: dict[str, object] | None = None
+    quantization: BlockFp8 | None = None
 
 
 class Health(Message, frozen=True):

@@ -11,6 +11,7 @@ import msgspec
 
 from xorl.server.messages import (
     Accepted,
+    BlockFp8,
     Cancel,
     Endpoint,
     Finished,
@@ -313,6 +314,12 @@ class ConnectEndpoints(Message, frozen=True):
     group_name: str = "weight_sync_group"
 
 
+class SetSyncQuantization(Message, frozen=True):
+    """How weights are sent from now on where a sync does not say it; None as the model has them. Answered by Ok."""
+
+    quantization: BlockFp8 | None
+
+
 class DisconnectEndpoints(Message, frozen=True):
     """Use the registered endpoints no more until ConnectEndpoints; answered by Endpoints."""
 
@@ -359,6 +366,7 @@ Request = (
     | ListEndpoints
     | ConnectEndpoints
     | DisconnectEndpoints
+    | SetSyncQuantization
 )
 """API -> orchestrator."""
 

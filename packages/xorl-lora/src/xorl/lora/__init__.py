@@ -25,6 +25,7 @@ from xorl.lora.prequantized import (
 from xorl.lora.quantized import (
     AdaptiveNoise,
     QuantizedLinear,
+    checkpoint_linears,
     dense_parameters,
     gather_rows,
     num_parameters,
@@ -52,6 +53,7 @@ __all__ = [
     "adapter_state_dict",
     "adapters",
     "base_parameters",
+    "checkpoint_linears",
     "dense_parameters",
     "fold_",
     "gather_rows",

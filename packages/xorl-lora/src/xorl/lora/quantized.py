@@ -137,6 +137,20 @@ def quantizable_linears(
     return tuple(kept)
 
 
+def checkpoint_linears(model: Decoder, exclude: Sequence[str]) -> frozenset[str]:
+    """The matrices of linear layers inside the layers of `model`, as checkpoints call their modules.
+
+    Without those that `exclude` names, as for `quantizable_linears`; names that there are not are passed over.
+    """
+    found = {
+        part.name
+        for path, module in model.named_modules()
+        if isinstance(module, Linear) and path.startswith("model.layers.")
+        for part in model.logical[path]
+    }
+    return frozenset(name for name in found if not any(_matches(name, target) for target in exclude))
+
+
 def _matches(name: str, target: str) -> bool:
     if "*" in target:
         return fnmatchcase(name, target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from fastapi import APIRouter
@@ -12,8 +13,8 @@ from xorl.server.api.context import Api, api_of
 from xorl.server.api.refusal import Refusal
 from xorl.server.api.reply import JSON, json_response
 from xorl.server.api.results import sync_json
-from xorl.server.api.small_bodies import ConnectBody, EndpointBody, SyncBody
-from xorl.server.messages import Endpoint, Ok, SyncResult, SyncWeights
+from xorl.server.api.small_bodies import ConnectBody, EndpointBody, QuantizationBody, SyncBody
+from xorl.server.messages import BlockFp8, Endpoint, Ok, SyncResult, SyncWeights
 from xorl.server.names import check_model_id
 from xorl.server.queries import (
     AddEndpoint,
@@ -24,6 +25,7 @@ from xorl.server.queries import (
     GetStatus,
     ListEndpoints,
     RemoveEndpoint,
+    SetSyncQuantization,
     Status,
 )
 
@@ -34,6 +36,9 @@ _DEFAULT = "default"
 
 _SYNC_S = 1750.0
 # What one client calls ways to send; all of them are a broadcast to a group here.
+# The one form of quantised weights that SGLang takes from a trainer; keys and values are Hugging Face's.
+_BLOCK_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
 _METHODS = ("nccl_broadcast", "nccl", "nccl_ep_scatter")
 
 
@@ -114,6 +119,7 @@ async def sync_weights(request: Request) -> Response:
         raise Refusal(400, f"sync_method is one of {', '.join(_METHODS)}, got {given.sync_method[:40]!r}")
     if given.pools is not None:
         raise Refusal(400, "pools: all endpoints with sync_weights are sent to, leave it out")
+    quantization = _quantization(given.quantization)
     flush = given.flush_cache
     if flush is None:
         # What in_place keeps are the very keys and values that a flush would drop.
@@ -128,7 +134,7 @@ async def sync_weights(request: Request) -> Response:
             pause_mode=given.pause_mode,
             flush_cache=flush,
             weight_version=given.weight_version,
-            quantization=given.quantization,
+            quantization=quantization,
         )
     except ValueError as problem:
         raise Refusal(400, str(problem)) from None
@@ -136,6 +142,17 @@ async def sync_weights(request: Request) -> Response:
     if not isinstance(result, SyncResult):
         raise Refusal(500, "a sync was answered with something else")
     return json_response(sync_json(result))
+
+
+@router.post("/api/v1/set_sync_quantization")
+async def set_sync_quantization(request: Request) -> Response:
+    """Send weights in this form from now on."""
+    api = api_of(request)
+    given = await api.bodies.parse(request, QuantizationBody)
+    chosen = _quantization(given.quantization)
+    await api.orchestrator.ask(SetSyncQuantization(chosen), Ok)
+    message = "weights are sent as the model computes with them" if chosen is None else "weights are sent in block fp8"
+    return json_response({"quantization": given.quantization, "message": message})
 
 
 async def _send_to(api: Api, endpoint: Endpoint, given: EndpointBody) -> tuple[bool, str]:
@@ -169,6 +186,22 @@ async def _model_id(api: Api, given: str | None) -> str:
     if len(there) > 1:
         raise Refusal(400, f"say whose weights with model_id, one of {', '.join(there[:8])}")
     return there[0]
+
+
+def _quantization(config: dict[str, Any] | None) -> BlockFp8 | None:
+    """What a `quantization_config` says, in so far as weights are sent that way; refused otherwise."""
+    if config is None:
+        return None
+    said = {key: value for key, value in config.items() if value is not None}
+    for key, known in _BLOCK_FP8.items():
+        if said.pop(key, known) != known:
+            raise Refusal(400, f"quantization: {key} can be {json.dumps(known)} alone, got {json.dumps(config[key])}")
+    names = said.pop("modules_to_not_convert", said.pop("ignored_layers", []))
+    if said:
+        raise Refusal(400, f"quantization: nothing is known of {', '.join(sorted(said))}: leave it out")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise Refusal(400, f"quantization: modules_to_not_convert must be a list of names, got {json.dumps(names)}")
+    return BlockFp8(tuple(names))
 
 
 def _check(given: EndpointBody) -> None:

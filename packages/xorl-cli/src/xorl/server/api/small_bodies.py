@@ -121,3 +121,9 @@ class SyncBody(msgspec.Struct, frozen=True):
     weight_version: str | None = None
     quantization: dict[str, Any] | None = None
     pools: list[str] | None = None
+
+
+class QuantizationBody(msgspec.Struct, frozen=True):
+    """Of /set_sync_quantization: a `quantization_config` of Hugging Face's, or null."""
+
+    quantization: dict[str, Any] | None

@@ -12,6 +12,7 @@ import msgspec
 from xorl.server.endpoints import EndpointRegistry, EndpointSampler, EngineError
 from xorl.server.messages import (
     BaseSampler,
+    BlockFp8,
     CheckpointSampler,
     Ok,
     Rejected,
@@ -33,6 +34,7 @@ from xorl.server.queries import (
     EndpointState,
     ListEndpoints,
     RemoveEndpoint,
+    SetSyncQuantization,
 )
 
 logger = logging.getLogger(__name__)
@@ -66,6 +68,8 @@ class Inference:
         self._turn = asyncio.Lock()
         self._missing = [one for one in options.endpoints if (one.endpoint.host, one.endpoint.port) not in self._asked]
         self._is_stale = False
+        chosen = [msgspec.msgpack.decode(body, type=BlockFp8) for _, body in journal.records("sync_quantization")]
+        self._quantization = chosen[0] if chosen else None
 
     @property
     def can_sample(self) -> bool:
@@ -133,15 +137,28 @@ class Inference:
 
     # --- weights ---
 
+    async def set_quantization(self, ask: SetSyncQuantization) -> Ok:
+        """Of syncs that do not say it themselves."""
+        body = None if ask.quantization is None else msgspec.msgpack.encode(ask.quantization)
+        async with self._turn:
+            await self._journal.put([Record("sync_quantization", "", body)])
+            self._quantization = ask.quantization
+        return Ok()
+
     def complete(self, operation: SyncWeights, model: ModelRecord, *, after_step: bool) -> SyncWeights | None:
-        """A sync with its receivers and version; None where nobody takes weights."""
+        """A sync with its receivers, version and quantisation; None where nobody takes weights."""
         endpoints = operation.endpoints
         if endpoints is None:
             endpoints = self._endpoints.receivers(after_step=after_step)
         if not endpoints:
             return None
         version = operation.weight_version or version_of(model)
-        operation = msgspec.structs.replace(operation, endpoints=endpoints, weight_version=version)
+        operation = msgspec.structs.replace(
+            operation,
+            endpoints=endpoints,
+            weight_version=version,
+            quantization=operation.quantization or self._quantization,
+        )
         asked = self._asked.get((endpoints[0].host, endpoints[0].port))
         if not after_step or asked is None:
             return operation

@@ -47,6 +47,7 @@ from xorl.server.queries import (
     RemoveEndpoint,
     Request,
     SetCheckpointTtl,
+    SetSyncQuantization,
 )
 
 logger = logging.getLogger(__name__)
@@ -109,6 +110,7 @@ class Orchestrator:
             ListEndpoints: inference.list_all,
             ConnectEndpoints: inference.connect,
             DisconnectEndpoints: inference.disconnect,
+            SetSyncQuantization: inference.set_quantization,
             **{kind: partial(query, self.state) for kind, query in QUERIES.items()},
         }
         stale = self._door.reopen()

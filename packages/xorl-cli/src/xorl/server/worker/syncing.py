@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from xorl.lora import checkpoint_linears
 from xorl.server.messages import EndpointSynced, SyncResult, SyncWeights
 from xorl.server.worker.base import Base
 from xorl.server.worker.models import Models
 from xorl.train.hf_weights import hf_groups
-from xorl.train.sync import ReceiverAddress, SyncOptions, SyncOutcome, WeightSender
+from xorl.train.sync import ReceiverAddress, SyncOptions, SyncOutcome, WeightSender, in_block_fp8
 
 
 class Syncing:
@@ -22,11 +23,6 @@ class Syncing:
 
         Raises ValueError for what cannot be sent, before anything is.
         """
-        if operation.quantization is not None:
-            raise ValueError(
-                "quantization: weights are sent in the dtype that the model computes in; leave it out, or let the "
-                "inference server quantise them as it loads them"
-            )
         if not operation.endpoints:
             raise ValueError("there are no endpoints to send weights to: add one with add_inference_endpoint")
         options = SyncOptions(
@@ -47,6 +43,8 @@ class Syncing:
             device=base.device,
             found=None if files is None else files.found,
         )
+        if operation.quantization is not None:
+            groups = in_block_fp8(groups, checkpoint_linears(base.module, operation.quantization.exclude))
         addresses = [ReceiverAddress(one.host, one.port, one.world_size) for one in operation.endpoints]
         outcome = self._sender.send(groups, addresses, options)
         return SyncResult(True, "", []) if outcome is None else _result(outcome, operation.weight_version)

@@ -1,5 +1,6 @@
 """Weights from a placed model to inference servers, while both go on living."""
 
+from xorl.train.sync.block_fp8 import in_block_fp8
 from xorl.train.sync.group import match_receivers
 from xorl.train.sync.receiver import ReceiverAddress, Timeouts
 from xorl.train.sync.weight_sync import ReceiverOutcome, SyncOptions, SyncOutcome, WeightSender
@@ -11,5 +12,6 @@ __all__ = [
     "SyncOutcome",
     "Timeouts",
     "WeightSender",
+    "in_block_fp8",
     "match_receivers",
 ]
