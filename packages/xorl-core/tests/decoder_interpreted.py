@@ -21,11 +21,15 @@ HF_CONFIG = hf_config(
     initializer_range=0.3,
 )
 CASES = [
-    ("Qwen3ForCausalLM", True, native)
+    ("Qwen3ForCausalLM", True, native, False)
     for number in range(len(FUSED_KERNELS) + 1)
     for native in combinations(FUSED_KERNELS, number)
 ]
-CASES += [("Qwen3ForCausalLM", False, ()), ("LlamaForCausalLM", True, ()), ("LlamaForCausalLM", True, ("rms_norm",))]
+CASES += [
+    ("Qwen3ForCausalLM", False, (), False),
+    ("LlamaForCausalLM", True, (), True),
+    ("LlamaForCausalLM", True, ("rms_norm",), False),
+]
 
 
 def gradients(architecture, merge_qkv, kernels):
@@ -41,8 +45,7 @@ def gradients(architecture, merge_qkv, kernels):
     return [logits.detach(), *(parameter.grad for parameter in decoder.parameters())]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(("architecture", "merge_qkv", "native"), CASES, ids=str)
+@pytest.mark.parametrize(("architecture", "merge_qkv", "native", "compiled"), CASES, ids=str)
 def test_kernels_train_as_the_plain_forms_do(architecture, merge_qkv, native, compiled):
     # Catches a choice that leaves a norm out or does it twice, or that takes other arguments than its twin.
     kernels = choose_kernels(
