@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from xorl.cli.exit_codes import Diverged
+from xorl.cli.failures import peer_has_failed
 from xorl.cli.rank import RankEnvironment, run_rank
 from xorl.config import ConfigError, Origin, Problem
 
@@ -46,9 +47,11 @@ def fail_on_rank_1(rank: int) -> int:
 def fail_in_turn(rank: int) -> int:
     # Rank 1 is first, and rank 0 fails since rank 1 is gone, maybe before the launcher looks.
     if rank == 1:
-        Path("failed").touch()
         raise RuntimeError("the cause")
-    wait_for_file("failed")
+    environment = RankEnvironment.read()
+    assert environment is not None
+    while not peer_has_failed(environment.error_file):
+        time.sleep(0.001)
     raise ConnectionError("the consequence")
 
 
