@@ -413,10 +413,11 @@ def test_weights_are_sent_in_the_form_that_a_checkpoint_in_fp8_has(client, orche
         assert answer.status_code == 200, answer.text
         assert answer.json()["quantization"] == quantization
     assert orchestrator.quantizations == [BlockFp8(("lm_head",)), None]
-    for quantization in ({}, {**form, "modules_to_not_convert": None, "ignored_layers": ["o_proj"]}, None):
+    by_either_name = {**form, "ignored_layers": ["o_proj"]}
+    for quantization in ({}, {**by_either_name, "modules_to_not_convert": None}, by_either_name, None):
         assert client.post("/sync_inference_weights", json={"quantization": quantization}).status_code == 200
     sent = [s.operation.quantization for s in orchestrator.submits if isinstance(s.operation, SyncWeights)]
-    assert sent == [BlockFp8(), BlockFp8(("o_proj",)), None]
+    assert sent == [BlockFp8(), BlockFp8(("o_proj",)), BlockFp8(("lm_head", "o_proj")), None]
 
 
 def test_a_checkpoint_can_be_fetched_by_urls_and_nothing_else_can(client, orchestrator):

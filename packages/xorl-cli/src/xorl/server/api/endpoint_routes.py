@@ -35,10 +35,9 @@ router = APIRouter()
 _DEFAULT = "default"
 
 _SYNC_S = 1750.0
-# What one client calls ways to send; all of them are a broadcast to a group here.
 # The one form of quantised weights that SGLang takes from a trainer; keys and values are Hugging Face's.
 _BLOCK_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-
+# What one client calls ways to send; all of them are a broadcast to a group here.
 _METHODS = ("nccl_broadcast", "nccl", "nccl_ep_scatter")
 
 
@@ -196,12 +195,15 @@ def _quantization(config: dict[str, Any] | None) -> BlockFp8 | None:
     for key, known in _BLOCK_FP8.items():
         if said.pop(key, known) != known:
             raise Refusal(400, f"quantization: {key} can be {json.dumps(known)} alone, got {json.dumps(config[key])}")
-    names = said.pop("modules_to_not_convert", said.pop("ignored_layers", []))
+    exclude: list[str] = []
+    for key in ("modules_to_not_convert", "ignored_layers"):  # by either name
+        names = said.pop(key, [])
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise Refusal(400, f"quantization: {key} must be a list of names, got {json.dumps(names)}")
+        exclude += names
     if said:
         raise Refusal(400, f"quantization: nothing is known of {', '.join(sorted(said))}: leave it out")
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise Refusal(400, f"quantization: modules_to_not_convert must be a list of names, got {json.dumps(names)}")
-    return BlockFp8(tuple(names))
+    return BlockFp8(tuple(exclude))
 
 
 def _check(given: EndpointBody) -> None:
