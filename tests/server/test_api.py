@@ -454,6 +454,7 @@ def test_the_whole_status_is_told_and_names_of_clients_are_no_markup(client, orc
 def test_prometheus_reads_both_processes(client, orchestrator):
     """Catches measures under another name, and an id of a client as a label."""
     client.post("/api/v1/training_runs/some-id/x")
+    client.get("/api/v1/healthz")
     text = client.get("/metrics").text
     assert 'xorl_requests_total{operation="optim_step"} 7.0' in text
     assert "xorl_orchestrator_up 1" in text
