@@ -150,12 +150,13 @@ def test_the_row_kernel_matches_its_twin_in_bf16(last, in_place):
     logits = randn(64, 50_257, dtype=torch.bfloat16 if in_place else torch.float32)
     logits[::2, -1] += last
     wanted_gradient = torch.empty(64, 50_257, device="cuda", dtype=torch.float64)
-    wanted, _, ones = reference.cross_entropy_rows(logits.double(), labels, None, wanted_gradient)
-    assert torch.equal(ones, torch.ones_like(ones))
+    wanted, found = (reference.LossOfRows.empty(64, dtype, logits.device) for dtype in (torch.float64, torch.float32))
+    reference.cross_entropy_rows(logits.double(), labels, None, wanted_gradient, wanted)
+    assert torch.equal(wanted.scale, torch.ones_like(wanted.scale))
     gradient = logits[:] if in_place else torch.empty_like(logits, dtype=torch.bfloat16)
-    loss, _, scale = cross_entropy.cross_entropy_rows(logits, labels, None, gradient)
-    assert_close("loss", loss, wanted, TOLERANCES[torch.float32])
-    product = gradient.double() * scale[:, None]
+    cross_entropy.cross_entropy_rows(logits, labels, None, gradient, found)
+    assert_close("loss", found.loss, wanted.loss, TOLERANCES[torch.float32])
+    product = gradient.double() * found.scale[:, None]
     for rows in (slice(0, None, 2), slice(1, None, 2)):
         assert_close("gradient", product[rows].bfloat16(), wanted_gradient[rows], TOLERANCES[torch.bfloat16])
 
@@ -177,8 +178,8 @@ def test_rms_norm(num_rows, width, dtype):
 
     x, residual, weight = eps_inputs((num_rows, width), (num_rows, width), (width,), dtype=dtype)
     assert_matches_reference(
-        lambda *leaves: rms_norm.rms_norm(*leaves, 1e-6),
-        lambda *leaves: reference.rms_norm(*leaves, 1e-6),
+        lambda x, weight: rms_norm.add_rms_norm(x, None, weight, 1e-6),
+        lambda x, weight: reference.add_rms_norm(x, None, weight, 1e-6),
         (x, weight),
         tolerance=tolerance_of(dtype),
     )

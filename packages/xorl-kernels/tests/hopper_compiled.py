@@ -26,7 +26,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.compiler.errors import CompilationError
 from triton.runtime import driver
 
-from xorl.kernels.fused import cross_entropy, heads, rms_norm, swiglu, widened_sum
+from xorl.kernels.fused import cross_entropy, heads, reference, rms_norm, swiglu, widened_sum
 from xorl.kernels.fused.reference import HeadNorms, HeadShape
 from xorl.kernels.optim import Noise, triton_lists, triton_updates
 from xorl.kernels.quant import E4M3, E5M2, WeightNoise, blocks_triton, fp8_triton
@@ -164,6 +164,10 @@ def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
+def loss_of(num_rows: int) -> reference.LossOfRows:
+    return reference.LossOfRows(*(empty(num_rows, dtype=dtype) for dtype in (FP32, torch.bool, FP32)))
+
+
 def losses() -> None:
     """Cross-entropy: no gradient, one that overwrites the logits, and one elsewhere."""
     num_rows, vocab_size = 16, 50_304
@@ -172,7 +176,7 @@ def losses() -> None:
         logits = empty(num_rows, vocab_size, dtype=dtype)
         weight = None if weight_dtype is None else empty(num_rows, dtype=weight_dtype)
         for gradient in (None, logits, empty(num_rows, vocab_size, dtype=BF16)):
-            cross_entropy.cross_entropy_rows(logits, labels, weight, gradient)
+            cross_entropy.cross_entropy_rows(logits, labels, weight, gradient, loss_of(num_rows))
     for dtype in FLOATS:
         cross_entropy.scale_(empty(num_rows, vocab_size, dtype=dtype), empty(dtype=FP32))
 
@@ -307,7 +311,7 @@ def beyond_int32() -> None:
     """The kernels that take integers, with tensors of more elements than 32 bits count."""
     rows, width = BEYOND_INT32 // 2048 + 1, 2048
     x, weight = empty(rows, width), empty(width)
-    cross_entropy.cross_entropy_rows(x, empty(rows, dtype=torch.int64), None, x)
+    cross_entropy.cross_entropy_rows(x, empty(rows, dtype=torch.int64), None, x, loss_of(rows))
     cross_entropy.scale_(x, empty(dtype=FP32))
     rms_norm._rms_norm_backward(x, x, x, weight, empty(rows, dtype=FP32))
     shape, table = HeadShape(14, 1, 128), empty(rows, 64, dtype=FP32)
@@ -368,7 +372,7 @@ def usual_sizes() -> None:
     outputs = heads.split_heads((empty(tokens, sum(shape.row_counts)),), shape, norms, (table, table))
     torch.autograd.backward(outputs, [empty(*output.shape) for output in outputs])
     logits, gradient = empty(512, 151_936, dtype=FP32), empty(512, 151_936)
-    cross_entropy.cross_entropy_rows(logits, empty(512, dtype=torch.int64), None, gradient)
+    cross_entropy.cross_entropy_rows(logits, empty(512, dtype=torch.int64), None, gradient, loss_of(512))
     fp8_triton.cast_tensorwise_both(x, fp8_triton.amax(x), E4M3)
     fp8_triton.cast_axiswise(x, E4M3)
     blocks_triton.dequantize_nf4(*blocks_triton.quantize_nf4(x, 64), BF16, None)

@@ -19,6 +19,10 @@ def randn(*shape, dtype=torch.float32, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def loss_of(num_rows, dtype=torch.float32):
+    return reference.LossOfRows.empty(num_rows, dtype, torch.device("cpu"))
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
@@ -40,15 +44,16 @@ def test_cross_entropy_rows(num_rows, num_columns, stride, last, dtype, weighted
     token_weight = randn(num_rows) if weighted else None
     wanted_gradient = torch.empty(num_rows, num_columns, dtype=torch.float64)
     wide_weight = None if token_weight is None else token_weight.double()
-    wanted = reference.cross_entropy_rows(logits.double(), labels, wide_weight, wanted_gradient)
-    wanted_rows = (wanted_gradient, wanted[2])
+    wanted = loss_of(num_rows, torch.float64)
+    reference.cross_entropy_rows(logits.double(), labels, wide_weight, wanted_gradient, wanted)
     with nan_poisoned_empty():
         gradient = logits[:] if gradient_dtype is None else torch.empty(num_rows, num_columns, dtype=gradient_dtype)
-        loss, correct, scale = cross_entropy.cross_entropy_rows(logits, labels, token_weight, gradient)
-    assert_close("loss", loss, wanted[0], TOLERANCES[torch.float32])
-    assert torch.equal(correct, wanted[1])
-    product, wanted_product = (rows.double() * scales[:, None] for rows, scales in ((gradient, scale), wanted_rows))
-    assert_close("gradient", product.to(gradient.dtype), wanted_product, TOLERANCES[gradient.dtype])
+        found = loss_of(num_rows)
+        cross_entropy.cross_entropy_rows(logits, labels, token_weight, gradient, found)
+    assert_close("loss", found.loss, wanted.loss, TOLERANCES[torch.float32])
+    assert torch.equal(found.correct, wanted.correct)
+    product = (gradient.double() * found.scale[:, None]).to(gradient.dtype)
+    assert_close("gradient", product, wanted_gradient * wanted.scale[:, None], TOLERANCES[gradient.dtype])
     assert bool(buffer[:, num_columns:].isnan().all())
 
 
@@ -56,29 +61,30 @@ def test_cross_entropy_rows_without_gradient_leaves_the_logits_alone():
     # Catches an evaluation that overwrites its logits.
     logits = randn(3, 50)
     before = logits.clone()
-    cross_entropy.cross_entropy_rows(logits, torch.tensor([1, -100, 49]), None, None)
+    cross_entropy.cross_entropy_rows(logits, torch.tensor([1, -100, 49]), None, None, loss_of(3))
     assert torch.equal(logits, before)
 
 
 def test_equal_logits_make_the_first_one_the_choice():
     # Catches an accuracy of 1 for a model that says the same of every token.
     labels = torch.tensor([0, 1, 9999])
-    _, correct, _ = cross_entropy.cross_entropy_rows(torch.zeros(3, 10_000), labels, None, None)
-    assert correct.tolist() == [True, False, False]
+    found = loss_of(3)
+    cross_entropy.cross_entropy_rows(torch.zeros(3, 10_000), labels, None, None, found)
+    assert found.correct.tolist() == [True, False, False]
 
 
 def test_a_vocabulary_masked_with_infinities_and_a_label_outside_of_it():
     # Catches NaN from lanes that have seen -inf alone, and memory read beyond a row, which would pass for a loss.
     logits = torch.full((2, 10_000), float("-inf"))
     logits[:, 9500:9502] = 0.0
-    gradient = torch.empty_like(logits)
-    loss, correct, scale = cross_entropy.cross_entropy_rows(logits, torch.tensor([9501, 10_000]), None, gradient)
-    gradient *= scale[:, None]
-    assert loss[0].item() == pytest.approx(0.6931472)
+    gradient, found = torch.empty_like(logits), loss_of(2)
+    cross_entropy.cross_entropy_rows(logits, torch.tensor([9501, 10_000]), None, gradient, found)
+    gradient *= found.scale[:, None]
+    assert found.loss[0].item() == pytest.approx(0.6931472)
     assert gradient[0].nonzero().flatten().tolist() == [9500, 9501]
-    assert loss[1].isnan()
+    assert found.loss[1].isnan()
     assert gradient[1].isnan().all()
-    assert correct.tolist() == [False, False]
+    assert found.correct.tolist() == [False, False]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -101,8 +107,8 @@ def test_rms_norm(num_rows, width, dtype, weight_dtype):
     rounded = weight.to(dtype).to(weight_dtype)
     tolerance = TOLERANCES[dtype]
     assert_matches_reference(
-        lambda x, w: rms_norm.rms_norm(x, w, EPS),
-        lambda x, w: reference.rms_norm(x, w, EPS),
+        lambda x, w: rms_norm.add_rms_norm(x, None, w, EPS),
+        lambda x, w: reference.add_rms_norm(x, None, w, EPS),
         (x, rounded),
         tolerance=tolerance,
     )
@@ -218,7 +224,8 @@ def test_kernels_compile_into_one_graph(merged):
         projected = (normed,) if merged else normed.split(shape.row_counts, dim=-1)
         q, k, v = heads.split_heads(projected, shape, HeadNorms(q_weight, k_weight, EPS), rope)
         mixed = (q * 2).flatten(-2) + torch.cat((k * 3, v * 4), dim=1).flatten(-2)
-        gate_up = torch.cat((rms_norm.rms_norm(mixed, weight[:8], EPS), x[:, :8], 2 * normed[:, :6]), dim=-1)
+        again = rms_norm.add_rms_norm(mixed + x[:, :8], None, weight[:8], EPS)
+        gate_up = torch.cat((*again, 2 * normed[:, :6]), dim=-1)
         return swiglu.swiglu_linear(gate_up, down, None).square().sum()
 
     sizes = [(6, 16), (16,), (4,), (4,), (3, 11)]

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from xorl.kernels.fused import triton_refusal
-from xorl.kernels.fused.reference import IGNORE
+from xorl.kernels.fused.reference import IGNORE, LossOfRows
 from xorl.kernels.fused.reference import cross_entropy_rows as plain_cross_entropy_rows
 
 __all__ = ["IGNORE", "linear_cross_entropy", "linear_cross_entropy_scores", "linear_cross_entropy_sum", "wide_logits"]
@@ -243,7 +243,8 @@ def _linear_cross_entropy(
     else:
         chunk = part = rows_at_once or chunk_rows(num_tokens, vocab_size * logits_dtype.itemsize)
 
-    loss, correct, grad_hidden, grad_weight = _outputs(hidden, weight, needs_hidden, needs_weight)
+    found = _loss_of_rows(hidden)
+    grad_hidden, grad_weight = _gradients(hidden, weight, needs_hidden, needs_weight)
     sums_wide = weight.dtype == torch.float32 or num_tokens > MAX_ROUNDINGS * chunk
     sum_dtype = torch.promote_types(operand_dtype, torch.float32) if sums_wide else operand_dtype
     weight_sum = grad_weight if sum_dtype == grad_weight.dtype else torch.empty_like(grad_weight, dtype=sum_dtype)
@@ -254,7 +255,7 @@ def _linear_cross_entropy(
     gradient_buffer = logits_buffer if in_place else None
     if takes_gradient and not in_place:
         gradient_buffer = _rows_buffer(min(chunk, num_tokens), vocab_size, operand_dtype, hidden.device)
-    rows_kernel, scale = _rows_kernel(logits_buffer), torch.empty_like(loss)
+    rows_kernel = _rows_kernel(logits_buffer)
     for start in range(0, num_tokens, chunk):
         rows = slice(start, min(start + chunk, num_tokens))
         gradient = None if gradient_buffer is None else gradient_buffer[: rows.stop - start]  # [B, V]
@@ -262,23 +263,24 @@ def _linear_cross_entropy(
             tokens = slice(first, min(first + part, rows.stop))
             logits = logits_buffer[: tokens.stop - first]  # [P, V]
             _matmul_into_(logits, hidden[tokens], weight.t())
-            loss[tokens], correct[tokens], scale[tokens] = rows_kernel(
+            rows_kernel(
                 logits,
                 labels[tokens],
                 None if token_weight is None else token_weight[tokens],
                 None if gradient is None else gradient[first - start : tokens.stop - start],
+                found.rows(first, tokens.stop),
             )
         if gradient is not None and needs_hidden:
             # Through fp32, since a product over the whole vocabulary may be split and its parts be added as they are.
-            product = torch.empty(len(gradient), hidden.shape[1], dtype=loss.dtype, device=hidden.device)
+            product = torch.empty(len(gradient), hidden.shape[1], dtype=found.loss.dtype, device=hidden.device)
             _matmul_into_(product, gradient, weight)
-            torch.mul(product, scale[rows, None], out=grad_hidden[rows])
+            torch.mul(product, found.scale[rows, None], out=grad_hidden[rows])
         if gradient is not None and needs_weight:
-            scaled = torch.mul(hidden[rows], scale[rows, None], out=torch.empty_like(hidden[rows]))
+            scaled = torch.mul(hidden[rows], found.scale[rows, None], out=torch.empty_like(hidden[rows]))
             _matmul_into_(weight_sum, gradient.t(), scaled, add=start > 0)
     if weight_sum is not grad_weight:
         grad_weight.copy_(weight_sum)
-    return loss, correct, grad_hidden, grad_weight
+    return found.loss, found.correct, grad_hidden, grad_weight
 
 
 @_linear_cross_entropy.register_fake
@@ -292,7 +294,8 @@ def _(
     needs_hidden: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _outputs(hidden, weight, needs_hidden, needs_weight)
+    found = _loss_of_rows(hidden)
+    return found.loss, found.correct, *_gradients(hidden, weight, needs_hidden, needs_weight)
 
 
 @torch.library.custom_op("xorl::scale_", mutates_args=("x",))
@@ -315,14 +318,12 @@ def chunk_rows(num_tokens: int, bytes_per_row: int, limit_bytes: int = LOGITS_BY
     return max(min(rows, limit), 1)
 
 
-def _outputs(
-    hidden: Tensor, weight: Tensor, needs_hidden: bool, needs_weight: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    num_tokens = hidden.shape[0]
-    wide = torch.promote_types(hidden.dtype, torch.float32)
+def _loss_of_rows(hidden: Tensor) -> LossOfRows:
+    return LossOfRows.empty(hidden.shape[0], torch.promote_types(hidden.dtype, torch.float32), hidden.device)
+
+
+def _gradients(hidden: Tensor, weight: Tensor, needs_hidden: bool, needs_weight: bool) -> tuple[Tensor, Tensor]:
     return (
-        torch.empty(num_tokens, dtype=wide, device=hidden.device),
-        torch.empty(num_tokens, dtype=torch.bool, device=hidden.device),
         torch.empty(hidden.shape if needs_hidden else (0,), dtype=hidden.dtype, device=hidden.device),
         torch.empty(weight.shape if needs_weight else (0,), dtype=weight.dtype, device=hidden.device),
     )

@@ -223,7 +223,8 @@ class DecoderTrunk(nn.Module):
         rope = None if self.rotary is None else self.rotary.tables(layout, input_ids.device)
         for index, layer in enumerate(self.layers):
             hidden = layer(hidden, layout.of_layer(index), rope)
-        return self.norm(hidden)
+        _, normed = self.norm(hidden)
+        return normed
 
 
 class DecoderLayer(nn.Module):
@@ -254,7 +255,8 @@ class DecoderLayer(nn.Module):
         )
 
     def forward(self, hidden: Tensor, layout: SequenceLayout, rope: RopeTables | None) -> Tensor:
-        attended = self.self_attn(self.input_layernorm(hidden), layout, rope)
+        hidden, normed = self.input_layernorm(hidden)
+        attended = self.self_attn(normed, layout, rope)
         hidden, normed = self.post_attention_layernorm(attended, residual=hidden)
         return hidden + self.mlp(normed)
 

@@ -38,8 +38,7 @@ class LayerKernels:
     """
 
     attention: AttentionFn = sdpa_attention
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor] = reference.rms_norm
-    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = reference.add_rms_norm
+    add_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]] = reference.add_rms_norm
     split_heads: SplitHeadsFn = reference.split_heads
     swiglu: Callable[[Tensor], Tensor] = reference.swiglu
     swiglu_linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
@@ -86,7 +85,6 @@ def _with_fused(attention: AttentionFn, fused: Collection[FusedKernel], *, compi
     rope_by = heads.split_heads if rope_fused else plain.split_heads
     return LayerKernels(
         attention,
-        rms_norm=rms_norm.rms_norm if norms_fused else plain.rms_norm,
         add_rms_norm=rms_norm.add_rms_norm if norms_fused else plain.add_rms_norm,
         split_heads=norms_by if norms_fused == rope_fused else _in_two_steps(norms_by, rope_by),
         swiglu=swiglu.swiglu if "swiglu" in fused else plain.swiglu,

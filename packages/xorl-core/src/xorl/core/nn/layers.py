@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import ClassVar, Protocol, overload
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -145,9 +145,10 @@ class Embedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension, computed in fp32, returned in the dtype of x (arXiv:1910.07467).
+    """(x, x / rms(x) * weight) over the last dimension, computed in fp32, in the dtype of x (arXiv:1910.07467).
 
-    Given a residual as well, (residual + x, the norm of that).
+    Given a residual as well, (residual + x, the norm of that). Go on with the first of the two where x itself is needed
+    beside its norm: the gradients of both are then summed by the norm's kernel.
     """
 
     def __init__(self, width: int, eps: float, kernels: LayerKernels) -> None:
@@ -156,15 +157,7 @@ class RMSNorm(nn.Module):
         self.kernels = kernels
         self.weight = nn.Parameter(torch.empty(width))
 
-    @overload
-    def forward(self, x: Tensor, residual: None = None) -> Tensor: ...
-
-    @overload
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
-
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        if residual is None:
-            return self.kernels.rms_norm(x, self.weight, self.eps)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return self.kernels.add_rms_norm(x, residual, self.weight, self.eps)
 
     def extra_repr(self) -> str:
@@ -184,7 +177,7 @@ class HeadNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / std * weight + bias over the last dimension, statistics in fp32, returned in the dtype of x.
+    """(x, (x - mean) / std * weight + bias) over the last dimension, statistics in fp32, in the dtype of x.
 
     Given a residual as well, (residual + x, the norm of that).
     """
@@ -195,20 +188,12 @@ class LayerNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width))
         self.bias = nn.Parameter(torch.empty(width))
 
-    @overload
-    def forward(self, x: Tensor, residual: None = None) -> Tensor: ...
-
-    @overload
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
-
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        if residual is not None:
-            summed = residual + x
-            return summed, self.forward(summed)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        summed = x if residual is None else residual + x
         # Explicitly wide: the CPU kernel would sum a half precision weight's gradient in half precision.
         wide = torch.promote_types(x.dtype, torch.float32)
         weight, bias = self.weight.to(x.dtype).to(wide), self.bias.to(x.dtype).to(wide)
-        return F.layer_norm(x.to(wide), self.weight.shape, weight, bias, self.eps).to(x.dtype)
+        return summed, F.layer_norm(summed.to(wide), self.weight.shape, weight, bias, self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

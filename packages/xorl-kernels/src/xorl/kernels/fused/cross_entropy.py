@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from xorl.kernels.fused.device import launch, power_of_2, rows_per_program
-from xorl.kernels.fused.reference import IGNORE
+from xorl.kernels.fused.reference import IGNORE, LossOfRows
 
 # A row is read in blocks of so many values. A thread takes neighbours, as many as it loads at once, and finds their
 # maximum and sum alone.
@@ -27,8 +27,8 @@ FURTHEST = tl.constexpr(40.0)
 
 
 def cross_entropy_rows(
-    logits: Tensor, labels: Tensor, token_weight: Tensor | None, gradient: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    logits: Tensor, labels: Tensor, token_weight: Tensor | None, gradient: Tensor | None, found: LossOfRows
+) -> None:
     """The kernel behind `reference.cross_entropy_rows`, for fp32, bf16 and fp16 logits whose rows are contiguous.
 
     A label outside the vocabulary gives a loss and a scale of NaN.
@@ -43,8 +43,6 @@ def cross_entropy_rows(
     assert labels.is_contiguous()
     is_in_place = gradient is not None and gradient.data_ptr() == logits.data_ptr()
     num_rows, num_columns = logits.shape
-    loss, scale = (torch.empty(num_rows, dtype=torch.float32, device=logits.device) for _ in range(2))
-    correct = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
     if num_rows:
         block = min(BLOCK, power_of_2(num_columns))
         launch(
@@ -53,9 +51,7 @@ def cross_entropy_rows(
             logits,
             labels,
             labels if token_weight is None else token_weight.contiguous(),
-            loss,
-            correct,
-            scale,
+            *found,
             logits if gradient is None else gradient,
             logits.stride(0),
             logits.stride(0) if gradient is None else gradient.stride(0),
@@ -68,7 +64,6 @@ def cross_entropy_rows(
             NEIGHBOURS=min(NEIGHBOURS, block),
             num_warps=NUM_WARPS,
         )
-    return loss, correct, scale
 
 
 def scale_(x: Tensor, factor: Tensor) -> None:

@@ -4,7 +4,7 @@ Shapes: T tokens, D model width, H query heads, G key/value heads, C channels of
 V vocabulary.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -49,9 +49,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(residual + x, rounded to the dtype of x; its `rms_norm`), for x and residual of one shape and dtype."""
-    summed = residual + x
+def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(residual + x, rounded to the dtype of x, or x where there is no residual; its `rms_norm`).
+
+    x and residual are of one shape and dtype. Whoever needs x beside its norm goes on with the first of the results.
+    """
+    summed = x if residual is None else residual + x
     return summed, rms_norm(summed, weight, eps)
 
 
@@ -94,9 +97,32 @@ def swiglu_linear(gate_up: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
     return F.linear(swiglu(gate_up), weight, bias)
 
 
+class LossOfRows(NamedTuple):
+    """What `cross_entropy_rows` finds out about B rows of logits; rows of it are views, to be filled chunk by chunk.
+
+    Attributes:
+        loss: [B] fp32, or fp64 for fp64 logits.
+        correct: [B] bool: no other logit is larger than the label's, and none before it as large.
+        scale: [B] of the loss's dtype: what a row's gradient is still to be multiplied by.
+    """
+
+    loss: Tensor
+    correct: Tensor
+    scale: Tensor
+
+    @classmethod
+    def empty(cls, num_rows: int, dtype: torch.dtype, device: torch.device) -> Self:
+        """Values that are not initialised, for losses of `dtype`."""
+        return cls(*(torch.empty(num_rows, dtype=each, device=device) for each in (dtype, torch.bool, dtype)))
+
+    def rows(self, start: int, stop: int) -> Self:
+        """Views of rows start to stop."""
+        return self._make(values[start:stop] for values in self)
+
+
 def cross_entropy_rows(
-    logits: Tensor, labels: Tensor, token_weight: Tensor | None, gradient: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    logits: Tensor, labels: Tensor, token_weight: Tensor | None, gradient: Tensor | None, found: LossOfRows
+) -> None:
     """Cross-entropy of each row, and where asked for its gradient, computed in fp32 (fp64 for fp64 logits).
 
     Args:
@@ -105,24 +131,20 @@ def cross_entropy_rows(
         token_weight: [B], multiplies the scales; None means 1. The losses are not multiplied.
         gradient: [B, V] in any dtype, overwritten; may be `logits`. Its rows times the scales are the gradient by the
             logits. None: not wanted.
-
-    Returns:
-        (loss [B] fp32, or fp64 for fp64 logits; correct [B] bool; scale [B] of the loss's dtype, which says something
-        only with a gradient): 0, False and 0 where the label is ignored. correct says that no other logit is larger
-        than the label's, and none before it as large.
+        found: of B rows, overwritten: 0, False and 0 where the label is ignored. The scales say something only with a
+            gradient.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     trained = labels != IGNORE
     targets = labels.clamp(min=0)[:, None]  # [B, 1]
     logsumexp = wide.logsumexp(dim=-1, keepdim=True)  # [B, 1]
-    loss = (logsumexp - wide.gather(1, targets)).squeeze(1).masked_fill(~trained, 0.0)
-    correct = wide.argmax(dim=-1) == labels
-    scale = trained.to(loss.dtype) if token_weight is None else (token_weight * trained).to(loss.dtype)
+    found.loss.copy_((logsumexp - wide.gather(1, targets)).squeeze(1).masked_fill(~trained, 0.0))
+    found.correct.copy_(wide.argmax(dim=-1) == labels)
+    found.scale.copy_(trained if token_weight is None else token_weight * trained)
     if gradient is not None:
         rows = (wide - logsumexp).exp_()  # [B, V]
         rows.scatter_add_(1, targets, rows.new_full((), -1.0).expand_as(targets))
         gradient.copy_(rows.masked_fill_(~trained[:, None], 0.0))
-    return loss, correct, scale
 
 
 def widened_sum_(out: Tensor, first: Tensor, others: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""RMS norm, alone or after a residual addition, and its gradient. Twins: `reference.rms_norm` and `add_rms_norm`.
+"""RMS norm, alone or after a residual addition, and its gradient. Twin: `reference.add_rms_norm`.
 
 Computed in fp32; the sum is rounded to the dtype of x before it is normed, the weight as well, each result once. The
 weight's gradient is summed in fp32 within each program and then over programs, in one order: it repeats to the bit.
@@ -23,14 +23,15 @@ WARPS_PER_PROCESSOR = 16
 MAX_PREFETCHED_BYTES = 1024
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension, in the dtype of x; weight [D] of any floating-point dtype."""
-    normed, _ = _rms_norm(x, weight, eps)
-    return normed
+def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(residual + x, or x where there is none; its rms_norm), the weight [D] of any floating-point dtype.
 
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(residual + x, its rms_norm); in the backward pass one launch gives the gradient of both addends at once."""
+    In the backward pass one launch gives the gradient of both addends, with that of the first result added to it.
+    """
+    if residual is None:
+        kept = _NormBeside.apply(x, weight, eps)
+        assert isinstance(kept, tuple)
+        return kept
     summed, normed, _ = _add_rms_norm(x, residual, weight, eps)
     return summed, normed
 
@@ -108,15 +109,22 @@ def _(
     return _like(x), torch.empty_like(weight)
 
 
-def _save(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor, float], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, _ = inputs
-    ctx.save_for_backward(x, weight, output[1])
+class _NormBeside(torch.autograd.Function):
+    """(x itself, its norm): whoever goes on with the first leaves the sum of x's gradients to the norm's kernel."""
 
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        normed, rstd = _rms_norm(x, weight, eps)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.set_materialize_grads(False)
+        return x.view_as(x), normed
 
-def _differentiate(ctx: FunctionCtx, grad_normed: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None]:
-    x, weight, rstd = ctx.saved_tensors  # pyright: ignore[reportAttributeAccessIssue] set by save_for_backward
-    grad_x, grad_weight = _rms_norm_backward(grad_normed, None, x, weight, rstd)
-    return grad_x, grad_weight, None
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] what is declared there is for any number
+        ctx: FunctionCtx, grad_x: Tensor | None, grad_normed: Tensor
+    ) -> tuple[Tensor, Tensor, None]:
+        x, weight, rstd = ctx.saved_tensors  # pyright: ignore[reportAttributeAccessIssue] set by save_for_backward
+        return *_rms_norm_backward(grad_normed, grad_x, x, weight, rstd), None
 
 
 def _save_sum(
@@ -134,7 +142,6 @@ def _differentiate_sum(
     return grad, grad, grad_weight, None
 
 
-_rms_norm.register_autograd(_differentiate, setup_context=_save)
 _add_rms_norm.register_autograd(_differentiate_sum, setup_context=_save_sum)
 
 
