@@ -2,7 +2,8 @@
 
 The trainer's model, with random weights, is on the first GPU, or with torchrun sharded over as many as there are ranks;
 the receiving process has the GPU behind those. It takes part in SGLang's update protocol over NCCL, views each tensor
-in the bytes that came and copies it to where a server has its parameters. `resume` ends the time in which it does not
+in the bytes that came and copies it to where a server has its parameters. `--sent-as block_fp8` sends linear layers as
+servers keep them that run in fp8. `resume` ends the time in which it does not
 generate. Times are of whole syncs, groups made and left anew, after one that warms up. Prints Markdown. On a machine
 without a GPU it sends a tiny model by gloo, which says nothing of speed.
 """
@@ -12,6 +13,8 @@ import json
 import statistics
 import subprocess
 import sys
+from collections.abc import Collection
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -24,8 +27,17 @@ from xorl.core.models import Decoder, spec_for
 from xorl.core.nn import LayerKernels
 from xorl.core.parallel import ParallelModel, ParallelPolicy, local_part, parallelize
 from xorl.core.runtime import Runtime
+from xorl.lora import checkpoint_linears
 from xorl.train.hf_weights import hf_groups
-from xorl.train.sync import ReceiverAddress, SyncOptions, SyncOutcome, Timeouts, WeightSender, match_receivers
+from xorl.train.sync import (
+    ReceiverAddress,
+    SyncOptions,
+    SyncOutcome,
+    Timeouts,
+    WeightSender,
+    in_block_fp8,
+    match_receivers,
+)
 
 RECEIVER = Path(__file__).parents[1] / "tests" / "support" / "fake_sglang.py"
 PARTS = ("connect", "pause", "transfer", "flush", "resume", "disconnect")
@@ -58,16 +70,23 @@ def start_receiver(device: str) -> tuple[subprocess.Popen[str], int]:
 
 
 def measure(
-    model: ParallelModel, shape: dict[str, object], place: Runtime, port: int, bucket_mb: int, repeats: int
+    model: ParallelModel,
+    shape: dict[str, object],
+    place: Runtime,
+    port: int,
+    *,
+    linears: Collection[str],
+    bucket_mb: int,
+    repeats: int,
 ) -> list[SyncOutcome]:
-    """The syncs after the first; empty on ranks other than 0."""
+    """The syncs after the first, `linears` in block fp8; empty on ranks other than 0."""
     spec = spec_for(shape)
     recipes = spec.recipes(spec.config_from_hf(shape), merge_qkv=True)
     options = SyncOptions(bucket_bytes=bucket_mb << 20, pause_mode="abort", timeouts=Timeouts(bucket_s=60.0))
     sender = WeightSender(place.device)
     outcomes: list[SyncOutcome] = []
     for _ in range(repeats + 1):
-        groups = hf_groups(model, recipes, dtype=torch.bfloat16, device=place.device)
+        groups = in_block_fp8(hf_groups(model, recipes, dtype=torch.bfloat16, device=place.device), linears)
         outcome = sender.send(groups, [ReceiverAddress("127.0.0.1", port)], options)
         if outcome is not None:
             assert outcome.success, outcome
@@ -75,13 +94,14 @@ def measure(
     return outcomes[1:]
 
 
-def row(param_dtype: str, bucket_mb: int, outcomes: list[SyncOutcome], peak_bytes: int) -> str:
+def row(param_dtype: str, sent_as: str, bucket_mb: int, outcomes: list[SyncOutcome], peak_bytes: int) -> str:
     """A line of the table: medians, and the slowest."""
     seconds = [outcome.seconds for outcome in outcomes]
     parts = [statistics.median(outcome.timing_s[part] for outcome in outcomes) for part in PARTS]
     rate = outcomes[0].num_bytes / 1e9 / parts[PARTS.index("transfer")]
     cells = [
         param_dtype,
+        sent_as,
         str(bucket_mb),
         f"{outcomes[0].num_buckets}",
         f"{outcomes[0].num_bytes / 1e9:.2f}",
@@ -100,6 +120,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=shapes(), default="qwen3-8b" if on_gpu else "tiny")
     parser.add_argument("--param-dtype", nargs="+", choices=list(DTYPES), default=["bf16", "fp32"])
+    parser.add_argument("--sent-as", nargs="+", choices=["bf16", "block_fp8"], default=["bf16"])
     parser.add_argument("--bucket-mb", nargs="+", type=int, default=[256, 512, 1024, 2048] if on_gpu else [1])
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
@@ -113,21 +134,36 @@ def main() -> int:
     if place_.is_main:
         receiver, port = start_receiver(f"cuda:{place_.world_size}" if on_gpu else "cpu")
         machine = torch.cuda.get_device_name() if on_gpu else "CPU by gloo: these are no speeds"
-        title = ["parameters", "bucket MB", "buckets", "GB sent", "seconds", "slowest", *PARTS, "GB/s", "extra GB"]
-        print(f"{options.model}, sent in bf16 from {place_.world_size} to 1 {machine}, torch {torch.__version__}\n")
+        title = [
+            "parameters",
+            "sent as",
+            "bucket MB",
+            "buckets",
+            "GB sent",
+            "seconds",
+            "slowest",
+            *PARTS,
+            "GB/s",
+            "extra GB",
+        ]
+        print(f"{options.model}, sent from {place_.world_size} to 1 {machine}, torch {torch.__version__}\n")
         print("| " + " | ".join(title) + " |\n|" + "---|" * len(title))
     try:
         for param_dtype in options.param_dtype:
             model = place(shape, place_, DTYPES[param_dtype])
-            for bucket_mb in options.bucket_mb:
+            assert isinstance(model.module, Decoder)
+            for sent_as, bucket_mb in product(options.sent_as, options.bucket_mb):
+                linears = checkpoint_linears(model.module, []) if sent_as == "block_fp8" else ()
                 before = 0
                 if on_gpu:
                     torch.cuda.reset_peak_memory_stats()
                     before = torch.cuda.memory_allocated()
-                outcomes = measure(model, shape, place_, port, bucket_mb, options.repeats)
+                outcomes = measure(
+                    model, shape, place_, port, linears=linears, bucket_mb=bucket_mb, repeats=options.repeats
+                )
                 peak = torch.cuda.max_memory_allocated() - before if on_gpu else 0
                 if outcomes:
-                    print(row(param_dtype, bucket_mb, outcomes, peak), flush=True)
+                    print(row(param_dtype, sent_as, bucket_mb, outcomes, peak), flush=True)
             del model
             if on_gpu:
                 torch.cuda.empty_cache()

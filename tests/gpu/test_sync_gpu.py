@@ -22,25 +22,27 @@ TRAINER = Path(__file__).parents[1] / "support" / "sync_trainer.py"
 ON_SECOND = ["--device", "cuda:1"]
 
 
-def trained(*ports: int, bucket_s: float = 30.0) -> dict[str, Any]:
+def trained(*ports: int, bucket_s: float = 30.0, in_fp8: bool = False) -> dict[str, Any]:
     """What the trainer says after a sync to each port."""
     command = [sys.executable, str(TRAINER), *map(str, ports), "--bucket-s", str(bucket_s)]
+    command += ["--block-fp8"] if in_fp8 else []
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-6000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_receiver_gets_the_bytes_of_the_weights_again_and_again() -> None:
+@pytest.mark.parametrize("dtypes", [{"bfloat16"}, {"bfloat16", "float8_e4m3fn", "float32"}], ids=["bf16", "block fp8"])
+def test_a_receiver_gets_the_bytes_of_the_weights_again_and_again(dtypes: set[str]) -> None:
     # Catches broadcasts of a buffer that is not filled yet or is filled again, and groups that are not left.
     with started_engines(ON_SECOND) as (engine,):
-        said = trained(engine.port, engine.port, engine.port)
+        said = trained(engine.port, engine.port, engine.port, in_fp8=len(dtypes) > 1)
         seen = engine.seen()
     for sync in said["syncs"]:
         assert sync["outcome"]["receivers"][0]["success"], sync
         # Two buckets, a parameter that is gathered, the same cast and taken apart, and what NCCL does not count.
         assert sync["peak"] <= 2 * max(said["bucket"], said["largest"]) + 4 * said["largest"], sync
     assert {name: tensor["sha256"] for name, tensor in seen["tensors"].items()} == said["wanted"]
-    assert {tensor["dtype"] for tensor in seen["tensors"].values()} == {"bfloat16"}
+    assert {tensor["dtype"] for tensor in seen["tensors"].values()} == dtypes
     assert len(seen["order"]) == 3 * len(said["wanted"])
     assert (seen["version"], seen["is_paused"], seen["groups"]) == ("7", False, [])
     assert said["gradients_kept"]

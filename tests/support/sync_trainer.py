@@ -1,7 +1,7 @@
 """A trainer on the first GPU, in a process of its own, that sends its weights; prints what came of it as JSON.
 
-`python sync_trainer.py PORT... [--bucket-s 10]` sends to each port in turn, one sync after the other, by one sender.
-After each it computes on the GPU, which shows that nothing of a failed sync holds it.
+`python sync_trainer.py PORT... [--bucket-s 10] [--block-fp8]` sends to each port in turn, one sync after the other, by
+one sender. After each it computes on the GPU, which shows that nothing of a failed sync holds it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import time
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tiny_models import hf_config
 from xorl.core import runtime
@@ -21,8 +21,10 @@ from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.models import Decoder, spec_for
 from xorl.core.nn import LayerKernels
 from xorl.core.parallel import ParallelPolicy, local_part, parallelize
+from xorl.kernels.quant import quantize_block_fp8
+from xorl.lora import checkpoint_linears
 from xorl.train.hf_weights import hf_groups
-from xorl.train.sync import ReceiverAddress, SyncOptions, Timeouts, WeightSender, match_receivers
+from xorl.train.sync import ReceiverAddress, SyncOptions, Timeouts, WeightSender, in_block_fp8, match_receivers
 
 HF_CONFIG = hf_config(
     vocab_size=4099,
@@ -36,11 +38,17 @@ HF_CONFIG = hf_config(
 BUCKET_BYTES = 4 << 20
 
 
+def sha256_of(tensor: Tensor) -> str:
+    """Of its bytes."""
+    return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()).hexdigest()
+
+
 def main() -> None:
     """Sends, and prints."""
     parser = argparse.ArgumentParser()
     parser.add_argument("ports", nargs="+", type=int)
     parser.add_argument("--bucket-s", type=float, default=30.0)
+    parser.add_argument("--block-fp8", action="store_true")
     arguments = parser.parse_args()
     match_receivers()
     place = runtime.init("cuda")
@@ -59,11 +67,15 @@ def main() -> None:
     model = parallelize(module, mesh, ParallelPolicy(), device=device, fill=fill)
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
+    linears = checkpoint_linears(module, []) if arguments.block_fp8 else ()
     wanted = {}
     for native, recipe in recipes.items():
         for name, tensor in recipe.split(module.get_parameter(native).full_tensor().to(torch.bfloat16)).items():
-            data = tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
-            wanted[name] = hashlib.sha256(data).hexdigest()
+            if name.removesuffix(".weight") in linears:
+                codes, scales = quantize_block_fp8(tensor, 128)
+                wanted |= {name: sha256_of(codes), f"{name}_scale_inv": sha256_of(scales)}
+            else:
+                wanted[name] = sha256_of(tensor)
     timeouts = Timeouts(connect_s=2.0, group_s=60.0, bucket_s=arguments.bucket_s, control_s=10.0, flush_s=0.5)
     options = SyncOptions(bucket_bytes=BUCKET_BYTES, weight_version="7", timeouts=timeouts)
     sender = WeightSender(device)
@@ -72,7 +84,7 @@ def main() -> None:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before, start = torch.cuda.memory_allocated(), time.monotonic()
-        groups = hf_groups(model, recipes, dtype=torch.bfloat16, device=device)
+        groups = in_block_fp8(hf_groups(model, recipes, dtype=torch.bfloat16, device=device), linears)
         outcome = sender.send(groups, [ReceiverAddress("127.0.0.1", port)], options)
         assert outcome is not None
         seconds, peak = time.monotonic() - start, torch.cuda.max_memory_allocated() - before
