@@ -252,6 +252,18 @@ def test_unit_with_the_weight_of_the_head_is_refused(unit: str, run_ranks) -> No
     assert message.startswith("model.basic_modules: ")
 
 
+@pytest.mark.multi
+def test_unit_within_a_compiled_layer_is_refused(run_ranks) -> None:
+    # Catches an error from within torch about hooks of FSDP, at the first step.
+    def error() -> str:
+        with pytest.raises(ValueError, match="lies within a layer") as caught:
+            engine_for("zero3-1", units=["GatedMLP", "norm"], backend="aot_eager")
+        return str(caught.value)
+
+    [message] = run_ranks(error, 1)
+    assert message.startswith("model.basic_modules: GatedMLP ")
+
+
 PLACED = ["ddp-2", "zero3-2", "zero2-2", "hsdp-2x2", "offload-2"]
 
 

@@ -161,6 +161,8 @@ def parallelize(
         last = [head] if isinstance(head, nn.Module) else []
         units = sharding_units(model, policy.unit_modules, [*layers, *last])
         _keep_tied_head_at_root(model, units)
+        if compiled:
+            _keep_compiled_whole(layers, units)
         with sharding_of_bytes():
             shard(
                 model,
@@ -182,6 +184,16 @@ def parallelize(
     is_replica = policy.data_parallel_mode == "ddp" and any(weight.requires_grad for weight in model.parameters())
     forward = replicate(model, mesh) if is_replica else model
     return ParallelModel(model, forward, mesh, fp8_weights)
+
+
+def _keep_compiled_whole(layers: nn.ModuleList, units: Sequence[nn.Module]) -> None:
+    """Raise ValueError for a unit within a layer: what gathers its parameters does not fit into the layer's graph."""
+    inner = {module for layer in layers for module in layer.modules() if module is not layer}
+    if within := sorted({type(unit).__name__ for unit in units if unit in inner}):
+        raise ValueError(
+            f"model.basic_modules: {', '.join(within)} lies within a layer, and train.enable_compile makes one graph of "
+            "each layer: leave it out, or set train.enable_compile: false"
+        )
 
 
 def _keep_tied_head_at_root(model: nn.Module, units: Sequence[nn.Module]) -> None:
