@@ -191,8 +191,8 @@ def _keep_compiled_whole(layers: nn.ModuleList, units: Sequence[nn.Module]) -> N
     inner = {module for layer in layers for module in layer.modules() if module is not layer}
     if within := sorted({type(unit).__name__ for unit in units if unit in inner}):
         raise ValueError(
-            f"model.basic_modules: {', '.join(within)} lies within a layer, and train.enable_compile makes one graph of "
-            "each layer: leave it out, or set train.enable_compile: false"
+            f"model.basic_modules: {', '.join(within)} lies within a layer, and train.enable_compile makes one graph "
+            "of each layer: leave it out, or set train.enable_compile: false"
         )
 
 
