@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from placement import whole
-from worker_ranks import datum, done, service_config, train, worker_of
+from worker_ranks import ask, datum, done, service_config, train, worker_of
 from xorl.server.messages import (
     CreateModel,
+    Failure,
     ForwardBackward,
+    LoadWeights,
     LoraSpec,
     LossResult,
     OptimResult,
@@ -19,6 +21,7 @@ from xorl.server.messages import (
     SaveFullWeights,
     SaveWeights,
 )
+from xorl.server.names import CheckpointRef
 from xorl.server.worker.operations import Worker
 from xorl.server.worker.selftest import self_test
 
@@ -92,5 +95,27 @@ def test_a_checkpoint_goes_before_the_weights_of_model_path(tmp_path: Path, run_
         worker = worker_of(service_config(tmp_path, **options))
         done(worker, CreateModel("m"))
         assert torch.equal(matrix_of(worker), first)
+
+    run_ranks(run, 1)
+
+
+@pytest.mark.multi
+def test_an_adapter_over_another_base_is_refused(tmp_path: Path, run_ranks) -> None:
+    # Catches a service that was started with other weights in the same folder, and computes on without a word.
+    ref, adapters = CheckpointRef("m", "weights", "a"), {"enable_lora": True, "lora_rank": 4, "model_name": "one"}
+    others = [({"model_name": "two"}, "name 'one'"), ({"seed": 7}, "seed 42")]
+
+    def run() -> None:
+        worker = worker_of(service_config(tmp_path, **adapters))
+        done(worker, CreateModel("m"), SaveWeights("m", "a"))
+        for changed, told in others:
+            other = worker_of(service_config(tmp_path, **(adapters | changed)))
+            (refused,) = ask(other, CreateModel("n", checkpoint=ref))
+            assert isinstance(refused, Failure)
+            assert refused.status == 400
+            assert told in refused.message
+            done(other, CreateModel("n"))
+            (refused,) = ask(other, LoadWeights("n", ref, optimizer=True))
+            assert isinstance(refused, Failure)
 
     run_ranks(run, 1)

@@ -79,6 +79,7 @@ class CountingWorkers:
     models: dict[str, Counted] = field(default_factory=dict)
     ran: list[str] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
+    created: list[CreateModel] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._remembered: OrderedDict[str, object] = OrderedDict()
@@ -135,6 +136,7 @@ class CountingWorkers:
                 incarnation = self._server.incarnation
                 return HealthResult(incarnation, 1, 1, list(self.models), len(self.ran))
             case CreateModel():
+                self.created.append(operation)
                 return self._create(operation)
             case Sample():
                 tokens = Array.of(np.arange(operation.max_tokens or 1, dtype=np.int32))

@@ -1,15 +1,24 @@
 """Models and their checkpoints in the orchestrator: saved, released, deleted, and back when they are called."""
 
 import asyncio
+import json
 
 import msgspec
 
 from asynchronous import in_a_loop
 from counting_workers import folded
 from orchestrated import MODEL, SESSION, forward_backward, options, serving, step, submit
-from xorl.server.messages import CreateModel, Failure, Ok, Rejected, SaveWeights, UnloadModel
+from xorl.server.messages import CreateModel, Failure, LoraSpec, Ok, Rejected, SaveWeights, UnloadModel
 from xorl.server.names import CheckpointRef
-from xorl.server.queries import CreateSession, DeleteCheckpoint, FinishSession, ListCheckpoints
+from xorl.server.orchestrator.registry import checkpoint_key
+from xorl.server.queries import (
+    CreateSession,
+    DeleteCheckpoint,
+    FinishSession,
+    GetWeightsInfo,
+    ListCheckpoints,
+    ListTrainingRuns,
+)
 
 
 @in_a_loop
@@ -133,6 +142,47 @@ async def test_a_checkpoint_whose_time_is_over_goes_and_its_model_stays(tmp_path
     async with serving(chosen) as (client, _):
         await client.do(forward_backward(2), 4)
         assert (await client.do(step(), 5)).metrics["weights"] == folded(folded(1, 1), 2)
+
+
+@in_a_loop
+async def test_checkpoints_that_the_journal_does_not_know_are_what_their_manifests_say(tmp_path):
+    """Catches adapters that clients see as full weights, and names that are not found, after a journal was moved."""
+    chosen = options(tmp_path)
+    ref, damaged = (CheckpointRef(model, "sampler_weights", "kept") for model in ("old", "hurt"))
+    service = {
+        "base": {"name": "tiny"},
+        "lora": {"spec": {"rank": 5, "alpha": 7.0}, "seed": 3, "parts": ["attn", "mlp"]},
+        "user_metadata": {"run": "x"},
+    }
+    for checkpoint, manifest in ((ref, {"step": 12, "info": {"service": service}}), (damaged, {"step": 1})):
+        folder = chosen.folder / checkpoint.kind / checkpoint.model_id / checkpoint.name
+        folder.mkdir(parents=True)
+        (folder / "metadata.json").write_text(json.dumps(manifest))
+    for _ in range(2):  # found once, and known from then on
+        async with serving(chosen) as (client, _):
+            info = await client.orchestrator.answer(GetWeightsInfo(ref))
+            assert (info.lora, info.step) == (LoraSpec(5, 7.0, 3, train_unembed=False), 12)
+            runs = (await client.orchestrator.answer(ListTrainingRuns())).runs
+            assert {run.model_id: run.lora_rank for run in runs} == {"old": 5, "hurt": None}
+            assert client.orchestrator.state.registry.checkpoints.keys() == {checkpoint_key(ref)}
+
+
+@in_a_loop
+async def test_a_model_over_another_base_is_not_made_again(tmp_path):
+    """Catches an adapter that comes back over other weights because the service was started with them."""
+    chosen = options(tmp_path)
+    async with serving(chosen) as (client, _):
+        await client.orchestrator.answer(CreateSession(SESSION))
+        await client.do(CreateModel(MODEL, base_model="tiny", lora=LoraSpec(rank=8)))
+        await client.do(forward_backward(1), 1)
+    async with serving(msgspec.structs.replace(chosen, model_name="other", model_path="/models/other")) as (client, _):
+        refused = await client.do(step(), 2)
+        assert isinstance(refused, Failure)
+        assert refused.status == 409
+        assert "'tiny'" in refused.message
+    async with serving(msgspec.structs.replace(chosen, lora_rank=4)) as (client, counting):
+        await client.do(step(), 3)
+        assert counting.created[-1].lora.rank == 8
 
 
 @in_a_loop

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from xorl.server.names import CheckpointKind, CheckpointRef, check_name, checkpoint_folder, model_id_in_folder
 
@@ -50,6 +51,14 @@ def find(output_dir: Path, checkpoint: CheckpointRef) -> Found | None:
     if not folder.is_dir():
         return None
     return Found(checkpoint, folder.stat().st_mtime, size_of(folder))
+
+
+def manifest(output_dir: Path, checkpoint: CheckpointRef) -> Mapping[str, Any]:
+    """What the workers wrote beside a checkpoint's values; empty for an export, or where it cannot be read."""
+    try:
+        return json.loads((checkpoint_folder(output_dir, checkpoint) / "metadata.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
 
 
 def delete(output_dir: Path, checkpoint: CheckpointRef) -> bool:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
+from typing import Any
 
-from xorl.server.messages import Ok, Rejected
+from xorl.server.messages import LoraSpec, Ok, Rejected
 from xorl.server.names import CheckpointRef
 from xorl.server.orchestrator import catalogue, waiting
 from xorl.server.orchestrator.calls import RECOVERY_PREFIX
@@ -140,8 +142,43 @@ def _info(state: State, found: Found) -> CheckpointInfo:
     return CheckpointInfo(found.checkpoint, found.created, found.size_bytes, record.user_metadata, record.expires)
 
 
+async def adopt(state: State) -> None:
+    """Know the checkpoints that lie in the output folder and not in the journal, which may be a new one.
+
+    What they are their manifests say; exports have none.
+    """
+    for found in await _scan(state, None):
+        if checkpoint_key(found.checkpoint) not in state.registry.checkpoints:
+            record = await asyncio.to_thread(_described, state, found)
+            if record is not None:
+                state.registry.checkpoints[record.key] = record
+                logger.info("event=adopted checkpoint=%s", found.checkpoint.uri("xorl"))
+                await state.journal.put([stored(record)])
+
+
+def _described(state: State, found: Found) -> CheckpointRecord | None:
+    manifest = catalogue.manifest(state.options.folder, found.checkpoint)
+    try:
+        info = manifest["info"]["service"]
+        return CheckpointRecord(
+            found.checkpoint,
+            found.created,
+            info["base"]["name"],
+            None if info["lora"] is None else _lora(info["lora"]),
+            int(manifest["step"]),
+            info["user_metadata"],
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _lora(saved: Mapping[str, Any]) -> LoraSpec:
+    spec, parts = saved["spec"], saved["parts"]
+    return LoraSpec(spec["rank"], spec["alpha"], saved["seed"], "attn" in parts, "mlp" in parts, "unembed" in parts)
+
+
 def _record(state: State, found: Found) -> CheckpointRecord:
-    """What is known of a checkpoint; of one that this journal has not seen being made, only what can be told."""
+    """What is known of a checkpoint; of one that came while the service ran, only what can be told without it."""
     record = state.registry.checkpoints.get(checkpoint_key(found.checkpoint))
     if record is not None:
         return record

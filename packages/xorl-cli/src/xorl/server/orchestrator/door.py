@@ -162,6 +162,9 @@ class Door:
         now = time.time()
         model = ModelRecord(create.model_id, submit.session_id, generation, create, now, now)
         model.replaces = old is not None and old.workers is not None
+        if old is not None and old.is_there and old.session_id != submit.session_id:
+            # Two clients that took the same name look like one that began again.
+            logger.warning("event=replaced model=%s session=%s", model.model_id, old.session_id)
         submission = _submission(submit.request_id, create, model.client, model.lane, submit=submit)
         ends_lane = None if old is None else old.lane
         submission = dataclasses.replace(submission, records=[stored(model)], ends_lane=ends_lane)

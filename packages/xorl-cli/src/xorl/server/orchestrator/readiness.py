@@ -99,6 +99,13 @@ class Readiness:
         state = self._state
         if model.workers == workers.name:
             return
+        options, base = state.options, model.create.base_model
+        if options.enable_lora and base not in (None, options.model_name, options.model_path):
+            message = (
+                f"model {model.model_id} is an adapter over {base!r}, and this service has {options.model_name!r} now: "
+                "start it with that base, or create a model anew"
+            )
+            raise CannotRun(Failure("user", 409, message))
         await self._make_place(model, workers)
         try:
             again = await restore(model, state.journal, workers)

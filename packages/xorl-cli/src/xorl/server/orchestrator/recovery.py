@@ -54,7 +54,8 @@ async def restore(model: ModelRecord, journal: Journal, workers: Incarnation) ->
 
 def _creation(model: ModelRecord) -> CreateModel:
     if model.boundary is None:
-        return model.create
+        # As it was made: what the service does where a client says nothing may be another since.
+        return model.create if model.lora is None else replace(model.create, lora=model.lora)
     return replace(model.create, checkpoint=model.boundary, lora=None, with_optimizer=True)
 
 

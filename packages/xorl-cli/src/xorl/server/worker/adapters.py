@@ -137,9 +137,11 @@ class AdapterModels:
             self._forget(source)
 
     def described(self, model_id: str) -> dict[str, JSON]:
-        """Spec and seed."""
+        """Spec, seed, and which parts of a decoder it trains, as clients name them."""
         model = self._model(model_id)
-        return {"lora": {"spec": cast(JSON, asdict(model.spec)), "seed": model.seed}}
+        sites = [site for site in self._sites if any(_is_target(site.name, name) for name in model.spec.targets)]
+        parts = sorted({_part_of(site) for site in sites})
+        return {"lora": {"spec": cast(JSON, asdict(model.spec)), "seed": model.seed, "parts": parts}}
 
     def lora(self, model_id: str) -> tuple[int, float] | None:
         """(rank, alpha)."""

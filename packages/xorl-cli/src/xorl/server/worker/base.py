@@ -35,6 +35,7 @@ class Base:
         config: the service's, resolved.
         local: the same as local training has it.
         described: what checkpoints say of the model.
+        identity: which weights these are, as far as names tell: an adapter over others computes something else.
         fill: gives the base's parameters the values that they began with; collective.
     """
 
@@ -45,6 +46,7 @@ class Base:
     mesh: Mesh
     model: ParallelModel
     described: Mapping[str, JSON]
+    identity: Mapping[str, JSON]
     fill: Callable[[], None]
 
     @property
@@ -107,7 +109,15 @@ def _build(config: ServerConfig, place: Runtime) -> Base:
         model.drop_gathered()
 
     described = describe_model(local.model, architecture, scheme_of(module))
-    return Base(config, local, architecture, place, mesh, model, described, refill)
+    return Base(config, local, architecture, place, mesh, model, described, _identity(config, local), refill)
+
+
+def _identity(config: ServerConfig, local: Config) -> Mapping[str, JSON]:
+    path = config.model_path or config.config_path
+    name = config.model_name or (str(Path(path).resolve()) if path is not None and Path(path).exists() else path)
+    start = config.load_checkpoint_path
+    is_drawn = config.model_path is None and start is None
+    return {"name": name, "load_checkpoint_path": start, "seed": local.train.seed if is_drawn else None}
 
 
 def _start_of(config: ServerConfig, architecture: Architecture) -> StartingCheckpoint | None:

@@ -61,7 +61,7 @@ class SavedModels:
                 **described,
                 "model_id": model_id,
                 "kind": ref.kind,
-                "base_model": self._base.config.model_name,
+                "base": self._base.identity,
                 "operation": operation_id,
                 "user_metadata": dict(user_metadata or {}),
             },
@@ -82,16 +82,21 @@ class SavedModels:
         return _saved(ref, folder)
 
     def described(self, ref: CheckpointRef) -> Mapping[str, JSON]:
-        """What the checkpoint says of the model in it."""
-        return _service_info(self._manifest(ref))
+        """What the checkpoint says of the model in it.
+
+        Raises UnknownName where there is none, and ValueError for an adapter over another base than this one.
+        """
+        saved = _service_info(self._manifest(ref))
+        self._check_base(ref, saved)
+        return saved
 
     def load(self, model_id: str, ref: CheckpointRef, *, with_optimizer: bool) -> int:
         """Put a model where the checkpoint was; the number of steps that its optimizer has taken then.
 
         Raises UnknownName where there is none, and ValueError for one of another kind of model, without any change.
         """
-        manifest = self._manifest(ref)
-        _check_same(self._models.described(model_id), _service_info(manifest))
+        saved = self.described(ref)
+        _check_same(self._models.described(model_id), saved)
         has_optimizer = ref.kind == "weights"
         if with_optimizer and not has_optimizer:
             raise ValueError(f"checkpoint {ref.name!r} was saved to sample from and holds no optimizer: load weights/")
@@ -122,6 +127,21 @@ class SavedModels:
             folder
         )
         return _saved(ref, folder)
+
+    def _check_base(self, ref: CheckpointRef, saved: Mapping[str, JSON]) -> None:
+        theirs, ours = saved.get("base"), self._base.identity
+        # Full weights bring their base with them.
+        if saved.get("lora") is not None and isinstance(theirs, Mapping) and theirs != ours:
+            differing = (
+                f"{key} {value!r} (this service: {ours[key]!r})"
+                for key, value in cast("Mapping[str, JSON]", theirs).items()
+                if value != ours[key]
+            )
+            raise ValueError(
+                f"checkpoint {ref.name!r} of model {ref.model_id!r} is an adapter over another base: "
+                f"{', '.join(differing)}. Start the service with that base, or, where it is the same under another "
+                "name, with its old name as model_name"
+            )
 
     def _manifest(self, ref: CheckpointRef) -> Manifest:
         folder = self._folder(ref)
