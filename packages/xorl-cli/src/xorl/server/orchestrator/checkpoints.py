@@ -14,7 +14,7 @@ from xorl.server.orchestrator import catalogue, waiting
 from xorl.server.orchestrator.calls import RECOVERY_PREFIX
 from xorl.server.orchestrator.catalogue import Found
 from xorl.server.orchestrator.door import Door
-from xorl.server.orchestrator.registry import CheckpointRecord, checkpoint_key, dropped, stored
+from xorl.server.orchestrator.registry import CheckpointRecord, ModelRecord, checkpoint_key, dropped, stored
 from xorl.server.orchestrator.release import recovery_save
 from xorl.server.orchestrator.state import State
 from xorl.server.queries import (
@@ -33,6 +33,9 @@ from xorl.server.queries import (
 
 logger = logging.getLogger(__name__)
 
+# How often it is looked whether a model still needs a checkpoint, while its save waits for its turn.
+READERS_EVERY_S = 1.0
+
 
 async def list_checkpoints(state: State, ask: ListCheckpoints) -> Checkpoints:
     """Newest first; without those that the service makes to recover from."""
@@ -43,22 +46,32 @@ async def list_checkpoints(state: State, ask: ListCheckpoints) -> Checkpoints:
 
 async def delete_checkpoint(state: State, door: Door, ask: DeleteCheckpoint) -> Ok | Rejected:
     """Remove a checkpoint; models that would be made again from it are saved elsewhere first."""
-    for model in list(state.registry.models.values()):
-        if not model.is_there or model.boundary != ask.checkpoint:
-            continue
-        request_id = await door.submit_own(recovery_save(model))
-        if request_id is not None:
-            await waiting.ended(state, request_id)
-        if model.is_there and model.boundary == ask.checkpoint:
-            uri = ask.checkpoint.uri("xorl")
-            why = f"model {model.model_id} comes back from {uri} if the workers are lost, and cannot be saved elsewhere"
-            return Rejected(503, f"{why}: try again later, or unload it")
+    problem = await save_readers(state, door, ask.checkpoint)
+    if problem is not None:
+        return Rejected(503, problem)
     if not await asyncio.to_thread(catalogue.delete, state.options.folder, ask.checkpoint):
         return _missing(ask.checkpoint)
     record = state.registry.checkpoints.pop(checkpoint_key(ask.checkpoint), None)
     if record is not None:
         await state.journal.put([dropped(record)])
     return Ok()
+
+
+async def save_readers(
+    state: State, door: Door, checkpoint: CheckpointRef, besides: ModelRecord | None = None
+) -> str | None:
+    """Save the models that would be made again from a checkpoint elsewhere; says which one cannot be, if any."""
+    for model in state.registry.readers(checkpoint):
+        if model is besides:
+            continue
+        request_id = await door.submit_own(recovery_save(model))
+        # It may be saved before that, in the turn of another request.
+        while request_id is not None and request_id in state.open and model in state.registry.readers(checkpoint):
+            await waiting.ended(state, request_id, within_s=READERS_EVERY_S)
+        if model in state.registry.readers(checkpoint):
+            why = f"model {model.model_id} comes back from {checkpoint.uri('xorl')} if the workers are lost"
+            return f"{why}, and cannot be saved elsewhere: try again later, or unload it"
+    return None
 
 
 async def delete_expired(state: State, door: Door, now: float) -> None:

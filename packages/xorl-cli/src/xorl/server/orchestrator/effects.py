@@ -75,7 +75,7 @@ class Effects:
         model.checkpoint_bytes[checkpoint.kind] = result.size_bytes
         if isinstance(operation, SaveWeights):
             model.boundary, model.boundary_steps, model.is_overwriting = checkpoint, model.num_steps, False
-            model.tail_s, model.tail_bytes = 0.0, 0
+            model.tail_s, model.tail_bytes, model.loads = 0.0, 0, []
         if checkpoint.name.startswith(RECOVERY_PREFIX):
             model.num_recoveries += 1
             return []

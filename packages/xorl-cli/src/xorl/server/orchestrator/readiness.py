@@ -12,6 +12,7 @@ from xorl.server.messages import (
     CheckpointSampler,
     CreateModel,
     Failure,
+    LoadWeights,
     NamedSampler,
     Operation,
     Sample,
@@ -42,6 +43,15 @@ class CannotRun(Exception):
         self.failure = failure
 
 
+class IsRead(Exception):
+    """A save over a checkpoint that other models are made again from; they are to be saved elsewhere before it."""
+
+    def __init__(self, model: ModelRecord, checkpoint: CheckpointRef) -> None:
+        super().__init__(checkpoint.uri("xorl"))
+        self.model = model
+        self.checkpoint = checkpoint
+
+
 class Readiness:
     """Brings requests to where workers can run them."""
 
@@ -50,7 +60,7 @@ class Readiness:
         self._models = models
 
     async def prepare(self, ticket: Ticket, operation: Operation, workers: Incarnation) -> Operation:
-        """The operation as the workers are to get it; CannotRun where it has ended here."""
+        """The operation as the workers are to get it; CannotRun where it has ended here, IsRead where it has to wait."""
         if isinstance(operation, Sample):
             return replace(operation, sampler=self._resolve(operation.sampler, workers))
         model = self._state.model_of(ticket)
@@ -65,8 +75,18 @@ class Readiness:
             if not isinstance(operation, UnloadModel):
                 await self._make_present(model, workers)
         checkpoint = saved_as(operation)
+        replaced = checkpoint if isinstance(operation, SaveWeights) and operation.overwrite else None
+        if replaced is not None:
+            await self._free_of_own(model, replaced, workers)
         if checkpoint is not None:
             await self._make_room(model, checkpoint)
+        if isinstance(operation, LoadWeights):
+            # Before it runs: from then on nobody may write over what it loads.
+            model.loads = [*{*model.loads, operation.checkpoint}]
+            await self._state.journal.put([stored(model)])
+        if replaced is not None and self._others(model, replaced):
+            # The last question, after which the workers get it at once: who loads it from now on does so after it.
+            raise IsRead(model, replaced)
         if isinstance(operation, SyncWeights):
             return self._with_receivers(operation, model, ticket)
         return operation
@@ -127,6 +147,22 @@ class Readiness:
             failure = await self._models.set_aside(other, workers)
             if failure is not None:
                 raise CannotRun(failure)
+
+    async def _free_of_own(self, model: ModelRecord, checkpoint: CheckpointRef, workers: Incarnation) -> None:
+        """Before a model writes over a checkpoint: nothing but its boundary may be there of what it is made from.
+
+        Its tail cannot be told from the one without the save then. And a model that has to wait until others are saved
+        is no reader itself meanwhile, so that two never wait for each other.
+        """
+        start = None if model.boundary is not None else model.create.checkpoint
+        reads = {start, *model.loads} - {None}
+        if checkpoint in reads or (reads and self._others(model, checkpoint)):
+            failure = await self._models.save_elsewhere(model, workers)
+            if failure is not None:
+                raise CannotRun(failure)
+
+    def _others(self, model: ModelRecord, checkpoint: CheckpointRef) -> list[ModelRecord]:
+        return [other for other in self._state.registry.readers(checkpoint) if other is not model]
 
     async def _make_room(self, model: ModelRecord, checkpoint: CheckpointRef) -> None:
         state, kind = self._state, checkpoint.kind

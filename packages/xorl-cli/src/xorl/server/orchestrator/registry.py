@@ -33,8 +33,9 @@ class ModelRecord(msgspec.Struct):
     weights_id: another one whenever its weights change.
     replaces: the workers may still hold the one before it.
     boundary: the checkpoint from which the journal's tail makes the model again, None for its creation; boundary_steps:
-    the optimizer steps in it. is_overwriting: a newer state is being saved over the boundary. num_steps: steps taken so
-    far. tail_s: the workers' time that the tail took; save_s: that of its last save.
+    the optimizer steps in it. is_overwriting: a newer state is being saved over the boundary. loads: the checkpoints
+    that the tail loads. num_steps: steps taken so far. tail_s: the workers' time that the tail took; save_s: that of its
+    last save.
     checkpoint_bytes: what the last checkpoint took, by kind.
     """
 
@@ -56,6 +57,7 @@ class ModelRecord(msgspec.Struct):
     tail_s: float = 0.0
     tail_bytes: int = 0
     save_s: float = 0.0
+    loads: list[CheckpointRef] = msgspec.field(default_factory=list)
     num_recoveries: int = 0
     weights_id: str = ""
     checkpoint_bytes: dict[str, int] = msgspec.field(default_factory=dict)
@@ -74,6 +76,11 @@ class ModelRecord(msgspec.Struct):
     def is_there(self) -> bool:
         """Whether it takes requests."""
         return self.state in ("creating", "ready", "released")
+
+    @property
+    def origin(self) -> CheckpointRef | None:
+        """The checkpoint from which it is made again, before its tail."""
+        return self.create.checkpoint if self.boundary is None else self.boundary
 
 
 class SamplerRecord(msgspec.Struct):
@@ -133,6 +140,11 @@ class Registry:
         """When a model's client was last heard of."""
         session = self.sessions.get(model.session_id or "")
         return max(model.last_active, session.last_active if session is not None else 0.0)
+
+    def readers(self, checkpoint: CheckpointRef) -> list[ModelRecord]:
+        """The models that are made again from a checkpoint, or load it meanwhile: without it, they would be lost."""
+        there = [model for model in self.models.values() if model.is_there]
+        return [model for model in there if checkpoint in (model.origin, *model.loads)]
 
     def models_of(self, session_id: str) -> list[ModelRecord]:
         """The models of a session, in the order of their creation."""

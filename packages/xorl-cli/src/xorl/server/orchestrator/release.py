@@ -46,10 +46,14 @@ class Release:
         return not waits and time.time() - self._state.registry.activity(model) > limit
 
     async def save(self, model: ModelRecord, workers: Incarnation) -> Failure | None:
-        """Move a model's boundary to now, but for a gradient that is left."""
-        state = self._state
-        if not state.journal.num_settled(model.lane):
+        """Move a model's boundary to now, but for a gradient that is left; nothing to do where it is there."""
+        if not self._state.journal.num_settled(model.lane):
             return None
+        return await self.save_elsewhere(model, workers)
+
+    async def save_elsewhere(self, model: ModelRecord, workers: Incarnation) -> Failure | None:
+        """The same, also where the boundary is there: it is in a checkpoint of the service's own afterwards."""
+        state = self._state
         save = recovery_save(model)
         result = await _work(save, workers)
         if not isinstance(result, Saved):
@@ -63,7 +67,7 @@ class Release:
         """Delete the service's own checkpoints of a model but its boundary, which the journal has already."""
         for number in range(2):
             own = CheckpointRef(model.model_id, "weights", f"{RECOVERY_PREFIX}{number}")
-            if own != model.boundary or not model.is_there:
+            if (own != model.boundary or not model.is_there) and not self._state.registry.readers(own):
                 await asyncio.to_thread(catalogue.delete, self._state.options.folder, own)
 
     async def set_aside(self, model: ModelRecord, workers: Incarnation) -> Failure | None:

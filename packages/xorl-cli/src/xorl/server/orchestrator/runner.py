@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -27,6 +27,7 @@ from xorl.server.messages import (
     UnloadModel,
     Work,
 )
+from xorl.server.orchestrator import checkpoints
 from xorl.server.orchestrator.calls import (
     AFTER_STEP,
     INITIAL_NAME,
@@ -40,7 +41,7 @@ from xorl.server.orchestrator.door import Door
 from xorl.server.orchestrator.effects import Effects
 from xorl.server.orchestrator.journal import Outcome
 from xorl.server.orchestrator.lane import Ticket
-from xorl.server.orchestrator.readiness import CannotRun, Readiness
+from xorl.server.orchestrator.readiness import CannotRun, IsRead, Readiness
 from xorl.server.orchestrator.registry import ModelRecord
 from xorl.server.orchestrator.release import Release, recovery_save
 from xorl.server.orchestrator.state import OpenRequest, State
@@ -167,10 +168,23 @@ class Runner:
         for ticket in group:
             request = self._state.open[ticket.request_id]
             if not request.is_for_workers:
-                task = asyncio.create_task(self._sample_elsewhere(ticket, request))
-                self._elsewhere.add(task)
-                task.add_done_callback(self._left)
+                self._start_elsewhere(self._sample_elsewhere(ticket, request))
         return [ticket for ticket in group if self._state.open[ticket.request_id].is_for_workers]
+
+    def _start_elsewhere(self, work: Coroutine[None, None, None]) -> None:
+        """What holds no slot: it takes as long as others, or needs a slot itself."""
+        task = asyncio.create_task(work)
+        self._elsewhere.add(task)
+        task.add_done_callback(self._left)
+
+    async def _free(self, call: Call, read: IsRead) -> None:
+        """Save elsewhere who needs a checkpoint, and let the save that is to write over it come again."""
+        problem = await checkpoints.save_readers(self._state, self._door, read.checkpoint, besides=read.model)
+        if problem is None:
+            await self._put_back([call.ticket], "nobody needs what it writes over any more", alone=True)
+            self._state.wake.set()
+        else:
+            await self._settle([call], [Failure("server", 503, problem)], 0.0)
 
     async def _sample_elsewhere(self, ticket: Ticket, request: OpenRequest) -> None:
         state = self._state
@@ -207,6 +221,9 @@ class Runner:
                 operation = await self._readiness.prepare(ticket, operation, workers)
             except CannotRun as problem:
                 await self._settle([Call(ticket, request, operation, None)], [problem.failure], 0.0)
+                continue
+            except IsRead as problem:
+                self._start_elsewhere(self._free(Call(ticket, request, operation, None), problem))
                 continue
             call, model = Call(ticket, request, operation, workers.name), state.model_of(ticket)
             if request.kind == RELEASE and model is not None:

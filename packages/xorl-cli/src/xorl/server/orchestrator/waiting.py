@@ -30,10 +30,11 @@ async def poll(state: State, ask: Poll) -> Pending | Finished | Unknown:
     return Finished(ask.request_id, stored.dialect, decode_result(stored.result))
 
 
-async def ended(state: State, request_id: str) -> None:
-    """Return once a request has ended, if it has not; it does, with an error at the latest."""
-    while (request := state.open.get(request_id)) is not None:
-        await _wait(request, MAX_WAIT_S)
+async def ended(state: State, request_id: str, within_s: float) -> None:
+    """Return once a request has ended, if it has not, or after that time."""
+    request = state.open.get(request_id)
+    if request is not None:
+        await _wait(request, within_s)
 
 
 async def cancel(state: State, ask: Cancel) -> Ok:

@@ -1,0 +1,136 @@
+"""Checkpoints that models are made again from: deleted or written over, they take no model with them."""
+
+import pytest
+
+from asynchronous import in_a_loop
+from counting_workers import folded
+from orchestrated import MODEL, forward_backward, options, running, serving, step, workers
+from xorl.server.messages import CreateModel, Failure, LoadWeights, Ok, SaveWeights
+from xorl.server.names import CheckpointRef
+from xorl.server.queries import DeleteCheckpoint
+
+OTHER = "session-1:train:1"
+TRAINED = folded(1, 1)
+
+
+def ref(name, model=MODEL):
+    return CheckpointRef(model, "weights", name)
+
+
+async def load(client, seq, name="kept", model=OTHER, of=MODEL):
+    return await client.do(LoadWeights(model, ref(name, of), optimizer=True), seq)
+
+
+async def weights_of(client, seq, model=OTHER):
+    """A model's weights, told by a step with a gradient of 5."""
+    await client.do(forward_backward(5, model=model), seq)
+    return (await client.do(step(model), seq + 1)).metrics["weights"]
+
+
+async def begun(client):
+    """MODEL after one step, saved as `kept`; its next number is 4."""
+    await client.begin()
+    await client.do(SaveWeights(MODEL, "kept"), 3)
+
+
+@in_a_loop
+async def test_a_checkpoint_that_a_model_has_loaded_or_begun_from_can_be_deleted_and_the_model_stays(tmp_path):
+    """Catches a model that is lost with its workers, since what it would be made again from was deleted."""
+    chosen, created = options(tmp_path), "session-1:train:2"
+    async with running(chosen) as client:
+        with workers(chosen):
+            await begun(client)
+            await client.create(OTHER)
+            await load(client, 1)
+            await client.do(CreateModel(created, checkpoint=ref("kept"), with_optimizer=True))
+        with workers(chosen):
+            # One of them is not there and has to be made again before it is saved.
+            await client.do(forward_backward(5, model=OTHER), 2)
+            assert await client.orchestrator.answer(DeleteCheckpoint(ref("kept"))) == Ok()
+        with workers(chosen):
+            assert (await client.do(step(OTHER), 3)).metrics["weights"] == folded(TRAINED, 5)
+            assert await weights_of(client, 1, created) == folded(TRAINED, 5)
+            assert await weights_of(client, 4, MODEL) == folded(TRAINED, 5)
+
+
+@pytest.mark.parametrize("begins", [False, True], ids=["loads", "begins"])
+@in_a_loop
+async def test_a_model_keeps_its_weights_when_another_one_writes_over_what_it_was_made_from(tmp_path, begins):
+    """Catches a model that silently becomes another one when its workers die, after `latest` was saved anew."""
+    chosen = options(tmp_path)
+    async with running(chosen) as client:
+        with workers(chosen):
+            await begun(client)
+            if begins:
+                await client.do(CreateModel(OTHER, checkpoint=ref("kept"), with_optimizer=True))
+            else:
+                await client.create(OTHER)
+                await load(client, 1)
+            await client.do(forward_backward(2), 4)
+            await client.do(step(), 5)
+            assert not isinstance(await client.do(SaveWeights(MODEL, "kept", overwrite=True), 6), Failure)
+        with workers(chosen):
+            assert await weights_of(client, 1 if begins else 2) == folded(TRAINED, 5)
+            assert await weights_of(client, 7, MODEL) == folded(folded(TRAINED, 2), 5)
+
+
+@in_a_loop
+async def test_a_model_that_writes_over_what_it_has_loaded_itself_is_saved_elsewhere_before(tmp_path):
+    """Catches a tail that loads what was written by its own end."""
+    chosen = options(tmp_path)
+    async with serving(chosen) as (client, counting):
+        await begun(client)
+        await client.do(LoadWeights(MODEL, ref("kept"), optimizer=False), 4)
+        model = client.orchestrator.state.registry.models[MODEL]
+        assert model.loads == [ref("kept")]
+        await client.do(forward_backward(2), 5)
+        await client.do(step(), 6)
+        saves = []
+        run = counting._change
+        counting._change = lambda operation, counted: (
+            saves.append(getattr(operation, "name", None)),
+            run(operation, counted),
+        )[1]
+        await client.do(SaveWeights(MODEL, "kept", overwrite=True), 7)
+        assert saves == ["recovery-0", "kept"]
+        assert (model.boundary, model.loads) == (ref("kept"), [])
+
+
+@in_a_loop
+async def test_two_models_that_write_over_what_the_other_has_loaded_do_not_wait_for_each_other(tmp_path):
+    """Catches two saves that wait for each other for ever."""
+    chosen = options(tmp_path)
+    async with running(chosen) as client:
+        with workers(chosen):
+            await begun(client)
+            await client.create(OTHER)
+            await client.do(SaveWeights(OTHER, "kept"), 1)
+            await load(client, 2)
+            await load(client, 4, model=MODEL, of=OTHER)
+            both = [(SaveWeights(OTHER, "kept", overwrite=True), 3), (SaveWeights(MODEL, "kept", overwrite=True), 5)]
+            sent = [await client.send(save, seq) for save, seq in both]
+            results = [await client.result(request) for request in sent]
+            assert not any(isinstance(result, Failure) for result in results)
+        with workers(chosen):
+            assert await weights_of(client, 4) == folded(TRAINED, 5)
+            assert await weights_of(client, 6, MODEL) == folded(1, 5)
+
+
+@in_a_loop
+async def test_a_checkpoint_whose_reader_cannot_be_saved_is_not_written_over(tmp_path, monkeypatch):
+    """Catches a save that goes on over the only copy of another model."""
+    chosen = options(tmp_path)
+    async with serving(chosen) as (client, counting):
+        await begun(client)
+        await client.create(OTHER)
+        await load(client, 1)
+        save = counting._save
+        full = Failure("server", 507, "the disk is full")
+        monkeypatch.setattr(
+            counting, "_save", lambda at, *rest, **extra: full if at.model_id == OTHER else save(at, *rest, **extra)
+        )
+        refused = await client.do(SaveWeights(MODEL, "kept", overwrite=True), 4)
+        assert isinstance(refused, Failure)
+        assert (refused.status, OTHER in refused.message) == (503, True)
+        model = client.orchestrator.state.registry.models[MODEL]
+        assert not model.is_overwriting
