@@ -97,6 +97,20 @@ def test_a_link_does_not_lead_out_of_the_output_folder(tmp_path):
         checkpoint_folder(output, CheckpointRef("m", "weights", "x"))
 
 
+def test_the_folder_of_a_kind_may_be_a_link_to_a_larger_disk(tmp_path):
+    """Catches an operator whose checkpoints lie elsewhere, and is told that they lead out."""
+    disk, output = tmp_path / "disk", tmp_path / "outputs"
+    (disk / "weights").mkdir(parents=True)
+    (tmp_path / "real").mkdir()
+    output.symlink_to(tmp_path / "real")
+    (output / "weights").symlink_to(disk / "weights")
+    ref = CheckpointRef("m", "weights", "x")
+    assert checkpoint_folder(output, ref) == output / "weights" / "m" / "x"
+    (disk / "weights" / "m").symlink_to(disk)
+    with pytest.raises(ValueError, match="leads out"):
+        checkpoint_folder(output, ref)
+
+
 def test_messages_load_no_torch():
     """Catches an import that would give the API and the orchestrator a torch each."""
     code = "import sys, xorl.server.queries; assert 'torch' not in sys.modules"

@@ -71,6 +71,27 @@ async def test_saves_are_checked_before_anything_is_written(tmp_path):
 
 
 @in_a_loop
+async def test_a_folder_of_checkpoints_that_is_a_link_is_used_and_counted(tmp_path):
+    """Catches an operator's larger disk that the service refuses, or that storage_limit does not see."""
+    chosen = options(tmp_path)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    chosen.folder.mkdir()
+    (chosen.folder / "weights").symlink_to(disk)
+    async with serving(chosen) as (client, _):
+        await client.begin()
+        saved = await client.do(SaveWeights(MODEL, "kept"), 3)
+        assert [path.name for path in disk.glob("*/*")] == ["kept"]
+        (disk / "large").write_bytes(bytes(2**20))
+        used = sum(path.stat().st_size for path in chosen.folder.rglob("*") if path.is_file())
+        changed = msgspec.structs.replace(chosen, storage_limit_bytes=used + 2**19)
+        client.orchestrator.state.options = changed
+        assert (await client.do(SaveWeights(MODEL, "more"), 4)).status == 507
+        client.orchestrator.state.options = chosen
+        assert await client.orchestrator.answer(DeleteCheckpoint(saved.checkpoint)) == Ok()
+
+
+@in_a_loop
 async def test_a_disk_that_takes_nothing_refuses_requests_and_keeps_results_until_it_does(tmp_path):
     """Catches a request that is accepted and not kept, and a result that is dropped for want of room."""
     chosen = options(tmp_path)

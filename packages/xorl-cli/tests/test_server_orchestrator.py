@@ -4,9 +4,12 @@ import asyncio
 import contextlib
 import sqlite3
 
+import numpy as np
+
 from asynchronous import in_a_loop
 from counting_workers import BAD, folded
 from orchestrated import MODEL, forward_backward, options, running, serving, step, submit, workers
+from xorl.server.arrays import Array
 from xorl.server.messages import (
     BlockFp8,
     CreateModel,
@@ -17,12 +20,15 @@ from xorl.server.messages import (
     Pending,
     Poll,
     Rejected,
+    Sample,
     SaveWeights,
+    SessionSampler,
     SyncWeights,
     Tombstone,
     Unknown,
+    UnloadModel,
 )
-from xorl.server.queries import GetModel, GetStatus, SetSyncQuantization
+from xorl.server.queries import CreateSamplingSession, GetModel, GetStatus, SetSyncQuantization
 
 
 @in_a_loop
@@ -179,6 +185,42 @@ async def test_a_call_that_kills_the_workers_again_and_again_is_given_up(tmp_pat
             assert isinstance(failure, Failure)
             assert "given up" in failure.message
             assert (await client.do(step(), 3)).metrics["weights"] == folded(1, 1)
+
+
+@in_a_loop
+async def test_a_request_that_cannot_be_prepared_for_an_unforeseen_reason_ends_and_nothing_else_does(tmp_path, caplog):
+    """Catches a service that one request stops, now and at each next start."""
+    chosen = options(tmp_path)
+    async with serving(chosen) as (client, _):
+        await client.begin()
+        folder = chosen.folder / "weights" / MODEL.replace(":", "~")
+        folder.parent.mkdir()
+        folder.symlink_to(tmp_path)
+        failure = await client.do(SaveWeights(MODEL, "kept"), 3)
+        assert isinstance(failure, Failure)
+        assert failure.status == 500
+        assert "ValueError: checkpoint weights/kept" in failure.message
+        assert any("not_prepared" in record.message and record.exc_info for record in caplog.records)
+        await client.do(forward_backward(2), 4)
+        assert (await client.do(step(), 5)).metrics["weights"] == folded(folded(1, 1), 2)
+        # Its own checkpoints are looked for when it goes, where none can be.
+        await client.do(UnloadModel(MODEL), 6)
+        await client.create("session-1:train:1")
+
+
+@in_a_loop
+async def test_a_sampler_that_was_forgotten_while_its_sample_waited_is_to_be_made_again(tmp_path):
+    """Catches a service that stops for a sample whose sampler has gone meanwhile."""
+    chosen = options(tmp_path)
+    async with running(chosen) as client:
+        await client.orchestrator.answer(CreateSamplingSession("gone", None, None, None))
+        prompt = Array.of(np.array([1], dtype=np.int32))
+        request = await client.send(Sample(SessionSampler("gone"), prompt))
+        del client.orchestrator.state.registry.samplers["gone"]
+        with workers(chosen):
+            failure = await client.result(request)
+            assert (failure.status, "make it again" in failure.message) == (404, True)
+            await client.create()
 
 
 @in_a_loop

@@ -103,9 +103,9 @@ def model_id_in_folder(folder_name: str) -> str:
 def checkpoint_folder(output_dir: Path, ref: CheckpointRef) -> Path:
     """Where a checkpoint is, or would be: `{output_dir}/{kind}/{model_id}/{name}`.
 
-    Raises ValueError where links lead out of output_dir.
+    `{output_dir}/{kind}` may be a link, as to a larger disk; raises ValueError where links below lead out of it.
     """
     folder = model_folder(output_dir, ref.model_id, ref.kind) / ref.name
-    if not folder.resolve().is_relative_to(output_dir.resolve()):
+    if not folder.resolve().is_relative_to((output_dir / ref.kind).resolve()):
         raise ValueError(f"checkpoint {ref.kind}/{ref.name} of model {ref.model_id} leads out of the output folder")
     return folder

@@ -73,19 +73,21 @@ def delete(output_dir: Path, checkpoint: CheckpointRef) -> bool:
     return True
 
 
-def check_room(output_dir: Path, limit_bytes: int, wanted_bytes: int) -> None:
-    """Raise StorageLimitError unless wanted_bytes more are within the limit and on the disk."""
-    used = size_of(output_dir)
+def check_room(output_dir: Path, kind: CheckpointKind, limit_bytes: int, wanted_bytes: int) -> None:
+    """Raise StorageLimitError unless wanted_bytes more of a kind are within the limit and on its disk."""
+    linked = [output_dir / other for other in get_args(CheckpointKind) if (output_dir / other).is_symlink()]
+    used = sum(size_of(folder) for folder in (output_dir, *linked))
     if used + wanted_bytes > limit_bytes:
         raise StorageLimitError(
             f"StorageLimitError: {output_dir} holds {_readable(used)}, this would add about "
             f"{_readable(wanted_bytes)}, and storage_limit is {_readable(limit_bytes)}: delete checkpoints, or start "
             "the service with a higher storage_limit"
         )
-    free = shutil.disk_usage(output_dir).free
+    disk = output_dir / kind if (output_dir / kind).exists() else output_dir
+    free = shutil.disk_usage(disk).free
     if wanted_bytes + FREE_MARGIN_BYTES > free:
         raise StorageLimitError(
-            f"StorageLimitError: the disk of {output_dir} has {_readable(free)} free, and this would take about "
+            f"StorageLimitError: the disk of {disk} has {_readable(free)} free, and this would take about "
             f"{_readable(wanted_bytes)}: delete checkpoints or make room"
         )
 

@@ -60,7 +60,7 @@ class Readiness:
         self._models = models
 
     async def prepare(self, ticket: Ticket, operation: Operation, workers: Incarnation) -> Operation:
-        """The operation as the workers are to get it; CannotRun where it has ended here, IsRead where it has to wait."""
+        """The operation as the workers get it; CannotRun where it has ended here, IsRead where it has to wait."""
         if isinstance(operation, Sample):
             return replace(operation, sampler=self._resolve(operation.sampler, workers))
         model = self._state.model_of(ticket)
@@ -171,7 +171,7 @@ class Readiness:
         wanted = model.checkpoint_bytes.get(kind) or max(known)
         limit = state.options.storage_limit_bytes
         try:
-            await asyncio.to_thread(catalogue.check_room, state.options.folder, limit, wanted)
+            await asyncio.to_thread(catalogue.check_room, state.options.folder, kind, limit, wanted)
         except catalogue.StorageLimitError as problem:
             raise CannotRun(Failure("user", 507, str(problem))) from None
         if checkpoint == model.boundary:
@@ -181,7 +181,12 @@ class Readiness:
     def _resolve(self, sampler: SamplerRef, workers: Incarnation) -> SamplerRef:
         registry = self._state.registry
         if isinstance(sampler, SessionSampler):
-            return _weights_of(registry.samplers[sampler.sampling_session_id], workers)
+            name = sampler.sampling_session_id
+            record = registry.samplers.get(name)
+            if record is None:
+                message = f"sampling session {name} is not kept any more, its weights are gone: make it again"
+                raise CannotRun(Failure("user", 404, message))
+            return _weights_of(record, workers)
         if not isinstance(sampler, NamedSampler):
             return sampler
         named = [

@@ -34,8 +34,8 @@ class ModelRecord(msgspec.Struct):
     replaces: the workers may still hold the one before it.
     boundary: the checkpoint from which the journal's tail makes the model again, None for its creation; boundary_steps:
     the optimizer steps in it. is_overwriting: a newer state is being saved over the boundary. loads: the checkpoints
-    that the tail loads. num_steps: steps taken so far. tail_s: the workers' time that the tail took; save_s: that of its
-    last save.
+    that the tail loads. num_steps: steps taken so far. tail_s: the workers' time that the tail took; save_s: that of
+    its last save.
     checkpoint_bytes: what the last checkpoint took, by kind.
     """
 

@@ -68,7 +68,11 @@ class Release:
         for number in range(2):
             own = CheckpointRef(model.model_id, "weights", f"{RECOVERY_PREFIX}{number}")
             if (own != model.boundary or not model.is_there) and not self._state.registry.readers(own):
-                await asyncio.to_thread(catalogue.delete, self._state.options.folder, own)
+                try:
+                    await asyncio.to_thread(catalogue.delete, self._state.options.folder, own)
+                except (OSError, ValueError) as problem:
+                    # It takes room and is in nobody's way.
+                    logger.warning("event=not_deleted checkpoint=%s why=%r", own.uri("xorl"), str(problem))
 
     async def set_aside(self, model: ModelRecord, workers: Incarnation) -> Failure | None:
         """Save a model, unless a checkpoint has it, and free what it holds; it comes back when it is called."""

@@ -194,10 +194,10 @@ class Runner:
             operation = await self._readiness.prepare(ticket, operation, state.workers.current())
             assert isinstance(operation, Sample)
             result = await state.inference.sample(operation)
-        except CannotRun as problem:
-            result = problem.failure
         except WorkersLost:
             result = None
+        except Exception as problem:  # noqa: BLE001 - the client is told, whatever it was, and the others go on
+            result = _failure(request, problem)
         if result is not None:
             await self._settle([Call(ticket, request, operation, None)], [result], 0.0)
             return
@@ -219,16 +219,20 @@ class Runner:
             try:
                 await self._begin(request, operation, workers.name)
                 operation = await self._readiness.prepare(ticket, operation, workers)
-            except CannotRun as problem:
-                await self._settle([Call(ticket, request, operation, None)], [problem.failure], 0.0)
-                continue
+                model = state.model_of(ticket)
+                if request.kind == RELEASE and model is not None:
+                    await self._release(ticket, model, workers)
+                    continue
             except IsRead as problem:
                 self._start_elsewhere(self._free(Call(ticket, request, operation, None), problem))
                 continue
-            call, model = Call(ticket, request, operation, workers.name), state.model_of(ticket)
-            if request.kind == RELEASE and model is not None:
-                await self._release(call, model, workers)
-            elif isinstance(operation, UnloadModel) and model is not None and model.workers != workers.name:
+            except (WorkersLost, JournalError):
+                raise
+            except Exception as problem:  # noqa: BLE001 - as in `_sample_elsewhere`
+                await self._settle([Call(ticket, request, operation, None)], [_failure(request, problem)], 0.0)
+                continue
+            call = Call(ticket, request, operation, workers.name)
+            if isinstance(operation, UnloadModel) and model is not None and model.workers != workers.name:
                 await self._settle([call], [Unloaded(model.model_id)], 0.0)
             else:
                 calls.append(call)
@@ -363,13 +367,13 @@ class Runner:
             request.kind == AFTER_STEP and request.ticket.lane == model.lane for request in state.open.values()
         )
 
-    async def _release(self, call: Call, model: ModelRecord, workers: Incarnation) -> None:
+    async def _release(self, ticket: Ticket, model: ModelRecord, workers: Incarnation) -> None:
         """Take a model whose client is idle off the workers."""
         failure = await self._models.set_aside(model, workers)
         result = Unloaded(model.model_id) if failure is None else failure
-        records = self._state.passed(call.ticket)
-        await self._state.end([Outcome(call.ticket.request_id, encode(result), time.time(), records=records)], [result])
-        self._state.scheduler.finish([call.ticket])
+        records = self._state.passed(ticket)
+        await self._state.end([Outcome(ticket.request_id, encode(result), time.time(), records=records)], [result])
+        self._state.scheduler.finish([ticket])
 
     async def _drop_obsolete(self, ticket: Ticket) -> None:
         model = self._state.model_of(ticket)
@@ -389,6 +393,15 @@ class Runner:
             self._state.tally.count_tokens(sum(one.tokens.shape[0] for one in result.sequences))
         if (checkpoint := saved_as(operation)) is not None:
             logger.info("event=saved checkpoint=%s", checkpoint.uri("xorl"))
+
+
+def _failure(request: OpenRequest, problem: Exception) -> Failure:
+    """Of a request that cannot run. What nobody foresaw ends it, too: in the journal, it would end each next start."""
+    if isinstance(problem, CannotRun):
+        return problem.failure
+    logger.error("event=not_prepared request=%s kind=%s", request.ticket.request_id, request.kind, exc_info=problem)
+    what = f"{type(problem).__name__}: {problem}"
+    return Failure("server", 500, f"this did not run, the service failed before it: {what}. See the service's log")
 
 
 def _runs_ahead(call: Call, result: Result) -> bool:
