@@ -48,7 +48,7 @@ from xorl.server.messages import (
     SyncWeights,
     UnloadModel,
 )
-from xorl.server.names import CheckpointRef
+from xorl.server.names import CheckpointKind, CheckpointRef, checkpoint_folder
 from xorl.server.worker.adapters import AdapterModels
 from xorl.server.worker.full import WholeModel
 from xorl.server.worker.operations import Worker
@@ -336,6 +336,11 @@ def test_saved_models_go_on_to_the_bit(kind: str, num_ranks: int, tmp_path: Path
         created = done(worker, CreateModel("n", checkpoint=ref, with_optimizer=True))
         assert isinstance(created, ModelCreated)
         assert (created.num_steps, created.lora_rank) == (1, 3 if kind == "lora" else None)
+        names: dict[CheckpointKind, str] = {"weights": "a", "sampler_weights": "s", "external_weights": "e"}
+        for saved, name in names.items():
+            folder = checkpoint_folder(tmp_path / "outputs", CheckpointRef("m", saved, name))
+            took = sum(file.stat().st_size for file in folder.rglob("*"))
+            assert created.checkpoint_bytes[saved] == pytest.approx(took, rel=0.3)
         done(worker, *train("n", data))
         got = trained_values(worker, "n")
         done(worker, LoadWeights("n", ref, optimizer=True), *train("n", data))

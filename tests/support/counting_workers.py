@@ -44,7 +44,7 @@ from xorl.server.messages import (
     UnloadModel,
     Work,
 )
-from xorl.server.names import CheckpointRef, checkpoint_folder
+from xorl.server.names import CheckpointKind, CheckpointRef, checkpoint_folder
 
 MODULUS = 2**31 - 1
 NUM_REMEMBERED = 64
@@ -70,12 +70,14 @@ class Counted:
 class CountingWorkers:
     """Answers at `address` from a thread until `close`.
 
-    delay_s: of each forward_backward. ran: the ids of all operations that were run, in their order.
+    delay_s: of each forward_backward. checkpoint_bytes: what it says of each new model. ran: the ids of all operations
+    that were run, in their order.
     """
 
     address: str
     output_dir: Path
     delay_s: float = 0.0
+    checkpoint_bytes: dict[CheckpointKind, int] = field(default_factory=dict)
     models: dict[str, Counted] = field(default_factory=dict)
     ran: list[str] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
@@ -183,7 +185,7 @@ class CountingWorkers:
                 return Failure("user", 404, f"no checkpoint {operation.checkpoint}")
             model = self._load(operation.checkpoint)
         self.models[operation.model_id] = model
-        return ModelCreated(operation.model_id, 8, 16.0, num_steps=model.steps)
+        return ModelCreated(operation.model_id, 8, 16.0, model.steps, self.checkpoint_bytes)
 
     def _forward_backward(self, operation: ForwardBackward, model: Counted) -> object:
         if operation.loss_fn == BAD:

@@ -8,8 +8,19 @@ import msgspec
 from asynchronous import in_a_loop
 from counting_workers import folded
 from orchestrated import MODEL, SESSION, forward_backward, options, serving, step, submit
-from xorl.server.messages import CreateModel, Failure, LoraSpec, Ok, Rejected, SaveWeights, UnloadModel
+from xorl.server.messages import (
+    CreateModel,
+    Failure,
+    LoraSpec,
+    Ok,
+    Rejected,
+    SaveFullWeights,
+    SaveWeights,
+    SaveWeightsForSampler,
+    UnloadModel,
+)
 from xorl.server.names import CheckpointRef
+from xorl.server.orchestrator.calls import RELEASE
 from xorl.server.orchestrator.registry import checkpoint_key
 from xorl.server.queries import (
     CreateSession,
@@ -89,6 +100,29 @@ async def test_a_folder_of_checkpoints_that_is_a_link_is_used_and_counted(tmp_pa
         assert (await client.do(SaveWeights(MODEL, "more"), 4)).status == 507
         client.orchestrator.state.options = chosen
         assert await client.orchestrator.answer(DeleteCheckpoint(saved.checkpoint)) == Ok()
+
+
+@in_a_loop
+async def test_no_save_goes_beyond_storage_limit_the_first_one_and_the_services_own_neither(tmp_path):
+    """Catches a first save of unknown size, an idle model and a stop that fill a disk beyond what was set."""
+    chosen = options(tmp_path, storage_limit_bytes=10**9)
+    kinds = {"weights": 10**9, "sampler_weights": 10**9, "external_weights": 10**9}
+    async with serving(chosen, checkpoint_bytes=kinds) as (client, counting):
+        await client.begin()
+        for seq, save in enumerate((SaveWeights, SaveWeightsForSampler, SaveFullWeights), start=3):
+            assert (await client.do(save(MODEL, "first"), seq)).status == 507
+        await client.do(forward_backward(2), 6)
+        model = client.orchestrator.state.registry.models[MODEL]
+        released = await client.orchestrator._door.submit_own(UnloadModel(MODEL), RELEASE)
+        assert (await client.result(released)).status == 507
+        assert (model.state, list(counting.models)) == ("ready", [MODEL])
+        await client.orchestrator.save_models()
+        assert not list(chosen.folder.glob("*weights/*/*"))
+        num_ran = len(counting.ran)
+    async with serving(chosen) as (client, fresh):
+        assert (await client.do(step(), 7)).metrics["weights"] == folded(folded(1, 1), 2)
+    # Its creation, the steps and the gradients again, after the unloading of nothing.
+    assert len(fresh.ran) == num_ran + 2
 
 
 @in_a_loop

@@ -11,9 +11,9 @@ from typing import Literal
 import msgspec
 
 from xorl.server.arrays import Array, Datum
-from xorl.server.names import CheckpointRef, Dialect
+from xorl.server.names import CheckpointKind, CheckpointRef, Dialect
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -253,12 +253,16 @@ class Failure(Message, frozen=True):
 
 
 class ModelCreated(Message, frozen=True):
-    """Of CreateModel. lora_rank None: full weights. num_steps: optimizer steps taken, of a checkpoint."""
+    """Of CreateModel. lora_rank None: full weights. num_steps: optimizer steps taken, of a checkpoint.
+
+    checkpoint_bytes: about what a checkpoint of it takes, by kind.
+    """
 
     model_id: str
     lora_rank: int | None
     lora_alpha: float | None = None
     num_steps: int = 0
+    checkpoint_bytes: dict[CheckpointKind, int] = {}
 
 
 class Unloaded(Message, frozen=True):

@@ -110,6 +110,7 @@ class Effects:
         model.state, model.workers = "ready", workers
         model.num_steps = model.boundary_steps = result.num_steps
         model.weights_id = secrets.token_hex(4)
+        model.checkpoint_bytes = dict(result.checkpoint_bytes)
         if result.lora_rank is not None:
             asked = model.create.lora or LoraSpec()
             model.lora = replace(asked, rank=result.lora_rank, alpha=result.lora_alpha)

@@ -165,18 +165,12 @@ class Readiness:
         return [other for other in self._state.registry.readers(checkpoint) if other is not model]
 
     async def _make_room(self, model: ModelRecord, checkpoint: CheckpointRef) -> None:
-        state, kind = self._state, checkpoint.kind
-        # Nothing is known of a model's first one but what others took.
-        known = [other.checkpoint_bytes.get(kind, 0) for other in state.registry.models.values()]
-        wanted = model.checkpoint_bytes.get(kind) or max(known)
-        limit = state.options.storage_limit_bytes
-        try:
-            await asyncio.to_thread(catalogue.check_room, state.options.folder, kind, limit, wanted)
-        except catalogue.StorageLimitError as problem:
-            raise CannotRun(Failure("user", 507, str(problem))) from None
+        full = await self._models.check_room(model, checkpoint.kind)
+        if full is not None:
+            raise CannotRun(full)
         if checkpoint == model.boundary:
             model.is_overwriting = True
-            await state.journal.put([stored(model)])
+            await self._state.journal.put([stored(model)])
 
     def _resolve(self, sampler: SamplerRef, workers: Incarnation) -> SamplerRef:
         registry = self._state.registry

@@ -7,7 +7,7 @@ from typing import TypeVar
 import msgspec
 
 from xorl.server.messages import CreateModel, LoraSpec
-from xorl.server.names import CheckpointRef
+from xorl.server.names import CheckpointKind, CheckpointRef
 from xorl.server.orchestrator.journal import Journal, Record
 
 
@@ -36,7 +36,7 @@ class ModelRecord(msgspec.Struct):
     the optimizer steps in it. is_overwriting: a newer state is being saved over the boundary. loads: the checkpoints
     that the tail loads. num_steps: steps taken so far. tail_s: the workers' time that the tail took; save_s: that of
     its last save.
-    checkpoint_bytes: what the last checkpoint took, by kind.
+    checkpoint_bytes: what the last checkpoint took, by kind; before there is one, what the workers expect.
     """
 
     model_id: str
@@ -60,7 +60,7 @@ class ModelRecord(msgspec.Struct):
     loads: list[CheckpointRef] = msgspec.field(default_factory=list)
     num_recoveries: int = 0
     weights_id: str = ""
-    checkpoint_bytes: dict[str, int] = msgspec.field(default_factory=dict)
+    checkpoint_bytes: dict[CheckpointKind, int] = msgspec.field(default_factory=dict)
 
     @property
     def lane(self) -> str:

@@ -8,7 +8,7 @@ import secrets
 import time
 
 from xorl.server.messages import Failure, Operation, Result, Saved, SaveWeights, UnloadModel, Work
-from xorl.server.names import CheckpointRef
+from xorl.server.names import CheckpointKind, CheckpointRef
 from xorl.server.orchestrator import catalogue
 from xorl.server.orchestrator.calls import RECOVERY_PREFIX
 from xorl.server.orchestrator.effects import Effects
@@ -45,6 +45,16 @@ class Release:
         waits = any(request.ticket.lane == model.lane for request in self._state.open.values())
         return not waits and time.time() - self._state.registry.activity(model) > limit
 
+    async def check_room(self, model: ModelRecord, kind: CheckpointKind) -> Failure | None:
+        """Why there is no room for one more checkpoint of a model; asked before every save."""
+        options = self._state.options
+        wanted = model.checkpoint_bytes.get(kind, 0)
+        try:
+            await asyncio.to_thread(catalogue.check_room, options.folder, kind, options.storage_limit_bytes, wanted)
+        except catalogue.StorageLimitError as problem:
+            return Failure("user", 507, str(problem))
+        return None
+
     async def save(self, model: ModelRecord, workers: Incarnation) -> Failure | None:
         """Move a model's boundary to now, but for a gradient that is left; nothing to do where it is there."""
         if not self._state.journal.num_settled(model.lane):
@@ -54,6 +64,9 @@ class Release:
     async def save_elsewhere(self, model: ModelRecord, workers: Incarnation) -> Failure | None:
         """The same, also where the boundary is there: it is in a checkpoint of the service's own afterwards."""
         state = self._state
+        full = await self.check_room(model, "weights")
+        if full is not None:
+            return full
         save = recovery_save(model)
         result = await _work(save, workers)
         if not isinstance(result, Saved):

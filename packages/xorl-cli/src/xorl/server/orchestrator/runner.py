@@ -115,7 +115,7 @@ class Runner:
                 if model.state != "ready" or model.workers != workers.name:
                     continue
                 problem = await self._models.save(model, workers)
-            except (WorkersLost, JournalError) as lost:
+            except (WorkersLost, JournalError, OSError) as lost:
                 logger.warning("event=not_saved model=%s why=%r", model.model_id, str(lost))
                 continue
             if problem is not None:

@@ -13,13 +13,15 @@ import torch
 from xorl.ckpt import JSON, Checkpointer, CheckpointError, Manifest, Stateful, is_complete, read_manifest
 from xorl.core.runtime import rng_state, set_rng_state
 from xorl.server.messages import Saved
-from xorl.server.names import CheckpointRef, checkpoint_folder
+from xorl.server.names import CheckpointKind, CheckpointRef, checkpoint_folder
 from xorl.server.worker.base import Base
 from xorl.server.worker.models import SERVICE, Models, UnknownName
 from xorl.train.export import ModelExport
 
 logger = logging.getLogger(__name__)
 
+# What a checkpoint takes for each tensor beside its values: names, shapes and headers, in its file and the index.
+HEADER_BYTES = 2048
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -80,6 +82,20 @@ class SavedModels:
         )
         logger.info("event=saved model=%s path=%s save_s=%.2f", model_id, folder, time.perf_counter() - start)
         return _saved(ref, folder)
+
+    def estimated_bytes(self, model_id: str) -> dict[CheckpointKind, int]:
+        """About what a checkpoint of a model takes, by kind, before there is one."""
+        parts = self._models.state(model_id, with_optimizer=False).values()
+        tensors = [tensor for part in parts for tensor in part.state_dict().values()]
+        values = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        # AdamW's two in fp32; other optimizers keep less.
+        moments = 2 * sum(tensor.numel() * torch.float32.itemsize + HEADER_BYTES for tensor in tensors)
+        if self._models.adapter_files(model_id) is not None:
+            values *= 2  # written once more, as other tools read it
+        values += len(tensors) * HEADER_BYTES
+        # In bf16, as exports are by default.
+        exported = torch.bfloat16.itemsize * sum(p.numel() for p in self._base.model.module.parameters())
+        return {"weights": values + moments, "sampler_weights": values, "external_weights": exported}
 
     def described(self, ref: CheckpointRef) -> Mapping[str, JSON]:
         """What the checkpoint says of the model in it.

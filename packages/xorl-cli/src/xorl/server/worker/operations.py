@@ -214,7 +214,7 @@ class Worker:
         self._progress[model_id] = progress
         self._changed(model_id)
         rank, alpha = self.models.lora(model_id) or (None, None)
-        return ModelCreated(model_id, rank, alpha, progress.num_steps)
+        return ModelCreated(model_id, rank, alpha, progress.num_steps, self.saved.estimated_bytes(model_id))
 
     def unload_model(self, operation: UnloadModel, _: str) -> Unloaded:
         self._require(operation.model_id)
