@@ -11,6 +11,7 @@ from xorl.config import (
     ConfigError,
     LoadedServerConfig,
     ServerConfig,
+    load_config,
     load_server_config,
     num_workers,
     server_config_from_mapping,
@@ -278,3 +279,72 @@ def test_the_page_about_the_service_is_sound(tmp_path: Path) -> None:
     for block in blocks:
         (tmp_path / "a.yaml").write_text(block)
         load_server_config(tmp_path / "a.yaml", ("--server.model_path", "m"))
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides"),
+    [
+        ("api_token: ${XORL_TEST_KEY}", ()),
+        ("api_token: tml-zebra", ()),
+        ("{api_token: [tml-zebra], lora_rank: 0}", ()),
+        ("api_token: &key corp-zebra-012", ()),
+        ("'api_token' : corp-zebra-012\napi_token: corp-zebra-012", ()),
+        ("api_tokn: tml-zebra-0123456789", ()),
+        ("api_token: {a: corp-zebra-012}", ()),
+        ("api_token: tml-zebra-${", ()),
+        ("api_token: 'corp-zebra-012", ()),
+        ("", ("--server.api_token", "tml-zebra")),
+        ("", ("--server.api_token=tml-zebra",)),
+        ("", ("--server.api_tokn", "tml-zebra-0123456789")),
+        ("api_token: tml-zebra-0123456789", ("--server.api_token.x", "1")),
+        ("lora_rank: ${XORL_TEST_KEY}", ()),
+        ("qlora_exclude_modules: ${XORL_TEST_KEY}", ()),
+        ("log_level: ${XORL_TEST_LEVEL}", ()),
+        ("moe_implementation: ${XORL_TEST_EXPERTS}", ()),
+        ("max_sessions: ${XORL_TEST_NUMBER}", ()),
+        ("max_sessions: '${XORL_TEST_NUMBER}'", ()),
+        ("inference_endpoints: [{host: '${XORL_TEST_KEY}', port: 1}, {host: '${XORL_TEST_KEY}', port: 1}]", ()),
+        ("inference_endpoints: ['${XORL_TEST_KEY}']", ()),
+    ],
+)
+def test_no_error_shows_a_secret_or_what_a_variable_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, overrides: tuple[str, ...]
+) -> None:
+    # Catches a key that lands in a terminal, a log or a bug report because it was refused.
+    for name, value in {"KEY": "corp-zebra-012", "LEVEL": "zebra", "EXPERTS": "triton", "NUMBER": "-7707"}.items():
+        monkeypatch.setenv(f"XORL_TEST_{name}", value)
+    file = tmp_path / "server.yaml"
+    file.write_text(f"model_path: m\n{text}\n" if ": " in text and text[0] != "{" else text)
+    with pytest.raises(ConfigError) as caught:
+        load_server_config(file, overrides)
+    assert not re.search("zebra|7707|triton is", str(caught.value))
+    if "${XORL_TEST_" in text and "api_token" not in text:
+        assert "${XORL_TEST_" in "".join(problem.message for problem in caught.value.problems)
+
+
+def test_a_key_is_hidden_from_the_command_that_has_none(tmp_path: Path) -> None:
+    # Catches the service's file, given to `xorl train`, whose unknown options are printed with their lines.
+    file = tmp_path / "server.yaml"
+    file.write_text("model_path: m\napi_token: tml-zebra-0123456789\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    assert "api_token: ***" in str(caught.value)
+    assert "zebra" not in str(caught.value)
+
+
+def test_a_secret_is_masked_where_the_configuration_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Catches `xorl config show --service` in a bug report, or a logged configuration, that gives the key away.
+    key = "tml-0123456789abcdef"
+    monkeypatch.setenv("XORL_TEST_KEY", key)
+    monkeypatch.setenv("XORL_TEST_MODEL", "org/model")
+    file = tmp_path / "server.yaml"
+    file.write_text("model_path: ${XORL_TEST_MODEL}\napi_token: ${XORL_TEST_KEY}\n")
+    found = load_server_config(file)
+    text = show(found)
+    assert key not in f"{text}{found}{found.config.model_dump()}{found.config.model_dump_json()}"
+    row = next(line for line in text.splitlines() if line.startswith("api_token"))
+    assert re.fullmatch(r'api_token: "\*+" +# .*server.yaml:2, environment XORL_TEST_KEY', row)
+    assert "model_path: org/model " in text
+    # The processes of the service read the whole.
+    file.write_text(show(found, with_secrets=True))
+    assert load_server_config(file).config == found.config

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import Secret
 
 from xorl.config import LoadedServerConfig, server_config_from_mapping
 from xorl.server import launcher
@@ -132,14 +133,14 @@ def test_a_public_address_needs_a_key(tmp_path: Path) -> None:
     assert launcher.with_token(loaded(tmp_path), "127.0.0.1")[0].config.api_token is None
     first, file = launcher.with_token(loaded(tmp_path), "0.0.0.0")
     assert file is not None
-    token = first.config.api_token
-    assert token is not None
+    assert first.config.api_token is not None
+    token = first.config.api_token.get_secret_value()
     assert token.startswith("tml-")
     assert len(token) > 40
     assert stat.S_IMODE(Path(file).stat().st_mode) == 0o600
-    assert launcher.with_token(loaded(tmp_path), "::")[0].config.api_token == token
+    assert launcher.with_token(loaded(tmp_path), "::")[0].config.api_token == Secret(token)
     own = launcher.with_token(loaded(tmp_path, api_token="tml-0123456789ab"), "0.0.0.0")
-    assert (own[0].config.api_token, own[1]) == ("tml-0123456789ab", None)
+    assert (own[0].config.api_token, own[1]) == (Secret("tml-0123456789ab"), None)
 
 
 def test_one_service_has_an_output_folder(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ given twice is an error. Scalars are resolved here and not by the YAML library, 
 import copy
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
@@ -24,7 +24,7 @@ from ruamel.yaml.events import (
 )
 
 from xorl.config.environment import substitute
-from xorl.config.problems import Origin, Problem
+from xorl.config.problems import Origin, Problem, hide_secrets
 
 Scalar = None | bool | int | float | str
 Plain = Scalar | list["Plain"] | dict[str, "Plain"]
@@ -46,10 +46,14 @@ NUMBERS: tuple[tuple[re.Pattern[str], Callable[[str], Scalar]], ...] = (
 
 @dataclass
 class Node:
-    """A value and where it was written; for an entry of a mapping that is where its key stands."""
+    """A value and where it was written; for an entry of a mapping that is where its key stands.
+
+    `written` is the text of a scalar that holds variables, `${NAME}` and all.
+    """
 
     value: "Scalar | list[Node] | dict[str, Node]"
     origin: Origin
+    written: str | None = None
 
     def plain(self) -> Plain:
         """Returns the value without positions."""
@@ -58,6 +62,23 @@ class Node:
         if isinstance(self.value, dict):
             return {key: item.plain() for key, item in self.value.items()}
         return self.value
+
+    def as_written(self) -> Plain:
+        """Returns the value without positions, and with variables in place of what they stand for."""
+        if isinstance(self.value, list):
+            return [item.as_written() for item in self.value]
+        if isinstance(self.value, dict):
+            return {key: item.as_written() for key, item in self.value.items()}
+        return self.value if self.written is None else self.written
+
+    def expanded(self) -> "Iterator[Node]":
+        """Yields the scalars here and below that hold variables."""
+        below = self.value.values() if isinstance(self.value, dict) else self.value
+        if isinstance(below, Iterable) and not isinstance(below, str):
+            for item in below:
+                yield from item.expanded()
+        elif self.written is not None:
+            yield self
 
     def find(self, path: Sequence[str | int]) -> "Node | None":
         """Returns the node at a path, or None."""
@@ -90,12 +111,12 @@ class Document:
     problems: list[Problem] = field(default_factory=list)
 
 
-def read_document(text: str, name: str) -> Document:
-    """Reads the text of a file; `name` is how positions cite it."""
+def read_document(text: str, name: str, secrets: Collection[str] = ()) -> Document:
+    """Reads the text of a file; `name` is how positions cite it, without the values of options named in `secrets`."""
     lines = text.splitlines()
 
     def origin_of(line: int) -> Origin:
-        shown = lines[line] if line < len(lines) else ""
+        shown = hide_secrets(lines[line], secrets) if line < len(lines) else ""
         return Origin("file", f"{name}:{line + 1}", shown, line + 1)
 
     return _read(text, origin_of)
@@ -182,7 +203,9 @@ class _Builder:
             if known is None:
                 self.problem(event, path, f"*{event.anchor} stands for nothing: no &{event.anchor} comes before it")
             # A copy, since an override of one place must not reach the other.
-            return Node(copy.deepcopy(known.value) if known else None, origin)
+            if known is None:
+                return Node(None, origin)
+            return replace(copy.deepcopy(known), origin=replace(origin, variables=known.origin.variables))
         if isinstance(event, ScalarEvent):
             node = self.scalar(event, path, origin)
         elif isinstance(event, SequenceStartEvent):
@@ -201,7 +224,7 @@ class _Builder:
         if event.tag not in (None, "!", STRING_TAG):
             self.problem(event, path, f"the tag {event.tag} means nothing here; leave it out")
         is_plain = event.style is None and event.tag is None
-        return Node(resolve_scalar(text) if is_plain else text, origin)
+        return Node(resolve_scalar(text) if is_plain else text, origin, event.value if used else None)
 
     def items(self, path: str) -> list[Node]:
         items: list[Node] = []
@@ -220,7 +243,7 @@ class _Builder:
             child = f"{path}.{name}" if path else name
             node = self.node(next(self.events), child)
             here = self.origin_of(event.start_mark.line)
-            node = Node(node.value, Origin(here.kind, here.where, here.text, here.line, node.origin.variables))
+            node = replace(node, origin=replace(here, variables=node.origin.variables))
             if name in entries:
                 first = entries[name].origin
                 self.problem(event, child, f"given twice; the first is at {first.where}. Keep one", also=(first,))

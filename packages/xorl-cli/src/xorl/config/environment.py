@@ -20,9 +20,7 @@ def substitute(text: str, used: list[str], report: Callable[[str], None]) -> str
 
     def replacement(match: re.Match[str]) -> str:
         if match["broken"]:
-            report(
-                f"{text!r} holds an unfinished ${{; write ${{NAME}} or ${{NAME:-default}}, or $${{ for the text itself"
-            )
+            report("holds an unfinished ${; write ${NAME} or ${NAME:-default}, or $${ for the text itself")
             return ""
         name, default = match["name"], match["default"]
         if not name:

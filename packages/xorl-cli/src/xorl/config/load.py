@@ -22,6 +22,8 @@ from xorl.config.server_training import resolve_server
 from xorl.config.validate import validate
 
 NO_LINE = 0  # of overrides
+# Of both kinds of configuration: a file is also given to the wrong command.
+SECRETS = [option.name for root in (Config, ServerConfig) for option in all_options(root).values() if option.is_secret]
 
 LOCAL = Schema(
     Config,
@@ -92,7 +94,7 @@ def server_config_from_mapping(data: Mapping[str, object], overrides: Sequence[s
 
 def _load(path: Path, overrides: Sequence[str], schema: Schema[ConfigT]) -> Loaded[ConfigT]:
     name = str(path)
-    document = read_document(_text_of(path), name)
+    document = read_document(_text_of(path), name, SECRETS)
     root = document.root or Node(None, Origin("file", f"{name}:1", "", 1))
     read = Document(root if not _is_unreadable(document) else None, document.problems)
     return _finish(read, path, overrides, name, schema)
@@ -105,7 +107,7 @@ def _is_unreadable(document: Document) -> bool:
 def _finish(
     document: Document, path: Path | None, overrides: Sequence[str], name: str, schema: Schema[ConfigT]
 ) -> Loaded[ConfigT]:
-    parsed, problems = parse_overrides(overrides, schema.prefix)
+    parsed, problems = parse_overrides(overrides, schema.prefix, SECRETS)
     problems = [*document.problems, *problems]
     if document.root is None:
         raise ConfigError(problems, name)

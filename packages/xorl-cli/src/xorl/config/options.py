@@ -15,6 +15,7 @@ from functools import cache
 from typing import Annotated, Literal, Union, get_args, get_origin
 
 from annotated_types import BaseMetadata, Ge, Gt, Le, Lt, MinLen, MultipleOf
+from pydantic import Secret
 from pydantic.fields import FieldInfo
 
 from xorl.config.document import resolve_scalar
@@ -81,6 +82,11 @@ class Option:
     def choices(self) -> tuple[str, ...]:
         """The strings that a closed set allows; empty for other types."""
         return tuple(choice for choice in _literals(self.annotation) if isinstance(choice, str))
+
+    @property
+    def is_secret(self) -> bool:
+        """Whether its value is shown nowhere."""
+        return any(_is_secret(annotation) for annotation in (self.annotation, *get_args(self.annotation)))
 
 
 @cache
@@ -241,6 +247,8 @@ def type_text(annotation: object, metadata: Iterable[object] = ()) -> str:
         return " or ".join(type_text(argument) for argument in sorted(arguments, key=_is_null))
     if origin is Literal:
         return f"{'one of ' if len(arguments) > 1 else ''}{', '.join(map(str, arguments))}"
+    if origin is Secret:
+        return type_text(arguments[0])
     if origin is list:
         return f"list of {_plural(arguments[0])}"
     if origin is dict:
@@ -253,6 +261,10 @@ def type_text(annotation: object, metadata: Iterable[object] = ()) -> str:
         if isinstance(item, kind)
     ]
     return " ".join([WORDS.get(annotation, "mapping"), " and ".join(bounds)]).rstrip()
+
+
+def _is_secret(annotation: object) -> bool:
+    return get_origin(annotation) is Secret
 
 
 def _is_null(annotation: object) -> bool:

@@ -3,25 +3,29 @@
 Values are YAML by the same rules as the file's. A later override of the same option wins, as on every command line.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from xorl.config.document import Node, read_value
-from xorl.config.problems import Origin, Problem
+from xorl.config.problems import Origin, Problem, hide_secrets
 
 
 @dataclass(frozen=True)
 class Override:
-    """One override; `text` is None when it came without a value. `name` is how it is written, prefix and all."""
+    """One override; `text` is None when it came without a value. `name` is how it is written, prefix and all.
+
+    `shown` is how it is cited, without a secret value.
+    """
 
     name: str
     path: str
     text: str | None
+    shown: str
 
     @property
     def origin(self) -> Origin:
         """The override as a report cites it."""
-        return Origin("override", f"--{self.name}", f"--{self.name} {'' if self.text is None else self.text}".rstrip())
+        return Origin("override", f"--{self.name}", self.shown)
 
 
 def is_override(argument: str) -> bool:
@@ -50,10 +54,12 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return overrides, rest
 
 
-def parse_overrides(arguments: Sequence[str], prefix: str = "") -> tuple[list[Override], list[Problem]]:
+def parse_overrides(
+    arguments: Sequence[str], prefix: str = "", secrets: Collection[str] = ()
+) -> tuple[list[Override], list[Problem]]:
     """Returns the overrides among arguments that hold nothing else, and what is wrong with them.
 
-    `prefix` begins each name and is no part of the option's path.
+    `prefix` begins each name and is no part of the option's path. The values of options in `secrets` are not cited.
     """
     overrides: list[Override] = []
     problems: list[Problem] = []
@@ -64,7 +70,8 @@ def parse_overrides(arguments: Sequence[str], prefix: str = "") -> tuple[list[Ov
             message = f"options of the service are flat; write --{prefix}{name.rpartition('.')[2]} VALUE"
             problems.append(Problem(Origin("override", f"--{name}"), "", message))
         else:
-            overrides.append(Override(name, name.removeprefix(prefix), text))
+            shown = hide_secrets(f"--{name} {text or ''}".rstrip(), secrets)
+            overrides.append(Override(name, name.removeprefix(prefix), text, shown))
 
     for argument in arguments:
         if waiting is not None and not argument.startswith("--"):
@@ -107,7 +114,7 @@ def apply_overrides_(root: Node, overrides: Sequence[Override]) -> list[Problem]
             continue
         # No text at all is YAML's null.
         value = document.root or Node(None, origin)
-        refusal = _set_(root, override.path.split("."), Node(value.value, value.origin))
+        refusal = _set_(root, override.path.split("."), value)
         if refusal:
             problems.append(Problem(origin, override.path, refusal))
     return problems
@@ -135,6 +142,6 @@ def _set_(node: Node, path: Sequence[str], value: Node) -> str | None:
             else:
                 child = node.value[int(part)]
         else:
-            return f"{'.'.join(path[:position])} is {node.value!r} and has no {part!r} below it"
+            return f"{'.'.join(path[:position])} is a single value and has no {part!r} below it"
         node = child
     return None

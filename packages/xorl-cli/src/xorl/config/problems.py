@@ -1,6 +1,7 @@
 """What can be wrong with a configuration, where it was written, and the report that shows all of it."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,6 +51,15 @@ class Problem:
         lines = [self.origin.shown(), *(origin.shown() for origin in self.also)]
         body = [f"       {line}" for line in self.message.splitlines()]
         return "\n".join([head, *(line for line in dict.fromkeys(lines) if line), *body])
+
+
+def hide_secrets(text: str, names: Collection[str]) -> str:
+    """Masks what comes after a name of a secret option in a line as it was typed, unless that is a `${NAME}`."""
+    if not names:
+        return text
+    name = rf"""\b(?:{"|".join(map(re.escape, names))})["']?"""
+    variable = r"""["']?\$\{\w+\}["']?(?:[\s,}]|$)"""
+    return re.sub(rf"({name}(?:\s*[:=]\s*|\s+))(?!{variable})\S.*", r"\1***", text)
 
 
 class ConfigError(ValueError):

@@ -7,7 +7,7 @@ local configuration the workers build the same engine as `xorl train`.
 import re
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, Secret
 
 from xorl.config.fields import (
     AtLeastOne,
@@ -213,9 +213,9 @@ class ObservationFields(Section):
 class ApiFields(Section):
     """API"""
 
-    api_token: str | None = Field(
+    # What is Secret is shown by nothing: no error, no `config show`, no repr of a configuration.
+    api_token: Secret[Annotated[str, Field(pattern=rf"^{TOKEN_PREFIX}\S{{12,}}$")]] | None = Field(
         default=None,
-        pattern=rf"^{TOKEN_PREFIX}\S{{12,}}$",
         description=f"Key that clients must send, {TOKEN_PREFIX} and at least 12 characters; ${{NAME}} takes it from "
         "the environment. null means none on a loopback address; on any other one is made, and kept in output_dir.",
     )

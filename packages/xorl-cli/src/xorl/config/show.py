@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+from pydantic import Secret
+
 from xorl.config.fields import Section
 from xorl.config.load import Loaded
 from xorl.config.options import OWNERS, yaml_text
@@ -10,20 +12,22 @@ from xorl.config.schema import ConfigT
 MAX_COMMENT_COLUMN = 56  # a longer value pushes its own comment out, not those of all others
 
 
-def show(loaded: Loaded[ConfigT]) -> str:
-    """Returns YAML that loads to the same configuration."""
-    rows = list(_rows(loaded.config, "", "", loaded.origins))
+def show(loaded: Loaded[ConfigT], *, with_secrets: bool = False) -> str:
+    """Returns YAML that loads to the same configuration, `with_secrets`; otherwise they are masked."""
+    rows = list(_rows(loaded.config, "", "", loaded.origins, with_secrets=with_secrets))
     column = max((len(text) for text, origin in rows if origin and len(text) < MAX_COMMENT_COLUMN), default=0)
     return "".join(f"{text:<{column}}  # {origin}\n" if origin else f"{text}\n" for text, origin in rows)
 
 
-def _rows(options: Section, path: str, indent: str, origins: dict[str, str]) -> Iterator[tuple[str, str]]:
+def _rows(
+    options: Section, path: str, indent: str, origins: dict[str, str], *, with_secrets: bool
+) -> Iterator[tuple[str, str]]:
     """Yields (line, origin) of each option; lines that hold no value have no origin."""
     for name in type(options).model_fields:
         here, value = f"{path}{name}", getattr(options, name)
         if isinstance(value, Section):
             yield f"{indent}{name}:", ""
-            yield from _rows(value, f"{here}.", f"{indent}  ", origins)
+            yield from _rows(value, f"{here}.", f"{indent}  ", origins, with_secrets=with_secrets)
         elif here in OWNERS.values() and value:
             yield f"{indent}{name}:", ""
             for index, entry in enumerate(value):
@@ -32,4 +36,7 @@ def _rows(options: Section, path: str, indent: str, origins: dict[str, str]) -> 
                     text = f"{indent}  {mark} {field}: {yaml_text(getattr(entry, field))}"
                     yield text, origins[f"{here}.{index}.{field}"]
         else:
+            if isinstance(value, Secret):
+                # str() of it is a row of stars.
+                value = value.get_secret_value() if with_secrets else str(value)
             yield f"{indent}{name}: {yaml_text(value)}", origins[here]

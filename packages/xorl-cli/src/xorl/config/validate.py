@@ -8,6 +8,7 @@ import copy
 import math
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from pydantic import ValidationError
 
@@ -25,7 +26,7 @@ from xorl.config.options import (
     suggest_choice,
     yaml_text,
 )
-from xorl.config.problems import Origin, Problem
+from xorl.config.problems import Origin, Problem, hide_secrets
 from xorl.config.schema import PLACEHOLDER, ConfigT, Schema
 
 # Words that YAML 1.1 read as true and false, and that YAML 1.2 does not.
@@ -44,7 +45,7 @@ def validate(root: Node, schema: Schema[ConfigT]) -> tuple[ConfigT | None, list[
         data = {}
     if not isinstance(data, dict):
         wanted = f"with the sections {', '.join(schema.sections)}" if schema.sections else "of options"
-        return None, [Problem(root.origin, "", f"wants a mapping {wanted}, got {_shown(data)}")]
+        return None, [Problem(root.origin, "", f"wants a mapping {wanted}, got a list or a single value")]
     for name in schema.sections:
         # A section whose options are all commented out is an empty one.
         if data.get(name) is None:
@@ -58,10 +59,11 @@ def validate(root: Node, schema: Schema[ConfigT]) -> tuple[ConfigT | None, list[
     failing_options = {_dotted(path) for path in failing}
     for conflict in schema.conflicts(config):
         if not any(_is_touched(path, failing_options) for path in conflict.paths):
-            problems.append(_conflict_problem(conflict.paths, conflict.message, config, root))
+            message = _with_variables(conflict.message, root)
+            problems.append(_conflict_problem(conflict.paths, message, config, root))
     for path, message in schema.refused(config):
         if not _is_touched(path, failing_options):
-            problems.append(Problem(root.nearest(_parts(path)).origin, path, message))
+            problems.append(Problem(root.nearest(_parts(path)).origin, path, _with_variables(message, root)))
     return (None if problems else config), problems
 
 
@@ -79,9 +81,13 @@ def _problems_of(
         if kind == "extra_forbidden":
             message, option = schema.suggestion(_dotted(path))
             meant |= {_beside(path, option)} if option else set()
-            problems.append(Problem(root.nearest(path).origin, _dotted(path), message))
+            origin = root.nearest(path).origin
+            found = find_option(option, schema.root) if option else None
+            if found and found.is_secret:
+                origin = replace(origin, text=hide_secrets(origin.text, [str(path[-1])]))
+            problems.append(Problem(origin, _dotted(path), message))
         elif kind != "missing":
-            message = _type_message(path, data, schema.root)
+            message = _type_message(path, data, root.as_written(), schema.root)
             problems.append(Problem(root.nearest(path).origin, _dotted(path), message))
     for path, kind in kinds.items():
         # A name that is one letter off is reported as that alone, not as a missing option too.
@@ -122,9 +128,13 @@ def _existing(location: Sequence[str | int], data: Plain, kind: str) -> Path:
     return tuple(path)
 
 
-def _type_message(path: Path, data: Plain, root: type[Section]) -> str:
+def _type_message(path: Path, data: Plain, written: Plain, root: type[Section]) -> str:
     value = _at(path, data)
     option = find_option(_dotted(path), root)
+    if option is not None and option.is_secret:
+        return f"wants {option.type} of another form; what it got is a secret, and not shown\n{option.description}"
+    got = _shown(value, _at(path, written))
+    is_expanded = _at(path, written) != value
     if option is None:
         # An entry of a list or mapping, whose option is further up.
         prefixes = (_dotted(path[:end]) for end in range(len(path), 0, -1))
@@ -134,23 +144,34 @@ def _type_message(path: Path, data: Plain, root: type[Section]) -> str:
             fields = entry.model_fields
             key = next(name for name, field in fields.items() if field.is_required())
             kind = (entry.__doc__ or "").lower()
-            hint = f"\nwrite - {key}: {yaml_text(value)}" if isinstance(value, str) else ""
+            hint = f"\nwrite - {key}: {yaml_text(value)}" if isinstance(value, str) and not is_expanded else ""
             article = "an" if kind[0] in "aeiou" else "a"
-            return f"wants {article} {kind}, a mapping with {', '.join(fields)}; got {_shown(value)}{hint}"
+            return f"wants {article} {kind}, a mapping with {', '.join(fields)}; got {got}{hint}"
         wanted = owner.type if owner else f"mapping of options (see `xorl config docs {_dotted(path)}`)"
-        hint = _element_hint(owner, value) if owner else ""
-        return f"wants {wanted}; got {_shown(value)}{hint}"
+        hint = _element_hint(owner, value) if owner and not is_expanded else ""
+        return f"wants {wanted}; got {got}{hint}"
     if isinstance(value, str) and value and option.type.startswith("string"):
-        return f"wants {option.type} of another form; got {_shown(value)}\n{option.description}"
-    return f"wants {option.type}; got {_shown(value)}{_hint(option, value)}"
+        return f"wants {option.type} of another form; got {got}\n{option.description}"
+    # A hint would repeat what a variable stands for.
+    hint = "" if is_expanded and value != "" else _hint(option, value)
+    return f"wants {option.type}; got {got}{hint}"
 
 
-def _shown(value: Plain) -> str:
-    text = f'"{value}"' if isinstance(value, str) else yaml_text(value)
+def _shown(value: Plain, written: Plain) -> str:
+    """A value as it was written, and of which kind it is."""
+    text = f'"{written}"' if isinstance(written, str) else yaml_text(written).replace("$${", "${")
     if len(text) > MAX_SHOWN:
         text = f"{text[:MAX_SHOWN]}..."
     kind = next((word for type_, word in KINDS.items() if isinstance(value, type_)), "")
     return f"{text}{kind}"
+
+
+def _with_variables(message: str, root: Node) -> str:
+    """Puts `${NAME}` back where a message about several options quotes what it stands for."""
+    found = {node.value: node.written for node in root.expanded() if isinstance(node.value, str) and node.written}
+    for value in sorted(filter(None, found), key=len, reverse=True):
+        message = re.sub(rf"(?<!\w){re.escape(value)}(?!\w)", lambda _, text=found[value]: text, message)
+    return message
 
 
 def _hint(option: Option, value: Plain) -> str:

@@ -28,6 +28,8 @@ from typing import IO, Literal, NamedTuple, get_args
 from urllib.error import URLError
 from urllib.request import ProxyHandler, build_opener
 
+from pydantic import Secret
+
 from xorl.config import LoadedServerConfig, ServerConfig, load_server_config, num_workers
 from xorl.config.overrides import split_overrides
 from xorl.config.server import TOKEN_PREFIX
@@ -137,7 +139,7 @@ def serve(path: Path, overrides: Sequence[str], *, mode: Mode, api_host: str, ap
         check_model(loaded.config)
         config_file = folder / "config.yaml"
         config_file.touch(mode=0o600)
-        config_file.write_text(show(loaded), encoding="utf-8")
+        config_file.write_text(show(loaded, with_secrets=True), encoding="utf-8")
         gpus = count_gpus() if mode == "auto" else 0
         plan = make_plan(loaded.config, config_file, gpus, mode=mode, api_host=api_host, api_port=api_port)
         lock.write(f"{os.getpid()} {plan.url} {folder}\n")
@@ -225,7 +227,7 @@ def with_token(loaded: LoadedServerConfig, api_host: str) -> tuple[LoadedServerC
         token = TOKEN_PREFIX + secrets.token_urlsafe(32)
         file.touch(mode=0o600)
         file.write_text(f"{token}\n", encoding="ascii")
-    config = loaded.config.model_copy(update={"api_token": token})
+    config = loaded.config.model_copy(update={"api_token": Secret(token)})
     return replace(loaded, config=config), str(file)
 
 

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         flags.orchestrator,
         flags.host,
         flags.port,
-        token=config.api_token,
+        token=None if config.api_token is None else config.api_token.get_secret_value(),
         body_bytes=int(config.max_request_mb * 10**6),
     )
     uvicorn.run(
