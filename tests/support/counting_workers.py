@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from xorl.server.arrays import Array
-from xorl.server.channel import BlockingServer, Limits
+from xorl.server.channel import BlockingServer, ChannelKeys, Limits
 from xorl.server.messages import (
     AbortGradients,
     CreateModel,
@@ -78,6 +78,7 @@ class CountingWorkers:
     output_dir: Path
     delay_s: float = 0.0
     checkpoint_bytes: dict[CheckpointKind, int] = field(default_factory=dict)
+    keys: ChannelKeys | None = None
     models: dict[str, Counted] = field(default_factory=dict)
     ran: list[str] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
@@ -86,7 +87,10 @@ class CountingWorkers:
     def __post_init__(self) -> None:
         self._remembered: OrderedDict[str, object] = OrderedDict()
         self._server: BlockingServer[Work] = BlockingServer(
-            self.address, Work, limits=Limits(message_bytes=2**30, ping_every_s=0.2, lost_after_s=3.0)
+            self.address,
+            Work,
+            keys=self.keys,
+            limits=Limits(message_bytes=2**30, ping_every_s=0.2, lost_after_s=3.0),
         )
         self.address = self._server.address
         self._stopping = threading.Event()

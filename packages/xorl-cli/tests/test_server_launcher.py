@@ -17,7 +17,16 @@ from pydantic import Secret
 
 from xorl.config import LoadedServerConfig, server_config_from_mapping
 from xorl.server import launcher
-from xorl.server.addresses import bind_address, channel_keys, connect_address, publish, reachable
+from xorl.server.addresses import (
+    bind_address,
+    channel_keys,
+    connect_address,
+    publish,
+    published,
+    reachable,
+    workers_file,
+)
+from xorl.server.channel import ChannelKeys
 from xorl.server.supervise import ProcessFailed, Supervised
 from xorl.server.survey import check_model
 
@@ -180,6 +189,8 @@ def test_the_plan_is_what_is_started(tmp_path: Path) -> None:
     assert ("2" in workers.command, workers.max_quick_deaths) == (True, 4)
     assert plan.workers_address == plan.workers_bind == f"ipc://{tmp_path}/workers"
     assert plan.keys_file is None
+    # These are started again at the same address.
+    assert "--workers-file" not in orchestrator.command
     assert plan.workers_address in orchestrator.command
     assert plan.orchestrator_address in api.command
 
@@ -259,6 +270,26 @@ def test_workers_are_found_by_what_they_publish(tmp_path: Path) -> None:
         named = loaded(tmp_path, worker_bind_address=f"tcp://{host}:7000").config
         assert connect_address(named, 0.1) == (f"tcp://{reached}:7000", True)
     assert reachable("ipc:///a", "host", always=True) == "ipc:///a"
+
+
+def test_what_workers_publish_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
+    # Catches an orchestrator that ends by a file which is half there, or talks to another machine without keys.
+    config = loaded(tmp_path).config
+    file = workers_file(config)
+    assert file is not None
+    assert published(file) is None
+    publish(config, "tcp://10.0.0.1:5556")
+    assert published(file) == ("tcp://10.0.0.1:5556", ChannelKeys.load(file.with_name("channel.keys")))
+    publish(config, "ipc:///tmp/x")
+    assert published(file) == ("ipc:///tmp/x", None)
+    for text in ("", "{", "{}", "7", '{"address": "tcp://10.0.0.1:5556", "has_keys": false}'):
+        file.write_text(text)
+        assert published(file) is None
+    plan = launcher.make_plan(
+        loaded(tmp_path, engine_connect_host="node0").config, tmp_path / "a", 0, mode="connect", api_host="", api_port=1
+    )
+    # The option says where they are, whoever publishes what.
+    assert plan.workers_file is None
 
 
 def test_a_signal_stops_from_front_to_back() -> None:

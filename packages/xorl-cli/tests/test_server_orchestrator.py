@@ -2,14 +2,17 @@
 
 import asyncio
 import contextlib
+import json
 import sqlite3
 
+import msgspec
 import numpy as np
 
 from asynchronous import in_a_loop
 from counting_workers import BAD, folded
 from orchestrated import MODEL, forward_backward, options, running, serving, step, submit, workers
 from xorl.server.arrays import Array
+from xorl.server.channel import ChannelKeys
 from xorl.server.messages import (
     BlockFp8,
     CreateModel,
@@ -247,6 +250,39 @@ async def test_workers_that_stay_away_end_requests_with_an_error_and_lose_no_mod
             while not client.orchestrator.state.workers.is_ready:
                 await asyncio.sleep(0.02)
             assert (await client.do(step(), 3)).metrics["weights"] == folded(1, 1)
+
+
+@in_a_loop
+async def test_workers_that_publish_another_address_are_found_there(tmp_path):
+    """Catches an orchestrator that waits for ever where earlier workers were, with or without keys."""
+    file = tmp_path / "workers.json"
+    keys = ChannelKeys.create()
+    keys.save(tmp_path / "channel.keys")
+
+    def publish(address, *, has_keys=False):
+        file.write_text(json.dumps({"address": address, "has_keys": has_keys}))
+
+    # The file that it starts with is of workers that have ended.
+    chosen = options(tmp_path, workers_file=str(file))
+    publish(chosen.worker_address)
+    async with running(chosen) as client:
+        await asyncio.sleep(0.2)
+        second = msgspec.structs.replace(chosen, worker_address=f"ipc://{tmp_path}/second")
+        with workers(second):
+            publish(second.worker_address)
+            await client.begin()
+        weights = folded(1, 1)
+        third = msgspec.structs.replace(chosen, worker_address="tcp://127.0.0.1:*")
+        with workers(third, keys=keys) as counting:
+            request = await client.send(forward_backward(2), 3)
+            await asyncio.sleep(0.2)
+            publish(counting.address, has_keys=True)
+            assert not isinstance(await client.result(request), Failure)
+            assert (await client.do(step(), 4)).metrics["weights"] == folded(weights, 2)
+        publish("ipc:///nowhere")
+        with workers(second):
+            publish(second.worker_address)
+            assert (await client.do(forward_backward(3), 5)).metrics["loss:sum"] == 3
 
 
 @in_a_loop

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
@@ -17,26 +20,34 @@ from ports import free_port
 from service import QUICKSTART, ROOT, Service, launch
 
 
-@pytest.fixture(scope="module")
-def connected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    folder = tmp_path_factory.mktemp("connected")
-    options: dict[str, object] = {"worker_bind_address": f"tcp://0.0.0.0:{free_port()}"}
-    service = launch(folder, QUICKSTART, ("--mode", "connect", "--api-host", "0.0.0.0"), options)
-    config = ["--config", str(QUICKSTART), *service.arguments[service.arguments.index("0.0.0.0") + 1 :]]
-    with (folder / "workers.log").open("wb") as log:
-        workers = subprocess.Popen(
-            [sys.executable, "-m", "xorl.server.ranks", "2", "-m", "xorl.server.worker", *config],
+def start_workers(service: Service, num_ranks: int) -> subprocess.Popen[bytes]:
+    """Workers as an operator starts them, with the options of a service."""
+    overrides = [part for part in service.arguments if part.startswith("--server.")]
+    values = [service.arguments[service.arguments.index(part) + 1] for part in overrides]
+    options = [part for pair in zip(overrides, values, strict=True) for part in pair]
+    ranks = ("xorl.server.ranks", str(num_ranks), "-m", "xorl.server.worker", "--config", str(QUICKSTART))
+    with service.log_file.with_name("workers.log").open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", *ranks, *options],
             cwd=ROOT,
             stdout=log,
             stderr=log,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
-        service.start()
-        service.key = (service.output_dir / "service" / "api_token").read_text().strip()
-        yield service
-        service.stop()
-        workers.terminate()
-        workers.wait(60)
+
+
+@pytest.fixture(scope="module")
+def connected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("connected")
+    options: dict[str, object] = {"worker_bind_address": f"tcp://0.0.0.0:{free_port()}"}
+    service = launch(folder, QUICKSTART, ("--mode", "connect", "--api-host", "0.0.0.0"), options)
+    workers = start_workers(service, 2)
+    service.start()
+    service.key = (service.output_dir / "service" / "api_token").read_text().strip()
+    yield service
+    service.stop()
+    workers.terminate()
+    workers.wait(60)
 
 
 @pytest.mark.parametrize("key", [None, "tml-0123456789abcdef", "x"])
@@ -88,3 +99,46 @@ def test_a_client_with_the_token_trains(connected: Service) -> None:
 
     assert in_child(train) > 0
     assert (connected.output_dir / "service" / "channel.keys").stat().st_mode & 0o077 == 0
+
+
+def test_workers_that_are_started_again_are_found_and_hold_the_models(tmp_path: Path) -> None:
+    # Catches a launcher that has to be restarted whenever the workers are, or when earlier ones left their address.
+    service = launch(tmp_path, QUICKSTART, ("--mode", "connect"), {"data_parallel_replicate_size": 1})
+    file = service.output_dir / "service" / "workers.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"address": f"ipc://{tmp_path}/gone", "has_keys": False, "pid": 1}))
+    first = start_workers(service, 1)
+    service.start()
+    folder = Path(json.loads(file.read_text())["address"].removeprefix("ipc://")).parent
+    assert folder.is_dir()
+
+    def again() -> subprocess.Popen[bytes]:
+        first.wait(60)
+        return start_workers(service, 1)
+
+    def train() -> list[float]:
+        from tinker import types  # noqa: PLC0415  (a dependency group that is not always there)
+
+        model = service.tinker().create_lora_training_client("xorl/quickstart", rank=4).result()
+        tokens = [5, 9, 13, 22]
+        inputs = {"target_tokens": tokens, "weights": [1.0] * 4}
+        datum = types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
+        losses: list[float] = []
+        for ends in (False, True, False):
+            losses.append(model.forward_backward([datum], "cross_entropy").result().metrics["loss:sum"])
+            if ends:
+                os.kill(first.pid, signal.SIGTERM)
+            else:
+                model.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        return losses
+
+    with ThreadPoolExecutor() as pool:
+        restarted = pool.submit(again)
+        before, after, later = in_child(train)
+        second = restarted.result()
+    service.wait_ready(10)
+    assert before > after == pytest.approx(later, rel=1e-4)
+    assert not folder.exists()
+    service.stop()
+    second.terminate()
+    second.wait(60)

@@ -6,6 +6,7 @@ Beyond this machine a channel has keys, which are made once and kept in output_d
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import time
@@ -13,6 +14,8 @@ from pathlib import Path
 
 from xorl.config import ServerConfig
 from xorl.server.channel import ChannelKeys, check_address, private_ipc_address
+
+logger = logging.getLogger(__name__)
 
 SERVICE_FOLDER = "service"  # in output_dir: what the processes of the service tell each other
 WORKERS_FILE = "workers.json"
@@ -71,15 +74,22 @@ def publish(config: ServerConfig, address: str) -> None:
     fresh.replace(file)
 
 
+def workers_file(config: ServerConfig) -> Path | None:
+    """Where workers that run already say how they are reached; None where the options do."""
+    is_told = config.engine_connect_host is not None or config.worker_bind_address != "auto"
+    return None if is_told else service_folder(config) / WORKERS_FILE
+
+
 def connect_address(config: ServerConfig, timeout_s: float) -> tuple[str, bool]:
     """Where workers that run already are reached, and whether with keys: by the options, or by what they published.
 
+    What they published may be of earlier ones: look again (`published`) while nobody is reached there.
     Raises RuntimeError where they publish nothing within timeout_s.
     """
-    if config.engine_connect_host is not None or config.worker_bind_address != "auto":
+    file = workers_file(config)
+    if file is None:
         bound = bind_address(config, num_hosts=2)
         return reached_from_here(config, bound), channel_keys(config, bound) is not None
-    file = service_folder(config) / WORKERS_FILE
     deadline = time.monotonic() + timeout_s
     while not file.exists():
         if time.monotonic() > deadline:
@@ -90,6 +100,19 @@ def connect_address(config: ServerConfig, timeout_s: float) -> tuple[str, bool]:
         time.sleep(LOOK_EVERY_S)
     place = json.loads(file.read_text())
     return str(place["address"]), bool(place["has_keys"])
+
+
+def published(file: Path) -> tuple[str, ChannelKeys | None] | None:
+    """The address and the keys by which the workers that wrote `file` last are reached; None where it says none."""
+    try:
+        place = json.loads(file.read_text())
+        keys = ChannelKeys.load(file.with_name(KEYS_FILE)) if place["has_keys"] else None
+        address = str(place["address"])
+        check_address(address, keys)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.warning("event=workers_file_unread file=%s why=%r", file, str(error))
+        return None
+    return address, keys
 
 
 def reached_from_here(config: ServerConfig, address: str) -> str:

@@ -41,6 +41,7 @@ from xorl.server.addresses import (
     connect_address,
     reached_from_here,
     service_folder,
+    workers_file,
 )
 from xorl.server.channel.wire import is_loopback
 from xorl.server.process import GRACE_S, begin_process
@@ -68,13 +69,17 @@ CHILD = ("-u", "-m", "xorl.server.process")
 
 @dataclass(frozen=True)
 class Plan:
-    """What is started, and where it is reached. num_workers 0: they run already."""
+    """What is started, and where it is reached. num_workers 0: they run already.
+
+    workers_file: where those that come after them say how they are reached, if not at workers_address.
+    """
 
     config: ServerConfig
     config_file: Path
     num_workers: int
     workers_bind: str
     workers_address: str
+    workers_file: Path | None
     keys_file: Path | None
     orchestrator_address: str
     api_host: str
@@ -89,6 +94,7 @@ class Plan:
     def processes(self, *held: int) -> list[Supervised]:
         """The processes in the order in which they start; file descriptors that are `held` stay open in them."""
         keys = [] if self.keys_file is None else ["--keys", str(self.keys_file)]
+        file = [] if self.workers_file is None else ["--workers-file", str(self.workers_file)]
         common = ["--config", str(self.config_file)]
         workers = Supervised(
             "workers",
@@ -107,7 +113,7 @@ class Plan:
             "orchestrator",
             [
                 *(sys.executable, *CHILD, "xorl.server.orchestrator", *common),
-                *("--bind", self.orchestrator_address, "--workers", self.workers_address, *keys),
+                *("--bind", self.orchestrator_address, "--workers", self.workers_address, *file, *keys),
             ],
             held=held,
         )
@@ -179,6 +185,7 @@ def make_plan(
         num_workers=count,
         workers_bind=bind,
         workers_address=address,
+        workers_file=workers_file(config) if mode == "connect" else None,
         keys_file=service_folder(config) / KEYS_FILE if has_keys else None,
         orchestrator_address=f"ipc://{folder / 'orchestrator'}",
         api_host=api_host,

@@ -92,6 +92,13 @@ class ChannelClient(Generic[Answered]):
         self._socket.disable_monitor()
         self._context.destroy(linger=0)
 
+    async def move(self, address: str, keys: ChannelKeys | None) -> None:
+        """Connect to another address from now on. Who waits to be connected waits on; other requests raise PeerLost."""
+        check_address(address, keys)
+        await self.close()
+        self._address, self._keys, self._mismatch = address, keys, None
+        await self.start()
+
     async def wait_connected(self, timeout_s: float) -> None:
         """Return once the server is there; TimeoutError after timeout_s, VersionMismatch where that is why."""
         try:

@@ -43,11 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, required=True, help="the service's configuration, resolved")
     parser.add_argument("--bind", required=True, help="address that the API asks")
     parser.add_argument("--workers", required=True, help="address at which the first worker listens")
+    parser.add_argument("--workers-file", type=Path, help="file with the address of workers that came after those")
     parser.add_argument("--keys", type=Path, help="file of the keys of the channel to the workers")
     flags = parser.parse_args(arguments)
     config = load_server_config(flags.config, []).config
     begin_process("orchestrator", config.log_level, follows_parent=False)
-    options = options_of(config, api_address=flags.bind, worker_address=flags.workers, keys=flags.keys)
+    options = options_of(
+        config, api_address=flags.bind, worker_address=flags.workers, workers_file=flags.workers_file, keys=flags.keys
+    )
     options.journal_path.parent.mkdir(parents=True, exist_ok=True)
     with options.journal_path.with_suffix(".lock").open("a") as lock:
         try:

@@ -13,7 +13,7 @@ class OrchestratorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     """The service as its configuration has it, and where the other processes are. Times are in seconds.
 
     api_address: where it listens for the API. worker_address: where rank 0 listens; keys: a file of ChannelKeys where
-    that is beyond this machine.
+    that is beyond this machine. workers_file: where a later rank 0 publishes its address, if it may have another.
     model_name: what clients ask for and see; model_path is taken as its name too. tokenizer: a name or folder.
     lora_rank, lora_alpha: of adapters for which the client says nothing; None where full weights are trained.
     gap_timeout_s: for how long a number may be missing before what waits for it fails; clients retry for 300 s.
@@ -31,6 +31,7 @@ class OrchestratorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     enable_lora: bool = False
     lora_rank: int | None = None
     lora_alpha: float | None = None
+    workers_file: str | None = None
     keys: str | None = None
     endpoints: tuple[AddEndpoint, ...] = ()
     storage_limit_bytes: int = 10 * 10**12

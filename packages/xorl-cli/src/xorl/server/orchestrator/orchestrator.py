@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from xorl.server.addresses import published
 from xorl.server.channel import ChannelKeys, ChannelServer, Limits
 from xorl.server.messages import Cancel, Failure, Message, Poll, Rejected, Submit, Tombstone
 from xorl.server.orchestrator import checkpoints, sessions, status, waiting
@@ -95,6 +96,7 @@ class Orchestrator:
         workers = Workers(
             options.worker_address,
             keys=keys,
+            find=None if options.workers_file is None else partial(published, Path(options.workers_file)),
             limits=self._limits,
             connection_timeout_s=options.worker_connection_timeout_s,
             on_change=wake.set,

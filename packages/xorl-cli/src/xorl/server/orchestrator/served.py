@@ -15,7 +15,7 @@ from xorl.server.queries import AddEndpoint
 
 
 def options_of(
-    config: ServerConfig, *, api_address: str, worker_address: str, keys: Path | None
+    config: ServerConfig, *, api_address: str, worker_address: str, workers_file: Path | None, keys: Path | None
 ) -> OrchestratorOptions:
     """The orchestrator's share of a configuration whose defaults are filled in."""
     path = config.config_path or config.model_path
@@ -35,6 +35,7 @@ def options_of(
         enable_lora=enable_lora,
         lora_rank=config.lora_rank if enable_lora else None,
         lora_alpha=config.lora_alpha if enable_lora else None,
+        workers_file=None if workers_file is None else str(workers_file),
         keys=None if keys is None else str(keys),
         endpoints=tuple(map(_endpoint, config.inference_endpoints)),
         storage_limit_bytes=config.storage_limit_bytes,

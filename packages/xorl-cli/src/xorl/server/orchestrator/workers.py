@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 HEALTH_EVERY_S = 10.0
 # Far below what a restart takes, far above what a look costs.
 LOOK_EVERY_S = 0.05
+# A file on a disk that hosts share, while there is nobody to talk to.
+FIND_EVERY_S = 1.0
 
 
 class WorkersLost(Exception):
@@ -27,6 +29,8 @@ class WorkersLost(Exception):
 
 class Workers:
     """The channel to rank 0. `on_change` is called whenever `is_ready` may have changed.
+
+    find: says at which address and with which keys the newest workers are, if it knows; asked while they are absent.
 
     An incarnation is one start of the workers: their memory holds what was done in it, and they remember the results
     of the last operations that succeeded, so that work which is sent again is not done again.
@@ -37,11 +41,15 @@ class Workers:
         address: str,
         *,
         keys: ChannelKeys | None = None,
+        find: Callable[[], tuple[str, ChannelKeys | None] | None] | None = None,
         limits: Limits | None = None,
         connection_timeout_s: float,
         on_change: Callable[[], None],
     ) -> None:
         self._channel: ChannelClient[Done] = ChannelClient(address, Done, keys=keys, limits=limits)
+        self._place = (address, keys)
+        self._find = find
+        self._asked_find = 0.0
         self._timeout_s = connection_timeout_s
         self._on_change = on_change
         self._absent_since: float | None = time.monotonic()  # None until an absence is noticed
@@ -126,11 +134,25 @@ class Workers:
                 was_connected = self.is_connected
                 self._absent_since = None if was_connected else time.monotonic()
                 self._on_change()
+            if not self.is_connected:
+                await self._follow()
             if self.is_connected and self._channel.incarnation != self.incarnation:
                 await self._ask_health()
             if self.is_ready and time.monotonic() - self._asked_health > HEALTH_EVERY_S:
                 await self._ask_health()
             await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _follow(self) -> None:
+        """Go to where the newest workers are, if that is elsewhere."""
+        if self._find is None or time.monotonic() - self._asked_find < FIND_EVERY_S:
+            return
+        self._asked_find = time.monotonic()
+        # The disk may be another host's.
+        place = await asyncio.to_thread(self._find)
+        if place is not None and place != self._place and not self.is_connected:
+            self._place = place
+            logger.info("event=workers_elsewhere address=%s", place[0])
+            await self._channel.move(*place)
 
     async def _ask_health(self) -> None:
         asked, self._asked_health = self._channel.incarnation, time.monotonic()

@@ -7,8 +7,11 @@ configuration does, and the launcher is told to connect.
 from __future__ import annotations
 
 import argparse
+import atexit
 import logging
 import os
+import shutil
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -59,6 +62,24 @@ def run(config: ServerConfig, address: str, keys: ChannelKeys | None) -> None:
     runtime.shutdown()
 
 
+def remove_at_end(folder: Path) -> None:
+    """Removes a folder when this process ends in order: by itself, or by SIGTERM."""
+    owner = os.getpid()
+
+    def remove() -> None:
+        # What it forks inherits this.
+        if os.getpid() == owner:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def end(number: int, frame: object) -> None:
+        remove()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    atexit.register(remove)
+    signal.signal(signal.SIGTERM, end)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one rank and returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m xorl.server.worker", description=__doc__)
@@ -76,6 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run(config, flags.bind, None if flags.keys is None else ChannelKeys.load(flags.keys))
         elif runtime.global_rank() == 0:
             address = bind_address(config, num_hosts=runtime.num_hosts())
+            if address.startswith("ipc://"):
+                remove_at_end(Path(address.removeprefix("ipc://")).parent)
             run(config, address, channel_keys(config, address))
         else:
             run(config, "", None)
