@@ -7,10 +7,11 @@ import sqlite3
 
 import msgspec
 import numpy as np
+import pytest
 
 from asynchronous import in_a_loop
 from counting_workers import BAD, folded
-from orchestrated import MODEL, forward_backward, options, running, serving, step, submit, workers
+from orchestrated import MODEL, SESSION, forward_backward, options, running, serving, step, submit, workers
 from xorl.server.arrays import Array
 from xorl.server.channel import ChannelKeys
 from xorl.server.messages import (
@@ -31,7 +32,7 @@ from xorl.server.messages import (
     Unknown,
     UnloadModel,
 )
-from xorl.server.queries import CreateSamplingSession, GetModel, GetStatus, SetSyncQuantization
+from xorl.server.queries import CreateSamplingSession, CreateSession, GetModel, GetStatus, SetSyncQuantization
 
 
 @in_a_loop
@@ -250,6 +251,37 @@ async def test_workers_that_stay_away_end_requests_with_an_error_and_lose_no_mod
             while not client.orchestrator.state.workers.is_ready:
                 await asyncio.sleep(0.02)
             assert (await client.do(step(), 3)).metrics["weights"] == folded(1, 1)
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["waiting", "running"])
+@in_a_loop
+async def test_a_model_whose_creation_fails_since_the_workers_are_gone_can_be_created_again(tmp_path, begun):
+    """Catches a model that is `creating` for ever: not there, not to be made, and listed."""
+    chosen = options(tmp_path, worker_connection_timeout_s=0.5)
+    create = CreateModel(MODEL, lora=LoraSpec(rank=8, seed=0))
+    async with running(chosen) as client:
+        await client.orchestrator.answer(CreateSession(SESSION))
+        with workers(chosen, delay_s=1.0) as counting:
+            if begun:
+                await client.create("session-1:train:1")
+                await client.send(forward_backward(1, model="session-1:train:1"), 1)
+                while not counting.sizes[3:]:
+                    await asyncio.sleep(0.02)
+                first = await client.send(create)
+        first = first if begun else await client.send(create)
+        behind = await client.send(forward_backward(1), 1)
+        failures = [await client.result(request) for request in (first, behind)]
+        assert [failure.status for failure in failures] == [503, 503]
+        status = await client.orchestrator.answer(GetStatus())
+        assert MODEL not in status.sessions[0].models
+        with workers(chosen):
+            while not client.orchestrator.state.workers.is_ready:
+                await asyncio.sleep(0.02)
+            refused = await client.orchestrator.answer(submit(forward_backward(1), 2))
+            assert (refused.status, "is failed" in refused.message) == (404, True)
+            assert not isinstance(await client.do(create), Failure)
+            await client.do(forward_backward(2), 1)
+            assert (await client.do(step(), 2)).metrics["weights"] == folded(1, 2)
 
 
 @in_a_loop

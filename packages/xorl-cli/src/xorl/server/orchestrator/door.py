@@ -154,14 +154,14 @@ class Door:
         state = self._state
         old = state.registry.models.get(operation.model_id)
         found = self._find(submit)
-        if found is not None and (submit.session_id is not None or not self._was_used(old, found)):
+        if found is not None and not self._begins_anew(submit, old, found):
             return _accepted(found, submit.key)
         self._check_creation(operation, submit, old)
         generation = 1 if old is None else old.generation + 1
         create = self._completed(operation)
         now = time.time()
         model = ModelRecord(create.model_id, submit.session_id, generation, create, now, now)
-        model.replaces = old is not None and old.workers is not None
+        model.replaces = old is not None and (old.workers is not None or old.replaces)
         if old is not None and old.is_there and old.session_id != submit.session_id:
             # Two clients that took the same name look like one that began again.
             logger.warning("event=replaced model=%s session=%s", model.model_id, old.session_id)
@@ -186,8 +186,15 @@ class Door:
             await state.fail(dropped, Failure("user", 410, f"model {model.model_id} was created anew"))
         return answer
 
-    def _was_used(self, model: ModelRecord | None, found: Written) -> bool:
-        """Whether a client that creates its model again begins anew, and does not retry: only one without sessions."""
+    def _begins_anew(self, submit: Submit, model: ModelRecord | None, found: Written) -> bool:
+        """Whether a client that creates its model again begins anew, and does not retry.
+
+        It does where there is none since that failed; a client without sessions does so also with what was used.
+        """
+        if model is not None and model.state == "failed":
+            return True
+        if submit.session_id is not None:
+            return False
         if model is None or not model.is_there or model.num_steps or not self._state.scheduler.is_pristine(model.lane):
             return True
         created = self._state.journal.find(found.request_id)

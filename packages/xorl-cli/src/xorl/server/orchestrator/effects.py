@@ -61,7 +61,7 @@ class Effects:
             cuts = "settled" if isinstance(operation, SaveWeights) else None
             model.save_s = seconds if cuts else model.save_s
             records = self.saved(model, operation, result, workers)
-        records += self._state.passed(ticket) or [stored(model)]
+        records += self._state.passed(ticket)
         return Outcome(ticket.request_id, encode(result), now, tail, cuts, model.lane, records)
 
     def saved(self, model: ModelRecord, operation: Operation, result: Saved, workers: str | None) -> list[Record]:

@@ -61,8 +61,8 @@ class Housekeeping:
         if not state.workers.are_gone or not len(state.scheduler):
             return
         message = (
-            f"the workers have been away for more than {state.workers.timeout_s:g} s, so this did not run; models are "
-            "kept, and are there again when the workers are"
+            f"the workers have been away for more than {state.workers.timeout_s:g} s, so this did not run; models that "
+            "were made are kept, and are there again when the workers are"
         )
         await state.fail(state.scheduler.drain(), Failure("server", 503, message))
 

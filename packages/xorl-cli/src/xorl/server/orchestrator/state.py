@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from xorl.server.messages import Failure, Result
+from xorl.server.messages import CreateModel, Failure, Result
 from xorl.server.orchestrator.calls import encode
 from xorl.server.orchestrator.commit import JournalError
 from xorl.server.orchestrator.inference import Inference
@@ -121,10 +121,19 @@ class State:
                     waiting.set_result(None)
 
     async def fail(self, tickets: Sequence[Ticket], failure: Failure) -> None:
-        """End requests that the scheduler does not hold any more, and that changed nothing."""
+        """End requests that the scheduler does not hold any more, and that changed nothing.
+
+        A model that one of them was to create is dropped, with all that waits for it.
+        """
+        ended = list(tickets)
+        for model in filter(None, map(self._created_by, tickets)):
+            # Workers that are only out of reach may have made it.
+            model.state, model.replaces = "failed", True
+            if self.scheduler.has_lane(model.lane):
+                ended += self.scheduler.close_lane(model.lane)
         now, body = time.time(), encode(failure)
-        outcomes = [Outcome(t.request_id, body, now, records=self.passed(t)) for t in tickets]
-        await self.end(outcomes, [failure for _ in tickets])
+        outcomes = [Outcome(t.request_id, body, now, records=self.passed(t)) for t in ended]
+        await self.end(outcomes, [failure for _ in ended])
 
     def model_of(self, ticket: Ticket) -> ModelRecord | None:
         """The model whose order a ticket keeps; None where there is none, or another has taken its id since."""
@@ -134,10 +143,15 @@ class State:
     def passed(self, ticket: Ticket) -> list[Record]:
         """What is to be kept where a request has left its model's order."""
         model = self.model_of(ticket)
-        if model is None or not self.scheduler.has_lane(model.lane):
+        if model is None:
             return []
-        model.next_seq = self.scheduler.next_seq(model.lane)
+        if self.scheduler.has_lane(model.lane):
+            model.next_seq = self.scheduler.next_seq(model.lane)
         return [stored(model)]
+
+    def _created_by(self, ticket: Ticket) -> ModelRecord | None:
+        request = self.open.get(ticket.request_id)
+        return self.model_of(ticket) if request is not None and request.kind == CreateModel.__name__ else None
 
     def _tally(self, request: OpenRequest, outcome: Outcome, result: Result) -> None:
         if not isinstance(result, Failure):
