@@ -109,6 +109,8 @@ def published(file: Path) -> tuple[str, ChannelKeys | None] | None:
         keys = ChannelKeys.load(file.with_name(KEYS_FILE)) if place["has_keys"] else None
         address = str(place["address"])
         check_address(address, keys)
+    except FileNotFoundError:
+        return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         logger.warning("event=workers_file_unread file=%s why=%r", file, str(error))
         return None
