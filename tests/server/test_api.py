@@ -248,6 +248,26 @@ def test_a_body_beyond_the_limit_is_refused_and_leaves_no_gap(client, orchestrat
     assert orchestrator.tombstones == [("m", 7)] * 3
 
 
+@pytest.mark.parametrize(
+    ("path", "status", "says"),
+    [
+        ("update_serverless_weights", 400, "add_inference_endpoint and sync_inference_weights"),
+        ("update_dedicated_endpoint", 400, "add_inference_endpoint and sync_inference_weights"),
+        ("no_such_call", 404, "no POST /api/v1/no_such_call"),
+    ],
+)
+def test_a_call_that_is_not_served_leaves_no_gap(client, orchestrator, path, status, says):
+    """Catches a model whose next call waits for a number that went to a path of another service."""
+    answer = client.post(f"/api/v1/{path}", json={"model_id": "m", "seq_id": 3, "hf_token": "secret"})
+    assert answer.status_code == status
+    assert says in answer.json()["detail"]
+    assert "secret" not in answer.text
+    assert answer.headers["x-should-retry"] == "false"
+    assert (orchestrator.submits, orchestrator.tombstones) == ([], [("m", 3)])
+    assert client.post(f"/api/v1/{path}", content=b"no JSON").status_code == status
+    assert client.get(f"/api/v1/{path}").status_code == 404
+
+
 def test_a_place_is_found_in_protobuf_that_is_too_long(client, orchestrator):
     """Catches a gap in the order for the client that sends protobuf."""
     body = protobuf_call([protobuf_datum([1] * 60_000, dense([1]))], seq_id=300).SerializeToString()

@@ -262,6 +262,11 @@ def test_the_other_client_trains_samples_and_keeps_house(with_xorl):
         assert training.sync_weights_to_inference().result().success
         assert training.disconnect_inference_endpoint().result().success
         assert training.remove_inference_endpoint("127.0.0.1", 9).result().success
+        with pytest.raises(Exception, match="hosts no models elsewhere"):
+            training.update_serverless_weights("hosted", "key", "token", "tiny").result()
+        training.forward([datum], "causallm_loss").result()
+        numbers = [submit.seq_id for submit in orchestrator.submits if submit.seq_id] + [orchestrator.tombstones[0][1]]
+        assert sorted(numbers) == list(range(1, len(numbers) + 1)), "a number that went nowhere is waited for"
         killed = training.kill_session(save_checkpoint=True).result()
         assert killed.success
         assert killed.checkpoint_path.startswith("xorl://mine/weights/killed-")

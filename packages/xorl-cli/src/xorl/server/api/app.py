@@ -21,6 +21,7 @@ from xorl.server.api import (
     sampling_routes,
     status_routes,
     training_routes,
+    unserved_routes,
 )
 from xorl.server.api.context import Api
 from xorl.server.api.gate import Bodies, Gate, Measures
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 READING_AT_ONCE = 2
 
-# Those that are called most come first, since routes are tried in order.
+# Those that are called most come first, since routes are tried in order; the last one takes whatever is left.
 ROUTERS = (
     future_routes.router,
     training_routes.router,
@@ -43,6 +44,7 @@ ROUTERS = (
     checkpoint_routes.files_router,
     endpoint_routes.router,
     status_routes.router,
+    unserved_routes.router,
 )
 
 
@@ -77,7 +79,8 @@ async def _refused(request: Request, problem: Exception) -> Response:
 
 async def _no_route(request: Request, problem: Exception) -> Response:
     assert isinstance(problem, HTTPException)
-    if problem.status_code == 404:
+    # The route that takes every unknown POST makes a 405 of any other method there.
+    if problem.status_code in (404, 405):
         return Refusal(404, f"this service has no {request.method} {request.url.path[:200]}").response()
     return Refusal(problem.status_code, str(problem.detail)).response()
 
