@@ -7,11 +7,12 @@ import msgspec
 
 from asynchronous import in_a_loop
 from counting_workers import folded
-from orchestrated import MODEL, SESSION, forward_backward, options, serving, step, submit
+from orchestrated import MODEL, SESSION, forward_backward, options, running, serving, step, submit
 from xorl.server.messages import (
     CreateModel,
     Failure,
     LoraSpec,
+    ModelCreated,
     Ok,
     Rejected,
     SaveFullWeights,
@@ -45,6 +46,42 @@ async def test_an_idle_model_is_saved_and_released_and_comes_back_when_it_is_cal
         assert (await client.do(step(), 4)).metrics["weights"] == folded(folded(1, 1), 2)
         listed = await client.orchestrator.answer(ListCheckpoints(MODEL))
         assert listed.checkpoints == []
+
+
+@in_a_loop
+async def test_creations_are_requests_like_others_to_a_service_that_is_full_or_has_no_workers(tmp_path):
+    """Catches one client whose models fill the queue beyond its limit, or pile up where nobody makes them."""
+    chosen = options(tmp_path, max_queued=3, worker_connection_timeout_s=1.0)
+    creates = [CreateModel(f"m{index}", lora=LoraSpec(rank=8, seed=0)) for index in range(4)]
+    async with running(chosen) as client:
+        kept = [await client.send(create, session=None) for create in creates[:3]]
+        full = await client.orchestrator.answer(submit(creates[3], session=None))
+        assert (full.status, "3 requests are waiting" in full.message) == (429, True)
+        assert await client.send(creates[0], session=None) == kept[0], "a retry is not another request"
+        while not client.orchestrator.state.workers.are_gone:
+            await asyncio.sleep(0.05)
+        assert [(await client.result(request)).status for request in kept] == [503] * 3
+        away = await client.orchestrator.answer(submit(creates[3], session=None))
+        assert (away.status, "workers have been away" in away.message) == (503, True)
+
+
+@in_a_loop
+async def test_a_model_without_a_session_counts_as_one(tmp_path):
+    """Catches clients without sessions that have as many models as they like."""
+    chosen = options(tmp_path, max_sessions=2)
+    async with serving(chosen) as (client, _):
+        await client.create()
+        alone = [CreateModel(name, lora=LoraSpec(rank=8, seed=0)) for name in ("one", "two")]
+        assert isinstance(await client.do(alone[0], session=None), ModelCreated)
+        for ask in (submit(alone[1], session=None), CreateSession("session-2")):
+            full = await client.orchestrator.answer(ask)
+            assert (full.status, "max_sessions: 2 are open" in full.message) == (429, True)
+        # What takes the place of another, or is within a session, is not one more.
+        await client.do(forward_backward(1, model="one"), 1)
+        assert isinstance(await client.do(alone[0], session=None), ModelCreated)
+        assert isinstance(await client.do(CreateModel(f"{SESSION}:train:1", lora=LoraSpec(rank=8))), ModelCreated)
+        await client.do(UnloadModel("one"))
+        assert isinstance(await client.do(alone[1], session=None), ModelCreated)
 
 
 @in_a_loop

@@ -223,7 +223,9 @@ class ApiFields(Section):
         default=256.0, gt=0, le=480, description="Largest request body, in MB after decompression; larger ones get 413."
     )
     max_sessions: AtLeastOne = Field(
-        default=1024, description="Sessions that may be open at once; another one gets 429."
+        default=1024,
+        description="Sessions that may be open at once; another one gets 429. A model that was created without one "
+        "counts as one.",
     )
     max_queued_requests: AtLeastOne = Field(
         default=20000, description="Requests that may wait to be computed, of all clients; another one gets 429."

@@ -28,6 +28,7 @@ from xorl.server.orchestrator.commit import JournalError
 from xorl.server.orchestrator.journal import Submission, Unfinished, Written
 from xorl.server.orchestrator.lane import Ticket
 from xorl.server.orchestrator.registry import ModelRecord, stored
+from xorl.server.orchestrator.sessions import too_many
 from xorl.server.orchestrator.state import State
 
 logger = logging.getLogger(__name__)
@@ -109,11 +110,7 @@ class Door:
         found = self._find(submit)
         if found is not None:
             return _accepted(found, submit.key)
-        if len(state.scheduler) >= state.options.max_queued:
-            raise Refused(429, f"{len(state.scheduler)} requests are waiting, no more are taken: send it again later")
-        if state.workers.are_gone:
-            away = f"{state.workers.timeout_s:g} s"
-            raise Refused(503, f"the workers have been away for more than {away}: see the service's log")
+        self._check_open()
         if isinstance(operation, Sample):
             client = self._sampling_client(operation, submit)
             return await self._keep(_submission(submit.request_id, operation, client, None, submit=submit))
@@ -131,6 +128,15 @@ class Door:
                 await self.reject(Tombstone(model.model_id, submit.seq_id))
             raise Refused(400, f"names that begin with {RECOVERY_PREFIX} are the service's own; choose another one")
         return await self._keep(_submission(submit.request_id, operation, model.client, model.lane, submit=submit))
+
+    def _check_open(self) -> None:
+        """Whether any request is taken that is not here already."""
+        state = self._state
+        if len(state.scheduler) >= state.options.max_queued:
+            raise Refused(429, f"{len(state.scheduler)} requests are waiting, no more are taken: send it again later")
+        if state.workers.are_gone:
+            away = f"{state.workers.timeout_s:g} s"
+            raise Refused(503, f"the workers have been away for more than {away}: see the service's log")
 
     async def _keep(self, submission: Submission) -> Accepted:
         state, s = self._state, submission
@@ -156,6 +162,7 @@ class Door:
         found = self._find(submit)
         if found is not None and not self._begins_anew(submit, old, found):
             return _accepted(found, submit.key)
+        self._check_open()
         self._check_creation(operation, submit, old)
         generation = 1 if old is None else old.generation + 1
         create = self._completed(operation)
@@ -208,6 +215,8 @@ class Door:
             raise Refused(404, f"there is no session {submit.session_id}")
         if old is not None and old.is_there and submit.session_id is not None:
             raise Refused(400, f"model {operation.model_id} was created already, by another request")
+        if submit.session_id is None and (old is None or not old.is_there) and (why := too_many(state)) is not None:
+            raise Refused(429, why)
 
     def _completed(self, operation: CreateModel) -> CreateModel:
         """With what the client left open decided, so that it can be done again and give the same."""

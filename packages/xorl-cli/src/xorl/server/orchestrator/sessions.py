@@ -32,16 +32,27 @@ async def create_session(state: State, ask: CreateSession) -> SessionCreated | R
     sessions = state.registry.sessions
     session_id = ask.session_id or f"session-{secrets.token_hex(8)}"
     if session_id not in sessions:
-        # Clients that die end no session; one that has been idle does not count.
-        since = time.time() - state.options.idle_session_timeout_s
-        num_open = sum(not session.is_finished and session.last_active > since for session in sessions.values())
-        if num_open >= state.options.max_sessions:
-            return Rejected(429, f"max_sessions: {num_open} are open, and no more are taken: close some, or wait")
+        why = too_many(state)
+        if why is not None:
+            return Rejected(429, why)
         now = time.time()
         record = SessionRecord(session_id, now, now, ask.tags, ask.user_metadata, ask.display_name)
         sessions[session_id] = record
         await state.journal.put([stored(record)])
     return SessionCreated(session_id, _welcome(state))
+
+
+def too_many(state: State) -> str | None:
+    """Why nobody else can begin, None where they can. A model without a session counts as a session of its own."""
+    registry, limit = state.registry, state.options.max_sessions
+    # Clients that die end nothing; what has been idle does not count.
+    since = time.time() - state.options.idle_session_timeout_s
+    num_open = sum(not one.is_finished and one.last_active > since for one in registry.sessions.values())
+    alone = (model for model in registry.models.values() if model.session_id is None and model.is_there)
+    num_open += sum(model.last_active > since for model in alone)
+    if num_open < limit:
+        return None
+    return f"max_sessions: {num_open} are open, and no more are taken: close some, or wait"
 
 
 async def heartbeat(state: State, ask: Heartbeat) -> Ok | Rejected:
