@@ -4,10 +4,12 @@ import contextlib
 import hashlib
 import secrets
 
+import httpx
 import msgspec
 import numpy as np
 
 from counting_workers import CountingWorkers
+from xorl.server.api import ApiSettings, create_app
 from xorl.server.arrays import Array, Datum
 from xorl.server.channel import Limits
 from xorl.server.messages import (
@@ -109,6 +111,18 @@ async def running(chosen):
         yield Client(orchestrator)
     finally:
         await orchestrator.stop()
+
+
+@contextlib.asynccontextmanager
+async def over_http(client):
+    """A client of HTTP before an API in this loop, which asks that client's orchestrator."""
+    gate = create_app(ApiSettings(client.orchestrator.address))
+    transport = httpx.ASGITransport(gate)
+    async with (
+        gate._app.router.lifespan_context(gate._app),
+        httpx.AsyncClient(transport=transport, base_url="http://localhost") as http,
+    ):
+        yield http
 
 
 @contextlib.contextmanager

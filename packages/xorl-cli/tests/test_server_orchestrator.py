@@ -11,7 +11,7 @@ import pytest
 
 from asynchronous import in_a_loop
 from counting_workers import BAD, folded
-from orchestrated import MODEL, SESSION, forward_backward, options, running, serving, step, submit, workers
+from orchestrated import MODEL, SESSION, forward_backward, options, over_http, running, serving, step, submit, workers
 from xorl.server.arrays import Array
 from xorl.server.channel import ChannelKeys
 from xorl.server.messages import (
@@ -338,22 +338,48 @@ async def test_one_bad_call_in_a_mixed_pass_fails_alone(tmp_path):
         assert (await client.do(step(models[0]), 3)).metrics["weights"] == folded(1, 0)
 
 
+async def posted(http, path, **body):
+    """The id to poll of a call of the API."""
+    answer = await http.post(f"/api/v1/{path}", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["request_id"]
+
+
 @in_a_loop
 async def test_a_client_without_sessions_that_begins_anew_gets_a_new_model(tmp_path):
-    """Catches a second run of a script that is told its numbers were used, or goes on with the first one's model."""
-    chosen = options(tmp_path)
-    async with serving(chosen) as (client, _):
-        create = CreateModel("default", lora=LoraSpec(rank=8, seed=0))
-        first = await client.send(create, session=None)
-        assert await client.send(create, session=None) == first
+    """Catches a second run of a script that is told its numbers were used, or goes on with the first one's model, and
+    a creation whose answer was lost that makes two models."""
+    async with serving(options(tmp_path)) as (client, _), over_http(client) as http:
+        create = {"base_model": "tiny", "lora_config": {"rank": 8, "seed": 0}}
+        first = await posted(http, "create_model", **create)
+        assert await posted(http, "create_model", **create) == first
         await client.result(first)
+        assert await posted(http, "create_model", **create) == first, "the answer was lost, not the model"
         await client.do(forward_backward(1, model="default"), 1)
         behind = await client.send(step("default"), 5)
-        second = await client.send(create, session=None)
+        second = await posted(http, "create_model", **create)
         assert second != first
         await client.result(second)
         assert isinstance(await client.result(behind), Failure)
         assert (await client.do(step("default"), 1)).metrics["weights"] == folded(1, 0)
+
+
+@in_a_loop
+async def test_a_creation_that_differs_from_an_unused_model_or_follows_calls_without_numbers_is_no_retry(tmp_path):
+    """Catches a script that is changed and started again, which is told its model was made with another body."""
+    async with serving(options(tmp_path)) as (client, counting), over_http(client) as http:
+        create = {"base_model": "tiny", "lora_config": {"rank": 8, "seed": 0}}
+        ids = [await posted(http, "create_model", **create)]
+        ids.append(await posted(http, "create_model", base_model="tiny", lora_config={"rank": 4}))
+        for unnumbered in (forward_backward(1, model="default"), step("default"), UnloadModel("default")):
+            ids.append(await posted(http, "create_model", **create))
+            assert await posted(http, "create_model", **create) == ids[-1]
+            await client.result(ids[-1])
+            await client.do(unnumbered)
+        ids.append(await posted(http, "create_model", **create))
+        await client.result(ids[-1])
+        assert len(set(ids)) == len(ids)
+        assert counting.models["default"].gradient == 0
 
 
 @in_a_loop

@@ -58,8 +58,11 @@ def create_app(settings: ApiSettings) -> ASGIApp:
         await orchestrator.start()
         reading = asyncio.Semaphore(READING_AT_ONCE)
         app.state.api = Api(settings, orchestrator, Bodies(settings, measures), measures, TextCoder(), reading)
-        yield
-        await orchestrator.close()
+        try:
+            yield
+        finally:
+            # Its socket would keep the process from ending.
+            await orchestrator.close()
 
     app = FastAPI(title="xorl", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     for router in ROUTERS:

@@ -117,7 +117,7 @@ async def sync_weights(request: Request) -> Response:
     if given.sync_method is not None and given.sync_method not in _METHODS:
         raise Refusal(400, f"sync_method is one of {', '.join(_METHODS)}, got {given.sync_method[:40]!r}")
     if given.pools is not None:
-        raise Refusal(400, "pools: all endpoints with sync_weights are sent to, leave it out")
+        raise Refusal(400, "pools: every endpoint that takes weights is sent to, leave it out")
     quantization = _quantization(given.quantization)
     flush = given.flush_cache
     if flush is None:

@@ -223,7 +223,11 @@ def _reads(kind: type[_SavingBody]) -> Callable[[bytes, ServiceInfo], Ordered]:
 
 
 def _created(operation: CreateModel, session_id: str | None, model_seq_id: int | None) -> Ordered:
-    key = None if session_id is None or model_seq_id is None else f"create/{session_id}/{model_seq_id}"
+    if session_id is None:
+        # The model's own name: what comes under it once the model was used is no retry any more (see Door).
+        key = f"create/{operation.model_id}"
+    else:
+        key = None if model_seq_id is None else f"create/{session_id}/{model_seq_id}"
     return Ordered(operation, key=key, session_id=session_id)
 
 

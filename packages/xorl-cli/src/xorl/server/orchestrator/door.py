@@ -15,6 +15,7 @@ from xorl.server.messages import (
     CreateModel,
     Failure,
     LoraSpec,
+    ModelCreated,
     ModelOperation,
     Ok,
     Rejected,
@@ -23,7 +24,7 @@ from xorl.server.messages import (
     Submit,
     Tombstone,
 )
-from xorl.server.orchestrator.calls import RECOVERY_PREFIX, cost_of, encode, saved_as, share_of
+from xorl.server.orchestrator.calls import RECOVERY_PREFIX, cost_of, decode_result, encode, saved_as, share_of
 from xorl.server.orchestrator.commit import JournalError
 from xorl.server.orchestrator.journal import Submission, Unfinished, Written
 from xorl.server.orchestrator.lane import Ticket
@@ -160,7 +161,7 @@ class Door:
         state = self._state
         old = state.registry.models.get(operation.model_id)
         found = self._find(submit)
-        if found is not None and not self._begins_anew(submit, old, found):
+        if found is not None and self._is_retry(submit, old, found):
             return _accepted(found, submit.key)
         self._check_open()
         self._check_creation(operation, submit, old)
@@ -193,19 +194,25 @@ class Door:
             await state.fail(dropped, Failure("user", 410, f"model {model.model_id} was created anew"))
         return answer
 
-    def _begins_anew(self, submit: Submit, model: ModelRecord | None, found: Written) -> bool:
-        """Whether a client that creates its model again begins anew, and does not retry.
+    def _is_retry(self, submit: Submit, old: ModelRecord | None, found: Written) -> bool:
+        """Whether a creation asks for the one that was found, and does not begin anew.
 
-        It does where there is none since that failed; a client without sessions does so also with what was used.
+        It begins anew where there is none since that failed; without a session also once the model was used.
         """
-        if model is not None and model.state == "failed":
-            return True
-        if submit.session_id is not None:
+        if old is not None and old.state == "failed":
             return False
-        if model is None or not model.is_there or model.num_steps or not self._state.scheduler.is_pristine(model.lane):
+        if submit.session_id is not None:
             return True
-        created = self._state.journal.find(found.request_id)
-        return created is not None and created.is_finished and created.result is None
+        state = self._state
+        if not found.is_same or old is None or not old.is_there or not state.scheduler.is_pristine(old.lane):
+            return False
+        created = state.journal.find(found.request_id)
+        if created is None or not created.is_finished:
+            return created is not None
+        # Calls need not have numbers: a gradient is in the tail, and steps are counted.
+        result = None if created.result is None else decode_result(created.result)
+        is_unchanged = isinstance(result, ModelCreated) and old.num_steps == result.num_steps
+        return is_unchanged and not state.journal.tail(old.lane)
 
     def _check_creation(self, operation: CreateModel, submit: Submit, old: ModelRecord | None) -> None:
         state, options = self._state, self._state.options

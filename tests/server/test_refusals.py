@@ -1,0 +1,61 @@
+"""What the API refuses by name, since it is not built or not served here."""
+
+import httpx
+import pytest
+
+from answering_orchestrator import served
+
+
+@pytest.fixture
+def service(tmp_path):
+    """(client, orchestrator)"""
+    with served(tmp_path) as (url, orchestrator), httpx.Client(base_url=url, timeout=30) as client:
+        yield client, orchestrator
+
+
+def test_what_is_not_built_is_refused_by_name(service):
+    """Catches an option of a client that is taken and does nothing."""
+    client, _ = service
+    prompt = {"prompt": {"chunks": [{"tokens": [1]}]}}
+    for path, body, says in (
+        ("api/v1/create_model", {"base_model": "b", "lora_config": {"dropout": 0.1}}, "dropout"),
+        ("api/v1/create_model", {"base_model": "b", "optimizer_config": {"type": "dimuon"}}, "dimuon"),
+        ("api/v1/asample", {**prompt, "prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k"),
+        ("api/v1/asample", {**prompt, "record_stability_info": True}, "record_stability_info"),
+        ("api/v1/save_weights_for_sampler", {"kind": "inflight", "path": "x"}, "inflight"),
+        ("api/v1/save_weights_external", {"path": "x", "age_encryption_recipients": ["a"]}, "encrypt"),
+        ("generate", {"input_ids": [1], "stream": True}, "stream"),
+        ("generate", {"input_ids": [1], "sampling_params": {"min_p": 0.1}}, "min_p"),
+        ("sync_inference_weights", {"sync_method": "rdma_direct"}, "sync_method"),
+        ("sync_inference_weights", {"quantization": {"quant_method": "awq"}}, 'quant_method can be "fp8" alone'),
+        ("sync_inference_weights", {"quantization": {"weight_block_size": [64, 64]}}, "[128, 128]"),
+        ("api/v1/set_sync_quantization", {"quantization": {"activation_scheme": "static"}}, "activation_scheme"),
+        ("api/v1/set_sync_quantization", {"quantization": {"scale_fmt": "ue8m0"}}, "nothing is known of scale_fmt"),
+        ("api/v1/set_sync_quantization", {"quantization": {"modules_to_not_convert": "x"}}, "a list of names"),
+        ("sync_inference_weights", {"pools": ["default"]}, "every endpoint that takes weights is sent to"),
+        ("add_inference_endpoint", {"host": "h", "port": 1, "pool": "other"}, "pool"),
+    ):
+        answer = client.post(f"/{path}", json=body)
+        assert answer.status_code == 400, path
+        assert says in answer.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "says"),
+    [
+        ("update_serverless_weights", 400, "add_inference_endpoint and sync_inference_weights"),
+        ("update_dedicated_endpoint", 400, "add_inference_endpoint and sync_inference_weights"),
+        ("no_such_call", 404, "no POST /api/v1/no_such_call"),
+    ],
+)
+def test_a_call_that_is_not_served_leaves_no_gap(service, path, status, says):
+    """Catches a model whose next call waits for a number that went to a path of another service."""
+    client, orchestrator = service
+    answer = client.post(f"/api/v1/{path}", json={"model_id": "m", "seq_id": 3, "hf_token": "secret"})
+    assert answer.status_code == status
+    assert says in answer.json()["detail"]
+    assert "secret" not in answer.text
+    assert answer.headers["x-should-retry"] == "false"
+    assert (orchestrator.submits, orchestrator.tombstones) == ([], [("m", 3)])
+    assert client.post(f"/api/v1/{path}", content=b"no JSON").status_code == status
+    assert client.get(f"/api/v1/{path}").status_code == 404
