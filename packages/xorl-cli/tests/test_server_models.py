@@ -7,7 +7,7 @@ import msgspec
 
 from asynchronous import in_a_loop
 from counting_workers import folded
-from orchestrated import MODEL, SESSION, forward_backward, options, running, serving, step, submit
+from orchestrated import MODEL, SESSION, forward_backward, options, over_http, running, serving, step, submit
 from xorl.server.messages import (
     CreateModel,
     Failure,
@@ -82,6 +82,46 @@ async def test_a_model_without_a_session_counts_as_one(tmp_path):
         assert isinstance(await client.do(CreateModel(f"{SESSION}:train:1", lora=LoraSpec(rank=8))), ModelCreated)
         await client.do(UnloadModel("one"))
         assert isinstance(await client.do(alone[1], session=None), ModelCreated)
+
+
+@in_a_loop
+async def test_the_number_of_a_sampling_session_is_used_once(tmp_path):
+    """Catches a client that samples from the weights of another call, as which its own was taken."""
+    async with serving(options(tmp_path)) as (client, _), over_http(client) as http:
+        await client.create()
+        for seq, name in enumerate(("one", "two"), start=1):
+            await client.do(SaveWeightsForSampler(MODEL, name), seq)
+        await client.do(SaveWeightsForSampler(MODEL, None, sampler_id=f"{SESSION}:sample:1"), 3)
+        weights = [f"tinker://{MODEL}/sampler_weights/{name}" for name in ("one", "two")]
+        for number, body, status in (
+            (0, {"model_path": weights[0]}, 200),
+            (0, {"model_path": weights[0]}, 200),
+            (0, {"model_path": weights[1]}, 400),
+            (0, {"base_model": "tiny"}, 400),
+            (1, {"base_model": "tiny"}, 400),
+            (2, {"base_model": "tiny"}, 200),
+            (2, {"base_model": "/models/tiny"}, 200),
+        ):
+            asked = {"session_id": SESSION, "sampling_session_seq_id": number, **body}
+            answer = await http.post("/api/v1/create_sampling_session", json=asked)
+            assert answer.status_code == status, (asked, answer.text)
+        sampler = await http.get(f"/api/v1/samplers/{SESSION}:sample:0")
+        assert sampler.json()["model_path"] == weights[0]
+
+
+@in_a_loop
+async def test_the_first_words_of_a_service_of_full_weights_say_so(tmp_path):
+    """Catches a client that believes in an adapter of its own where all share one model's weights."""
+    whole = options(tmp_path, enable_lora=False)
+    async with serving(whole) as (client, _), over_http(client) as http:
+        welcome = (await http.post("/api/v1/create_session", json={"session_id": SESSION})).json()["info_message"]
+        assert "full weights of tiny, one model at a time" in welcome
+        assert "rank that a client asks for is not used" in welcome
+        await client.do(CreateModel(MODEL, lora=LoraSpec(rank=8)))
+        info = (await http.post("/api/v1/get_info", json={"model_id": MODEL})).json()
+        assert (info["is_lora"], info["lora_rank"]) == (False, None)
+    async with running(options(tmp_path / "adapters")) as client, over_http(client) as http:
+        assert (await http.post("/api/v1/create_session", json={})).json()["info_message"] is None
 
 
 @in_a_loop

@@ -130,6 +130,9 @@ async def create_sampling_session(state: State, ask: CreateSamplingSession) -> S
                 return refused
         registry.samplers[sampling_session_id] = record
         await state.journal.put([stored(record)])
+    elif record.snapshot_of is not None or record.checkpoint != ask.checkpoint:
+        why = "was begun before with other weights: a number is used once, a retry sends the same"
+        return Rejected(400, f"sampling session {sampling_session_id} {why}")
     return _sampler(record)
 
 
