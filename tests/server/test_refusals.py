@@ -15,7 +15,7 @@ def service(tmp_path):
 
 def test_what_is_not_built_is_refused_by_name(service):
     """Catches an option of a client that is taken and does nothing."""
-    client, _ = service
+    client, orchestrator = service
     prompt = {"prompt": {"chunks": [{"tokens": [1]}]}}
     for path, body, says in (
         ("api/v1/create_model", {"base_model": "b", "lora_config": {"dropout": 0.1}}, "dropout"),
@@ -33,11 +33,16 @@ def test_what_is_not_built_is_refused_by_name(service):
         ("api/v1/set_sync_quantization", {"quantization": {"scale_fmt": "ue8m0"}}, "nothing is known of scale_fmt"),
         ("api/v1/set_sync_quantization", {"quantization": {"modules_to_not_convert": "x"}}, "a list of names"),
         ("sync_inference_weights", {"pools": ["default"]}, "every endpoint that takes weights is sent to"),
+        ("sync_inference_weights", {"buffer_size_mb": 0}, "buffer_size_mb must be 1 or more"),
         ("add_inference_endpoint", {"host": "h", "port": 1, "pool": "other"}, "pool"),
+        ("add_inference_endpoint", {"host": "h", "port": 1, "buffer_size_mb": 0}, "buffer_size_mb must be 1 or more"),
+        ("add_inference_endpoint", {"host": "h", "port": 1, "buffer_size_mb": -5}, "buffer_size_mb must be 1 or more"),
+        ("add_inference_endpoint", {"host": "h", "port": 1, "master_port": 70000}, "master_port must be 1 to 65535"),
     ):
         answer = client.post(f"/{path}", json=body)
         assert answer.status_code == 400, path
         assert says in answer.json()["detail"]
+    assert (orchestrator.submits, orchestrator.endpoints) == ([], {})
 
 
 @pytest.mark.parametrize(

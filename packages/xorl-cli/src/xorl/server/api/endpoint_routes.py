@@ -118,6 +118,7 @@ async def sync_weights(request: Request) -> Response:
         raise Refusal(400, f"sync_method is one of {', '.join(_METHODS)}, got {given.sync_method[:40]!r}")
     if given.pools is not None:
         raise Refusal(400, "pools: every endpoint that takes weights is sent to, leave it out")
+    _check_transfer(given)
     quantization = _quantization(given.quantization)
     flush = given.flush_cache
     if flush is None:
@@ -213,6 +214,15 @@ def _check(given: EndpointBody) -> None:
         raise Refusal(400, f"world_size must be 1 or more, got {given.world_size}")
     if given.pool != "default" or given.receiver_kv_cache_dtype is not None:
         raise Refusal(400, "pool and receiver_kv_cache_dtype are not built, leave them out")
+    _check_transfer(given)
+
+
+def _check_transfer(given: EndpointBody | SyncBody) -> None:
+    """What a sync would fail at, and one after a step long after the call that said it."""
+    if given.buffer_size_mb < 1:
+        raise Refusal(400, f"buffer_size_mb must be 1 or more, got {given.buffer_size_mb}")
+    if not 0 <= given.master_port <= 65535:
+        raise Refusal(400, f"master_port must be 1 to 65535, or 0 for a free one, got {given.master_port}")
 
 
 def _endpoint_json(state: EndpointState) -> dict[str, JSON]:
