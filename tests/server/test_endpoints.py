@@ -49,6 +49,19 @@ def test_a_server_is_asked_what_it_is_before_it_is_used() -> None:
         run(scenario)
 
 
+def test_a_call_sends_weights_to_all_and_a_step_to_those_that_were_added_for_it() -> None:
+    # Catches one client's sync that reaches nobody, since it adds endpoints without sync_weights, and steps that send
+    # weights where they are not wanted.
+    async def scenario(registry: EndpointRegistry) -> None:
+        await registry.add(Endpoint("127.0.0.1", called.port))
+        await registry.add(Endpoint("127.0.0.1", followed.port, sync_weights=True))
+        assert [e.port for e in registry.receivers()] == [called.port, followed.port]
+        assert [e.port for e in registry.receivers(after_step=True)] == [followed.port]
+
+    with fake_engines([], []) as (called, followed):
+        run(scenario)
+
+
 def synced(port: int, weights: str, version: str) -> SyncResult:
     success = weights == "new"
     return SyncResult(success, "", [EndpointSynced("127.0.0.1", port, success, weights)], weight_version=version)
