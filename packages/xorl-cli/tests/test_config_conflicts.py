@@ -70,6 +70,24 @@ def entry(**options: Any) -> dict[str, Any]:
             "enable_mixed_precision is true",
         ),
         ({"model": {"attention_cast_bf16": True}}, "model.attention_cast_bf16", "enable_mixed_precision is false"),
+        (
+            {
+                "model": {"attention_cast_bf16": True},
+                "train": {"enable_mixed_precision": False, "enable_compile": True},
+            },
+            "model.attention_cast_bf16",
+            "leaves out a rounding",
+        ),
+        (
+            {"lora": {"enable_lora": True, "lora_dropout": 0.1}, "train": {"enable_compile": True}},
+            "lora.lora_dropout",
+            "draw at random",
+        ),
+        (
+            {"lora": {"enable_lora": True, "use_dora": True}, "train": {"fp8": "tensorwise"}},
+            "lora.use_dora",
+            "takes their norms",
+        ),
         ({"train": {"eval_steps": 5}}, "train.eval_steps", "data.val_set_size is set, or data.test_datasets"),
         ({"data": {"eval_sample_packing": False}}, "data.eval_sample_packing", "does nothing unless"),
         ({"data": {"datasets": [{"path": "dummy", "split": "test"}]}}, "data.datasets.0.split", "have no split"),

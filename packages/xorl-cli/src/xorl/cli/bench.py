@@ -172,7 +172,7 @@ def _start(
 
 def _load(path: Path, overrides: tuple[str, ...], flags: Flags) -> dict[str, LoadedConfig]:
     """Returns the configuration to measure, under "", and those to measure it against, by their options."""
-    given = (*forced(flags.num_steps), *overrides)
+    given = (*overrides, *forced(flags.num_steps))
     others = {text: [f"--{option}" for option in text.split()] for text in ("", *flags.against)}
     return {text: load_config(path, (*given, *options)) for text, options in others.items()}
 
@@ -190,7 +190,7 @@ def _bench(path: Path, overrides: tuple[str, ...], flags: Flags) -> int:
         steps=flags.steps,
         warmup=flags.warmup,
         rounds=flags.rounds,
-        peers=[peer for peer in flags.peers.split(",") if peer],
+        peers=list(dict.fromkeys(peer for peer in flags.peers.split(",") if peer)),
         profile=flags.profile,
         started_at=flags.started_at,
         append_to=flags.record,

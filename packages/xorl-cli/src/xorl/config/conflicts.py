@@ -317,10 +317,37 @@ def _recomputation_fits_what_surrounds_it(config: Config) -> Iterator[Conflict]:
         )
 
 
+def _compiled_code_computes_what_is_asked(config: Config) -> Iterator[Conflict]:
+    train = config.train
+    if not train.enable_compile:
+        return
+    if config.model.attention_cast_bf16:
+        yield Conflict(
+            ("model.attention_cast_bf16", "train.enable_compile"),
+            "the compiler leaves out a rounding to bf16 that is followed by one back: set enable_compile to false",
+        )
+    if config.lora.lora_dropout and train.enable_gradient_checkpointing:
+        yield Conflict(
+            ("lora.lora_dropout", "train.enable_compile"),
+            "torch cannot compile layers that are computed again and draw at random: set "
+            "enable_gradient_checkpointing or enable_compile to false, or lora_dropout to 0",
+        )
+
+
 def _tensor_parallelism_splits_projections(config: Config) -> Iterator[Conflict]:
     if config.train.tensor_parallel_size > 1 and config.model.merge_qkv:
         yield Conflict(
             ("train.tensor_parallel_size", "model.merge_qkv"), "tensor parallelism needs model.merge_qkv: false"
+        )
+
+
+def _weights_in_fp8_are_read_by_products_alone(config: Config) -> Iterator[Conflict]:
+    train = config.train
+    if train.fp8 == "tensorwise" and train.data_parallel_mode == "fsdp2" and config.lora.use_dora:
+        yield Conflict(
+            ("lora.use_dora", "train.fp8"),
+            "fsdp2 gathers the weights of fp8: tensorwise in fp8 alone, and use_dora takes their norms: set fp8 to "
+            "rowwise, or data_parallel_mode to none or ddp",
         )
 
 
@@ -395,6 +422,8 @@ MODEL_CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
     _degrees_fit_the_mode,
     _recomputation_fits_what_surrounds_it,
     _tensor_parallelism_splits_projections,
+    _compiled_code_computes_what_is_asked,
+    _weights_in_fp8_are_read_by_products_alone,
     _weights_in_fp8_are_on_the_device,
     _half_precision_is_computed_in,
     *LORA_CHECKS,
