@@ -57,7 +57,8 @@ def recompute_layers(
 
     Modules get a class with another forward function, so parameters keep their names, hooks of the module stay outside
     of what is recomputed, and the compiler sees that layers are alike. Values and gradients are the same to the bit,
-    with the same dropout where there is any. `reentrant` is torch's older form, for whole layers and modules.
+    with the same dropout where there is any; compiled, to rounding, since what is fused is another. `reentrant` is
+    torch's older form, for whole layers and modules.
     """
     modules = [] if isinstance(recompute, str) else recompute
     first = layers[:num_layers]
