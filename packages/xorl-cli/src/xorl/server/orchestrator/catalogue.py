@@ -6,7 +6,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -32,17 +32,15 @@ class Found:
 
 def scan(output_dir: Path, model_id: str | None = None) -> list[Found]:
     """All checkpoints there are, or those of one model, newest first; what is still being written is none."""
-    found = []
-    for kind in get_args(CheckpointKind):
-        for folder in _folders(output_dir / kind):
-            owner = _parsed(model_id_in_folder, folder.name)
-            if owner is None or model_id not in (None, owner):
-                continue
-            for entry in _folders(Path(folder.path)):
-                if _parsed(check_name, entry.name) is not None:
-                    ref = CheckpointRef(owner, kind, entry.name)
-                    found.append(Found(ref, entry.stat().st_mtime, size_of(Path(entry.path))))
+    found = [
+        Found(ref, entry.stat().st_mtime, size_of(Path(entry.path))) for ref, entry in _entries(output_dir, model_id)
+    ]
     return sorted(found, key=lambda one: one.created, reverse=True)
+
+
+def names(output_dir: Path) -> list[CheckpointRef]:
+    """All checkpoints there are, without a look at what they hold."""
+    return [ref for ref, _ in _entries(output_dir, None)]
 
 
 def find(output_dir: Path, checkpoint: CheckpointRef) -> Found | None:
@@ -102,6 +100,17 @@ def size_of(folder: Path) -> int:
             except FileNotFoundError:
                 continue
     return total
+
+
+def _entries(output_dir: Path, model_id: str | None) -> Iterator[tuple[CheckpointRef, os.DirEntry[str]]]:
+    for kind in get_args(CheckpointKind):
+        for folder in _folders(output_dir / kind):
+            owner = _parsed(model_id_in_folder, folder.name)
+            if owner is None or model_id not in (None, owner):
+                continue
+            for entry in _folders(Path(folder.path)):
+                if _parsed(check_name, entry.name) is not None:
+                    yield CheckpointRef(owner, kind, entry.name), entry
 
 
 def _folders(folder: Path) -> list[os.DirEntry[str]]:

@@ -160,12 +160,15 @@ async def adopt(state: State) -> None:
 
     What they are their manifests say; exports have none.
     """
-    for found in await _scan(state, None):
-        if checkpoint_key(found.checkpoint) not in state.registry.checkpoints:
-            record = await asyncio.to_thread(_described, state, found)
+    folder, known = state.options.folder, state.registry.checkpoints
+    for ref in await asyncio.to_thread(catalogue.names, folder):
+        is_own = ref.name.startswith(RECOVERY_PREFIX)
+        if ref.kind != "external_weights" and not is_own and checkpoint_key(ref) not in known:
+            found = await asyncio.to_thread(catalogue.find, folder, ref)
+            record = None if found is None else await asyncio.to_thread(_described, state, found)
             if record is not None:
-                state.registry.checkpoints[record.key] = record
-                logger.info("event=adopted checkpoint=%s", found.checkpoint.uri("xorl"))
+                known[record.key] = record
+                logger.info("event=adopted checkpoint=%s", ref.uri("xorl"))
                 await state.journal.put([stored(record)])
 
 
