@@ -8,6 +8,7 @@ from tiny_models import hf_config
 from xorl.core.loss import loss_named
 from xorl.core.models import spec_for
 from xorl.core.nn import LayerKernels, choose_kernels
+from xorl.core.nn.kernels import FUSED_KERNELS
 from xorl.kernels.attention import AttentionRequest, resolve_attention
 from xorl.kernels.fused import HeadNorms, HeadShape, reference
 from xorl.kernels.layout import SequenceLayout
@@ -271,6 +272,33 @@ def test_a_decoder_trains_alike_with_fused_kernels(family, compiled):
     torch.testing.assert_close(total, wanted_total, rtol=2e-3, atol=0)
     for gradient, plain in zip(gradients, wanted, strict=True):
         assert (gradient - plain).norm() <= 3e-2 * plain.norm()
+
+
+def test_native_forms_round_alike_in_compiled_layers():
+    # Catches roundings that inductor leaves out, in any of a layer's plain forms.
+    config = hf_config("qwen3", vocab_size=500, hidden_size=128, intermediate_size=272, head_dim=64)
+    spec = spec_for(config)
+    ids = torch.randint(500, (400,), generator=torch.Generator().manual_seed(0)).cuda()
+    layout = SequenceLayout.from_lengths([129, 271], device="cuda")
+    attention = resolve_attention("native", AttentionRequest("cuda", torch.bfloat16, 64))
+    results = []
+    for compiled in (False, True):
+        kernels = choose_kernels(
+            attention,
+            device_type="cuda",
+            dtype=torch.bfloat16,
+            compiled=compiled,
+            native=FUSED_KERNELS,
+            cast_bf16=False,
+        )
+        decoder = spec.build(spec.config_from_hf(config), kernels=kernels).cuda()
+        decoder.init_weights(seed=0)
+        decoder.compute_dtype = torch.bfloat16
+        if compiled:
+            for layer in decoder.layers:
+                layer.forward = torch.compile(layer.forward, fullgraph=True)
+        results.append(decoder(ids, layout, lambda hidden, _: hidden))
+    assert torch.equal(*results)
 
 
 def test_kernels_repeat_to_the_bit():

@@ -71,14 +71,6 @@ def entry(**options: Any) -> dict[str, Any]:
         ),
         ({"model": {"attention_cast_bf16": True}}, "model.attention_cast_bf16", "enable_mixed_precision is false"),
         (
-            {
-                "model": {"attention_cast_bf16": True},
-                "train": {"enable_mixed_precision": False, "enable_compile": True},
-            },
-            "model.attention_cast_bf16",
-            "leaves out a rounding",
-        ),
-        (
             {"lora": {"enable_lora": True, "lora_dropout": 0.1}, "train": {"enable_compile": True}},
             "lora.lora_dropout",
             "draw at random",

@@ -69,6 +69,40 @@ def test_what_was_chosen_is_logged(caplog):
     assert "this is cpu" in caplog.text
 
 
+def operators_of(kernels: LayerKernels) -> set[str]:
+    """Operators of xorl that a compiled layer would call for its norms, heads and activation."""
+    shape, rope = HeadShape(2, 1, 4), (torch.full((5, 2), 0.6), torch.full((5, 2), 0.8))
+    found: set[str] = set()
+
+    def collect(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        found.update(str(node.target) for node in graph.graph.nodes if str(node.target).startswith("xorl."))
+        return graph
+
+    @torch.compile(fullgraph=True, backend=collect)
+    def layer(x: torch.Tensor) -> list[torch.Tensor]:
+        weight = x.new_ones(4)
+        summed, normed = kernels.add_rms_norm(x, x, x.new_ones(16), 1e-6)
+        q, k, v = kernels.split_heads((normed,), shape, HeadNorms(weight, weight, 1e-6), rope)
+        return [summed, q, k, v, kernels.swiglu(normed)]
+
+    torch._dynamo.reset()
+    layer(torch.ones(5, 16))
+    return found
+
+
+def test_compilers_look_into_no_native_form():
+    """Catches roundings that a compiler leaves out, and forms that nobody asked to keep."""
+
+    def of(**choice):
+        return operators_of(choose(device_type="cpu", dtype=torch.float32, compiled=True, **choice))
+
+    assert of() == set()
+    assert of(native=["rms_norm"]) == {"xorl.opaque_add.default", "xorl.opaque_rms_norm.default"}
+    assert of(native=["rope"]) == {"xorl.opaque_rope.default"}
+    assert of(native=["swiglu"]) == {"xorl.opaque_swiglu.default"}
+    assert of(cast_bf16=True) == {"xorl.opaque_round_to_bf16.default"}
+
+
 def test_casting_rounds_queries_and_keys_after_the_rotation():
     """Catches a cast before the norm or the rotation, one of the values too, and one that has no effect."""
     shape = HeadShape(2, 1, 4)

@@ -319,14 +319,7 @@ def _recomputation_fits_what_surrounds_it(config: Config) -> Iterator[Conflict]:
 
 def _compiled_code_computes_what_is_asked(config: Config) -> Iterator[Conflict]:
     train = config.train
-    if not train.enable_compile:
-        return
-    if config.model.attention_cast_bf16:
-        yield Conflict(
-            ("model.attention_cast_bf16", "train.enable_compile"),
-            "the compiler leaves out a rounding to bf16 that is followed by one back: set enable_compile to false",
-        )
-    if config.lora.lora_dropout and train.enable_gradient_checkpointing:
+    if train.enable_compile and config.lora.lora_dropout and train.enable_gradient_checkpointing:
         yield Conflict(
             ("lora.lora_dropout", "train.enable_compile"),
             "torch cannot compile layers that are computed again and draw at random: set "

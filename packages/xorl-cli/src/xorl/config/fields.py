@@ -126,13 +126,14 @@ class NumericsFields(Section):
     )
     rmsnorm_native: bool = Field(
         default=False,
-        description="Compute RMS norms in plain torch. false takes the fused kernel where one can run and is faster, "
-        "which adds the residual in the same pass. Under enable_compile the compiler leaves out roundings in between.",
+        description="Compute RMS norms, and the sums of the residual stream, in plain torch, which rounds in between, "
+        "under enable_compile too. false takes the fused kernel where one can run and is faster, which adds the "
+        "residual in the same pass.",
     )
     activation_native: bool = Field(
         default=False,
-        description="Compute silu(gate) * up in plain torch, which rounds in between, though not under enable_compile. "
-        "false takes the fused kernel where one can run and is faster. Other activations are plain always.",
+        description="Compute silu(gate) * up in plain torch, which rounds in between, under enable_compile too. false "
+        "takes the fused kernel where one can run and is faster. Other activations are plain always.",
     )
     rope_native: bool = Field(
         default=False,

@@ -232,6 +232,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: DecoderConfig, index: int, *, merge_qkv: bool, kernels: LayerKernels) -> None:
         super().__init__()
+        self.add = kernels.add
         self.input_layernorm = _norm(config, kernels)
         self.self_attn = Attention(
             config.hidden_size,
@@ -258,7 +259,7 @@ class DecoderLayer(nn.Module):
         hidden, normed = self.input_layernorm(hidden)
         attended = self.self_attn(normed, layout, rope)
         hidden, normed = self.post_attention_layernorm(attended, residual=hidden)
-        return hidden + self.mlp(normed)
+        return self.add(hidden, self.mlp(normed))
 
 
 def _norm(config: DecoderConfig, kernels: LayerKernels) -> RMSNorm | LayerNorm:

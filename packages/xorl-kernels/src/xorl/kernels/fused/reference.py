@@ -4,6 +4,7 @@ Shapes: T tokens, D model width, H query heads, G key/value heads, C channels of
 V vocabulary.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple, Self
 
 import torch
@@ -66,7 +67,13 @@ def apply_rope(x: Tensor, rope: RopeTables) -> Tensor:
 
 
 def split_heads(
-    projected: tuple[Tensor, ...], shape: HeadShape, norms: HeadNorms | None, rope: RopeTables | None
+    projected: tuple[Tensor, ...],
+    shape: HeadShape,
+    norms: HeadNorms | None,
+    rope: RopeTables | None,
+    *,
+    norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm,
+    turn: Callable[[Tensor, RopeTables], Tensor] = apply_rope,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q [T, H, C], k and v [T, G, C] for attention, from what the projections gave.
 
@@ -80,9 +87,9 @@ def split_heads(
         projected = projected[0].split(shape.row_counts, dim=-1)
     q, k, v = (x.unflatten(-1, (-1, shape.head_dim)) for x in projected)  # [T, H or G, C]
     if norms is not None:
-        q, k = rms_norm(q, norms.q_weight, norms.eps), rms_norm(k, norms.k_weight, norms.eps)
+        q, k = norm(q, norms.q_weight, norms.eps), norm(k, norms.k_weight, norms.eps)
     if rope is not None:
-        q, k = apply_rope(q, rope), apply_rope(k, rope)
+        q, k = turn(q, rope), turn(k, rope)
     return q, k, v
 
 

@@ -1,0 +1,67 @@
+"""Plain forms that stay as they are in compiled layers: each is an operator, which a compiler calls and looks not into.
+
+What torch.compile fuses it computes in fp32 throughout, so roundings that plain torch has in between are left out. An
+inference engine that does not compile has them. Gradients are those of the plain forms, compiled or not.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from xorl.kernels.fused import reference
+from xorl.kernels.fused.reference import RopeTables
+
+
+def _operator(function: Callable[..., Tensor], name: str) -> Callable[..., Tensor]:
+    """`function` of tensors and then of what else it takes, as an operator. Its result shares no memory with them."""
+    operator = torch.library.custom_op(f"xorl::opaque_{name}", function, mutates_args=())
+    operator.register_fake(function)
+
+    def save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[object, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*(value for value in inputs if isinstance(value, Tensor)))
+        ctx.others = [value for value in inputs if not isinstance(value, Tensor)]
+
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.enable_grad():
+            tensors = [
+                saved.detach().requires_grad_(wanted)
+                for saved, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
+            ]
+            result = function(*tensors, *ctx.others)
+        found = iter(torch.autograd.grad(result, [tensor for tensor in tensors if tensor.requires_grad], gradient))
+        gradients = [next(found) if tensor.requires_grad else None for tensor in tensors]
+        return (*gradients, *(None for _ in ctx.others))
+
+    operator.register_autograd(backward, setup_context=save)
+    return operator
+
+
+def _add(x: Tensor, y: Tensor) -> Tensor:
+    return x + y
+
+
+def _apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return reference.apply_rope(x, (cos, sin))
+
+
+def _round_to_bf16(x: Tensor) -> Tensor:
+    return x.to(torch.bfloat16, copy=True).to(x.dtype)
+
+
+add = _operator(_add, "add")
+rms_norm = _operator(reference.rms_norm, "rms_norm")
+rope = _operator(_apply_rope, "rope")
+swiglu = _operator(reference.swiglu, "swiglu")
+round_to_bf16 = _operator(_round_to_bf16, "round_to_bf16")
+
+
+def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`reference.add_rms_norm`. Of the addition a compiler would make a part of the product that x is."""
+    summed = x if residual is None else add(residual, x)
+    return summed, rms_norm(summed, weight, eps)
+
+
+def apply_rope(x: Tensor, tables: RopeTables) -> Tensor:
+    """`reference.apply_rope`."""
+    return rope(x, *tables)
