@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import subprocess
@@ -103,6 +104,18 @@ def test_gradients_of_compiled_layers_are_those_of_plain_ones(recompute: Recompu
         torch.testing.assert_close(gradients_of(model, lengths), expected, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(gradients_of(offloaded, lengths), expected, rtol=1e-6, atol=1e-6)
     assert offload.traffic_bytes > 0
+
+
+@pytest.mark.parametrize("recompute", ["operation", "layer"])
+def test_recomputed_layers_compile_without_reminders(recompute: Recompute, caplog: pytest.LogCaptureFixture) -> None:
+    # Catches torch's reminder to look for operations in place, which no user can act on.
+    torch._dynamo.reset()
+    torch._logging.warning_once.cache_clear()
+    hf_config, _ = FAMILIES["llama"]
+    gradients_of(model_of(hf_config, recompute, "aot_eager"), [5, 9])
+    logging.getLogger("torch._higher_order_ops.wrap").warning("another warning")
+    heard = [record.getMessage() for record in caplog.records if record.name.startswith("torch._higher_order_ops")]
+    assert heard == ["another warning"]
 
 
 SMALL_LAYER = """

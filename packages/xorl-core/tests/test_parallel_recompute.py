@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from live_bytes import LiveBytes
 from tiny_models import hf_config
 from xorl.core.loss import cross_entropy
 from xorl.core.models import Decoder, spec_for
@@ -20,25 +19,6 @@ from xorl.kernels.layout import SequenceLayout
 HF_CONFIG = hf_config(num_hidden_layers=3)
 LENGTHS = [5, 9, 40, 10]
 ATTENTION = {"eager": eager_attention, "sdpa": sdpa_attention}
-
-
-class LiveBytes(TorchDispatchMode):
-    """How many bytes of what was computed under it are still held by anyone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                storage = leaf.untyped_storage()
-                self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        return result
-
-    def read(self) -> int:
-        return sum(size for weak, size in self._storages.values() if not weak.expired())
 
 
 def model_with(
@@ -78,6 +58,17 @@ def test_layers_after_the_first_few_keep_everything() -> None:
     # Catches a number of layers that is for all of them, or for the last ones.
     whole, kept, none = (step(model_with("layer", "eager", num_layers=number))[1] for number in (None, 1, 0))
     assert kept == pytest.approx((whole + 2 * none) / 3, rel=0.01)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_nothing_is_marked_for_recomputation_without_a_gradient(reentrant: bool) -> None:
+    # Catches an evaluation at which torch warns that there will be no gradients, as if training had none.
+    model = model_with("layer", "eager", reentrant=reentrant)
+    layout = SequenceLayout.from_lengths(LENGTHS)
+    with torch.no_grad():
+        logits = model(torch.arange(layout.num_tokens) % 64, layout)
+    assert torch.equal(logits, model_with("none", "eager")(torch.arange(layout.num_tokens) % 64, layout))
 
 
 @pytest.mark.parametrize("recompute", ["layer", "operation"])

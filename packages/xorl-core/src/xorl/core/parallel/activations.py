@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Literal, cast
@@ -39,6 +40,9 @@ LOW_RANK_RATIO = 16
 ATTENTION_PREFIX = "xorl::attention_"
 # Products with quantised weights.
 KEPT_OPERATORS = frozenset({"xorl::quantized_linear"})
+# torch reminds everyone of it who compiles what a policy recomputes, and has no option by which to answer: one operator
+# of ours writes in place, `xorl::add_product_`, and tests hold its compiled gradients against those of plain code.
+REMINDER = "Please make sure the checkpointed region does not contain in-place ops"
 
 
 def recompute_layers(
@@ -63,6 +67,7 @@ def recompute_layers(
     modules = [] if isinstance(recompute, str) else recompute
     first = layers[:num_layers]
     if compiled:
+        logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_no_reminder)
         # Not within what is computed again as a whole: torch keeps the inputs of a part that is marked twice.
         is_within = recompute in ("layer", "operation") or "mlp" in modules
         others = layers[len(first) :] if is_within else layers
@@ -97,7 +102,12 @@ def _recomputing(kind: type[nn.Module], reentrant: bool, is_selective: bool, dra
             plain, self, *inputs, use_reentrant=False, preserve_rng_state=draws, context_fn=_kept_operations
         )
 
-    forward = selective if is_selective else whole
+    recomputed = selective if is_selective else whole
+
+    def forward(self: nn.Module, *inputs: object) -> object:
+        # Without a gradient there is nothing to keep, and the reentrant form would warn that there will be none.
+        return recomputed(self, *inputs) if torch.is_grad_enabled() else plain(self, *inputs)
+
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
@@ -119,6 +129,10 @@ def _is_low_rank(operation: object, args: Sequence[object]) -> bool:
     assert isinstance(left, Tensor)
     assert isinstance(right, Tensor)
     return left.shape[1] * LOW_RANK_RATIO < right.shape[1]
+
+
+def _is_no_reminder(record: logging.LogRecord) -> bool:
+    return REMINDER not in record.getMessage()
 
 
 def _kept_operations() -> tuple:
