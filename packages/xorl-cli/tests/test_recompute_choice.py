@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
+from live_bytes import LiveBytes
 from tiny_models import hf_config, write_config
 from xorl.config import Config, config_from_mapping
 from xorl.core import runtime
+from xorl.core.loss import cross_entropy
 from xorl.core.mesh import Mesh, ParallelDims
+from xorl.core.nn.fp8 import Fp8Linear
+from xorl.core.optim import WideAccumulation
+from xorl.core.parallel import ParallelModel
+from xorl.core.parallel.copy_engine import WINDOW_BYTES
 from xorl.core.runtime import Runtime
-from xorl.train.model import read_architecture
+from xorl.train.model import build_model, read_architecture
 from xorl.train.recompute_choice import (
     SETTINGS,
     Choice,
     MicroBatch,
     Peak,
     choose_layers,
+    kept_bytes,
     measure_slice,
     placed_bytes,
     table,
@@ -28,6 +37,7 @@ from xorl.train.recompute_choice import (
 
 GIB = 2**30
 SHAPE = hf_config(num_hidden_layers=4)
+BF16 = {"param_dtype": "bf16", "enable_mixed_precision": True}
 
 
 @pytest.fixture
@@ -125,6 +135,9 @@ def test_probe_runs_on_the_largest_micro_batch_and_draws_nothing(setting: str, p
     [
         ({"data_parallel_mode": "none"}, 16, 16),
         ({"data_parallel_mode": "none", "optimizer": "sgd"}, 8, 8),
+        ({"data_parallel_mode": "none", "gradient_accumulation_steps": 2}, 16, 16),
+        ({"data_parallel_mode": "none", **BF16}, 8, 8),
+        ({"data_parallel_mode": "none", **BF16, "gradient_accumulation_steps": 2}, 12, 12),
         ({}, 17, 40),
         ({"enable_cpu_offload": True}, 1, 24),
         ({"data_parallel_mode": "none", "lora": {"enable_lora": True, "lora_rank": 1}}, 4, 6),
@@ -139,3 +152,84 @@ def test_what_is_placed_is_counted(train: dict, low: float, high: float, place: 
     total = sum(parameter.numel() for parameter in model.parameters())
     per_parameter = placed_bytes(config, architecture, Mesh(ParallelDims.resolve("fsdp2", 1), "cpu")) / total
     assert low <= per_parameter <= high
+
+
+def placed(config: Config, place: Runtime) -> tuple[ParallelModel, float]:
+    """The model on this one rank, and the estimate of what is held besides activations."""
+    mesh, architecture = Mesh(ParallelDims.resolve("fsdp2", 1), "cpu"), read_architecture(config.model)
+    model = build_model(architecture, config.model, config.train, config.lora, mesh, place.device)
+    return model, placed_bytes(config, architecture, mesh)
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+@pytest.mark.parametrize("dtypes", [{}, BF16])
+def test_gradients_are_counted_as_they_are_held(
+    dtypes: dict, num_micro_batches: int, place: Runtime, tmp_path: Path
+) -> None:
+    # Catches the fp32 sum of earlier micro-batches, or the newest gradient beside it, that is held and not counted.
+    alone = {"data_parallel_mode": "none", "optimizer": "sgd"}
+    config = config_with(tmp_path, gradient_accumulation_steps=num_micro_batches, **alone, **dtypes)
+    model, estimate = placed(config, place)
+    parameters = list(model.module.parameters())
+    accumulation, batch = WideAccumulation(parameters), MicroBatch(16, 16)
+    ids = torch.zeros(batch.num_tokens, dtype=torch.int64)
+    loss_fn = partial(cross_entropy, targets={"labels": ids})
+    with LiveBytes() as live:
+        for _ in range(num_micro_batches):
+            with accumulation.micro_batch():
+                model.forward(ids, batch.layout(place.device), loss=loss_fn).sum.backward()
+                held = live.read()
+    assert sum(parameter.nbytes for parameter in parameters) + held == pytest.approx(estimate, rel=0.01)
+
+
+def test_replicas_of_shards_keep_the_sum_alone(tmp_path: Path) -> None:
+    # Catches a gradient that is counted beside the fp32 sum which FSDP2 keeps until replicas exchange it.
+    config = config_with(tmp_path, gradient_accumulation_steps=2, optimizer="sgd", **BF16)
+    architecture = read_architecture(config.model)
+    alone, replicated = (
+        kept_bytes(config, architecture, ParallelDims.resolve("fsdp2", world_size, shard_size=2))
+        for world_size in (2, 4)
+    )
+    assert alone / replicated == (2 + 4 + 2) / (2 + 4)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("mode", ["none", "fsdp2"])
+def test_copies_of_weights_in_fp8_are_counted(mode: str, recipe: str, place: Runtime, tmp_path: Path) -> None:
+    # Catches copies that are kept beside the weights, or gathered in their place, and are taken for no bytes or more.
+    options = {"data_parallel_mode": mode, "optimizer": "sgd", "enable_mixed_precision": True}
+    _, without = placed(config_with(tmp_path, **options), place)
+    model, estimate = placed(config_with(tmp_path, fp8=recipe, **options), place)
+    linears = [module for module in model.module.modules() if isinstance(module, Fp8Linear)]
+    copied = sum(linear.weight.numel() for linear in linears) if recipe == "tensorwise" else 0
+    if mode == "none":
+        assert sum(linear.weight_fp8.nbytes for linear in linears if linear.weight_fp8 is not None) == copied
+    # Of the four layers, two are gathered at a time: half of the weights, in one byte each in place of two.
+    assert estimate - without == (copied if mode == "none" else copied - copied / 2)
+
+
+def test_gradients_travel_in_their_own_dtype_through_copy_engines(place: Runtime, tmp_path: Path) -> None:
+    # Catches gradients that are counted in fp32, which is for NCCL, and windows that take memory unseen.
+    config = config_with(tmp_path, enable_mixed_precision=True)
+    architecture, mesh = read_architecture(config.model), Mesh(ParallelDims.resolve("fsdp2", 1), "cpu")
+    model = architecture.spec.build(architecture.config)
+    total, layers = (sum(p.numel() for p in module.parameters()) for module in (model, model.layers))
+    by_nccl, by_copies = (placed_bytes(config, architecture, mesh, by_copy_engines=each) for each in (False, True))
+    assert by_nccl - by_copies == 2 * (total - layers / 2) - WINDOW_BYTES
+
+
+@pytest.mark.parametrize(("ce_mode", "is_whole"), [("eager", True), ("compiled", False)])
+def test_probe_computes_logits_as_the_run_does(ce_mode: str, is_whole: bool, place: Runtime, tmp_path: Path) -> None:
+    # Catches an estimate without the logits of all tokens, the largest tensor of a pass that keeps them.
+    config = config_with(tmp_path, recompute_policy="auto", ce_mode=ce_mode)
+    batch, architecture = MicroBatch(48, 48), read_architecture(config.model)
+    shapes: set[torch.Size] = set()
+
+    def note(saved: Tensor) -> Tensor:
+        shapes.add(saved.shape)
+        return saved
+
+    mesh = Mesh(ParallelDims.resolve("fsdp2", 1), "cpu")
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
+        measure_slice(config, "none", architecture, 1, mesh, place.device, batch)
+    assert ((batch.num_tokens, architecture.config.vocab_size) in shapes) == is_whole

@@ -51,7 +51,14 @@ from xorl.train.data import (
 )
 from xorl.train.engine import Engine
 from xorl.train.export import AdapterExport, ModelExport
-from xorl.train.model import DTYPES, at_one_checkpoint, build_model, read_architecture, sketch_model
+from xorl.train.model import (
+    DTYPES,
+    at_one_checkpoint,
+    build_model,
+    head_options_of,
+    read_architecture,
+    sketch_model,
+)
 from xorl.train.observe import MetricsFile, Observer, Sink, StructuredLines
 from xorl.train.profile import Profiler
 from xorl.train.progress import Phases, ProgressBar
@@ -153,7 +160,7 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None) -> Run:
         held_out = build_loader(
             config, data.held_out, eval_plan(config, data.held_out, mesh.dp_size), mesh, hidden_size
         )
-    head_options = head_options_of(config)
+    head_options = head_options_of(config.model, train)
     return Run(
         runtime=place,
         engine=engine,
@@ -199,11 +206,6 @@ def prepared_for(config: Config, architecture: Architecture) -> RunData:
     data = prepare_data(config, architecture.config.vocab_size, architecture.tokenizer_folder, architecture.hf_config)
     check_lengths(data, architecture.config, config.data.pad_to_multiple_of)
     return data
-
-
-def head_options_of(config: Config) -> dict[str, bool]:
-    """How losses and scores are to compute logits."""
-    return {"logits_fp32": config.model.lm_head_fp32, "whole_logits": config.train.ce_mode == "eager"}
 
 
 def _loader(

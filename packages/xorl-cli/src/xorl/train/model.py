@@ -116,6 +116,11 @@ class KeptDtypes:
         return cls(torch.float32 if lora.enable_lora else own, own)
 
 
+def head_options_of(model: ModelConfig, train: TrainConfig) -> dict[str, bool]:
+    """How losses and scores are to compute logits."""
+    return {"logits_fp32": model.lm_head_fp32, "whole_logits": train.ce_mode == "eager"}
+
+
 def build_model(
     architecture: Architecture,
     model: ModelConfig,

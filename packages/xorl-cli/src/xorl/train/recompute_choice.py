@@ -2,8 +2,8 @@
 
 A few layers of the model run one forward and backward pass on the largest micro-batch, alone on each rank: a rank that
 runs out of memory keeps no other waiting, and ranks talk only to agree on the outcome. What a layer adds is multiplied
-by the number of layers; parameters, gradients and optimizer state are counted. A setting is for as few layers, from the
-first, as it takes; those after them keep everything.
+by the number of layers; parameters, their copies in fp8, gradients and optimizer state are counted. A setting is for as
+few layers, from the first, as it takes; those after them keep everything.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -20,16 +21,19 @@ import torch.distributed as dist
 from torch import nn
 
 from xorl.config import Config, LoraConfig, TrainConfig
-from xorl.core.loss import cross_entropy
+from xorl.core.loss import LossFn, cross_entropy
 from xorl.core.mesh import Mesh, ParallelDims
-from xorl.core.models import DecoderConfig
-from xorl.core.parallel import ParallelModel
+from xorl.core.models import Decoder, DecoderConfig
+from xorl.core.nn.fp8 import Fp8Linear, convert_linears
+from xorl.core.parallel import ParallelModel, has_copy_engines
+from xorl.core.parallel.copy_engine import WINDOW_BYTES
 from xorl.core.runtime import rng_state, set_rng_state
 from xorl.kernels.layout import SequenceLayout
+from xorl.kernels.quant import E4M3
 from xorl.lora import stored_parameters
 from xorl.train.adapters import adapter_spec, add_adapters
 from xorl.train.architecture import Architecture
-from xorl.train.model import DTYPES, KeptDtypes, build_model, sketch_model
+from xorl.train.model import DTYPES, KeptDtypes, build_model, head_options_of, sketch_model
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +89,7 @@ def choose_recomputation(
         return _with(config.train, "none")
     free, _ = torch.cuda.mem_get_info(device)
     usable = USABLE * (free + torch.cuda.memory_reserved(device))
-    fixed = placed_bytes(config, architecture, mesh)
+    fixed = placed_bytes(config, architecture, mesh, by_copy_engines=has_copy_engines(mesh.fsdp))
     num_layers = architecture.config.num_layers
     choices: list[Choice] = []
     peaks: list[Peak] = []
@@ -174,57 +178,89 @@ def _with(train: TrainConfig, setting: str, num_layers: int | None = None) -> Tr
     return train.model_copy(update={**SETTINGS[setting], "recompute_num_layers": num_layers})
 
 
-def placed_bytes(config: Config, architecture: Architecture, mesh: Mesh) -> float:
-    """What a rank holds besides activations: parameters, gradients, optimizer state, and what is gathered of them."""
+def placed_bytes(config: Config, architecture: Architecture, mesh: Mesh, *, by_copy_engines: bool = False) -> float:
+    """What a rank holds besides activations: what it keeps, and what is gathered and on its way between ranks.
+
+    by_copy_engines: whether sharded parameters are gathered, and their gradients reduced, by these.
+    """
     train = config.train
-    module = sketch_model(architecture, config.model, train, config.lora)
-    compute = 2 if train.enable_mixed_precision else 4
-    dtypes = KeptDtypes.of(train, config.lora)
-    whole, layers = (_Size.of(part, dtypes.frozen.itemsize) for part in (module, module.layers))
-    rest = _Size(whole.trained - layers.trained, whole.frozen_bytes - layers.frozen_bytes)
-    kept = _kept_bytes(train, whole, dtypes) / mesh.dims.dp_shard
+    module, dtypes = _sketch(config, architecture), KeptDtypes.of(train, config.lora)
+    compute = _compute_itemsize(train)
+    whole, layers = (_Size.of(part, compute, dtypes.frozen.itemsize) for part in (module, module.layers))
+    kept = _kept_bytes(train, whole, dtypes, mesh.dims)
     if train.data_parallel_mode != "fsdp2":
         return kept
-    # The layer that computes and the one gathered ahead; their gradients, whole and, for NCCL, in fp32 on their way.
-    two_layers = 2 / len(module.layers)
-    gathered = rest.gathered(compute) + (two_layers if train.reshard_after_forward else 1) * layers.gathered(compute)
-    in_flight = (rest.trained + two_layers * layers.trained) * (compute + 4)
-    return (0.0 if train.enable_cpu_offload else kept) + gathered + in_flight
+    # All layers but the one that computes and the one gathered ahead.
+    others = 1 - 2 / len(module.layers)
+    gathered = whole.gathered_bytes - (others if train.enable_full_shard else 0) * layers.gathered_bytes
+    # Gradients, whole and on their way: for NCCL in fp32, through copy engines as they are.
+    travelling, windows = (compute, WINDOW_BYTES) if by_copy_engines else (torch.float32.itemsize, 0)
+    in_flight = (whole.trained - others * layers.trained) * (compute + travelling)
+    return (0.0 if train.enable_cpu_offload else kept) + gathered + in_flight + windows
 
 
 def kept_bytes(config: Config, architecture: Architecture, dims: ParallelDims) -> float:
-    """What a rank keeps between steps, on the device or the host: its parameters, gradients and optimizer state."""
-    module = sketch_model(architecture, config.model, config.train, config.lora)
+    """What a rank keeps in a step, on the device or the host: parameters, gradients, optimizer state, fp8 copies."""
     dtypes = KeptDtypes.of(config.train, config.lora)
-    return _kept_bytes(config.train, _Size.of(module, dtypes.frozen.itemsize), dtypes) / dims.dp_shard
+    whole = _Size.of(_sketch(config, architecture), _compute_itemsize(config.train), dtypes.frozen.itemsize)
+    return _kept_bytes(config.train, whole, dtypes, dims)
 
 
-def _kept_bytes(train: TrainConfig, whole: _Size, dtypes: KeptDtypes) -> float:
+def _sketch(config: Config, architecture: Architecture) -> Decoder:
+    """The model's shape, with those layers in fp8 that keep copies of their weights."""
+    module = sketch_model(architecture, config.model, config.train, config.lora)
+    if config.train.fp8 == "tensorwise":
+        convert_linears(module.layers, "tensorwise")
+    return module
+
+
+def _compute_itemsize(train: TrainConfig) -> int:
+    return 2 if train.enable_mixed_precision else 4
+
+
+def _kept_bytes(train: TrainConfig, whole: _Size, dtypes: KeptDtypes, dims: ParallelDims) -> float:
     kept = dtypes.trained.itemsize
     state = kept if train.optimizer == "adamw" else DTYPES[train.optimizer_dtype].itemsize
-    return whole.trained * (2 * kept + NUM_STATES[train.optimizer] * state) + whole.frozen_bytes
+    of_trained = kept + _gradient_bytes(train, dtypes.trained, dims) + NUM_STATES[train.optimizer] * state
+    return (whole.trained * of_trained + whole.frozen_bytes + whole.fp8_bytes) / dims.dp_shard
+
+
+def _gradient_bytes(train: TrainConfig, dtype: torch.dtype, dims: ParallelDims) -> int:
+    """Of a parameter, at the end of a step's last pass."""
+    if train.gradient_accumulation_steps == 1 or dtype == torch.float32:
+        return dtype.itemsize
+    # Earlier micro-batches' sum is fp32, and the newest gradient is apart from it until its pass is over. Replicas of
+    # shards keep the sum alone: it becomes the gradient once it was exchanged.
+    is_hsdp = train.data_parallel_mode == "fsdp2" and dims.dp_replicate > 1
+    return torch.float32.itemsize + (0 if is_hsdp else dtype.itemsize)
 
 
 @dataclass(frozen=True)
 class _Size:
-    """The number of trained parameters, and the bytes of frozen ones as they are kept."""
+    """The number of trained parameters, and bytes: of frozen ones as they are kept, of fp8 copies, of all gathered."""
 
     trained: int
     frozen_bytes: int
-
-    def gathered(self, compute: int) -> int:
-        """Bytes in a compute dtype of this size."""
-        return self.trained * compute + self.frozen_bytes
+    fp8_bytes: int
+    gathered_bytes: int
 
     @classmethod
-    def of(cls, module: nn.Module, itemsize: int) -> _Size:
-        """itemsize: bytes of a frozen parameter that is not quantised."""
+    def of(cls, module: nn.Module, compute: int, kept: int) -> _Size:
+        """compute: bytes of a trained parameter as it is gathered; kept: of a frozen one that is not quantised."""
         stored = stored_parameters(module).values()
         apart = {id(parameter) for parameter in stored}
-        parameters = [parameter for parameter in module.parameters() if id(parameter) not in apart]
-        trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-        frozen = sum(parameter.numel() for parameter in parameters) - trained
-        return cls(trained, frozen * itemsize + sum(value.numel() * value.element_size() for value in stored))
+        copied = {id(linear.weight) for linear in module.modules() if isinstance(linear, Fp8Linear)}
+        stored_bytes = sum(value.numel() * value.element_size() for value in stored)
+        trained = frozen = fp8 = gathered = 0
+        for parameter in module.parameters():
+            if id(parameter) in apart:
+                continue
+            num, is_trained, is_copied = parameter.numel(), parameter.requires_grad, id(parameter) in copied
+            trained += num * is_trained
+            frozen += num * (not is_trained)
+            fp8 += num * is_copied * E4M3.itemsize
+            gathered += num * (E4M3.itemsize if is_copied else compute if is_trained else kept)
+        return cls(trained, frozen * kept + stored_bytes, fp8, gathered + stored_bytes)
 
 
 def measure_peak(
@@ -261,15 +297,16 @@ def measure_slice(
     train = _with(config.train, setting).model_copy(update=alone)
     part = replace(architecture, config=_first_layers(architecture.config, num_layers))
     lora = _for_few_layers(config.lora, part)
+    loss_fn = partial(cross_entropy, **head_options_of(config.model, train))
     before = rng_state(device)
     try:
         model = build_model(part, config.model, train, lora, mesh, device, fill_=_fill_with_zeros)
-        _pass(model, device, batch)  # compiles, and makes the gradients
+        _pass(model, device, batch, loss_fn)  # compiles, and makes the gradients
         if device.type != "cuda":
             return 0.0
         held = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-        _pass(model, device, batch)
+        _pass(model, device, batch, loss_fn)
         return float(torch.cuda.max_memory_allocated(device) - held)
     finally:
         set_rng_state(before, device)
@@ -323,9 +360,9 @@ def _fill_with_zeros(module: nn.Module) -> None:
         parameter.zero_()
 
 
-def _pass(model: ParallelModel, device: torch.device, batch: MicroBatch) -> None:
+def _pass(model: ParallelModel, device: torch.device, batch: MicroBatch, loss_fn: LossFn) -> None:
     ids = torch.zeros(batch.num_tokens, dtype=torch.int64, device=device)
     output = model.forward(
-        ids, batch.layout(device), loss=lambda hidden, weight: cross_entropy(hidden, weight, {"labels": ids})
+        ids, batch.layout(device), loss=lambda hidden, weight: loss_fn(hidden, weight, {"labels": ids})
     )
     output.sum.backward()

@@ -27,7 +27,6 @@ from xorl.train.build import (
     RECEIPT,
     RunComplete,
     begin,
-    head_options_of,
     parallel_dims,
     plan_of,
     prepared_for,
@@ -39,7 +38,7 @@ from xorl.train.build import (
 from xorl.train.checkpoint_model import describe_model
 from xorl.train.checkpoints import SavePoints
 from xorl.train.data import DataIdentity, PackedDocuments, RunData, build_loader, eval_plan, write_receipt
-from xorl.train.model import build_model, read_architecture, sketch_model
+from xorl.train.model import build_model, head_options_of, read_architecture, sketch_model
 from xorl.train.observe import MetricsFile, Observer
 from xorl.train.progress import Phases
 from xorl.train.quantization import scheme_of
@@ -89,7 +88,7 @@ def build_sweep(config: Config) -> Sweep:
     for member in members:
         member.diverged = member.name in diverged
     longest = max(plans.values(), key=lambda plan: plan.num_steps)
-    head_options = head_options_of(config)
+    head_options = head_options_of(config.model, train)
     return Sweep(
         runtime=place,
         engine=engine,

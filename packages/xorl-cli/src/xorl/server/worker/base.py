@@ -21,7 +21,7 @@ from xorl.core.runtime import Runtime
 from xorl.train.architecture import Architecture
 from xorl.train.build import parallel_dims
 from xorl.train.checkpoint_model import StartingCheckpoint, describe_model, open_start
-from xorl.train.model import build_model, fill_base, read_architecture
+from xorl.train.model import build_model, fill_base, head_options_of, read_architecture
 from xorl.train.quantization import read_options, scheme_of
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class Base:
     @property
     def head_options(self) -> dict[str, bool]:
         """How losses compute logits."""
-        return {"logits_fp32": self.local.model.lm_head_fp32, "whole_logits": self.local.train.ce_mode == "eager"}
+        return head_options_of(self.local.model, self.local.train)
 
 
 def build_base(config: ServerConfig, place: Runtime) -> Base:

@@ -5,7 +5,7 @@ from xorl.core.parallel.apply import ParallelModel, ParallelPolicy, parallelize
 from xorl.core.parallel.compile import CompileBackend
 from xorl.core.parallel.ddp import replicate
 from xorl.core.parallel.exposed import WaitRecorder, record_waits
-from xorl.core.parallel.fsdp import copy_shard_, local_part, shard, shard_groups, sharding_units
+from xorl.core.parallel.fsdp import copy_shard_, has_copy_engines, local_part, shard, shard_groups, sharding_units
 
 __all__ = [
     "CompileBackend",
@@ -14,6 +14,7 @@ __all__ = [
     "Recompute",
     "WaitRecorder",
     "copy_shard_",
+    "has_copy_engines",
     "local_part",
     "parallelize",
     "record_waits",

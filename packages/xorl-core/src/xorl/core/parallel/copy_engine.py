@@ -19,6 +19,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 # Of each of a window's halves. What is larger passes in pieces.
 HALF_BYTES = 128 << 20
+# Of a model's two windows, one to gather and one to reduce through.
+WINDOW_BYTES = 2 * 2 * HALF_BYTES
 
 
 class CopyEngineAllGather(AllGather):

@@ -48,9 +48,13 @@ def shard(
             # The default divides by the number of ranks. A factor alone asks for PREMUL_SUM, which gloo lacks.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    group = mesh.get_group(mesh.ndim - 1)
-    if mesh.device_type == "cuda" and copy_engines_reach(group):
-        _communicate_by_copy_engines(model, group, param_dtype)
+    if has_copy_engines(mesh):
+        _communicate_by_copy_engines(model, mesh.get_group(mesh.ndim - 1), param_dtype)
+
+
+def has_copy_engines(mesh: DeviceMesh) -> bool:
+    """Whether what is sharded over `mesh` is gathered and reduced by copy engines. Collective."""
+    return mesh.device_type == "cuda" and copy_engines_reach(mesh.get_group(mesh.ndim - 1))
 
 
 def _communicate_by_copy_engines(model: nn.Module, group: dist.ProcessGroup, param_dtype: torch.dtype | None) -> None:
