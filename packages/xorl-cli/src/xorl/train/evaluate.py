@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import torch
@@ -30,7 +31,8 @@ def evaluate(engine: Scorer, loader: StepLoader, score_fn: LossFn = score_tokens
 
     Returns eval_loss (nats, mean over trained tokens), eval_token_accuracy (fraction of trained tokens that are the
     model's first choice), eval_accuracy (fraction of documents of which every trained token is, which is what greedy
-    decoding would get right) and eval_num_tokens.
+    decoding would get right) and eval_num_tokens. Both fractions are NaN where the loss is: a token whose logits are
+    NaN has no first choice.
     """
     sums = torch.zeros(5, dtype=torch.float64, device=engine.device)
     for _, batches in loader.steps():
@@ -39,6 +41,8 @@ def evaluate(engine: Scorer, loader: StepLoader, score_fn: LossFn = score_tokens
             sums += _sums(output.sum, output.metrics["correct"], batch.to(engine.device))
     dist.all_reduce(sums, group=engine.model.mesh.dp_group)
     loss, correct, trained, exact, documents = sums.tolist()
+    if math.isnan(loss):
+        correct = exact = math.nan
     return {
         "eval_loss": loss / trained,
         "eval_token_accuracy": correct / trained,
