@@ -44,7 +44,7 @@ class Decoder(nn.Module):
     generation, which has no gradient.
 
     The embedding's output is cast to `compute_dtype` and every layer follows the dtype of its input, so the dtype of
-    the parameters is free. There is no dropout anywhere.
+    the parameters is free. It has no dropout of its own; adapters may have some.
 
     Attributes:
         config: what was built.
