@@ -92,6 +92,16 @@ def output_under_a_file(folder: Path) -> list[str]:
     return ["--train.output_dir", str(folder / "train.jsonl" / "output")]
 
 
+def model_of_another_family(folder: Path) -> list[str]:
+    write_config(folder / "model", {**MODEL, "architectures": ["MambaForCausalLM"]})
+    return []
+
+
+def model_without_layers(folder: Path) -> list[str]:
+    write_config(folder / "model", {**MODEL, "num_hidden_layers": 0})
+    return []
+
+
 def gpt2_of_few_positions(folder: Path) -> list[str]:
     write_config(folder / "model", hf_config("gpt2", n_embd=16, n_layer=1, n_head=2, n_positions=4))
     return ["--data.pad_to_multiple_of", "4"]
@@ -131,6 +141,14 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
         ["train.load_checkpoint_path", "global_step_9 does not exist"],
     ),
     "model not known": (lambda folder: ["--model.config_path", f"{folder}/nowhere"], ["model.config_path", "nowhere"]),
+    "architecture not known": (
+        model_of_another_family,
+        ["config.yaml:2: model.config_path: ", "model/config.json: ", "MambaForCausalLM", "Qwen3ForCausalLM"],
+    ),
+    "architecture that cannot be": (
+        model_without_layers,
+        ["config.yaml:2: model.config_path: ", "model/config.json: ", "num_hidden_layers must be at least 1, got 0"],
+    ),
 }
 AFTER_A_RUN = {"checkpoint of another model", "output holds a run"}
 

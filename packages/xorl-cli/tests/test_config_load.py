@@ -59,6 +59,8 @@ def test_a_sound_configuration_is_read_with_its_origins(write) -> None:
     assert origins["train.max_steps"] == "--train.max_steps"
     assert origins["data.datasets.0.path"] == "config.yaml:5"
     assert origins["data.datasets.0.type"] == "default"
+    assert loaded.line_of("train.lr: too much") == "config.yaml:7"
+    assert [loaded.line_of(text) for text in ("train.max_steps: 7", "train.seed: 0", "no space", "")] == [None] * 4
     assert loaded.is_set("train.lr")
     assert not loaded.is_set("train.optimizer")
 

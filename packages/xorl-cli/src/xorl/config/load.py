@@ -61,6 +61,11 @@ class Loaded(Generic[ConfigT]):
         """Says whether an option was given, and is not a default."""
         return not self.origins[option].startswith(("default", "environment"))
 
+    def line_of(self, message: str) -> str | None:
+        """Returns `config.yaml:12` for a message that begins with an option (`train.lr: ...`) which the file sets."""
+        origin = self.origins.get(message.partition(":")[0], "")
+        return origin if self.path is not None and origin.startswith(f"{self.path}:") else None
+
 
 LoadedConfig = Loaded[Config]
 LoadedServerConfig = Loaded[ServerConfig]

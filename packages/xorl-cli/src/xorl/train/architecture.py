@@ -52,8 +52,12 @@ def read_config(option: str, file: Path, tokenizer_folder: Path) -> Architecture
             hf_config = with_modelopt_file(hf_config, json.loads(beside.read_text()))
         except ValueError as error:
             raise ValueError(f"{option}: {beside}: {error}") from error
-    spec = spec_for(hf_config)
-    return Architecture(spec, spec.config_from_hf(hf_config), hf_config, tokenizer_folder)
+    try:
+        spec = spec_for(hf_config)
+        config = spec.config_from_hf(hf_config)
+    except ValueError as error:
+        raise ValueError(f"{option}: {file}: {error}") from error
+    return Architecture(spec, config, hf_config, tokenizer_folder)
 
 
 def folder_of(option: str, path: str, patterns: Sequence[str] | None = None) -> Path:
