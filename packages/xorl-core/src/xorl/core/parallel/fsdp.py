@@ -167,25 +167,33 @@ def copy_shard_(parameter: Tensor, full: Tensor) -> None:
 def sharding_units(model: nn.Module, names: Sequence[str], always: Sequence[nn.Module]) -> list[nn.Module]:
     """`always` and the modules whose class or last path component is in `names`, innermost first.
 
-    `model` itself is none of them: what no unit takes is its own. Raises ValueError for a name that no module has, and
-    for a module without a forward of its own: parameters are gathered around that.
+    The name of a class is that of its subclasses too: however a layer keeps its weight, or multiplies, it is a Linear.
+    Parameters are gathered around a module's forward, so one without, such as an adapter's part of its layer's name, is
+    passed over. `model` itself is none of the units: what none takes is its own. Raises ValueError for a name that no
+    module has, or none with a forward.
     """
     found: list[tuple[int, nn.Module]] = []
-    matched: set[str] = set()
+    named: dict[str, list[nn.Module]] = {name: [] for name in names}
     for path, module in model.named_modules():
-        hits = {type(module).__name__, path.rpartition(".")[2]} & set(names)
-        matched |= hits
-        if path and (hits or module in always):
+        classes = {kind.__name__ for kind in type(module).__mro__ if issubclass(kind, nn.Module)} - {"Module"}
+        hits = (classes | {path.rpartition(".")[2]}) & set(names)
+        for name in hits:
+            named[name].append(module)
+        if path and ((hits and _has_forward(module)) or module in always):
             found.append((path.count("."), module))
-    if unmatched := sorted(set(names) - matched):
+    if unmatched := sorted(name for name, modules in named.items() if not modules):
         known = sorted({type(module).__name__ for module in model.modules() if any(True for _ in module.parameters())})
         raise ValueError(
             f"model.basic_modules: no module is named {', '.join(unmatched)}; the classes here are {', '.join(known)}"
         )
-    for _, module in found:
-        if type(module).forward is nn.Module.forward:
+    for modules in named.values():
+        if not any(map(_has_forward, modules)):
             raise ValueError(
-                f"model.basic_modules: {type(module).__name__} is computed by the module around it, not by itself: "
+                f"model.basic_modules: {type(modules[0]).__name__} is computed by the module around it, not by itself: "
                 "leave it out"
             )
     return [module for _, module in sorted(found, key=lambda item: -item[0])]
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
