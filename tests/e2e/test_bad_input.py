@@ -218,3 +218,37 @@ def test_what_does_not_go_with_the_model_is_told_before_data_are_prepared(
     assert result.returncode == 2, result.stderr
     assert [text for text in named if text not in result.stderr] == [], result.stderr
     assert not (folder / "prepared").exists()
+
+
+@pytest.mark.parametrize(
+    ("entry", "options", "named"),
+    [
+        ("model.basic_modules: [Lniear]", [], "no module is named Lniear; the classes here are"),
+        (
+            "model.basic_modules: [LinearAdapter]",
+            ["--lora.enable_lora=true", '--lora.lora_target_modules=["o_proj", "lm_head"]'],
+            "LinearAdapter stands beside the model's head",
+        ),
+        ("model.attn_implementation: flash_attention_2", [], "'flash_attention_2' cannot run here: it needs a CUDA"),
+        ("train.fp8: rowwise", ["--model.foundation={intermediate_size: 40}"], "features in multiples of 16"),
+        ("train.no_decay_modules: [nrom]", ["--train.weight_decay=0.1"], "no trained parameter matches nrom"),
+        ("train.enable_cpu_offload: true", [], "the model trains on the CPU"),
+        ("train.enable_activation_offload: true", [], "the model trains on the CPU"),
+        ("train.init_device: cuda", [], "torch finds no GPU here"),
+        ("train.enable_compile: true", [], "there is no nowhere; install it"),
+    ],
+)
+def test_what_cannot_be_trained_here_is_told_with_its_line_before_data_are_prepared(
+    entry: str, options: list[str], named: str, folder: Path, train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Catches refusals, and tracebacks, that come an hour later, when the data are ready.
+    monkeypatch.setenv("CXX", "nowhere")
+    config = folder / "config.yaml"
+    section, _, line = entry.partition(".")
+    config.write_text(config.read_text().replace(f"{section}:\n", f"{section}:\n  {line}\n", 1))
+    number = config.read_text().splitlines().index(f"  {line}") + 1
+    result = train(*options)
+    assert result.returncode == 2, result.stderr
+    assert f"error: {config}:{number}: {entry.partition(':')[0]}" in result.stderr
+    assert named in result.stderr
+    assert not (folder / "prepared").exists()

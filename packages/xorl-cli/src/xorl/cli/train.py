@@ -107,7 +107,8 @@ def _train(loaded: LoadedConfig) -> int:
 
     faulthandler.enable()  # a crash in native code shows where Python was
     try:
-        return run_training(loaded)
+        with loaded.citing():
+            return run_training(loaded)
     except DivergedError as error:
         raise Diverged(str(error)) from error
 

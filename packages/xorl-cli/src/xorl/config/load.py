@@ -1,7 +1,9 @@
 """A file and overrides to a checked configuration: the door through which every configuration comes."""
 
 import difflib
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic
@@ -61,10 +63,17 @@ class Loaded(Generic[ConfigT]):
         """Says whether an option was given, and is not a default."""
         return not self.origins[option].startswith(("default", "environment"))
 
-    def line_of(self, message: str) -> str | None:
-        """Returns `config.yaml:12` for a message that begins with an option (`train.lr: ...`) which the file sets."""
-        origin = self.origins.get(message.partition(":")[0], "")
-        return origin if self.path is not None and origin.startswith(f"{self.path}:") else None
+    @contextmanager
+    def citing(self) -> Iterator[None]:
+        """Around what uses the configuration: a ValueError that begins with an option gets its place in the file."""
+        try:
+            yield
+        except ValueError as error:
+            option, *_ = re.split(r"[^\w.]", str(error), maxsplit=1)
+            origin = self.origins.get(option, "")
+            if self.path is None or not origin.startswith(f"{self.path}:"):
+                raise
+            raise ValueError(f"{origin}: {error}") from error
 
 
 LoadedConfig = Loaded[Config]

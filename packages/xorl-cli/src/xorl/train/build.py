@@ -17,7 +17,7 @@ from xorl.core import runtime
 from xorl.core.loss import LossFn, cross_entropy, score_tokens
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.models import Decoder, DecoderConfig
-from xorl.core.optim import MuonOptions, Schedule, build_optimizer
+from xorl.core.optim import MuonOptions, Schedule, build_optimizer, weight_decays
 from xorl.core.parallel import ParallelModel
 from xorl.core.runtime import Runtime
 from xorl.data import DataPlan, StepLoader
@@ -55,9 +55,9 @@ from xorl.train.model import (
     DTYPES,
     at_one_checkpoint,
     build_model,
+    check_model,
     head_options_of,
     read_architecture,
-    sketch_model,
 )
 from xorl.train.observe import MetricsFile, Observer, Sink, StructuredLines
 from xorl.train.profile import Profiler
@@ -119,7 +119,7 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None) -> Run:
     if train.load_weights_mode == "dcp":
         config = config.model_copy(update={"model": at_one_checkpoint(config.model)})
     architecture = read_architecture(config.model, train.load_weights_mode)
-    sketch_model(architecture, config.model, train, config.lora)  # raises for what is not a matter of data
+    _check(config, architecture)
     with phases("data", f"prepared_path={config.data.dataset_prepared_path}"):
         data = prepared_for(config, architecture)
 
@@ -185,6 +185,16 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None) -> Run:
         mean_document_len=None if isinstance(data.train, Stream) else float(data.train.documents.lengths.mean()),
         phases=phases,
     )
+
+
+def _check(config: Config, architecture: Architecture) -> None:
+    """Raise ValueError for what is no matter of data, which may take hours to prepare."""
+    if config.lora.sweep:
+        raise ValueError("lora.sweep: `xorl train` trains its members; this is for one adapter: leave the option out")
+    train, device = config.train, torch.device(runtime.own_device_type())
+    sketch = check_model(architecture, config.model, train, config.lora, device)
+    trained = [(path, parameter) for path, parameter in sketch.named_parameters() if parameter.requires_grad]
+    weight_decays(trained, train.weight_decay, train.no_decay_modules, train.no_decay_params)
 
 
 def begin(train: TrainConfig) -> tuple[Path, Checkpointer, Path | None]:
@@ -320,8 +330,6 @@ def plan_of(config: Config, data: RunData, mesh: Mesh, saved: DataIdentity | Non
 
 def build_engine(config: Config, architecture: Architecture, mesh: Mesh, device: torch.device) -> Engine:
     """xorl's own engine: the model as it is placed, and its optimizer; collective."""
-    if config.lora.sweep:
-        raise ValueError("lora.sweep: `xorl train` trains its members; this is for one adapter: leave the option out")
     model = build_model(architecture, config.model, config.train, config.lora, mesh, device)
     return engine_over(model, config, architecture, device)
 

@@ -15,10 +15,17 @@ from xorl.ckpt import SafetensorsSource, WeightSource, load_weights, source_shap
 from xorl.config import LoraConfig, ModelConfig, TrainConfig
 from xorl.config.fields import LoadWeightsMode
 from xorl.core.mesh import Mesh
-from xorl.core.models import Decoder, spec_for
+from xorl.core.models import Decoder, DecoderConfig, spec_for
 from xorl.core.nn import FusedKernel, choose_kernels
-from xorl.core.parallel import ParallelModel, ParallelPolicy, Recompute, local_part, parallelize
-from xorl.kernels.attention import AttentionRequest, resolve_attention
+from xorl.core.parallel import (
+    ParallelModel,
+    ParallelPolicy,
+    Recompute,
+    local_part,
+    parallelize,
+    require_possible,
+)
+from xorl.kernels.attention import ATTENTION, AttentionRequest, resolve_attention
 from xorl.kernels.quant import fp8_refusal
 from xorl.lora import adapters, init_adapters, num_parameters, quantized_rows
 from xorl.train.adapter_folder import AdapterFolder, check_name, check_shapes, load_adapter
@@ -40,6 +47,7 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"fp32": torch.float32, "bf
 
 # How the user names what a model starts from.
 MODEL_PATH = "model.model_path"
+ATTENTION_OPTION = "model.attn_implementation"
 
 
 def read_architecture(config: ModelConfig, load_weights_mode: LoadWeightsMode = "broadcast") -> Architecture:
@@ -136,17 +144,16 @@ def build_model(
     more than its part; `train.init_device` cpu or cuda fills them first, whole, on that device.
     """
     config = architecture.config
-    compute_dtype = torch.bfloat16 if train.enable_mixed_precision else torch.float32
-    request = AttentionRequest(
-        device_type=device.type,
-        dtype=compute_dtype,
-        head_dim=config.head_dim,
-        window=next((window for window in config.windows if window is not None), None),
-    )
+    assert train.recompute_policy != "auto" or not train.enable_gradient_checkpointing, "decided before"
+    _require_device(train, device)
+    if train.fp8 != "none":
+        emulated = " emulated=true (slower than bf16: a CPU has no fp8)" if device.type == "cpu" else ""
+        logger.info("fp8 recipe=%s device=%s%s", train.fp8, device, emulated)
+    compute_dtype = _compute_dtype(train)
     try:
-        attention = resolve_attention(model.attn_implementation, request)
+        attention = resolve_attention(model.attn_implementation, _attention_request(config, train, device))
     except RuntimeError as error:
-        raise ValueError(f"model.attn_implementation: {error}") from error
+        raise ValueError(f"{ATTENTION_OPTION}: {error}") from error
     native: dict[FusedKernel, bool] = {
         "rms_norm": model.rmsnorm_native,
         "rope": model.rope_native,
@@ -175,13 +182,30 @@ def build_model(
         else:
             fill_(module)
 
-    if train.init_device == "cuda" and device.type != "cuda":
-        raise ValueError("train.init_device: cuda, but torch finds no GPU here; use auto, meta or cpu")
     if train.init_device in ("cpu", "cuda"):
         module.to_empty(device=train.init_device)
         fill(module)
         module.to(device)
-    return parallelize(module, mesh, _policy(model, train, compute_dtype, device), device=device, fill=fill)
+    return parallelize(module, mesh, _policy(model, train), device=device, fill=fill)
+
+
+def check_model(
+    architecture: Architecture, model: ModelConfig, train: TrainConfig, lora: LoraConfig, device: torch.device
+) -> Decoder:
+    """`sketch_model`, for a run on such a device; raises what `build_model` would raise of anything but weights.
+
+    It allocates nothing on the device and imports no kernels: data are prepared after it, by processes that fork.
+    """
+    sketch = sketch_model(architecture, model, train, lora)
+    _require_device(train, device)
+    if (quantization := read_options(lora, architecture.hf_config)) is not None:
+        require_device(quantization, device)
+    try:
+        ATTENTION.check(model.attn_implementation, _attention_request(architecture.config, train, device))
+    except RuntimeError as error:
+        raise ValueError(f"{ATTENTION_OPTION}: {error}") from error
+    require_possible(sketch, _policy(model, train), device.type)
+    return sketch
 
 
 def sketch_model(architecture: Architecture, model: ModelConfig, train: TrainConfig, lora: LoraConfig) -> Decoder:
@@ -283,21 +307,37 @@ def fill_base(
     logger.info("weights=%s mode=%s %s", model.model_path, train.load_weights_mode, report)
 
 
-def _policy(model: ModelConfig, train: TrainConfig, compute_dtype: torch.dtype, device: torch.device) -> ParallelPolicy:
+def _compute_dtype(train: TrainConfig) -> torch.dtype:
+    return torch.bfloat16 if train.enable_mixed_precision else torch.float32
+
+
+def _attention_request(config: DecoderConfig, train: TrainConfig, device: torch.device) -> AttentionRequest:
+    return AttentionRequest(
+        device_type=device.type,
+        dtype=_compute_dtype(train),
+        head_dim=config.head_dim,
+        window=next((window for window in config.windows if window is not None), None),
+    )
+
+
+def _require_device(train: TrainConfig, device: torch.device) -> None:
+    """Raise ValueError that names the option for what such a device cannot do."""
+    if train.init_device == "cuda" and device.type != "cuda":
+        raise ValueError("train.init_device: cuda, but torch finds no GPU here; use auto, meta or cpu")
     for option in ("enable_cpu_offload", "enable_activation_offload"):
         if device.type == "cpu" and getattr(train, option):
             raise ValueError(
                 f"train.{option}: the model trains on the CPU, so all is in host memory already; leave it at false"
             )
-    if train.fp8 != "none":
-        if (refusal := fp8_refusal(device)) is not None:
-            raise ValueError(f"train.fp8: {train.fp8} cannot run here: {refusal}; use none")
-        emulated = " emulated=true (slower than bf16: a CPU has no fp8)" if device.type == "cpu" else ""
-        logger.info("fp8 recipe=%s device=%s%s", train.fp8, device, emulated)
+    if train.fp8 != "none" and (refusal := fp8_refusal(device)) is not None:
+        raise ValueError(f"train.fp8: {train.fp8} cannot run here: {refusal}; use none")
+
+
+def _policy(model: ModelConfig, train: TrainConfig) -> ParallelPolicy:
     return ParallelPolicy(
         data_parallel_mode=train.data_parallel_mode,
         fp8=train.fp8,
-        param_dtype=compute_dtype,
+        param_dtype=_compute_dtype(train),
         reshard_after_forward=train.enable_full_shard,
         forward_prefetch=train.enable_forward_prefetch,
         unit_modules=model.basic_modules,
@@ -311,9 +351,8 @@ def _policy(model: ModelConfig, train: TrainConfig, compute_dtype: torch.dtype, 
 
 
 def _recompute(train: TrainConfig) -> Recompute:
-    if not train.enable_gradient_checkpointing:
-        return "none"
-    assert train.recompute_policy != "auto", "decided before the model is built"
+    if not train.enable_gradient_checkpointing or train.recompute_policy == "auto":
+        return "none"  # of auto nothing is known until the model is to be built
     if train.recompute_policy == "operation":
         return "operation"
     return "layer" if train.recompute_modules is None else tuple(train.recompute_modules)

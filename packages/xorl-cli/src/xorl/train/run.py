@@ -36,10 +36,6 @@ def run_training(loaded: LoadedConfig) -> int:
         )
         runtime.shutdown()
         return 0
-    except ValueError as error:
-        if (line := loaded.line_of(str(error))) is None:
-            raise
-        raise type(error)(f"{line}: {error}") from error
     return 128 + signal_number if signal_number else 0
 
 

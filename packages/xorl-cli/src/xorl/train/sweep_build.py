@@ -38,7 +38,7 @@ from xorl.train.build import (
 from xorl.train.checkpoint_model import describe_model
 from xorl.train.checkpoints import SavePoints
 from xorl.train.data import DataIdentity, PackedDocuments, RunData, build_loader, eval_plan, write_receipt
-from xorl.train.model import build_model, head_options_of, read_architecture, sketch_model
+from xorl.train.model import build_model, check_model, head_options_of, read_architecture
 from xorl.train.observe import MetricsFile, Observer
 from xorl.train.progress import Phases
 from xorl.train.quantization import scheme_of
@@ -57,7 +57,8 @@ def build_sweep(config: Config) -> Sweep:
     output_dir, checkpointer, resumed = begin(train)
     architecture = read_architecture(config.model)
     own = {member.name: member_config(config, member) for member in config.lora.sweep}
-    _adapters_of(own, architecture, sketch_model(architecture, config.model, train, config.lora))
+    device = torch.device(runtime.own_device_type())
+    _adapters_of(own, architecture, check_model(architecture, config.model, train, config.lora, device))
     with phases("data", f"prepared_path={config.data.dataset_prepared_path}"):
         data = {name: prepared_for(member, architecture) for name, member in own.items()}
     with phases("join", f"world_size={runtime.world_size()}"):

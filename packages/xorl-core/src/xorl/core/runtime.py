@@ -56,6 +56,11 @@ def num_hosts() -> int:
     return world_size() // int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size())))
 
 
+def own_device_type() -> Literal["cpu", "cuda"]:
+    """On which kind of device `init` will put this process; taken is none yet."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def init(device_type: Literal["auto", "cpu", "cuda"] = "auto", *, timeout_s: float = 1800.0) -> Runtime:
     """Choose the device and join the default process group (NCCL on GPUs, gloo on CPU); collective.
 
@@ -63,7 +68,7 @@ def init(device_type: Literal["auto", "cpu", "cuda"] = "auto", *, timeout_s: flo
     Raises RuntimeError where the host has fewer GPUs than processes.
     """
     if device_type == "auto":
-        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        device_type = own_device_type()
     device = torch.device("cpu")
     if device_type == "cuda":
         use_expandable_segments()
@@ -124,7 +129,7 @@ def use_compile_cache(torch_default: str) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RuntimeError(
+        raise ValueError(
             f"train.enable_compile: compiled code cannot be kept in {folder} ({error.strerror}); set "
             "TORCHINDUCTOR_CACHE_DIR to a folder that can be written"
         ) from error

@@ -64,23 +64,31 @@ class Registry(Generic[RequestT, FunctionT]):
         """
         if name == AUTO:
             return self._choose(request)
+        self.check(name, request)
+        try:
+            return self._backends[name].load()
+        except ImportError as error:
+            raise self._refused(name, request, [_broken(error)]) from error
+
+    def check(self, name: str, request: RequestT) -> None:
+        """Raises what `resolve` raises for a name, as far as can be told without importing what the backend needs."""
+        if name == AUTO:
+            return
         backend = self._backends.get(name)
         if backend is None:
             known = ", ".join((AUTO, *self.names))
             raise ValueError(f"unknown {self.kind} backend {name!r}; known: {known}")
-        reasons = self._reasons(backend, request)
-        if not reasons:
-            try:
-                return backend.load()
-            except ImportError as error:
-                reasons = [_broken(error)]
-        instead = ", ".join(other for other in self.runnable(request) if other != name)
-        can = f"these can: {instead}" if instead else "no other backend can either"
-        raise RuntimeError(f"{self.kind} backend {name!r} cannot run here: {'; '.join(reasons)}; {can}")
+        if reasons := self._reasons(backend, request):
+            raise self._refused(name, request, reasons)
 
     def runnable(self, request: RequestT) -> tuple[str, ...]:
         """Names of the backends that can serve this request, as far as can be told without importing them."""
         return tuple(name for name, backend in self._backends.items() if not self._reasons(backend, request))
+
+    def _refused(self, name: str, request: RequestT, reasons: Sequence[str]) -> RuntimeError:
+        instead = ", ".join(other for other in self.runnable(request) if other != name)
+        can = f"these can: {instead}" if instead else "no other backend can either"
+        return RuntimeError(f"{self.kind} backend {name!r} cannot run here: {'; '.join(reasons)}; {can}")
 
     def _reasons(self, backend: Backend[RequestT, FunctionT], request: RequestT) -> list[str]:
         return [reason for reason in (backend.refusal(request), backend.missing()) if reason is not None]

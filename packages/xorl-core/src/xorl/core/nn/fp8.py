@@ -47,6 +47,14 @@ def convert_linears(layers: nn.Module, recipe: Fp8Recipe, exclude: Sequence[str]
 
     Raises ValueError, before anything is changed, for features that fp8 matrix units cannot take.
     """
+    linears = fp8_linears(layers, exclude)
+    for path, linear in linears.items():
+        layers.set_submodule(path, Fp8Linear(linear, recipe))
+    return tuple(linears)
+
+
+def fp8_linears(layers: nn.Module, exclude: Sequence[str] = ROUTERS) -> dict[str, Linear]:
+    """What `convert_linears` replaces, by path; raises ValueError for features that fp8 matrix units cannot take."""
     linears = {
         path: module
         for path, module in layers.named_modules()
@@ -62,9 +70,7 @@ def convert_linears(layers: nn.Module, recipe: Fp8Recipe, exclude: Sequence[str]
             f"train.fp8: fp8 matrix units take features in multiples of {MULTIPLE}, and {len(refused)} linear layers "
             f"have others: {', '.join(refused[:4])}; set train.fp8 to none for this model"
         )
-    for path, linear in linears.items():
-        layers.set_submodule(path, Fp8Linear(linear, recipe))
-    return tuple(linears)
+    return linears
 
 
 class Fp8Linear(Linear):

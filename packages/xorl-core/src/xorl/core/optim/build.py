@@ -40,7 +40,7 @@ def build_optimizer(
     Raises ValueError for a substring that matches no parameter, or if nothing is trained.
     """
     trained = [(path, parameter) for path, parameter in named_parameters if parameter.requires_grad]
-    decays = _decays(trained, weight_decay, no_decay_modules, no_decay_params)
+    decays = weight_decays(trained, weight_decay, no_decay_modules, no_decay_params)
     groups: dict[tuple[bool, float], dict[str, Any]] = {}
     for (path, parameter), decay in zip(trained, decays, strict=True):
         is_matrix = name == "muon" and muon is not None and path in muon.matrices
@@ -61,13 +61,16 @@ def build_optimizer(
     return SGD(groups.values(), lr)
 
 
-def _decays(
+def weight_decays(
     trained: Sequence[tuple[str, nn.Parameter]],
     weight_decay: float,
     no_decay_modules: Sequence[str],
     no_decay_params: Sequence[str],
 ) -> list[float]:
-    """The weight decay of each parameter."""
+    """The weight decay of each of the parameters that are trained.
+
+    Raises ValueError for a substring that matches none of them, or if there is none.
+    """
     if not trained:
         raise ValueError("no parameter requires a gradient: there is nothing to train")
     decays: list[float] = []

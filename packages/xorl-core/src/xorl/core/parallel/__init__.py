@@ -1,7 +1,7 @@
 """parallelize(): places a model on the mesh, in the one order that works."""
 
 from xorl.core.parallel.activations import Recompute
-from xorl.core.parallel.apply import ParallelModel, ParallelPolicy, parallelize
+from xorl.core.parallel.apply import ParallelModel, ParallelPolicy, parallelize, require_possible
 from xorl.core.parallel.compile import CompileBackend
 from xorl.core.parallel.ddp import replicate
 from xorl.core.parallel.exposed import WaitRecorder, record_waits
@@ -19,6 +19,7 @@ __all__ = [
     "parallelize",
     "record_waits",
     "replicate",
+    "require_possible",
     "shard",
     "shard_groups",
     "sharding_units",

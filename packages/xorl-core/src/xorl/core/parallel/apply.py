@@ -13,9 +13,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from xorl.core.mesh import DataParallelMode, Mesh
-from xorl.core.nn.fp8 import Fp8Recipe, convert_linears
+from xorl.core.nn.fp8 import Fp8Recipe, convert_linears, fp8_linears
 from xorl.core.parallel.activations import Recompute, recompute_layers
-from xorl.core.parallel.compile import CompileBackend, compile_layers
+from xorl.core.parallel.compile import CompileBackend, compile_layers, require_compiler
 from xorl.core.parallel.ddp import replicate
 from xorl.core.parallel.fp8 import Fp8Weights
 from xorl.core.parallel.fsdp import abandon_pass, keeping_gathered, prefetch_forward, shard, sharding_units
@@ -139,7 +139,10 @@ def parallelize(
     parameters their values; a replica is filled before it is replicated. `model.layers` are the units of recomputation
     and of sharding, and `model.lm_head` is another one, unless it is None: then the loss reads `model.head_weight`,
     which is the embedding's.
+
+    Raises ValueError, before anything is changed, where `require_possible` does.
     """
+    require_possible(model, policy, device.type)
     layers = model.layers
     assert isinstance(layers, nn.ModuleList)
     if policy.fp8 != "none":
@@ -157,12 +160,8 @@ def parallelize(
     if policy.activation_offload_limit is not None:
         ActivationOffload(device, limit_bytes=policy.activation_offload_limit).install(list(layers))
     if policy.data_parallel_mode == "fsdp2":
-        head = model.lm_head
-        last = [head] if isinstance(head, nn.Module) else []
+        last = [model.lm_head] if isinstance(model.lm_head, nn.Module) else []
         units = sharding_units(model, policy.unit_modules, [*layers, *last])
-        _keep_tied_head_at_root(model, units)
-        if compiled:
-            _keep_compiled_whole(layers, units)
         with sharding_of_bytes():
             shard(
                 model,
@@ -184,6 +183,38 @@ def parallelize(
     is_replica = policy.data_parallel_mode == "ddp" and any(weight.requires_grad for weight in model.parameters())
     forward = replicate(model, mesh) if is_replica else model
     return ParallelModel(model, forward, mesh, fp8_weights)
+
+
+def require_possible(model: nn.Module, policy: ParallelPolicy, device_type: str) -> None:
+    """Raise ValueError that names the option for what `parallelize` cannot do to a model of this shape, or here.
+
+    Changes nothing and needs no memory, no device and no other rank: to be asked of a model on the meta device.
+    """
+    layers = model.layers
+    assert isinstance(layers, nn.ModuleList)
+    if policy.fp8 != "none":
+        fp8_linears(layers)
+    if policy.compile_backend is not None:
+        require_compiler(policy.compile_backend, device_type)
+    if policy.data_parallel_mode != "fsdp2":
+        return
+    units = sharding_units(model, policy.unit_modules, list(layers))
+    if isinstance(model.lm_head, nn.Module):
+        _keep_head_whole(model.lm_head, units)
+    else:
+        _keep_tied_head_at_root(model, units)
+    if policy.compile_backend is not None:
+        _keep_compiled_whole(layers, units)
+
+
+def _keep_head_whole(head: nn.Module, units: Sequence[nn.Module]) -> None:
+    """Raise ValueError for a unit within the head, which reads the parameters of its adapters by itself."""
+    inner = {module for module in head.modules() if module is not head}
+    if within := sorted({type(unit).__name__ for unit in units if unit in inner}):
+        raise ValueError(
+            f"model.basic_modules: {', '.join(within)} stands beside the model's head too, which is a unit with all "
+            "that is in it: leave it out, or adapt no lm_head"
+        )
 
 
 def _keep_compiled_whole(layers: nn.ModuleList, units: Sequence[nn.Module]) -> None:

@@ -22,11 +22,10 @@ def compile_layers(layers: Sequence[nn.Module], *, backend: CompileBackend, devi
     documents are symbols, so there is one compilation for training and one for evaluation, whatever the packs, and
     layers that differ in their parameters alone share it. What was compiled is kept on disk for later processes.
 
-    Raises RuntimeError where the compiler that inductor calls is missing.
+    Raises ValueError where the compiler that inductor calls is missing, or compiled code cannot be kept.
     """
+    require_compiler(backend, device_type)
     if backend == "inductor":
-        if (missing := runtime.missing_compiler(device_type)) is not None:
-            raise RuntimeError(f"train.enable_compile: {missing}; install it, or set the option to false")
         # Inductor takes seconds to import, and runs that compile nothing need not have it.
         from torch._inductor import config as inductor  # noqa: PLC0415
         from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # noqa: PLC0415
@@ -41,6 +40,12 @@ def compile_layers(layers: Sequence[nn.Module], *, backend: CompileBackend, devi
     torch._dynamo.config.recompile_limit = limit
     for layer in layers:
         layer.forward = _varying(torch.compile(layer.forward, fullgraph=True, backend=backend))
+
+
+def require_compiler(backend: CompileBackend, device_type: str) -> None:
+    """Raise ValueError where this machine lacks the compiler that `backend` calls."""
+    if backend == "inductor" and (missing := runtime.missing_compiler(device_type)) is not None:
+        raise ValueError(f"train.enable_compile: {missing}; install it, or set the option to false")
 
 
 def _varying(compiled: Callable[..., object]) -> Callable[..., object]:
