@@ -35,6 +35,7 @@ def test_a_shape_is_measured_beside_a_peer_on_two_ranks(tmp_path: Path) -> None:
     assert "liger" in record["absent"]["transformers-liger"]
     assert "'flash_attention_4' cannot run here" in record["absent"]["transformers-fa4"]
     assert record["config"]["train"]["lr"] == 1e-3
+    assert record["peers"] == "torch's fused AdamW, parameters in bf16, products in bf16"
     assert (record["work"]["num_ranks"], record["work"]["tokens_per_step"]) == (2, 256)
     for system in record["systems"].values():
         steps = system["rounds"][0]

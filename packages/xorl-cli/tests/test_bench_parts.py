@@ -107,10 +107,11 @@ def record_of(*rates: tuple[str, list[float]]) -> Record:
         environment={"gpus": None, "driver": None, "torch": "2.11"},
         work=bench_report.Work("A", 10**9, 2, 4096.0, 512, 300.5, 1, 4),
         config={
-            "train": {"optimizer": "adamw", "enable_compile": True},
+            "train": {"optimizer": "muon", "enable_compile": True},
             "model": {"attn_implementation": "auto"},
             "lora": {"enable_lora": True, "lora_rank": 8, "lora_target_modules": None, "enable_qlora": False},
         },
+        peers="torch's fused AdamW, products in bf16",
         start={"process": 2.0, "first_step": 3.5},
         warmup=1,
         steps=len(rates[0][1]) - 1,
@@ -152,6 +153,8 @@ def test_ratios_are_of_medians_and_leave_the_warm_up_out(tmp_path: Path) -> None
     assert text.count("\n## name, ") == 2
     assert "| xorl | 115 [108, 122] |" in text
     assert "| 2.091 x [1.923, 2.100 by round] |" in text
+    assert "optimizer muon" in text
+    assert "; peers: torch's fused AdamW, products in bf16. Medians of" in text
     assert "transformers-liger did not run: liger_kernel is not installed." in text
 
 

@@ -23,7 +23,7 @@ from xorl.config import Config, LoadedConfig
 from xorl.core import runtime
 from xorl.lora import num_parameters
 from xorl.train.bench_memory import build_engine_that_fits
-from xorl.train.bench_peers import Peer
+from xorl.train.bench_peers import Peer, settings_of_peers
 from xorl.train.bench_report import Measurement, Record, Work, write_record
 from xorl.train.build import EngineMaker, Run, build_run
 from xorl.train.environment import environment
@@ -122,6 +122,7 @@ def run_bench(loaded: LoadedConfig, options: BenchOptions, against: Mapping[str,
             environment=environment(),
             work=first.work,
             config=config.model_dump(mode="json"),
+            peers=settings_of_peers(config) if peers else None,
             start={
                 "process": imported - options.started_at,
                 **first.phases,

@@ -102,6 +102,19 @@ class Peer:
                 patched.pop().__exit__(None, None, None)
 
 
+def settings_of_peers(config: Config) -> str:
+    """What every peer trains with, whatever xorl's optimizer and precision are."""
+    train = config.train
+    parts = [
+        "torch's fused AdamW",
+        f"parameters in {train.param_dtype}",
+        *(["PEFT's adapters in fp32"] if config.lora.enable_lora else []),
+        f"products in {'bf16' if train.enable_mixed_precision else 'fp32'}",
+        *(["no fp8"] if train.fp8 != "none" else []),
+    ]
+    return ", ".join(parts)
+
+
 def _request(config: Config, architecture: Architecture) -> AttentionRequest:
     shape = architecture.config
     return AttentionRequest(

@@ -60,7 +60,8 @@ class Spread:
 class Record:
     """Everything that was measured by one command.
 
-    start: seconds from the command to the end of the first step, by phase. absent: peers that did not run, and why.
+    peers: what they train with, where some were asked for; config is xorl's. start: seconds from the command to the end
+    of the first step, by phase. absent: peers that did not run, and why.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Record:
     environment: Mapping[str, str | int | None]
     work: Work
     config: Mapping[str, object]
+    peers: str | None
     start: Mapping[str, float | int]
     warmup: int
     steps: int
@@ -164,6 +166,7 @@ def to_json(record: Record) -> dict[str, object]:
         "command_to_first_step_s": {**record.start, "total": sum(record.start.values())},
         "systems": systems,
         "ratios": ratios,
+        "peers": record.peers,
         "absent": dict(record.absent),
         "kernels": None if record.kernels is None else asdict(record.kernels),
         "config": dict(record.config),
@@ -229,7 +232,7 @@ def _settings(record: Record) -> str:
         ]
     if lora["enable_qlora"]:
         settings.append(f"quant_format {lora['quant_format']}")
-    return ", ".join(settings)
+    return ", ".join(settings) + ("" if record.peers is None else f"; peers: {record.peers}")
 
 
 def _system_row(record: Record, system: str) -> tuple[str, ...]:
