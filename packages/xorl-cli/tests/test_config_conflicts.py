@@ -80,6 +80,11 @@ def entry(**options: Any) -> dict[str, Any]:
             "lora.use_dora",
             "takes their norms",
         ),
+        (
+            {"train": {"enable_profiling": True, "profile_start_step": 6, "profile_end_step": 8, "max_steps": 5}},
+            "train.profile_start_step",
+            "max_steps ends the run at 5",
+        ),
         ({"train": {"eval_steps": 5}}, "train.eval_steps", "data.val_set_size is set, or data.test_datasets"),
         ({"data": {"eval_sample_packing": False}}, "data.eval_sample_packing", "does nothing unless"),
         ({"data": {"datasets": [{"path": "dummy", "split": "test"}]}}, "data.datasets.0.split", "have no split"),

@@ -19,7 +19,8 @@ import torch
 from child import in_child
 from xorl.config import config_from_mapping
 from xorl.core import runtime
-from xorl.core.runtime import GarbageCollection
+from xorl.core.runtime import GarbageCollection, Runtime
+from xorl.train.build import profiler_of
 from xorl.train.checkpoints import SavePoints
 from xorl.train.data import prepare_data
 from xorl.train.devices import PEAK_BF16_FLOPS
@@ -81,6 +82,27 @@ def test_profile_of_a_resumed_run(steps_done: int, trace: list[str], tmp_path: P
             torch.ones(2).sum()
             profiler.step(step)
     assert [path.name.split(".")[0] for path in tmp_path.iterdir()] == trace
+
+
+def test_a_profile_that_the_run_does_not_come_to_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # Catches a run of one short epoch that leaves no trace, and no word why.
+    config = config_from_mapping(
+        {
+            "model": {"config_path": "models/tiny"},
+            "data": {"datasets": [{"path": "a.jsonl"}]},
+            "train": {
+                "output_dir": str(tmp_path),
+                "enable_profiling": True,
+                "profile_start_step": 5,
+                "profile_end_step": 6,
+            },
+        }
+    ).config
+    place = Runtime(0, 0, 1, torch.device("cpu"))
+    profiler_of(config, place, start_step=0, num_steps=5)
+    assert caplog.text == ""
+    profiler_of(config, place, start_step=0, num_steps=4)
+    assert "train.profile_start_step: 5, and the run ends at step=4: nothing will be recorded" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,14 @@ def _load(path: Path, overrides: tuple[str, ...], flags: Flags) -> dict[str, Loa
     """Returns the configuration to measure, under "", and those to measure it against, by their options."""
     given = (*overrides, *forced(flags.num_steps))
     others = {text: [f"--{option}" for option in text.split()] for text in ("", *flags.against)}
-    return {text: load_config(path, (*given, *options)) for text, options in others.items()}
+    configs = {text: load_config(path, (*given, *options)) for text, options in others.items()}
+    for loaded in configs.values():
+        if loaded.config.train.enable_profiling:
+            with loaded.citing():
+                raise ValueError(
+                    "train.enable_profiling: of a benchmark, --profile records one more step; set the option to false"
+                )
+    return configs
 
 
 def _bench(path: Path, overrides: tuple[str, ...], flags: Flags) -> int:

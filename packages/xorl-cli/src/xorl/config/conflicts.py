@@ -408,6 +408,16 @@ def _the_profile_has_a_length(config: Config) -> Iterator[Conflict]:
         )
 
 
+def _the_profile_begins_within_the_run(config: Config) -> Iterator[Conflict]:
+    train = config.train
+    if train.enable_profiling and train.max_steps is not None and train.profile_start_step > train.max_steps:
+        yield Conflict(
+            ("train.profile_start_step", "train.max_steps", "train.enable_profiling"),
+            f"profile_start_step is {train.profile_start_step}, and max_steps ends the run at {train.max_steps}, so "
+            "that nothing would be recorded: begin earlier, or set enable_profiling to false",
+        )
+
+
 # What concerns the model and how it is trained, whoever drives the training.
 MODEL_CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
     _model_is_named,
@@ -429,6 +439,7 @@ CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
     _muon_has_a_schedule_to_follow,
     _determinism_may_block_launches,
     _the_profile_has_a_length,
+    _the_profile_begins_within_the_run,
     sweep_conflicts,
 )
 

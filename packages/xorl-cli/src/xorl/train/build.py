@@ -174,7 +174,7 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None) -> Run:
         ),
         checkpoints=checkpoints,
         before_step=_before_step(config, engine),
-        profiler=profiler_of(config, place, start_step),
+        profiler=profiler_of(config, place, start_step, plan.num_steps),
         output_dir=output_dir,
         num_steps=plan.num_steps,
         start_step=start_step,
@@ -474,9 +474,15 @@ def sinks_of(config: Config, output_dir: Path, plan: Plan, start_step: int, plac
     return sinks
 
 
-def profiler_of(config: Config, place: Runtime, start_step: int) -> Profiler:
+def profiler_of(config: Config, place: Runtime, start_step: int, num_steps: int) -> Profiler:
     """What records traces, in the processes that are to."""
     train = config.train
+    if train.enable_profiling and train.profile_start_step > num_steps:
+        logger.warning(
+            "train.profile_start_step: %d, and the run ends at step=%d: nothing will be recorded",
+            train.profile_start_step,
+            num_steps,
+        )
     return Profiler(
         enabled=train.enable_profiling and (place.is_main or not train.profile_rank0_only),
         steps_done=start_step,

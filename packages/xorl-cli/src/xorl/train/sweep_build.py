@@ -100,7 +100,7 @@ def build_sweep(config: Config) -> Sweep:
             place.device, place.world_size, sinks_of(config, output_dir, longest, start_step, place), engine.timer
         ),
         saving=saving,
-        profiler=profiler_of(config, place, start_step),
+        profiler=profiler_of(config, place, start_step, num_steps),
         config=config,
         output_dir=output_dir,
         num_steps=num_steps,
