@@ -21,7 +21,7 @@ from xorl.core.parallel.activations import Recompute, recompute_layers
 from xorl.core.parallel.offload import ActivationOffload
 from xorl.core.runtime import Runtime
 from xorl.kernels.layout import SequenceLayout
-from xorl.train.model import build_model, read_architecture
+from xorl.train.model import build_model, head_options_of, read_architecture
 from xorl.train.recompute_choice import SETTINGS, Choice, MicroBatch, choose_layers, measure_peak, placed_bytes
 
 pytestmark = pytest.mark.gpu
@@ -39,6 +39,7 @@ HF_CONFIG = hf_config(
 NUM_TOKENS = 8192
 INPUT_BYTES = NUM_TOKENS * 1024 * 2
 TOOLS = Path(__file__).parents[2] / "tools"
+HALF = "layer in half of them"
 
 
 @pytest.fixture
@@ -108,17 +109,23 @@ def place() -> Iterator[Runtime]:
     runtime.shutdown()
 
 
-@pytest.mark.parametrize("adapts", [False, True])
-@pytest.mark.parametrize("setting", [*SETTINGS, "layer in half of them"])
-def test_probe_foretells_the_peak(setting: str, adapts: bool, place: Runtime, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("setting", "options"),
+    [
+        *((setting, options) for setting in (*SETTINGS, HALF) for options in ({}, {"lora": {"enable_lora": True}})),
+        *((setting, {"train": {"fp8": "tensorwise"}}) for setting in ("none", "operation")),
+        *((setting, {"train": {"ce_mode": "eager"}}) for setting in ("none", "layer")),
+    ],
+)
+def test_probe_foretells_the_peak(setting: str, options: dict[str, dict], place: Runtime, tmp_path: Path) -> None:
     # Catches an estimate of recompute_policy: auto that is off by more than the margin it leaves.
-    write_config(tmp_path, HF_CONFIG)
+    write_config(tmp_path, {**HF_CONFIG, "vocab_size": 32768})
     config = config_from_mapping(
         {
             "model": {"config_path": str(tmp_path)},
             "data": {"datasets": [{"path": "a"}], "sample_packing_sequence_len": NUM_TOKENS},
-            "train": {"output_dir": "o", "data_parallel_mode": "none"},
-            "lora": {"enable_lora": adapts},
+            "train": {"output_dir": "o", "data_parallel_mode": "none", **options.get("train", {})},
+            "lora": options.get("lora", {}),
         }
     ).config
     batch = MicroBatch(NUM_TOKENS, NUM_TOKENS)
@@ -133,16 +140,17 @@ def test_probe_foretells_the_peak(setting: str, adapts: bool, place: Runtime, tm
         choice = choose_layers(name, peak, whole, num_layers, usable)
         assert choice.num_layers is not None
     expected = placed_bytes(config, architecture, mesh) + choice.needed
-    options = {**SETTINGS[name], "recompute_num_layers": choice.num_layers}
+    settings = {**SETTINGS[name], "recompute_num_layers": choice.num_layers}
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    train = config.train.model_copy(update=options)
+    train = config.train.model_copy(update=settings)
+    head = head_options_of(config.model, train)
     model = build_model(architecture, config.model, train, config.lora, mesh, place.device)
     parameters = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, fused=True)
     layout, ids = batch.layout(place.device), torch.zeros(NUM_TOKENS, dtype=torch.int64, device=place.device)
     for _ in range(2):
-        model.forward(ids, layout, loss=lambda h, w: cross_entropy(h, w, {"labels": ids})).sum.backward()
+        model.forward(ids, layout, loss=lambda h, w: cross_entropy(h, w, {"labels": ids}, **head)).sum.backward()
         optimizer.step()
     measured = torch.cuda.max_memory_allocated() - before
     assert measured == pytest.approx(expected, rel=0.08)
