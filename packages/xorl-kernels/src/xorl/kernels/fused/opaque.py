@@ -8,9 +8,18 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from xorl.kernels.fused import reference
 from xorl.kernels.fused.reference import RopeTables
+
+
+class _Context(FunctionCtx):
+    """What autograd and `save` put there."""
+
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+    others: list[object]
 
 
 def _operator(function: Callable[..., Tensor], name: str) -> Callable[..., Tensor]:
@@ -18,11 +27,11 @@ def _operator(function: Callable[..., Tensor], name: str) -> Callable[..., Tenso
     operator = torch.library.custom_op(f"xorl::opaque_{name}", function, mutates_args=())
     operator.register_fake(function)
 
-    def save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[object, ...], output: Tensor) -> None:
+    def save(ctx: _Context, inputs: tuple[object, ...], output: Tensor) -> None:
         ctx.save_for_backward(*(value for value in inputs if isinstance(value, Tensor)))
         ctx.others = [value for value in inputs if not isinstance(value, Tensor)]
 
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         with torch.enable_grad():
             tensors = [
                 saved.detach().requires_grad_(wanted)
