@@ -258,7 +258,7 @@ class MemoryFields(Section):
     enable_full_shard: bool = Field(
         default=True,
         description="Under fsdp2, shard parameters between uses too (ZeRO-3); false keeps them gathered from forward "
-        "to backward (ZeRO-2).",
+        "to backward (ZeRO-2), which is faster where the memory suffices.",
     )
     enable_forward_prefetch: bool = Field(
         default=True, description="Under fsdp2, gather the next unit's parameters while one computes its forward pass."
