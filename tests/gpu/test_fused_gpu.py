@@ -242,13 +242,23 @@ def test_swiglu_and_the_linear_layer_after_it(num_rows, width, dtype):
     assert_matches_reference(swiglu.swiglu_linear, reference.swiglu_linear, inputs, tolerance=tolerance)
 
 
+def decoder_with(kernels, config, *, compiled):
+    spec = spec_for(config)
+    decoder = spec.build(spec.config_from_hf(config), kernels=kernels).cuda()
+    decoder.init_weights(seed=0)
+    decoder.compute_dtype = torch.bfloat16
+    if compiled:
+        for layer in decoder.layers:
+            layer.forward = torch.compile(layer.forward, fullgraph=True)
+    return decoder
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_a_decoder_trains_alike_with_fused_kernels(family, compiled):
     # Catches kernels that are right alone and wrong in a layer, and operators that inductor lays out otherwise.
     sizes = {"vocab_size": 500, "hidden_size": 128, "intermediate_size": 272, "head_dim": 64}
     config = hf_config(family, **sizes, max_position_embeddings=512, initializer_range=0.02)
-    spec = spec_for(config)
     lengths = [129, 1, 7, 300, 64, 11]
     ids = torch.randint(500, (sum(lengths),), generator=torch.Generator().manual_seed(0)).cuda()
     layout = SequenceLayout.from_lengths(lengths, device="cuda")
@@ -259,12 +269,7 @@ def test_a_decoder_trains_alike_with_fused_kernels(family, compiled):
     assert fused != LayerKernels(attention)
     results = []
     for kernels in (LayerKernels(attention), fused):
-        decoder = spec.build(spec.config_from_hf(config), kernels=kernels).cuda()
-        decoder.init_weights(seed=0)
-        decoder.compute_dtype = torch.bfloat16
-        if compiled:
-            for layer in decoder.layers:
-                layer.forward = torch.compile(layer.forward, fullgraph=True)
+        decoder = decoder_with(kernels, config, compiled=compiled)
         total = decoder(ids, layout, lambda hidden, weight: linear_cross_entropy_sum(hidden, weight, ids.roll(-1))[0])
         total.backward()
         results.append((total.detach(), [parameter.grad for parameter in decoder.parameters()]))
@@ -277,7 +282,6 @@ def test_a_decoder_trains_alike_with_fused_kernels(family, compiled):
 def test_native_forms_round_alike_in_compiled_layers():
     # Catches roundings that inductor leaves out, in any of a layer's plain forms.
     config = hf_config("qwen3", vocab_size=500, hidden_size=128, intermediate_size=272, head_dim=64)
-    spec = spec_for(config)
     ids = torch.randint(500, (400,), generator=torch.Generator().manual_seed(0)).cuda()
     layout = SequenceLayout.from_lengths([129, 271], device="cuda")
     attention = resolve_attention("native", AttentionRequest("cuda", torch.bfloat16, 64))
@@ -291,12 +295,7 @@ def test_native_forms_round_alike_in_compiled_layers():
             native=FUSED_KERNELS,
             cast_bf16=False,
         )
-        decoder = spec.build(spec.config_from_hf(config), kernels=kernels).cuda()
-        decoder.init_weights(seed=0)
-        decoder.compute_dtype = torch.bfloat16
-        if compiled:
-            for layer in decoder.layers:
-                layer.forward = torch.compile(layer.forward, fullgraph=True)
+        decoder = decoder_with(kernels, config, compiled=compiled)
         results.append(decoder(ids, layout, lambda hidden, _: hidden))
     assert torch.equal(*results)
 
