@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import msgspec
 
@@ -24,6 +25,7 @@ from xorl.server.names import CheckpointRef
 from xorl.server.orchestrator.calls import RELEASE
 from xorl.server.orchestrator.registry import checkpoint_key
 from xorl.server.queries import (
+    CreateSamplingSession,
     CreateSession,
     DeleteCheckpoint,
     FinishSession,
@@ -274,6 +276,22 @@ async def test_a_checkpoint_whose_time_is_over_goes_and_its_model_stays(tmp_path
     async with serving(chosen) as (client, _):
         await client.do(forward_backward(2), 4)
         assert (await client.do(step(), 5)).metrics["weights"] == folded(folded(1, 1), 2)
+
+
+@in_a_loop
+async def test_a_session_that_nobody_has_used_for_months_goes_with_its_samplers(tmp_path):
+    """Catches records of samplers that are kept for ever, one for each step of each loop that ever ran."""
+    chosen = options(tmp_path)
+    async with serving(chosen) as (client, _):
+        ask, state = client.orchestrator.answer, client.orchestrator.state
+        for session in ("old", "new"):
+            await ask(CreateSession(session))
+            await ask(CreateSamplingSession(f"{session}:sample:0", session, None, None))
+        state.registry.sessions["old"].last_active = 0.0
+        await client.orchestrator.housekeeping.tick(time.time())
+    async with serving(chosen) as (client, _):
+        registry = client.orchestrator.state.registry
+        assert (registry.sessions.keys(), registry.samplers.keys()) == ({"new"}, {"new:sample:0"})
 
 
 @in_a_loop

@@ -1,5 +1,8 @@
 """Checkpoints that models are made again from: deleted or written over, they take no model with them."""
 
+import asyncio
+import threading
+
 import pytest
 
 from asynchronous import in_a_loop
@@ -7,6 +10,7 @@ from counting_workers import folded
 from orchestrated import MODEL, forward_backward, options, running, serving, step, workers
 from xorl.server.messages import CreateModel, Failure, LoadWeights, Ok, SaveWeights
 from xorl.server.names import CheckpointRef
+from xorl.server.orchestrator import catalogue
 from xorl.server.queries import DeleteCheckpoint
 
 OTHER = "session-1:train:1"
@@ -114,6 +118,32 @@ async def test_two_models_that_write_over_what_the_other_has_loaded_do_not_wait_
         with workers(chosen):
             assert await weights_of(client, 4) == folded(TRAINED, 5)
             assert await weights_of(client, 6, MODEL) == folded(1, 5)
+
+
+@in_a_loop
+async def test_a_checkpoint_that_is_being_deleted_is_loaded_by_nobody(tmp_path, monkeypatch):
+    """Catches a model that loads files while they are removed, and is lost with its workers."""
+    chosen, delete, goes_on = options(tmp_path), catalogue.delete, threading.Event()
+
+    def slowly(folder, checkpoint):
+        return (checkpoint != ref("kept") or goes_on.wait(30)) and delete(folder, checkpoint)
+
+    monkeypatch.setattr(catalogue, "delete", slowly)
+    async with serving(chosen) as (client, _):
+        await begun(client)
+        await client.create(OTHER)
+        deleted = asyncio.create_task(client.orchestrator.answer(DeleteCheckpoint(ref("kept"))))
+        while not client.orchestrator.state.deleting and not deleted.done():
+            await asyncio.sleep(0.01)
+        refused = await load(client, 1)
+        created = await client.do(CreateModel("session-1:train:2", checkpoint=ref("kept"), with_optimizer=True))
+        goes_on.set()
+        assert await deleted == Ok()
+        for result in (refused, created):
+            assert isinstance(result, Failure)
+            assert (result.status, result.message) == (404, f"{ref('kept').uri('xorl')} is being deleted")
+        assert client.orchestrator.state.registry.models[OTHER].loads == []
+        assert client.orchestrator.state.deleting == set()
 
 
 @in_a_loop

@@ -49,7 +49,13 @@ async def delete_checkpoint(state: State, door: Door, ask: DeleteCheckpoint) -> 
     problem = await save_readers(state, door, ask.checkpoint)
     if problem is not None:
         return Rejected(503, problem)
-    if not await asyncio.to_thread(catalogue.delete, state.options.folder, ask.checkpoint):
+    # At once, so that nobody comes to need it between the question and the end.
+    state.deleting.add(ask.checkpoint)
+    try:
+        was_there = await asyncio.to_thread(catalogue.delete, state.options.folder, ask.checkpoint)
+    finally:
+        state.deleting.discard(ask.checkpoint)
+    if not was_there:
         return _missing(ask.checkpoint)
     record = state.registry.checkpoints.pop(checkpoint_key(ask.checkpoint), None)
     if record is not None:

@@ -101,18 +101,22 @@ class Housekeeping:
         """Drop what nobody can ask for any more: old sessions that ended, samplers whose weights are gone."""
         registry, current = self._state.registry, self._state.workers.incarnation
         used = {model.session_id for model in registry.models.values() if model.is_there}
-        # One that is gone has to say so to who still samples from it; a day is enough.
-        samplers = [
-            sampler
-            for sampler in registry.samplers.values()
-            if sampler.snapshot_of is not None
-            and current not in (None, sampler.workers)
-            and now - sampler.created > SAMPLERS_KEPT_S
-        ]
         sessions = [
             session
             for session in registry.sessions.values()
             if now - session.last_active > SESSIONS_KEPT_S and session.session_id not in used
+        ]
+        ended = {session.session_id for session in sessions}
+        # One whose weights are gone has to say so to who still samples from it; a day is enough.
+        samplers = [
+            sampler
+            for sampler in registry.samplers.values()
+            if sampler.session_id in ended
+            or (
+                sampler.snapshot_of is not None
+                and current not in (None, sampler.workers)
+                and now - sampler.created > SAMPLERS_KEPT_S
+            )
         ]
         for sampler in samplers:
             del registry.samplers[sampler.sampling_session_id]

@@ -80,6 +80,8 @@ class Readiness:
             await self._free_of_own(model, replaced, workers)
         if checkpoint is not None:
             await self._make_room(model, checkpoint)
+        if isinstance(operation, CreateModel | LoadWeights) and operation.checkpoint in self._state.deleting:
+            raise CannotRun(Failure("user", 404, f"{operation.checkpoint.uri('xorl')} is being deleted"))
         if isinstance(operation, LoadWeights):
             # Before it runs: from then on nobody may write over what it loads.
             model.loads = [*{*model.loads, operation.checkpoint}]

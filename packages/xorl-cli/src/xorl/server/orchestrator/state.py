@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from xorl.server.messages import CreateModel, Failure, Result
+from xorl.server.names import CheckpointRef
 from xorl.server.orchestrator.calls import encode
 from xorl.server.orchestrator.commit import JournalError
 from xorl.server.orchestrator.inference import Inference
@@ -75,7 +76,8 @@ class Tally:
 class State:
     """One orchestrator's. open: the requests that have not ended, by id. wake: set when there may be work to start.
 
-    problem: why results cannot be kept at the moment (a full disk), for those who wait.
+    problem: why results cannot be kept at the moment (a full disk), for those who wait. deleting: checkpoints that are
+    being removed, which no model may be made from any more.
     """
 
     options: OrchestratorOptions
@@ -90,6 +92,7 @@ class State:
     retrieved: set[str] = field(default_factory=set)
     started: float = field(default_factory=time.time)
     problem: str | None = None
+    deleting: set[CheckpointRef] = field(default_factory=set)
 
     def admit(self, ticket: Ticket, kind: str, *, attempts: int = 0, begun_by: str | None = None) -> None:
         """A request is in the journal: queue it."""
