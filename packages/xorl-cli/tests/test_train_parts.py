@@ -20,6 +20,7 @@ from child import in_child
 from xorl.config import config_from_mapping
 from xorl.core import runtime
 from xorl.core.runtime import GarbageCollection, Runtime
+from xorl.train import interrupt
 from xorl.train.build import profiler_of
 from xorl.train.checkpoints import SavePoints
 from xorl.train.data import prepare_data
@@ -267,8 +268,9 @@ def test_observer_stops_a_run_that_diverged(loss: float, norm: float, skipped: f
     assert recorder.records[0]["step"] == 7
 
 
-def test_first_signal_is_agreed_on_one_step_later_and_a_second_one_acts() -> None:
-    # Catches a signal that ranks see at different steps, and a run that cannot be stopped at all.
+def test_first_signal_is_agreed_on_one_step_later_and_a_later_one_acts(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Catches a signal that ranks see at different steps, a run that cannot be stopped at all, and one that is stopped
+    # unsaved since the launcher told it what it had been told itself.
     runtime.init("cpu")
     received = []
     previous = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
@@ -278,7 +280,9 @@ def test_first_signal_is_agreed_on_one_step_later_and_a_second_one_acts() -> Non
             os.kill(os.getpid(), signal.SIGTERM)
             assert interruption.agreed() == 0
             assert interruption.agreed() == signal.SIGTERM
+            os.kill(os.getpid(), signal.SIGTERM)
             assert received == []
+            monkeypatch.setattr(interrupt, "REPEATED_S", 0.0)
             os.kill(os.getpid(), signal.SIGTERM)
             assert received == [signal.SIGTERM]
     finally:

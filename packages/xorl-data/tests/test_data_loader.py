@@ -1,6 +1,10 @@
 """The loader: the same batches for any number of workers, the same bins for any number of ranks, from any step."""
 
 import multiprocessing
+import os
+import signal
+import subprocess
+import sys
 import time
 from itertools import pairwise
 
@@ -126,6 +130,41 @@ def test_workers_end_when_the_iterator_is_closed_early(prepared):
     while set(multiprocessing.active_children()) - before and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not set(multiprocessing.active_children()) - before
+
+
+def test_workers_outlive_a_sigterm_to_the_whole_job(prepared):
+    """Catches a run that a cluster stops before it could save, because its loader's workers were stopped first."""
+    _, _, loader = prepared
+    before = set(multiprocessing.active_children())
+    steps = loader(num_workers=2).steps()
+    first = next(steps)
+    for worker in set(multiprocessing.active_children()) - before:
+        os.kill(worker.pid, signal.SIGTERM)
+    time.sleep(0.2)
+    same(list(loader().steps()), [first, *steps])
+
+
+UNFINISHED = """
+from itertools import count
+import torch
+from xorl.data.workers import begin, leave_sigterm
+
+class Numbers(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return count()
+
+if __name__ == "__main__":
+    items = begin(torch.utils.data.DataLoader(Numbers(), batch_size=None, num_workers=2, worker_init_fn=leave_sigterm))
+    print(next(items))
+"""
+
+
+def test_a_process_ends_whose_loader_was_not_used_up(tmp_path):
+    """Catches a Python that waits for ever for workers which it has told to end by SIGTERM."""
+    script = tmp_path / "unfinished.py"
+    script.write_text(UNFINISHED)
+    done = subprocess.run([sys.executable, script], timeout=120, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
 
 
 def test_the_global_random_state_is_left_alone(prepared):

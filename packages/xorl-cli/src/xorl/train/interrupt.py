@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import signal
+import time
 from types import FrameType
 
 import torch
 import torch.distributed as dist
 
+REPEATED_S = 3.0
+
 
 class Interruption:
-    """Catches the first signal while entered; a second one of the kind acts as it would without us."""
+    """Catches the first signal while entered; one that comes REPEATED_S later acts as it would without us.
+
+    Sooner it is the same one: who ends a job signals its launcher, which tells the ranks, and the ranks.
+    """
 
     def __init__(self) -> None:
         self._received = 0
+        self._since = 0.0
         self._flag = torch.zeros(1, dtype=torch.int32)
         self._work: dist.Work | None = None
         self._previous: dict[int, object] = {}
@@ -46,8 +53,12 @@ class Interruption:
         return int(self._flag.item())
 
     def _receive(self, number: int, _: FrameType | None) -> None:
-        self._received = number
-        self._restore()
+        now = time.monotonic()
+        if not self._received:
+            self._received, self._since = number, now
+        elif now - self._since >= REPEATED_S:
+            self._restore()
+            signal.raise_signal(number)
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():

@@ -17,6 +17,7 @@ from xorl.data.batch import PackedBatch
 from xorl.data.collate import Document, collate
 from xorl.data.packing import Bins, StartMethod
 from xorl.data.plan import PAIR_COST, DataPlan, bin_costs, split_step
+from xorl.data.workers import begin, leave_sigterm, unchanged
 
 
 class Documents(Protocol):
@@ -81,7 +82,8 @@ class StepLoader:
             self._batches,
             batch_size=None,
             sampler=_Sampler(self, start),
-            collate_fn=_unchanged,
+            collate_fn=unchanged,
+            worker_init_fn=leave_sigterm,
             num_workers=self._num_workers,
             prefetch_factor=self._prefetch_factor,
             pin_memory=self._pin_memory,
@@ -89,7 +91,7 @@ class StepLoader:
             # Its own, lest the iterator draw from the global generator, whose state a resume restores.
             generator=torch.Generator(),
         )
-        batches = iter(loader)
+        batches = begin(loader)
         for step in range(start, self.num_steps):
             yield step, [next(batches) for _ in range(self.num_micro_batches(step))]
 
@@ -129,7 +131,3 @@ class _MicroBatches(Dataset[PackedBatch]):
         rows = [Document(*self._documents.document(index), self._documents.extras(index)) for index in members]
         names = self._documents.extra_names
         return collate(rows, pad_to_multiple_of=self._pad_to_multiple_of, extra_names=names)
-
-
-def _unchanged(batch: object) -> object:
-    return batch

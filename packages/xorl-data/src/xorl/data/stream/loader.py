@@ -25,6 +25,7 @@ from xorl.data.stream.files import Stream
 from xorl.data.stream.lane import Lane, RunStart, StreamBin
 from xorl.data.stream.order import StreamOrder
 from xorl.data.stream.tally import Tally
+from xorl.data.workers import begin, leave_sigterm, unchanged
 
 logger = logging.getLogger(__name__)
 
@@ -136,14 +137,15 @@ class StreamLoader:
         loader = DataLoader(
             share,
             batch_size=None,
-            collate_fn=_unchanged,
+            collate_fn=unchanged,
+            worker_init_fn=leave_sigterm,
             num_workers=self._num_workers,
             prefetch_factor=self._prefetch_factor,
             multiprocessing_context=self._start_method,
             # Its own, lest the iterator draw from the global generator, whose state a resume restores.
             generator=torch.Generator(),
         )
-        bins = iter(loader)
+        bins = begin(loader)
         for step in range(start, self.num_steps):
             members = [next(bins) for _ in range(per_step)]
             for member in members:
@@ -201,7 +203,3 @@ def _useful_workers(num_workers: int, num_lanes: int) -> int:
             "stream workers=%d of=%d: each needs lanes of its own, and there are %d", useful, num_workers, num_lanes
         )
     return useful
-
-
-def _unchanged(item: object) -> object:
-    return item
