@@ -152,6 +152,34 @@ def test_adapters_alone_are_enough_to_resume_and_to_export(folder: Path, tmp_pat
 
 
 @pytest.mark.multi
+def test_a_run_does_not_go_on_with_another_model(folder: Path, tmp_path: Path, run_ranks) -> None:
+    # Catches adapters that are scaled otherwise from one step to the next, or laid over a base of the same shapes.
+    lora, resume = {**KINDS["plain"], "save_lora_only": True}, {"load_checkpoint_path": "auto"}
+    run_ranks(lambda: run(config_of(folder, tmp_path, lora, max_steps=1)), 1)
+    torch.manual_seed(1)
+    Qwen3ForCausalLM(Qwen3Config.from_dict(hf_config())).save_pretrained(folder / "other")
+    longer = hf_config() | {"rope_theta": 500.0}
+    Qwen3ForCausalLM(Qwen3Config.from_dict(longer)).save_pretrained(folder / "longer" / "base")
+    scaled = (
+        ({**lora, "lora_alpha": 4}, "lora.lora_alpha: 4.0, and the adapters of .* were trained with 8.0"),
+        ({**lora, "use_rslora": True}, "lora.use_rslora: True"),
+        ({**lora, "alpha_pattern": {"q_proj": 1}}, "lora.alpha_pattern: .*q_proj.*, and the adapters .* with {}"),
+    )
+    loaded = [(config_of(folder, tmp_path, changed, **resume), said) for changed, said in scaled]
+    other = config_of(folder, tmp_path, lora, base="other", **resume)
+    loaded.append((other, "holds what was trained over .*base without that model itself: set model.model_path"))
+    longer = config_of(folder, tmp_path, lora, base="longer/base", **resume)
+    loaded.append((longer, "is of another model than the section model describes\n  rope: .*"))
+
+    def refused() -> None:
+        for config, said in loaded:
+            with pytest.raises(ValueError, match=said):
+                run(config)
+
+    run_ranks(refused, 1)
+
+
+@pytest.mark.multi
 def test_weights_that_are_kept_the_other_way_are_adapted_as_peft_does(folder: Path, tmp_path: Path, run_ranks) -> None:
     # Catches a matrix [in, out] whose adapter is named for another orientation, or folded in lying down.
     torch.manual_seed(0)

@@ -26,7 +26,7 @@ from xorl.lora import AdaptiveNoise, adapters, quantized_linears
 from xorl.train.adapter_files import AdapterFiles
 from xorl.train.adapters import AdapterMerging, adapter_spec, flops_of
 from xorl.train.architecture import Architecture
-from xorl.train.checkpoint_model import describe_model
+from xorl.train.checkpoint_model import describe_model, require_resumable
 from xorl.train.checkpoints import (
     Checkpoints,
     SavePoints,
@@ -120,6 +120,9 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None) -> Run:
         config = config.model_copy(update={"model": at_one_checkpoint(config.model)})
     architecture = read_architecture(config.model, train.load_weights_mode)
     _check(config, architecture)
+    manifest = None if resumed is None else read_manifest(resumed)
+    if resumed is not None and manifest is not None:
+        require_resumable(resumed, manifest, config.model, architecture)
     with phases("data", f"prepared_path={config.data.dataset_prepared_path}"):
         data = prepared_for(config, architecture)
 
@@ -130,7 +133,6 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None) -> Run:
     require_agreement("train.output_dir / load_checkpoint_path", str(resumed))
     if train.load_weights_mode == "dcp":
         require_agreement("model.model_path", str(config.model.model_path))
-    manifest = None if resumed is None else read_manifest(resumed)
     plan = plan_of(config, data, mesh, None if manifest is None else saved_data(manifest))
     held_out_content = None if data.held_out is None else data.held_out.documents.fingerprint
     require_agreement("data", f"training {plan.hash} of {plan.num_steps} steps, held out {held_out_content}")

@@ -27,7 +27,7 @@ from xorl.config import ModelConfig
 from xorl.core.models import spec_for
 from xorl.kernels.quant import QuantFormat, QuantizedWeight, QuantScheme
 from xorl.lora import QUANTIZATION_KEY
-from xorl.train.adapter_folder import is_adapter
+from xorl.train.adapter_folder import is_adapter, is_same_base
 from xorl.train.architecture import Architecture
 
 logger = logging.getLogger(__name__)
@@ -96,17 +96,7 @@ class StartingCheckpoint:
 
     def require_model(self, architecture: Architecture, described_by: str) -> None:
         """Raise ValueError that says what differs where this is the checkpoint of another model."""
-        own = self.note.architecture
-        saved, wanted = asdict(own.config), asdict(architecture.config)
-        problems = [f"{name}: {saved[name]}, not {wanted[name]}" for name in saved if saved[name] != wanted[name]]
-        if own.spec.architecture != architecture.spec.architecture:
-            problems.insert(0, f"it is a {own.spec.architecture}, not a {architecture.spec.architecture}")
-        if problems:
-            more = [f"... and {len(problems) - _SHOWN} more"] * (len(problems) > _SHOWN)
-            raise ValueError(
-                f"{self.option}: {self.folder} is of another model than {described_by} describes\n  "
-                + "\n  ".join([*problems[:_SHOWN], *more])
-            )
+        _require_same(self.option, self.folder, self.note, architecture, described_by)
 
     def weights(self) -> WeightSource:
         """Its weights under the names of transformers; collective, since the ranks share the work of hashing its files.
@@ -148,6 +138,40 @@ def open_start(option: str, path: str, *, for_adapters: str) -> StartingCheckpoi
     if note.weights_in(folder) is None:
         raise ValueError(f"{option}: {folder} does not hold all weights of its model")
     return StartingCheckpoint(option, folder, manifest.step, note)
+
+
+def require_resumable(folder: Path, manifest: Manifest, model: ModelConfig, architecture: Architecture) -> None:
+    """Raise ValueError where a run would go on from a checkpoint with another model, or over another base.
+
+    Names and shapes of parameters are compared when they are loaded; this is about what they do not tell.
+    """
+    if MODEL not in manifest.info:
+        return  # saved by other code, which says nothing
+    note, option = read_note(folder, manifest), "train.load_checkpoint_path"
+    _require_same(option, folder, note, architecture, "the section model")
+    if note.weights_in(folder) is not None:
+        return
+    saved, base = note.base_path, model.model_path
+    is_same = saved == base if saved is None or base is None else is_same_base(saved, base)
+    if not is_same:
+        raise ValueError(
+            f"{option}: {folder} holds what was trained over {saved} without that model itself: set model.model_path "
+            f"to it again, now it is {base}, or begin a new run with lora.adapter_path"
+        )
+
+
+def _require_same(option: str, folder: Path, note: ModelNote, architecture: Architecture, described_by: str) -> None:
+    own = note.architecture
+    saved, wanted = asdict(own.config), asdict(architecture.config)
+    problems = [f"{name}: {saved[name]}, not {wanted[name]}" for name in saved if saved[name] != wanted[name]]
+    if own.spec.architecture != architecture.spec.architecture:
+        problems.insert(0, f"it is a {own.spec.architecture}, not a {architecture.spec.architecture}")
+    if problems:
+        more = [f"... and {len(problems) - _SHOWN} more"] * (len(problems) > _SHOWN)
+        raise ValueError(
+            f"{option}: {folder} is of another model than {described_by} describes\n  "
+            + "\n  ".join([*problems[:_SHOWN], *more])
+        )
 
 
 def read_note(folder: Path, manifest: Manifest) -> ModelNote:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
@@ -12,7 +13,10 @@ from typing import cast
 
 from xorl.ckpt import JSON, Checkpointer, CheckpointError, CheckpointFailure, Manifest, read_manifest
 from xorl.core.runtime import Runtime, rng_state, set_rng_state
+from xorl.lora import AdapterSpec
+from xorl.lora.peft import CONFIG_FILE, AdapterConfig
 from xorl.train.adapter_files import AdapterFiles
+from xorl.train.adapter_folder import is_adapter
 from xorl.train.data import DataIdentity, StreamState
 from xorl.train.engine import Engine
 from xorl.train.export import AdapterExport, ModelExport
@@ -115,8 +119,13 @@ class Checkpoints:
         return f"{self.last} is whole. Mend the cause and continue with --train.load_checkpoint_path auto"
 
     def restore(self, path: Path) -> int:
-        """Load the checkpoint at `path` and return its step; what it leaves out stays as it is. Collective."""
+        """Load the checkpoint at `path` and return its step; what it leaves out stays as it is. Collective.
+
+        Raises ValueError where adapters would mean something else than they did there.
+        """
         start = time.perf_counter()
+        if self._adapters is not None and is_adapter(path):
+            _require_scale(path, self._adapters.config.spec)
         frozen = [name for name, weight in self._engine.model.module.named_parameters() if not weight.requires_grad]
         trained_only = bool(frozen) and f"model.{frozen[0]}" not in read_manifest(path).tensors
         loaded = self._checkpointer.load(path, self._engine.state(trained_only=trained_only))
@@ -125,6 +134,19 @@ class Checkpoints:
         self.last = path
         logger.info("resumed=%s step=%d load_s=%.2f", path, loaded.step, time.perf_counter() - start)
         return loaded.step
+
+
+def _require_scale(path: Path, spec: AdapterSpec) -> None:
+    """Raise ValueError unless the adapters of a checkpoint are scaled as these are: no shape tells."""
+    saved = AdapterConfig.from_json(json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))).spec
+    options = {"alpha": "lora_alpha", "use_rslora": "use_rslora", "alpha_pattern": "alpha_pattern"}
+    for field, option in options.items():
+        before, now = getattr(saved, field), getattr(spec, field)
+        if before != now:
+            raise ValueError(
+                f"lora.{option}: {now}, and the adapters of {path}, from which train.load_checkpoint_path goes on, "
+                f"were trained with {before}: set it back, or begin a new run"
+            )
 
 
 def is_exported(checkpoint: Path) -> bool:
