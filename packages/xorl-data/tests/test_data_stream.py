@@ -126,7 +126,7 @@ def test_every_document_comes_once_an_epoch_in_another_order(tmp_path, corpus, s
     for epoch in range(2):
         seen = Counter()
         sequence = []
-        for place in range(epoch * blocks.blocks_per_epoch, (epoch + 1) * blocks.blocks_per_epoch):
+        for place in range(epoch * blocks.blocks_per_cycle, (epoch + 1) * blocks.blocks_per_cycle):
             index, number = divmod(place, blocks.num_lanes)
             found = blocks.block(number, index)
             assert found[0] == epoch
@@ -139,7 +139,7 @@ def test_every_document_comes_once_an_epoch_in_another_order(tmp_path, corpus, s
                 seen.update(tuple(encoded.input_ids[start : start + 2].tolist()) for start in starts)
         assert seen == {divmod(index, 1000): 1 for index in range(NUM_ROWS)}
         orders.append(sequence)
-    assert sorted(orders[0]) == sorted(orders[1]) == list(range(blocks.blocks_per_epoch))
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(blocks.blocks_per_cycle))
     assert orders[0] != orders[1]
 
 
@@ -170,7 +170,7 @@ def rows_in(stream):
     """The rows of one epoch by number."""
     blocks = order.StreamOrder(stream)
     seen = Counter()
-    for place in range(blocks.blocks_per_epoch):
+    for place in range(blocks.blocks_per_cycle):
         _, entry, number = blocks.block(place % blocks.num_lanes, place // blocks.num_lanes)
         file, inner = files.BlockTable(stream.entries[entry])[number]
         for piece in lane.block_pieces(file, inner, None, "data.datasets[0]"):
@@ -211,6 +211,33 @@ def test_shares_of_a_stream(tmp_path, make_rows, write_jsonl, small):
     parts = [sum(times for index, times in seen.items() if index // 2000 == part) for part in range(2)]
     assert 0.7 < parts[0] / sum(parts) < 0.8
     assert 3600 < sum(parts) < 4400
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(
+    ("shares", "expected"),
+    [
+        (({"weight": 0.95}, {"weight": 0.05}), [19, 1]),
+        (({"weight": 0.99}, {"weight": 0.01}), [99, 1]),
+        (({"num_epochs": 1.0}, {"num_epochs": 0.1}), [10, 1]),
+        (({"num_epochs": 0.1}, {"num_epochs": 0.1}), [1, 1]),
+        (({}, {"num_epochs": 3.0}), [1, 3]),
+    ],
+)
+def test_shares_of_files_that_are_one_block_each(tmp_path, make_rows, shuffle, shares, expected):
+    """Catches shares rounded to whole files: a dataset of weight 0.01 was a third of what was trained on."""
+    text = "".join(json.dumps(row) + "\n" for row in make_rows(20))
+    entries = []
+    for number, share in enumerate(shares):
+        path = tmp_path / f"{number}.jsonl.gz"
+        path.write_bytes(gzip.compress(text.encode(), mtime=0))
+        entries.append(DatasetEntry(str(path), **share))
+    blocks = order.StreamOrder(stream_of(tmp_path, *entries, shuffle=shuffle))
+    assert blocks.num_lanes == 1
+    drawn = [blocks.block(0, place)[1] for place in range(2 * sum(expected))]
+    assert [drawn.count(entry) for entry in (0, 1)] == [2 * num for num in expected]
+    # The large one does not wait for all passes of a cycle over the other.
+    assert set(drawn[: sum(expected)]) == set(drawn[sum(expected) :]) == {0, 1}
 
 
 def test_what_a_stream_cannot_be_is_refused(tmp_path, corpus, small):

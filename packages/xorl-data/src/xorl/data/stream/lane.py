@@ -122,10 +122,10 @@ class Lane:
                 yield RunStart(0, block, piece_number + 1), encoded
             # A resume at the end of a block skips all of it, and goes on with the next.
             num_empty = 0 if num_documents or skip else num_empty + 1
-            if num_empty > self._order.blocks_per_epoch:
+            if num_empty > self._order.blocks_per_cycle:
                 raise DataError(f"{entry.option}: nothing is left of the stream: a whole epoch of it has no document")
             block, skip = block + 1, 0
-            if from_beginning and self._order.num_lanes == 1 and block == self._order.blocks_per_epoch:
+            if from_beginning and self._order.num_lanes == 1 and block == self._order.blocks_per_cycle:
                 self._judge_all()
 
     def _judge(self, index: int, encoded: EncodedDocuments, piece: Piece) -> None:

@@ -119,10 +119,10 @@ def read_sample(stream: Stream, num_documents: int) -> StreamSample:
 
 
 def _pieces(stream: Stream) -> Iterator[tuple[int, EncodedDocuments]]:
-    """The pieces of the first epoch with their entry, no block twice, whatever a mixture repeats."""
+    """The pieces of the first cycle with their entry, no block twice, whatever a mixture repeats."""
     order, tables = StreamOrder(stream), [BlockTable(entry) for entry in stream.entries]
     seen: set[tuple[int, int]] = set()
-    for place in range(order.blocks_per_epoch):
+    for place in range(order.blocks_per_cycle):
         _, index, number = order.block(place % order.num_lanes, place // order.num_lanes)
         if (index, number) in seen:
             continue
