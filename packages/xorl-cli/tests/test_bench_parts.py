@@ -15,6 +15,7 @@ from xorl.core.models import spec_for
 from xorl.kernels.attention import AttentionRequest, resolve_attention
 from xorl.kernels.layout import SequenceLayout
 from xorl.train import bench_report
+from xorl.train.bench import _config_in
 from xorl.train.bench_peers import Peer, _restored, register_attention
 from xorl.train.bench_report import Measurement, Record
 from xorl.train.data import prepare_data
@@ -48,6 +49,15 @@ def test_a_made_configuration_is_valid_and_fills_its_steps(documents: Documents,
     lengths = data.documents.lengths
     assert (lengths.min(), lengths.max()) == (512, 512) if documents == "single" else lengths.min() >= 256
     assert len(data.bins) >= 3 * 4 * 2 * 2
+
+
+def test_a_benchmark_uploads_nothing(tmp_path: Path) -> None:
+    """Catches a dataset that is uploaded since somebody measured how fast a run of it would be."""
+    push = ("--data.push_dataset_to_hub=org/name", "--data.hf_use_auth_token=true")
+    config = load_config(write_config(work_of(), tmp_path), push).config
+    assert config.data.push_dataset_to_hub == "org/name"
+    built = _config_in(tmp_path / "own", config)
+    assert (built.data.push_dataset_to_hub, built.train.output_dir) == (None, str(tmp_path / "own"))
 
 
 def test_tokens_that_no_micro_batch_divides_are_refused(tmp_path: Path) -> None:

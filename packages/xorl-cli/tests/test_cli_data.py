@@ -8,6 +8,7 @@ import pytest
 
 from xorl.cli.app import main
 from xorl.cli.exit_codes import BAD_INPUT
+from xorl.data import push as push_module
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -77,6 +78,28 @@ def test_what_stops_a_run_can_be_looked_at(data, tmp_path: Path) -> None:
         assert "this stops a run: data.datasets[0]: 600 of the 600 samples" in err
         assert "16 of 16 tokens" in out or "dataset  configs/quickstart/chat.jsonl" in out
     assert data("prepare", *short)[0] == BAD_INPUT
+
+
+def test_only_preparing_uploads_and_looking_does_not(data, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches documents uploaded by a command that only shows them."""
+    uploaded: list[str] = []
+
+    class Hub:
+        def __init__(self, token: object) -> None:
+            pass
+
+        def create_repo(self, repo_id: str, **_: object) -> None:
+            pass
+
+        def upload_folder(self, *, repo_id: str, **_: object) -> None:
+            uploaded.append(repo_id)
+
+    monkeypatch.setattr(push_module, "HfApi", Hub)
+    push = ("--data.push_dataset_to_hub", "org/name", "--data.hf_use_auth_token", "true")
+    for command, expected in (("inspect", []), ("stats", []), ("prepare", ["org/name"])):
+        code, _, err = data(command, *push)
+        assert code == 0, err
+        assert uploaded == expected, command
 
 
 def test_control_characters_of_text_are_shown_and_not_sent(data, tmp_path: Path) -> None:

@@ -156,8 +156,7 @@ def _measure(system: _System, options: BenchOptions, round_: int) -> _Measured:
     """Build one system, train its steps and let it go; collective."""
     peer = system.peer
     own_folder = options.folder / "runs" / f"{re.sub('[^A-Za-z0-9.=_]+', '_', system.name)}_{round_ + 1}"
-    train_config = system.config.train.model_copy(update={"output_dir": str(own_folder)})
-    config = system.config.model_copy(update={"train": train_config})
+    config = _config_in(own_folder, system.config)
     logger.info("bench system=%r round=%d of %d", system.name, round_ + 1, options.rounds)
     _let_go()
     maker: AbstractContextManager[EngineMaker] = (
@@ -166,6 +165,14 @@ def _measure(system: _System, options: BenchOptions, round_: int) -> _Measured:
     is_profiled = options.profile and system.name == OWN and round_ == options.rounds - 1
     with maker as make_engine:
         return _train(build_run(config, make_engine=make_engine), config, options, system.name, is_profiled)
+
+
+def _config_in(folder: Path, config: Config) -> Config:
+    """The configuration of one build, which writes to `folder` and uploads nothing."""
+    train_config = config.train.model_copy(update={"output_dir": str(folder)})
+    # Not by an override: without an upload, the token that is for it would be refused as of no use.
+    data_config = config.data.model_copy(update={"push_dataset_to_hub": None})
+    return config.model_copy(update={"train": train_config, "data": data_config})
 
 
 def _let_go() -> None:

@@ -104,7 +104,7 @@ def prepare_data(
     """Prepare, split and pack; before any process group exists, since other ranks may wait for one to prepare.
 
     Text and conversations need `tokenizer_folder`, whose special tokens have to agree with the model's `hf_config`.
-    Without `judged` data that would stop a run is only said to, so that it can be looked at.
+    Without `judged` it is only looked at: data that would stop a run is only said to, and nothing is uploaded.
     """
     data = config.data
     model = _Model(vocab_size, tokenizer_folder, special_ids(hf_config), judged)
@@ -112,7 +112,7 @@ def prepare_data(
         tests = _prepare(config, "data.test_datasets", data.test_datasets, model) if data.test_datasets else None
         return RunData(_stream(config, model), None if tests is None else _pack(config, tests, held_out=True))
     documents = _prepare(config, "data.datasets", data.datasets, model)
-    if data.push_dataset_to_hub is not None:
+    if judged and data.push_dataset_to_hub is not None:
         push_documents(
             documents,
             data.push_dataset_to_hub,
