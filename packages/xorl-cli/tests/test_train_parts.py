@@ -23,7 +23,7 @@ from xorl.core.runtime import GarbageCollection, Runtime
 from xorl.train import interrupt
 from xorl.train.build import profiler_of
 from xorl.train.checkpoints import SavePoints
-from xorl.train.data import prepare_data
+from xorl.train.data import PackedDocuments, prepare_data
 from xorl.train.devices import PEAK_BF16_FLOPS
 from xorl.train.engine import StepLosses, Update
 from xorl.train.interrupt import Interruption
@@ -187,6 +187,33 @@ def test_split_that_leaves_nothing_to_train_or_to_evaluate_is_refused(val_set_si
         except ValueError as error:
             refused += "has a trained token" in str(error)
     assert 0 < refused < 30
+
+
+def test_shards_of_the_training_data_leave_test_datasets_whole(tmp_path: Path) -> None:
+    """Catches runs on other shards that are evaluated on other documents, a part of those that they name."""
+    for name, num in (("train", 40), ("test", 12)):
+        rows = [{"input_ids": [1, 2, index % 3]} for index in range(num)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    mapping = {
+        "model": {"config_path": "unused"},
+        "data": {
+            "datasets": [{"path": str(tmp_path / "train.jsonl")}],
+            "test_datasets": [{"path": str(tmp_path / "test.jsonl")}],
+            "dataset_prepared_path": str(tmp_path / "prepared"),
+            "dataset_num_proc": 1,
+            "dataset_shard_num": 4,
+            "dataset_shard_idx": 1,
+        },
+        "train": {"output_dir": "unused"},
+    }
+    data = prepare_data(config_from_mapping(mapping).config, vocab_size=3)
+    assert isinstance(data.train, PackedDocuments)
+    assert data.held_out is not None
+    assert (len(data.train.documents), len(data.held_out.documents)) == (10, 12)
+    # One prepared dataset in the place of both is still refused, though a shard of it is another part.
+    mapping["data"] |= {"skip_prepare_dataset": True, "test_datasets": mapping["data"]["datasets"]}
+    with pytest.raises(ValueError, match=r"would be trained on and be data\.test_datasets"):
+        prepare_data(config_from_mapping(mapping).config, vocab_size=3)
 
 
 META = torch.device("meta")  # reported one step late, as a GPU is

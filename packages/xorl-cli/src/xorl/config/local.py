@@ -126,7 +126,8 @@ class DataConfig(Section):
     )
     dataset_shard_num: AtLeastOne | None = Field(
         default=None,
-        description="Cut the merged data into this many parts and use dataset_shard_idx alone. null means all of it.",
+        description="Cut the merged rows of datasets into this many parts and use dataset_shard_idx alone; "
+        "test_datasets stay whole. null means all of it.",
     )
     dataset_shard_idx: AtLeastZero | None = Field(
         default=None, description="Which of these parts to use, from 0. null goes with dataset_shard_num: null."

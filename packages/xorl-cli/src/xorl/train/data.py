@@ -131,7 +131,7 @@ def prepare_data(
                 )
     elif data.test_datasets:
         held_out = _prepare(config, "data.test_datasets", data.test_datasets, model)
-        if data.skip_prepare_dataset and held_out.fingerprint == documents.fingerprint:
+        if data.skip_prepare_dataset and held_out.has_stores_of(documents):
             raise ValueError(
                 f"data.skip_prepare_dataset: {data.dataset_prepared_path} holds one dataset, which would be trained on "
                 "and be data.test_datasets as well. Hold out a part of it with data.val_set_size"
@@ -310,6 +310,8 @@ def _stream(config: Config, model: _Model) -> Stream:
 def _prepare(config: Config, option: str, entries: Sequence[DatasetEntryConfig], model: _Model) -> PreparedDocuments:
     data = config.data
     assert data.dataset_num_proc is not None, "resolved by the configuration"
+    # Runs on other shards are compared by what they hold out, which is the same for all.
+    shard = (data.dataset_shard_num, data.dataset_shard_idx) if option == "data.datasets" else (None, None)
     options = PrepareOptions(
         bin_len=data.sample_packing_sequence_len,
         vocab_size=model.vocab_size,
@@ -322,8 +324,8 @@ def _prepare(config: Config, option: str, entries: Sequence[DatasetEntryConfig],
         seed=config.train.seed,
         shuffle_before_merging=data.shuffle_before_merging_datasets,
         shuffle_merged=data.shuffle_merged_datasets,
-        dataset_shard_num=data.dataset_shard_num,
-        dataset_shard_idx=data.dataset_shard_idx,
+        dataset_shard_num=shard[0],
+        dataset_shard_idx=shard[1],
         token=data.hf_use_auth_token,
         judged=model.judged,
     )

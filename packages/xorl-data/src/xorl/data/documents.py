@@ -61,6 +61,10 @@ class PreparedDocuments:
         order = np.argsort(places, kind="stable")
         return rows[order], places[order]
 
+    def has_stores_of(self, other: PreparedDocuments) -> bool:
+        """Whether both are of the same content, whatever part of it, in whatever order."""
+        return [store.key for store in self._stores] == [store.key for store in other._stores]
+
     def are_among(self, rows: np.ndarray) -> np.ndarray:
         """Whether the document at each place is one of `rows`, numbers in the stores. [N] bool"""
         return np.isin(self._rows, rows)
