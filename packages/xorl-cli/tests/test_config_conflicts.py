@@ -48,6 +48,11 @@ def entry(**options: Any) -> dict[str, Any]:
             "does nothing unless data.streaming is false",
         ),
         (
+            {"data": {"streaming": True}, "train": {"max_steps": 3, "save_epochs": 0.5}},
+            "train.save_epochs",
+            "save by train.save_steps",
+        ),
+        (
             {"data": {"streaming": True, **entry(preprocess_shards=2)}, "train": {"max_steps": 3}},
             "data.datasets.0.preprocess_shards",
             "data.streaming is false",
@@ -281,6 +286,7 @@ def test_options_that_contradict_each_other_are_refused(changes: Options, path: 
         {"data": entry(data_files=["x.json"], ds_type="json")},
         {"data": entry(shards=2, shards_idx=1)},
         {"data": {"dataset_shard_num": 3, "dataset_shard_idx": 2}},
+        {"data": {"streaming": True}, "train": {"max_steps": 3, "save_epochs": 0}},
         {"data": entry(max_seq_len=32000)},
         {"data": {"val_set_size": 0.05}, "train": {"eval_steps": 5}},
         {"data": {"test_datasets": [{"path": "b"}]}, "train": {"eval_steps": 5}},

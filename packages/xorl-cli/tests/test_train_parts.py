@@ -51,6 +51,18 @@ def test_save_points(save_steps: int, save_epochs: float, expected: list[int]) -
     assert [step for step in range(1, 11) if due(step)] == expected
 
 
+@pytest.mark.parametrize(
+    ("steps_per_epoch", "save_steps", "save_epochs", "expected"),
+    [(0, 0, 1.0, True), (0, 10, 1.0, True), (0, 3, 1.0, False), (0, 0, 0.0, False), (4, 0, 1.0, False)],
+)
+def test_a_stream_that_waits_for_epochs_to_save_is_known(
+    steps_per_epoch: int, save_steps: int, save_epochs: float, expected: bool
+) -> None:
+    """Catches a stream that saves nothing for days, by default, without a line that says so."""
+    due = SavePoints(10, steps_per_epoch, save_steps, save_epochs)
+    assert due.lacks_epochs is expected
+
+
 def test_metrics_file_is_cut_back_to_the_step_resumed_from(tmp_path: Path) -> None:
     # Catches two lines for a step that was trained, lost and trained again, and a torn last line.
     path = tmp_path / "metrics.jsonl"

@@ -16,7 +16,12 @@ SHORTEST, LONGEST = 256, 4096
 # Made-up tokens beyond these are read again.
 MAX_TOKENS = 1 << 24
 # What a benchmark leaves out of a run, whatever the file says.
-LEFT_OUT = ("--train.save_hf_weights=false", "--train.use_wandb=false", "--train.load_checkpoint_path=null")
+LEFT_OUT = (
+    "--train.save_epochs=0",
+    "--train.save_hf_weights=false",
+    "--train.use_wandb=false",
+    "--train.load_checkpoint_path=null",
+)
 
 
 @dataclass(frozen=True)

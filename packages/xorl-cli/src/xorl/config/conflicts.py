@@ -142,11 +142,16 @@ NEEDS: tuple[Need, ...] = (
             "data.sample_packing_sequentially",
             "data.dataloader_drop_last",
             "train.num_train_epochs",
-            "train.save_epochs",
         ),
         "data.streaming",
         "false: a stream is packed as it comes, and has no known length",
         lambda config: not config.data.streaming,
+    ),
+    Need(
+        ("train.save_epochs",),
+        "data.streaming",
+        "false: a stream has no known length; save by train.save_steps",
+        lambda config: not config.data.streaming or config.train.save_epochs == 0,
     ),
     Need(
         (

@@ -36,6 +36,12 @@ class SavePoints:
     save_steps: int
     save_epochs: float
 
+    @property
+    def lacks_epochs(self) -> bool:
+        """Whether saves were asked for by epochs alone and a stream, which has none, goes on to its last step."""
+        by_steps = 0 < self.save_steps < self.num_steps
+        return self.steps_per_epoch == 0 and self.save_epochs > 0 and self.num_steps > 1 and not by_steps
+
     def __call__(self, step: int) -> bool:
         """Whether step `step`, counted from 1, is one of them."""
         if step == self.num_steps or (self.save_steps and step % self.save_steps == 0):
