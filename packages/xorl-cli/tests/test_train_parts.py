@@ -23,7 +23,7 @@ from xorl.core.runtime import GarbageCollection, Runtime
 from xorl.train import interrupt
 from xorl.train.build import profiler_of
 from xorl.train.checkpoints import SavePoints
-from xorl.train.data import PackedDocuments, prepare_data
+from xorl.train.data import PackedDocuments, plan_steps, prepare_data, write_receipt
 from xorl.train.devices import PEAK_BF16_FLOPS
 from xorl.train.engine import StepLosses, Update
 from xorl.train.interrupt import Interruption
@@ -226,6 +226,55 @@ def test_shards_of_the_training_data_leave_test_datasets_whole(tmp_path: Path) -
     mapping["data"] |= {"skip_prepare_dataset": True, "test_datasets": mapping["data"]["datasets"]}
     with pytest.raises(ValueError, match=r"would be trained on and be data\.test_datasets"):
         prepare_data(config_from_mapping(mapping).config, vocab_size=3)
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "drop_last", "max_steps", "left_out", "warned"),
+    [
+        (100, True, None, 49, True),
+        (100, False, None, 0, False),
+        (10, True, None, 9, True),
+        (4, True, None, 1, False),
+        (100, True, 1, 49, False),
+    ],
+)
+def test_bins_that_fill_no_step_are_said(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    accumulation: int,
+    drop_last: bool,
+    max_steps: int | None,
+    left_out: int,
+    warned: bool,
+) -> None:
+    """Catches a third of the data left out of every epoch without a line, of a receipt that says dropped=0."""
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"input_ids": [1, 2, 1]}) + "\n" for _ in range(149)))
+    mapping = {
+        "model": {"config_path": "unused"},
+        "data": {
+            "datasets": [{"path": str(tmp_path / "rows.jsonl")}],
+            "dataset_prepared_path": str(tmp_path / "prepared"),
+            "dataset_num_proc": 1,
+            "sample_packing_sequence_len": 4,
+            "dataloader_drop_last": drop_last,
+        },
+        "train": {
+            "output_dir": "unused",
+            "micro_batch_size": 1,
+            "gradient_accumulation_steps": accumulation,
+            "max_steps": max_steps,
+        },
+    }
+    config = config_from_mapping(mapping).config
+    data = prepare_data(config, vocab_size=3)
+    plan = plan_steps(config, data.train, 1, None)
+    said = [record.message for record in caplog.records if "data.dataloader_drop_last" in record.message]
+    assert len(said) == warned
+    assert all(f"leaves {left_out} of the 149 bins out" in message for message in said)
+    write_receipt(tmp_path / "receipt.json", data, plan)
+    steps = json.loads((tmp_path / "receipt.json").read_text())["train"]["steps"]
+    num = 149 // accumulation if drop_last else -(-149 // accumulation)
+    assert steps == {"bins_per_step": accumulation, "steps_per_epoch": num, "left_out_bins": left_out}
 
 
 META = torch.device("meta")  # reported one step late, as a GPU is

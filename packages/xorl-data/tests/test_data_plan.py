@@ -32,6 +32,13 @@ def test_drop_last_drops_per_epoch_and_max_steps_overrides_epochs_both_ways():
     assert len(beyond.bins_of_step(39)) == 8
 
 
+def test_what_drop_last_leaves_out_is_counted():
+    """Catches a third of the data left out of every epoch with no number that says so."""
+    assert make_plan(num_bins=149, bins_per_step=100).left_out_bins == 49
+    assert make_plan(num_bins=149, bins_per_step=100, drop_last=False).left_out_bins == 0
+    assert make_plan(num_bins=200, bins_per_step=100).left_out_bins == 0
+
+
 def test_the_order_depends_on_content_seed_and_epoch_and_is_pinned():
     """Catches an order that changes between versions, which would make every resumed run train on other data."""
     first = make_plan().bins_of_step(0).tolist()

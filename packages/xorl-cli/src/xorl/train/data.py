@@ -34,6 +34,9 @@ from xorl.data.stream import Stream, StreamLoader, StreamOptions, StreamPlan, Ta
 
 logger = logging.getLogger(__name__)
 
+# Of an epoch's bins: more is said aloud, less is in the receipt alone.
+_LEFT_OUT_WARNED = 0.05
+
 Plan: TypeAlias = DataPlan | StreamPlan
 Loader: TypeAlias = StepLoader | StreamLoader
 
@@ -45,16 +48,22 @@ class PackedDocuments:
     documents: PreparedDocuments
     bins: Bins
 
-    def receipt(self, plan_hash: str | None = None) -> Receipt:
-        """What became of every sample, and what the bins hold of it."""
+    def receipt(self, plan: DataPlan | None = None) -> Receipt:
+        """What became of every sample, what the bins hold of it and, of what is trained on, how `plan` takes them."""
         documents = self.documents
         packed = {
             "documents": len(documents),
             "tokens": int(documents.lengths.sum()),
             "trained_tokens": int(documents.num_trained.sum()),
         }
-        return documents.receipt.with_bins(
+        plan_hash = None if plan is None else plan.hash
+        receipt = documents.receipt.with_bins(
             num_bins=len(self.bins), fill=self.bins.fill, plan_hash=plan_hash, packed=packed
+        )
+        if plan is None:
+            return receipt
+        return receipt.with_steps(
+            bins_per_step=plan.bins_per_step, steps_per_epoch=plan.steps_per_epoch, left_out_bins=plan.left_out_bins
         )
 
 
@@ -162,7 +171,7 @@ def plan_steps(config: Config, data: PackedDocuments | Stream, dp_size: int, res
     if isinstance(data, Stream):
         assert train.max_steps is not None, "checked by the configuration"
         return StreamPlan.over(data, bins_per_step=bins_per_step, max_steps=train.max_steps)
-    return DataPlan.over(
+    plan = DataPlan.over(
         data.documents,
         data.bins,
         bins_per_step=bins_per_step,
@@ -170,6 +179,23 @@ def plan_steps(config: Config, data: PackedDocuments | Stream, dp_size: int, res
         num_epochs=train.num_train_epochs,
         max_steps=train.max_steps,
         drop_last=config.data.dataloader_drop_last,
+    )
+    _warn_of_left_out_bins(plan)
+    return plan
+
+
+def _warn_of_left_out_bins(plan: DataPlan) -> None:
+    # A run that ends before its first epoch does has no incomplete step to leave out.
+    is_cut_short = plan.max_steps is not None and plan.max_steps <= plan.steps_per_epoch
+    if is_cut_short or plan.left_out_bins <= _LEFT_OUT_WARNED * plan.num_bins:
+        return
+    logger.warning(
+        "data.dataloader_drop_last: true leaves %d of the %d bins out of each epoch, which do not fill a step of %d; "
+        "false trains them in a smaller last step, and a smaller step (train.micro_batch_size, "
+        "train.gradient_accumulation_steps) leaves out fewer",
+        plan.left_out_bins,
+        plan.num_bins,
+        plan.bins_per_step,
     )
 
 
@@ -180,10 +206,11 @@ def write_receipt(path: Path, data: RunData, plan: Plan, streamed: Receipt | Non
     since samples are counted while they are read.
     """
     stored: dict[str, object] = {}
-    parts = {"train": (data.train, plan.hash), "held_out": (data.held_out, None)}
-    for name, (part, plan_hash) in parts.items():
+    train_plan = plan if isinstance(plan, DataPlan) else None
+    parts = {"train": (data.train, train_plan), "held_out": (data.held_out, None)}
+    for name, (part, own_plan) in parts.items():
         if isinstance(part, PackedDocuments):
-            receipt = part.receipt(plan_hash)
+            receipt = part.receipt(own_plan)
         elif part is not None:
             assert streamed is not None, "a stream's receipt is written once something was read"
             receipt = streamed

@@ -92,6 +92,11 @@ class DataPlan:
         return self.num_bins // self.bins_per_step if self.drop_last else -(-self.num_bins // self.bins_per_step)
 
     @property
+    def left_out_bins(self) -> int:
+        """Of each epoch, other ones in each where `shuffle`."""
+        return max(0, self.num_bins - self.steps_per_epoch * self.bins_per_step)
+
+    @property
     def num_steps(self) -> int:
         return self.num_epochs * self.steps_per_epoch if self.max_steps is None else self.max_steps
 

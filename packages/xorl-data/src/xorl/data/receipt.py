@@ -72,7 +72,8 @@ class Receipt:
     """The counts of all datasets, completed by `with_bins` once the documents are packed and planned.
 
     `packed` tells what the bins hold, documents, tokens and trained tokens by name as far as they are known: where a
-    part is held out, or drawn more than once, it is not what the counts add up to.
+    part is held out, or drawn more than once, it is not what the counts add up to. `steps` tells how many bins a step
+    takes, how many steps an epoch, and how many bins are left out of each; held-out data has none.
     """
 
     datasets: tuple[DatasetReceipt, ...]
@@ -80,6 +81,7 @@ class Receipt:
     num_bins: int | None = None
     fill: float | None = None
     plan_hash: str | None = None
+    steps: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def total(self) -> Counts:
@@ -88,6 +90,11 @@ class Receipt:
     def with_bins(self, *, num_bins: int, fill: float, plan_hash: str | None, packed: Mapping[str, int]) -> Receipt:
         """Completes it; held-out data has no plan."""
         return replace(self, num_bins=num_bins, fill=fill, plan_hash=plan_hash, packed=packed)
+
+    def with_steps(self, *, bins_per_step: int, steps_per_epoch: int, left_out_bins: int) -> Receipt:
+        """Tells how the bins are cut into steps."""
+        steps = {"bins_per_step": bins_per_step, "steps_per_epoch": steps_per_epoch, "left_out_bins": left_out_bins}
+        return replace(self, steps=steps)
 
     def with_drawn(self, drawn: Sequence[int]) -> Receipt:
         """Tells of each dataset how many documents an epoch takes."""
@@ -106,7 +113,8 @@ class Receipt:
         if self.num_bins is not None:
             plan = "" if self.plan_hash is None else f" plan={self.plan_hash}"
             held = "".join(f" {name}={number}" for name, number in self.packed.items())
-            lines.append(f"bins={self.num_bins}{held} fill={self.fill:.2%}{plan}")
+            steps = "".join(f" {name}={number}" for name, number in self.steps.items())
+            lines.append(f"bins={self.num_bins}{held} fill={self.fill:.2%}{steps}{plan}")
         return lines
 
     def as_dict(self) -> dict[str, object]:
@@ -117,4 +125,5 @@ class Receipt:
             "num_bins": self.num_bins,
             "fill": self.fill,
             "plan_hash": self.plan_hash,
+            "steps": dict(self.steps),
         }
