@@ -87,13 +87,13 @@ class DatasetEntryConfig(Section):
         default=None,
         description="Share of this dataset in the mixture, relative to the weights of the others, which all entries "
         "then have. An epoch has as many documents as all datasets together; where its share of them is more than the "
-        "dataset has, each document comes as often as any other, and a draw by train.seed makes up the rest. null "
-        "means no weights.",
+        "dataset has, each document comes as often as any other, and a draw by train.seed makes up the rest, "
+        "the same in every epoch (with data.streaming another in each). null means no weights.",
     )
     num_epochs: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
-        description="Times that this dataset is repeated in each epoch; a fraction of it is drawn by train.seed. Not "
-        "together with weight. null means 1.",
+        description="Times that this dataset is repeated in each epoch; a fraction of it is drawn by train.seed, "
+        "the same rows in every epoch (with data.streaming others in each). Not together with weight. null means 1.",
     )
     shards: AtLeastOne | None = Field(
         default=None, description="Cut the dataset into this many parts and use shards_idx alone. null means all of it."
