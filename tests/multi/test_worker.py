@@ -302,6 +302,33 @@ def test_one_rank_that_fails_fails_the_call_on_all(tmp_path: Path, run_ranks) ->
     run_ranks(run, 2)
 
 
+@pytest.mark.multi
+def test_one_rank_that_cannot_prepare_a_pass_fails_it_on_all(tmp_path: Path, run_ranks) -> None:
+    """Catches ranks that begin a pass while another, whose adapter is lost on its disk, tells them of its failure."""
+    data = [datum(5 + i, i) for i in range(6)]
+
+    def run() -> None:
+        options = {"data_parallel_mode": "ddp", "data_parallel_replicate_size": 2}
+        worker = worker_of(service_config(tmp_path, **LORA | {"lora_models_on_device": 1}, **options))
+        assert isinstance(worker.models, AdapterModels)
+        done(worker, CreateModel("m", lora=ADAPTER), ForwardBackward("m", data, "cross_entropy"))
+        before = gradients(worker, "m")
+        done(worker, CreateModel("other", lora=ADAPTER))
+        pages = worker.models.bank._pages
+        away = pages.look("m")
+        if worker.base.place.rank == 1:
+            pages.drop("m")
+        (failure,) = ask(worker, ForwardBackward("m", data, "cross_entropy"))
+        assert isinstance(failure, Failure)
+        assert "what was put away on disk cannot be read" in failure.message
+        if worker.base.place.rank == 1:
+            pages.put("m", away)
+        assert all(torch.equal(before[name], value) for name, value in gradients(worker, "m").items())
+        done(worker, *train("m", data))
+
+    run_ranks(run, 2)
+
+
 def _broken_backward(module: nn.Module, given: tuple[Tensor, ...]) -> None:
     raise RuntimeError("a kernel failed")
 

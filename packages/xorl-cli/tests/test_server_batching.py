@@ -129,3 +129,10 @@ def test_what_cannot_be_computed_is_named(bad: Example, message: str) -> None:
     # Catches a bad datum that takes the workers down, and a message that does not say which it is.
     with pytest.raises(ValueError, match=message):
         check_examples([example(2, advantages=1.0, logprobs=-1.0), bad], bin_len=8, vocab_size=64)
+
+
+def test_data_of_different_inputs_are_refused_whatever_their_number() -> None:
+    """Catches a datum that lacks what a later one has, which only the rank that is dealt it would find."""
+    data = [example(2, logprobs=-1.0, weights=1.0), example(2, logprobs=-1.0, advantages=1.0)]
+    with pytest.raises(ValueError, match="datum 0 has no advantages, and others of the call have"):
+        check_examples(data, bin_len=8, vocab_size=64)

@@ -65,7 +65,7 @@ class Assignment:
 
 def check_examples(examples: Sequence[Example], *, bin_len: int, vocab_size: int) -> None:
     """Raise ValueError, with the number of the datum, for what cannot be computed."""
-    wanted = max(examples, key=lambda example: len(example.fields)).fields.keys() if examples else set[str]()
+    wanted = {name for example in examples for name in example.fields} - NEUTRAL.keys()
     for index, example in enumerate(examples):
         num_tokens = len(example.tokens)
         if not 1 <= num_tokens <= bin_len:
@@ -89,7 +89,7 @@ def check_examples(examples: Sequence[Example], *, bin_len: int, vocab_size: int
                 )
             if not np.isfinite(values).all():
                 raise ValueError(f"datum {index}: {name} has values that are not finite")
-        missing = wanted - example.fields.keys() - NEUTRAL.keys()
+        missing = wanted - example.fields.keys()
         if missing:
             raise ValueError(f"datum {index} has no {min(missing)}, and others of the call have")
 

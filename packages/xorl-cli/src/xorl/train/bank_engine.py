@@ -86,8 +86,8 @@ class BankEngine:
         """Add each adapter's gradient of the summed loss over its tokens; returns the sums of each over all ranks.
 
         Collective: every rank must bring the same number of micro-batches and the same `names`, in their order; these
-        are the adapters that any rank has tokens of. If it fails, gradients here are what they were before, and where
-        every rank fails, the model can compute again. `whole` is what else must not fail: it surrounds the passes.
+        are the adapters that any rank has tokens of. Where it fails on every rank, the model can compute again; who
+        goes on then puts `bank.gradients_kept` around it. `whole` is what else must not fail: it surrounds the passes.
         `on_output` as for `Engine`.
         """
         self.model.module.train()
@@ -95,8 +95,7 @@ class BankEngine:
         self.timer.start()
         places = {name: place for place, name in enumerate(names)}
         losses = torch.zeros(len(names), dtype=torch.float64, device=self.device)
-        own_names = {name for mixed in pending for name, _ in mixed.parts}
-        with self._recovering(), self.bank.gradients_kept(own_names), whole or nullcontext():
+        with self._recovering(), whole or nullcontext():
             for index, mixed in enumerate(pending):
                 self.bank.activate(mixed.runs)
                 output = call_model(self.model, mixed.batch, _isolating(loss_fn), self.device)

@@ -51,6 +51,10 @@ class AdapterRows:
     def __init__(self, engine: BankEngine) -> None:
         self._engine = engine
 
+    def gradients_kept(self, rows: Sequence[Row]) -> AbstractContextManager[None]:
+        """Those of the adapters that have tokens here."""
+        return self._engine.bank.gradients_kept({model_id for row in rows for model_id, _ in row})
+
     def forward_backward(
         self,
         rows: Sequence[Row],
@@ -59,7 +63,7 @@ class AdapterRows:
         on_output: OnOutput,
         whole: AbstractContextManager[None],
     ) -> None:
-        """Add these adapters' gradients; where that fails, none has changed."""
+        """Add these adapters' gradients."""
         self._engine.forward_backward([MixedBatch.of(row) for row in rows], loss_fn, model_ids, on_output, whole)
         # Nobody reads them here, and a client may never step.
         self._engine.timer.take()

@@ -33,6 +33,10 @@ class WholeRows:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
+    def gradients_kept(self, rows: Sequence[Row]) -> AbstractContextManager[None]:
+        """The model's, whatever the rows."""
+        return self._engine.gradients_kept()
+
     def forward_backward(
         self,
         rows: Sequence[Row],
@@ -41,9 +45,9 @@ class WholeRows:
         on_output: OnOutput,
         whole: AbstractContextManager[None],
     ) -> None:
-        """Add the gradient; where that fails, it has not changed."""
+        """Add the gradient."""
         assert len(model_ids) == 1, "one model"
-        with self._engine.gradients_kept(), whole:
+        with whole:
             self._engine.forward_backward([batch for ((_, batch),) in rows], loss_fn, on_output)
         # Nobody reads them here, and a client may never step.
         self._engine.timer.take()

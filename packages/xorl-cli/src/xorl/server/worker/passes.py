@@ -6,7 +6,7 @@ Shapes: T tokens of a row, K targets at each token.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -38,7 +38,11 @@ Row = Sequence[tuple[str, PackedBatch]]
 
 
 class RowEngine(Protocol):
-    """Computes rows with the models that they name; both methods are collective."""
+    """Computes rows with the models that they name; passes are collective."""
+
+    def gradients_kept(self, rows: Sequence[Row]) -> AbstractContextManager[None]:
+        """Around `forward_backward` of these rows: should it fail, on every rank, no gradient has changed."""
+        ...
 
     def forward_backward(
         self,
@@ -48,7 +52,7 @@ class RowEngine(Protocol):
         on_output: OnOutput,
         whole: AbstractContextManager[None],
     ) -> None:
-        """Add the gradients of these models. Where that fails, or `whole` around it, no gradient has changed."""
+        """Add the gradients of these models; `whole` surrounds the passes."""
         ...
 
     def forward(self, rows: Sequence[Row], loss_fn: LossFn, on_output: OnOutput) -> None:
@@ -92,12 +96,6 @@ class PassRunner:
         )
         layout = Layout.of(examples, self.pad_to_multiple_of)
         model_ids = [call.model_id for call in calls]
-        rows = [
-            # Padding is nobody's; somebody has to compute it.
-            [(owner or model_ids[0], batch) for owner, batch in rows_of(examples, members, layout)]
-            for members in assignment.bins[mesh.dp_rank]
-        ]
-        outputs = _Outputs(rows)
         found: list[Outcome] = []
 
         @contextmanager
@@ -111,11 +109,22 @@ class PassRunner:
                 found.extend(_outcomes(calls, metrics, values))
 
         loss_fn = partial(calls[0].loss, **self.base.head_options)
-        if calls[0].forward_only:
-            with whole():
-                self.engine.forward(rows, loss_fn, outputs.take)
-        else:
-            self.engine.forward_backward(rows, loss_fn, model_ids, outputs.take, whole())
+        with ExitStack() as kept:
+            # It may fail here alone, where this rank's own data and adapters are; others must not begin the pass then.
+            with all_or_none("preparing the pass"):
+                rows = [
+                    # Padding is nobody's; somebody has to compute it.
+                    [(owner or model_ids[0], batch) for owner, batch in rows_of(examples, members, layout)]
+                    for members in assignment.bins[mesh.dp_rank]
+                ]
+                if not calls[0].forward_only:
+                    kept.enter_context(self.engine.gradients_kept(rows))
+            outputs = _Outputs(rows)
+            if calls[0].forward_only:
+                with whole():
+                    self.engine.forward(rows, loss_fn, outputs.take)
+            else:
+                self.engine.forward_backward(rows, loss_fn, model_ids, outputs.take, whole())
         return found
 
     def _metrics(self, outputs: _Outputs, model_ids: Sequence[str]) -> list[dict[str, float]]:
