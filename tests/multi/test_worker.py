@@ -440,6 +440,48 @@ def test_models_in_one_pass_are_what_they_are_alone(tmp_path: Path, run_ranks) -
 
 
 @pytest.mark.multi
+@pytest.mark.parametrize("train_unembed", [True, False])
+def test_a_model_that_has_diverged_says_so_and_others_keep_their_numbers(
+    train_unembed: bool, tmp_path: Path, run_ranks
+) -> None:
+    """Catches the loss of a uniform guess for a model of NaN, and NaN of its head in the loss of others."""
+    policy = {"logprobs": -3.0, "advantages": 1.0}
+    asked = {
+        "cross_entropy": [datum(6, 1)],
+        "ppo": [datum(6, 1, **policy)],
+        "causallm_loss": [datum(6, 1, num_targets=3)],
+    }
+
+    def run() -> None:
+        worker = worker_of(service_config(tmp_path, **LORA, **shards(2)))
+        done(worker, CreateModel("good", lora=ADAPTER), CreateModel("bad", lora=LoraSpec(train_unembed=train_unembed)))
+        done(worker, *train("bad", [datum(9)], lr=1e38))
+        for loss_fn, data in asked.items():
+            good, bad = (ForwardBackward(name, data, loss_fn, forward_only=True) for name in ("good", "bad"))
+            (alone,), (spoilt,) = ask(worker, good), ask(worker, bad)
+            # One datum to each rank, and then both rows of each rank with both models in them.
+            beside, spoilt_beside = ask(worker, good, bad)
+            both = ForwardBackward("good", data * 2, loss_fn), ForwardBackward("bad", data * 2, loss_fn)
+            mixed, spoilt_mixed = ask(worker, *both)
+            for result in (spoilt, spoilt_beside, spoilt_mixed):
+                assert isinstance(result, LossResult), result
+                numbers = {name: value for name, value in result.metrics.items() if name != "valid_tokens:sum"}
+                assert np.isnan(list(numbers.values())).all(), (loss_fn, numbers)
+                assert all(np.isnan(values(array)).all() for found in result.fields.values() for array in found)
+            for result, times in ((beside, 1), (mixed, 2)):
+                assert isinstance(alone, LossResult)
+                assert isinstance(result, LossResult), result
+                assert result.metrics["loss:sum"] == pytest.approx(times * alone.metrics["loss:sum"], rel=1e-5)
+                for array in result.fields["logprobs"]:
+                    np.testing.assert_allclose(values(array), values(alone.fields["logprobs"][0]), atol=1e-5)
+        ask(worker, *(ForwardBackward(name, asked["ppo"], "ppo") for name in ("good", "bad")))
+        steps = [done(worker, OptimStep(name, 1e-2)) for name in ("good", "bad")]
+        assert [step.metrics["skipped"] for step in steps if isinstance(step, OptimResult)] == [0, 1]
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.multi
 @pytest.mark.parametrize(("kind", "num_ranks"), [("full", 1), ("lora", 2)])
 def test_samples_are_of_the_weights_that_were_asked_for(kind: str, num_ranks: int, tmp_path: Path, run_ranks) -> None:
     # Catches a snapshot that learns, a base that has learnt, and log-probabilities that training does not have.

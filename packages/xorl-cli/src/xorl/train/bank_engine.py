@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xorl.core.loss import LossFn, LossOutput
+from xorl.core.loss import LossFn, LossOutput, TokenValues, metrics_between
 from xorl.core.parallel import ParallelModel, record_waits
 from xorl.data import PackedBatch
 from xorl.lora import Adam, AdapterBank
@@ -165,9 +165,26 @@ def _isolating(loss_fn: LossFn) -> LossFn:
     def isolated(hidden: Tensor, weight: Tensor, targets: Mapping[str, Tensor]) -> LossOutput:
         is_finite = torch.isfinite(hidden.detach()).all(dim=1)
         output = loss_fn(torch.where(is_finite[:, None], hidden, 0), weight, targets)
-        return output._replace(per_token=torch.where(is_finite, output.per_token, torch.nan))
+        return _with_nan(output, ~is_finite)
 
     return isolated
+
+
+def _with_nan(output: LossOutput, spoilt: Tensor) -> LossOutput:
+    """NaN in whatever `output` says of the `spoilt` tokens, [T] bool; its sum is what is differentiated, and stays."""
+    logprobs, values = output.logprobs, output.values
+    output = output._replace(per_token=output.per_token.masked_fill(spoilt, torch.nan))
+    if logprobs is not None:
+        # [T] or [T, K]
+        rows = spoilt.view(-1, *[1] * (logprobs.dim() - 1))
+        output = output._replace(logprobs=logprobs.masked_fill(rows, torch.nan))
+    if values is None:
+        return output
+    # Some are booleans, which a fill would leave so.
+    means = {name: torch.where(spoilt, torch.nan, value) for name, value in values.means.items()}
+    ratio = None if values.ratio is None else values.ratio.masked_fill(spoilt, torch.nan)
+    output = output._replace(values=TokenValues(values.trained, means, ratio))
+    return output._replace(metrics=metrics_between(output, 0, len(spoilt)))
 
 
 def _by_run(output: LossOutput, mixed: MixedBatch) -> tuple[Tensor, ...]:

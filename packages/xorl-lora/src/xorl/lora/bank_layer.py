@@ -100,8 +100,8 @@ class BankedLinear(nn.Module):
         """x [T, I + S * R] and the weight [O, I + S * R], whose product is the output.
 
         Beside x stands what A gives, in the columns of the token's slot and zero in the others, and beside the weight
-        the Bs of all slots. One who trains the head with values that are not finite spoils the others' gradients here,
-        as they are summed over all tokens.
+        the Bs of all slots. Of a slot whose B is not finite there are zeros, since zero times NaN would be in the output
+        of all tokens; what stands beside its own is NaN then.
         """
         if self.alone is not None:
             if not self.alone:
@@ -114,6 +114,10 @@ class BankedLinear(nn.Module):
         num_slots, _, rank = up.shape
         tokens = torch.arange(x.shape[0], device=x.device, dtype=torch.int32)
         slots = self.groups.order[torch.searchsorted(self.groups.ends, tokens, right=True)]
+        bounds = up.detach().amin(dim=(1, 2)), up.detach().amax(dim=(1, 2))
+        is_sound = torch.isfinite(bounds[0]) & torch.isfinite(bounds[1])  # [S]
+        low = torch.where(is_sound[slots][:, None], low, torch.nan)
+        up = torch.where(is_sound[:, None, None], up, 0)
         is_own = slots[:, None, None] == torch.arange(num_slots, device=x.device)[:, None]  # [T, S, 1]
         spread = torch.where(is_own, low[:, None, :], 0).reshape(-1, num_slots * rank)
         ups = up.transpose(0, 1).reshape(-1, num_slots * rank)

@@ -67,13 +67,16 @@ def all_reduce_metrics(metrics: Mapping[str, Tensor], group: dist.ProcessGroup |
     smallest = [name for name in metrics if _reduction(name) == "min"]
     largest = [name for name in metrics if _reduction(name) == "max"]
     reduced: dict[str, Tensor] = {}
-    sums = torch.stack([metrics[name] for name in added])
+    extremes = [*(-metrics[name] for name in smallest), *(metrics[name] for name in largest)]
+    # A maximum over ranks may leave NaN out, and a sum does not.
+    spoilt = [torch.where(torch.isnan(values), values, 0.0) for values in extremes]
+    sums = torch.stack([*(metrics[name] for name in added), *spoilt])
     dist.all_reduce(sums, group=group)
-    reduced.update(zip(added, sums.unbind(), strict=True))
-    if smallest or largest:
-        extremes = torch.stack([*(-metrics[name] for name in smallest), *(metrics[name] for name in largest)])
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-        values = extremes.unbind()
+    reduced.update(zip(added, sums[: len(added)].unbind(), strict=True))
+    if extremes:
+        most = torch.stack(extremes)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+        values = (most + sums[len(added) :]).unbind()
         reduced.update((name, -value) for name, value in zip(smallest, values[: len(smallest)], strict=True))
         reduced.update(zip(largest, values[len(smallest) :], strict=True))
     return {name: reduced[name] for name in metrics}
