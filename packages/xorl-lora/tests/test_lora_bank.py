@@ -257,6 +257,26 @@ def test_the_adapter_that_was_not_used_for_longest_leaves():
         run_mixed(bank, model, ("rs", "mlp", "head", "r4"))
 
 
+def test_an_adapter_that_cannot_come_back_takes_no_room():
+    """Catches a slot that is lost with each failure, and one that is taken for the adapter that failed to come."""
+    bank = bank_over(decoder(), num_resident=1)
+    fill(bank, ("r4",))
+    wanted = bank.snapshot("r4").tensors()
+    fill(bank, ("mlp",))
+    away = bank._pages.take("r4")
+    short = {kind: flat[:1] for kind, flat in away.values.items()}
+    bank._pages.put("r4", AdapterSnapshot(away.spec, away.step, away.names, short))
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            bank.zero_grad("r4")
+    bank._pages.drop("r4")
+    bank._pages.put("r4", away)
+    fill(bank, ("attention",))
+    bank.zero_grad("r4")
+    got = bank.snapshot("r4").tensors()
+    assert all(torch.equal(value, got[name]) for name, value in wanted.items())
+
+
 def test_saved_adapters_go_on_to_the_bit_in_another_bank(tmp_path: Path):
     """Catches a file that lacks the optimizer, or that depends on the bank's slots and largest rank."""
     first_model, second_model = decoder(), decoder()

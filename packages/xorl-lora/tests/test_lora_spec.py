@@ -23,13 +23,15 @@ def two_layers() -> nn.Module:
         ({"rank": 0}, "rank must be at least 1, got 0"),
         ({"alpha": 0.0}, "alpha must be a finite number above 0, got 0.0"),
         ({"alpha": float("nan")}, "alpha must be a finite number above 0, got nan"),
+        ({"alpha": 1e300}, r"alpha must be at most 1e\+38, got 1e\+300"),
+        ({"alpha_pattern": {"q_proj": 1e300}}, r"alpha_pattern\['q_proj'\] must be at most"),
         ({"targets": ()}, "at least one name"),
         ({"targets": ("q_proj", "")}, "no empty one"),
         ({"targets": "q_proj"}, "a tuple of names, got the string 'q_proj'"),
     ],
 )
 def test_values_out_of_range_are_refused(options, message):
-    """Catches a scale of zero that trains nothing, and a string taken for a list of letters."""
+    """Catches a scale of zero that trains nothing, one beyond fp32, and a string taken for a list of letters."""
     with pytest.raises(ValueError, match=message):
         AdapterSpec(**options)
 

@@ -174,7 +174,7 @@ class AdapterBank:
         entry.has_gradient = GRAD in snapshot.values
         if name in self._entries:
             self.remove(name)
-        self._slots.write(self._enter(name, entry), entry.places, snapshot)
+        self._enter(name, entry, snapshot=snapshot)
 
     def copy(self, name: str, to: str) -> None:
         """A new adapter with the values that another has now, without its optimizer's state; on the device.
@@ -339,18 +339,29 @@ class AdapterBank:
         """The slot of an adapter, which is on the device then; for it, none of `keep` leaves."""
         entry = self._entry(name)
         if name not in self._resident:
-            snapshot = self._pages.look(name)
-            self._slots.write(self._enter(name, entry, keep), entry.places, snapshot)
+            self._enter(name, entry, keep, self._pages.look(name))
             self._pages.drop(name)
         self._resident.move_to_end(name)
         return self._resident[name]
 
-    def _enter(self, name: str, entry: _Entry, keep: Sequence[str] = ()) -> int:
-        """An empty slot for an adapter, for which one that is not in `keep` leaves, if it must."""
+    def _enter(
+        self, name: str, entry: _Entry, keep: Sequence[str] = (), snapshot: AdapterSnapshot | None = None
+    ) -> int:
+        """A slot for an adapter with what `snapshot` has, else empty; one that is not in `keep` leaves, if it must.
+
+        Where that fails the slot is free, and the adapter where it was.
+        """
         if not self._free:
             self._put_away(next(other for other in self._resident if other not in keep))
-        slot = self._free.pop()
-        self._slots.take(slot, entry.spec, entry.places)
+        slot = self._free[-1]
+        try:
+            self._slots.take(slot, entry.spec, entry.places)
+            if snapshot is not None:
+                self._slots.write(slot, entry.places, snapshot)
+        except BaseException:
+            self._slots.clear(slot)
+            raise
+        self._free.pop()
         self._entries[name] = entry
         self._resident[name] = slot
         return slot

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 ValueT = TypeVar("ValueT", int, float)
+# Scales are kept in fp32, whose largest number is 3.4e38; no rank makes them larger than alpha.
+LARGEST_ALPHA = 1e38
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class AdapterSpec:
         for name, alpha in {"alpha": self.alpha, **_named("alpha_pattern", self.alpha_pattern)}.items():
             if not (math.isfinite(alpha) and alpha > 0):
                 raise ValueError(f"{name} must be a finite number above 0, got {alpha}")
+            if alpha > LARGEST_ALPHA:
+                raise ValueError(f"{name} must be at most {LARGEST_ALPHA:g}, got {alpha}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout}")
         if isinstance(self.targets, str):
