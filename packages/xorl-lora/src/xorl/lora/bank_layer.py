@@ -100,8 +100,8 @@ class BankedLinear(nn.Module):
         """x [T, I + S * R] and the weight [O, I + S * R], whose product is the output.
 
         Beside x stands what A gives, in the columns of the token's slot and zero in the others, and beside the weight
-        the Bs of all slots. Of a slot whose B is not finite there are zeros, since zero times NaN would be in the output
-        of all tokens; what stands beside its own is NaN then.
+        the Bs of all slots. Of a slot whose B is not finite there are zeros, since zero times NaN would be in what all
+        tokens give; what stands beside its own is NaN then.
         """
         if self.alone is not None:
             if not self.alone:
