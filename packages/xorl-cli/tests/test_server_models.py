@@ -8,13 +8,14 @@ import msgspec
 
 from asynchronous import in_a_loop
 from counting_workers import folded
-from orchestrated import MODEL, SESSION, forward_backward, options, over_http, running, serving, step, submit
+from orchestrated import MODEL, SESSION, forward_backward, options, over_http, running, serving, step, submit, workers
 from xorl.server.messages import (
     CreateModel,
     Failure,
     LoraSpec,
     ModelCreated,
     Ok,
+    OptimResult,
     Rejected,
     SaveFullWeights,
     SaveWeights,
@@ -333,6 +334,25 @@ async def test_a_model_over_another_base_is_not_made_again(tmp_path):
     async with serving(msgspec.structs.replace(chosen, lora_rank=4)) as (client, counting):
         await client.do(step(), 3)
         assert counting.created[-1].lora.rank == 8
+
+
+@in_a_loop
+async def test_a_model_of_a_checkpoint_is_the_checkpoint_s_adapter(tmp_path):
+    """Catches an adapter of attention alone that is made again with all parts, or is said to have them."""
+    chosen, other = options(tmp_path), "session-1:train:1"
+    parts = {"train_mlp": False, "train_unembed": False, "target_modules": ("q_proj",)}
+    async with running(chosen) as client:
+        with workers(chosen):
+            await client.create(**parts)
+            await client.do(SaveWeights(MODEL, "kept"), 1)
+            await client.do(CreateModel(other, checkpoint=CheckpointRef(MODEL, "weights", "kept"), with_optimizer=True))
+            await client.do(forward_backward(1, model=other), 1)
+        with workers(chosen) as fresh:
+            assert isinstance(await client.do(step(other), 2), OptimResult)
+            assert [(one.checkpoint.name, one.lora) for one in fresh.created] == [("kept", None)]
+            await client.do(SaveWeights(other, "own"), 3)
+        info = await client.orchestrator.answer(GetWeightsInfo(CheckpointRef(other, "weights", "own")))
+        assert info.lora == LoraSpec(8, 16.0, 0, **parts)
 
 
 @in_a_loop

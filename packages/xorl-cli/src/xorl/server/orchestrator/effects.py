@@ -29,7 +29,7 @@ from xorl.server.orchestrator.calls import RECOVERY_PREFIX, encode, saved_as, ta
 from xorl.server.orchestrator.inference import version_of
 from xorl.server.orchestrator.journal import Outcome, Record
 from xorl.server.orchestrator.lane import Ticket
-from xorl.server.orchestrator.registry import CheckpointRecord, ModelRecord, SamplerRecord, stored
+from xorl.server.orchestrator.registry import CheckpointRecord, ModelRecord, SamplerRecord, checkpoint_key, stored
 from xorl.server.orchestrator.state import State
 
 
@@ -112,8 +112,14 @@ class Effects:
         model.weights_id = secrets.token_hex(4)
         model.checkpoint_bytes = dict(result.checkpoint_bytes)
         if result.lora_rank is not None:
-            asked = model.create.lora or LoraSpec()
-            model.lora = replace(asked, rank=result.lora_rank, alpha=result.lora_alpha)
+            model.lora = replace(self._asked(model.create), rank=result.lora_rank, alpha=result.lora_alpha)
+
+    def _asked(self, create: CreateModel) -> LoraSpec:
+        """The adapter that a client asked for, or where the model begins with a checkpoint's, who made that."""
+        if create.lora is None and create.checkpoint is not None:
+            record = self._state.registry.checkpoints.get(checkpoint_key(create.checkpoint))
+            return (None if record is None else record.lora) or LoraSpec()
+        return create.lora or LoraSpec()
 
     def _stepped(self, model: ModelRecord, operation: Operation, result: Result, seconds: float) -> None:
         model.tail_s += seconds

@@ -54,8 +54,11 @@ async def restore(model: ModelRecord, journal: Journal, workers: Incarnation) ->
 
 def _creation(model: ModelRecord) -> CreateModel:
     if model.boundary is None:
+        if model.lora is None or model.create.lora is None:
+            # Full weights, or the adapter of a checkpoint, which says by itself what it is.
+            return model.create
         # As it was made: what the service does where a client says nothing may be another since.
-        return model.create if model.lora is None else replace(model.create, lora=model.lora)
+        return replace(model.create, lora=model.lora)
     return replace(model.create, checkpoint=model.boundary, lora=None, with_optimizer=True)
 
 
