@@ -343,6 +343,34 @@ def test_what_cannot_be_done_is_refused(model: ParallelModel, changes: dict, mes
         sampler.submit(SampleRequest(**{"prompt": PROMPT, "max_tokens": 5, **changes}))
 
 
+@pytest.mark.parametrize("cache_tokens", [1024, 128, 143])
+def test_a_sample_fills_the_context_or_the_cache_to_its_last_token(model: ParallelModel, cache_tokens: int) -> None:
+    """Catches a place kept for the last sampled token, which is never computed, and a limit with part of a block."""
+    sampler = make_sampler(model, cache_tokens=cache_tokens)
+    limit = sampler.limit
+    assert limit == min(cache_tokens // 16 * 16, 256)
+    (whole,) = prompts([limit])
+    scored, full = sampler.run(
+        [
+            SampleRequest(whole, 1, temperature=0, prompt_logprobs=True),
+            SampleRequest(PROMPT, limit - len(PROMPT) + 1, temperature=0),
+        ]
+    )
+    assert scored.prompt_logprobs is not None
+    everywhere = logprobs_without_cache(model, whole)
+    np.testing.assert_allclose(
+        scored.prompt_logprobs[1:], everywhere[range(limit - 1), whole[1:]], atol=1e-4, err_msg="of the prompt"
+    )
+    assert scored.samples[0].tokens == (int(everywhere[-1].argmax()),)
+    tokens = full.samples[0].tokens
+    assert len(PROMPT) + len(tokens) == limit + 1
+    rows = logprobs_without_cache(model, PROMPT + tokens[:-1])[len(PROMPT) - 1 :]
+    np.testing.assert_allclose(full.samples[0].logprobs, rows[range(len(tokens)), tokens], atol=1e-4)
+    for prompt, max_tokens in ((whole, 2), ((*whole, 1), 0), ((*whole, 1), 1)):
+        with pytest.raises(ValueError, match=f"more than the {limit} that"):
+            sampler.submit(SampleRequest(prompt, max_tokens, prompt_logprobs=True))
+
+
 def test_blocks_are_reused_oldest_first_and_found_until_then() -> None:
     # Catches blocks that are found after they were overwritten, or taken while somebody uses them.
     pool = BlockPool(3, 2)

@@ -117,6 +117,7 @@ def test_what_is_shown_loads_to_the_same(tmp_path: Path) -> None:
         ({"worker_bind_address": "ipc://a"}, "worker_bind_address", "of another form"),
         ({"idle_session_timeout": 0}, "idle_session_timeout", "number > 0"),
         ({"log_level": "debug"}, "log_level", "did you mean DEBUG?"),
+        ({"sampler_cache_tokens": 15}, "sampler_cache_tokens", "integer >= 16"),
         ({"model_path": None}, "model_path", "both are null"),
         ({"api_token": "secret"}, "api_token", "of another form"),
         ({"inference_endpoints": [{"host": "a"}]}, "inference_endpoints.0.port", "has to be given"),

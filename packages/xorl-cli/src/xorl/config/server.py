@@ -35,6 +35,7 @@ GradNormalization = Literal["sum", "token_mean"]
 # muon_lr is a convention: at the default of train.lr, so that who steps with that has the rates of local training.
 MUON_REFERENCE_LR = 5e-5
 Port = Annotated[int, Field(ge=1, le=65535)]
+OneBlockOrMore = Annotated[int, Field(ge=16)]  # tokens of a block of the sampler's cache
 
 TOKEN_PREFIX = "tml-"  # without it the tinker client refuses a key before it is sent
 SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?) ?(?P<unit>[KMGTP]?B)")
@@ -174,10 +175,10 @@ class ServerDataFields(Section):
 class SamplerFields(Section):
     """Sampling and inference"""
 
-    sampler_cache_tokens: AtLeastOne | None = Field(
+    sampler_cache_tokens: OneBlockOrMore | None = Field(
         default=None,
-        description="Tokens whose keys and values each worker's sampler keeps at once. null means as many as fit a "
-        "tenth of its memory.",
+        description="Tokens whose keys and values each worker's sampler keeps at once, in whole blocks of 16. null "
+        "means as many as fit a tenth of its memory.",
     )
     inference_endpoints: list[InferenceEndpointConfig] = Field(
         default=[],

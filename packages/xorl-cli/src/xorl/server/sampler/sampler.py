@@ -47,7 +47,8 @@ class Sampler:
     Args:
         model: whose module is a Decoder.
         device: where it computes.
-        cache_tokens: how many tokens' keys and values the cache holds (`cache_bytes_per_token`), all requests together.
+        cache_tokens: how many tokens' keys and values the cache holds (`cache_bytes_per_token`), all requests together,
+            rounded down to whole blocks.
         max_running: samples that grow at the same time.
         max_step_tokens: tokens of one forward pass: longer prompts take several.
         keep_gathered: leave sharded parameters gathered from step to step, so that only the first gathers them. They
@@ -85,6 +86,7 @@ class Sampler:
         self._rank, self._num_ranks = (0, 1) if group is None else (group.rank(), group.size())
         self._bank = bank
         self._pool = BlockPool(cache_tokens // BLOCK_SIZE, BLOCK_SIZE)
+        self._limit, self._limited_by = _limit(decoder.config, self._pool.num_blocks * BLOCK_SIZE)
         self._cache: KeyValueCache | None = None
         self._schedule = Schedule(
             self._pool,
@@ -98,6 +100,11 @@ class Sampler:
         self._request_ids = count()
         self._pending: dict[int, list[Continuation]] = {}
         self._scores: dict[int, PromptScores] = {}
+
+    @property
+    def limit(self) -> int:
+        """The most tokens of a prompt and a sample together, but for the last one sampled, which needs no place."""
+        return self._limit
 
     @property
     def num_pending(self) -> int:
@@ -181,16 +188,11 @@ class Sampler:
 
     def _check(self, request: SampleRequest) -> None:
         config = self._decoder.config
-        total = len(request.prompt) + request.max_tokens
-        limit, because = self._pool.num_blocks * BLOCK_SIZE, "the cache holds (cache_tokens)"
-        if config.max_position_embeddings < limit:
-            limit, because = config.max_position_embeddings, "the model has positions for"
-        if config.rope is not None and config.rope.kind == "dynamic" and config.rope.trained_length < limit:
-            limit, because = config.rope.trained_length, "its dynamic rotary embedding leaves keys as they are for"
-        if total > limit:
+        total = len(request.prompt) + max(request.max_tokens - 1, 0)
+        if total > self._limit:
             raise ValueError(
-                f"a prompt of {len(request.prompt)} tokens and max_tokens: {request.max_tokens} are {total} tokens, "
-                f"more than the {limit} that {because}: lower max_tokens or shorten the prompt"
+                f"a prompt of {len(request.prompt)} tokens and max_tokens: {request.max_tokens} are {total} tokens to "
+                f"compute, more than the {self._limit} that {self._limited_by}: lower max_tokens or shorten the prompt"
             )
         targets = () if request.target_tokens is None else request.target_tokens.ravel().tolist()
         for name, tokens, lowest in (("prompt", request.prompt, 0), ("target_tokens", targets, -1)):
@@ -325,6 +327,16 @@ class Sampler:
             dtype=self._decoder.compute_dtype,
             device=self._device,
         )
+
+
+def _limit(config: DecoderConfig, cache_tokens: int) -> tuple[int, str]:
+    """How many tokens of one sample can be computed, and what it is that has no place for more."""
+    limit, because = cache_tokens, "the cache holds (cache_tokens)"
+    if config.max_position_embeddings < limit:
+        limit, because = config.max_position_embeddings, "the model has positions for"
+    if config.rope is not None and config.rope.kind == "dynamic" and config.rope.trained_length < limit:
+        limit, because = config.rope.trained_length, "its dynamic rotary embedding leaves keys as they are for"
+    return limit, because
 
 
 def _adapter_order(piece: Piece) -> tuple[bool, str]:

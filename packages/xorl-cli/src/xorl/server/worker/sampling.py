@@ -46,11 +46,10 @@ class Sampling:
         self._models = models
         self._saved = saved
         mesh = base.mesh
-        self._cache_tokens = base.config.sampler_cache_tokens or _cache_tokens(base)
         self._sampler = Sampler(
             base.model,
             device=base.device,
-            cache_tokens=self._cache_tokens,
+            cache_tokens=base.config.sampler_cache_tokens or _cache_tokens(base),
             # Else every token of every sample would gather the whole model again. Training frees it.
             keep_gathered=True,
             group=mesh.dp_group if mesh.dp_size > 1 else None,
@@ -86,9 +85,11 @@ class Sampling:
     def request(self, operation: Sample, operation_id: str, source: str | None) -> SampleRequest:
         """What the sampler is asked. Raises ValueError for what it cannot do."""
         prompt = tuple(operation.prompt.numpy().tolist())
-        room = min(self._base.architecture.config.max_position_embeddings, self._cache_tokens) - len(prompt)
+        limit = self._sampler.limit
+        # The last token of a sample needs no place.
+        room = limit - len(prompt) + 1
         if operation.max_tokens is None and room < 1:
-            raise ValueError(f"prompt: {len(prompt)} tokens leave no room in the context for another one")
+            raise ValueError(f"prompt: {len(prompt)} tokens are more than the {limit} that there is room for")
         ends = () if operation.ignore_end else self.end_tokens
         targets = operation.target_prompt_tokens
         return SampleRequest(
