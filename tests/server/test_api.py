@@ -382,6 +382,20 @@ def test_likely_tokens_are_told_by_the_call_of_an_inference_engine(client, orche
     assert not [name for name in client.post("/generate", json=asked).json()["meta_info"] if "top" in name]
 
 
+def test_the_call_of_an_inference_engine_may_be_about_the_prompt_alone(client, orchestrator):
+    """Catches an error of the service for clients that score a prompt without a token behind it."""
+    params = {"max_new_tokens": 0}
+    asked = {"input_ids": [5, 6, 7], "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
+    answer = client.post("/generate", json=asked)
+    assert answer.status_code == 200, answer.text
+    scored = answer.json()
+    assert (scored["output_ids"], scored["meta_info"]["output_token_logprobs"]) == ([], [])
+    assert scored["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
+    assert [row[1] for row in scored["meta_info"]["input_token_logprobs"]] == [5, 6, 7]
+    each = client.post("/generate", json=asked | {"sampling_params": params | {"n": 2}}).json()
+    assert [one["output_ids"] for one in each] == [[], []]
+
+
 def test_the_only_model_is_the_one_whose_weights_are_sent(client, orchestrator):
     """Catches a client that cannot send its model, since its call does not say which."""
     orchestrator.models.clear()

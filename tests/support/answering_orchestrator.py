@@ -325,7 +325,7 @@ def samples_of(call):
     prompt = call.prompt.numpy()
     count = 4 if call.max_tokens is None else call.max_tokens
     sequences = []
-    for index in range(call.num_samples):
+    for index in range(call.num_samples if count else 0):
         tokens = ((prompt[-1] + 1 + index + np.arange(count)) % VOCAB).astype(np.int32)
         top = top_of(tokens, call.topk_sample_logprobs)
         logprobs = Array.of((-tokens / 64).astype(np.float32))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,6 +16,7 @@ from xorl.server.api.refusal import Refusal
 from xorl.server.api.reply import JSON, json_response
 from xorl.server.api.sampling_bodies import GenerateBody, SampleBody
 from xorl.server.api.small_bodies import SamplingSessionBody
+from xorl.server.arrays import Array
 from xorl.server.messages import SampledSequence, SampleResult, TopLogprobs
 from xorl.server.names import sampling_session_id_of
 from xorl.server.queries import CreateSamplingSession, GetSampler, SamplingSession, ServiceInfo
@@ -22,6 +24,8 @@ from xorl.server.queries import CreateSamplingSession, GetSampler, SamplingSessi
 router = APIRouter()
 
 _GENERATE_S = 1750.0
+# What clients who ask about the prompt alone get of it in the form of a sample. It has no version of the weights.
+_NOTHING_SAMPLED = SampledSequence(Array.of(np.zeros(0, np.int32)), Array.of(np.zeros(0, np.float32)), "length")
 
 
 @router.post("/api/v1/create_sampling_session")
@@ -95,12 +99,11 @@ async def generate(request: Request) -> Response:
     result = await api.orchestrator.result(request_id, _GENERATE_S)
     if not isinstance(result, SampleResult):
         raise Refusal(500, "a sample was answered with something else")
-    texts = await asyncio.gather(
-        *(api.text.decode(info.tokenizer, one.tokens.numpy().tolist()) for one in result.sequences)
-    )
+    sequences = result.sequences or [_NOTHING_SAMPLED] * given.sampling_params.n
+    texts = await asyncio.gather(*(api.text.decode(info.tokenizer, one.tokens.numpy().tolist()) for one in sequences))
     answers = [
         _generated(f"{request_id}:{index}", sequence, text, given, result)
-        for index, (sequence, text) in enumerate(zip(result.sequences, texts, strict=True))
+        for index, (sequence, text) in enumerate(zip(sequences, texts, strict=True))
     ]
     return json_response(answers[0] if given.sampling_params.n == 1 else answers)
 
@@ -114,8 +117,9 @@ def _generated(
         "finish_reason": {"type": sequence.stop_reason, "length": len(tokens)},
         "completion_tokens": len(tokens),
         "cached_tokens": result.num_cached_tokens,
-        "weight_version": str(sequence.versions[1]),
     }
+    if tokens:
+        meta["weight_version"] = str(sequence.versions[1])
     if given.return_logprob:
         meta["output_token_logprobs"] = [
             [logprob, token, None] for logprob, token in zip(sequence.logprobs.numpy().tolist(), tokens, strict=True)
