@@ -1,4 +1,4 @@
-"""Samples of a worker: how long they may be."""
+"""Samples of a worker: how long they may be, of which weights, and when there are none."""
 
 from __future__ import annotations
 
@@ -6,12 +6,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from worker_ranks import ask, service_config, worker_of
+from worker_ranks import ask, done, service_config, worker_of
 from xorl.config import ConfigError
 from xorl.server.arrays import Array
-from xorl.server.messages import BaseSampler, Failure, Sample, SampleResult
+from xorl.server.messages import (
+    BaseSampler,
+    CreateModel,
+    Failure,
+    LoraSpec,
+    Sample,
+    SampleResult,
+    SaveWeightsForSampler,
+    SnapshotSampler,
+)
 from xorl.server.sampler.sampler import BLOCK_SIZE
+from xorl.server.worker.adapters import AdapterModels
 
 ADAPTERS = {"enable_lora": True, "lora_rank": 4}
 
@@ -37,5 +48,39 @@ def test_a_sample_without_a_limit_takes_the_room_that_there_is(tmp_path: Path, r
             (refused,) = ask(worker, Sample(BaseSampler(), tokens(limit + 1)))
             assert isinstance(refused, Failure)
             assert (refused.status, f"more than the {limit}" in refused.message) == (400, True)
+
+    run_ranks(run, 1)
+
+
+@pytest.mark.multi
+def test_a_model_that_has_diverged_fails_alone(tmp_path: Path, run_ranks) -> None:
+    """Catches tokens that stand for no number, and a batch that fails or is spoilt by one model in it."""
+
+    def run() -> None:
+        worker = worker_of(service_config(tmp_path, lora_models_on_device=3, **ADAPTERS))
+        assert isinstance(worker.models, AdapterModels)
+        done(worker, CreateModel("sound", lora=LoraSpec(seed=1)), CreateModel("diverged", lora=LoraSpec(seed=2)))
+        with torch.no_grad():
+            for name, adapter in worker.models.bank.adapters("diverged").items():
+                if "lm_head" not in name:
+                    adapter.B.fill_(torch.nan)
+        for model in ("sound", "diverged"):
+            done(worker, SaveWeightsForSampler(model, None, "s"))
+        sound, diverged = (
+            Sample(sampler, tokens(20), max_tokens=8, seed=3, topk_sample_logprobs=2, prompt_logprobs=True)
+            for sampler in (SnapshotSampler("sound", "s"), SnapshotSampler("diverged", "s"))
+        )
+        (alone,) = ask(worker, sound)
+        greedy = Sample(diverged.sampler, tokens(20), max_tokens=1, temperature=0.0)
+        scoring = Sample(diverged.sampler, tokens(20), max_tokens=0, prompt_logprobs=True)
+        together = ask(worker, diverged, sound, greedy, scoring, sound)
+        for index in (0, 2, 3):
+            failure = together[index]
+            assert isinstance(failure, Failure)
+            assert (failure.status, "has diverged" in failure.message) == (400, True)
+        assert isinstance(alone, SampleResult)
+        for result in (together[1], together[4]):
+            assert isinstance(result, SampleResult), result
+            np.testing.assert_array_equal(result.sequences[0].tokens.numpy(), alone.sequences[0].tokens.numpy())
 
     run_ranks(run, 1)

@@ -228,6 +228,19 @@ def test_draws_have_the_distribution_that_the_rules_say() -> None:
     assert greatest.tokens.item() == 4  # the last token with any weight
 
 
+@pytest.mark.parametrize("temperature", [1e-300, 1e-45, 1e-39, 1e-12, 1e-6])
+@pytest.mark.parametrize(("top_k", "top_p"), [(None, 1.0), (3, 0.5)])
+def test_the_lowest_temperatures_are_greedy(temperature: float, top_k: int | None, top_p: float) -> None:
+    """Catches a temperature that is zero in fp32, with which the last token of all came and no error."""
+    logits = torch.tensor([[0.0, 40.0, 39.0, -1.0, 1e-3, float("-inf")]])
+    drawn = draw(logits, [DrawRule(temperature, top_k, top_p, 0.9)], 6)
+    assert drawn.tokens.item() == 1
+    assert not drawn.logprobs.isnan().any()
+    if temperature < 1e-6:
+        greedy = draw(logits, [DrawRule(0.0, top_k, top_p, 0.9)], 6)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(drawn, greedy, strict=True))
+
+
 def test_prompts_are_computed_once(model: ParallelModel) -> None:
     # Catches samples that do not share their prompt's blocks, and blocks that are shared when tokens or weights differ.
     sampler = make_sampler(model)

@@ -13,6 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# Lower temperatures are 0: fp32 logits that they divide are infinite, and their differences no numbers.
+LEAST_TEMPERATURE = 1e-6
+
 
 class DrawRule(NamedTuple):
     """How one row is drawn. `uniform` is the random number in [0, 1) that decides; others as in `SampleRequest`."""
@@ -45,10 +48,12 @@ def draw(logits: Tensor, rules: Sequence[DrawRule], num_top: int) -> Drawn:
     sums are fp64, so that they are the same however many there are.
     """
     device = logits.device
-    temperatures = torch.tensor([rule.temperature or 1.0 for rule in rules], device=device)
+    is_greedy = [rule.temperature < LEAST_TEMPERATURE for rule in rules]
+    divisors = [1.0 if greedy else rule.temperature for rule, greedy in zip(rules, is_greedy, strict=True)]
+    temperatures = torch.tensor(divisors, device=device)
     logprobs = (logits / temperatures[:, None]).log_softmax(dim=-1)
     tokens = logits.argmax(dim=-1)
-    drawn = [index for index, rule in enumerate(rules) if rule.temperature > 0]
+    drawn = [index for index, greedy in enumerate(is_greedy) if not greedy]
     cut = [index for index in drawn if rules[index].top_k is not None or rules[index].top_p < 1]
     whole = [index for index in drawn if index not in set(cut)]
     if whole:

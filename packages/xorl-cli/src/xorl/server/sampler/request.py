@@ -28,7 +28,7 @@ class SampleRequest:
         prompt: P token ids, at least one.
         max_tokens: at most so many in a sample; 0 asks about the prompt alone.
         num_samples: how many.
-        temperature: divides the logits; 0 takes the most likely token, the first of equals.
+        temperature: divides the logits; 0, which is all below 1e-6, takes the most likely token, the first of equals.
         top_k: sample among the k most likely tokens; None, all.
         top_p: and among the fewest of these whose probability adds up to top_p.
         seed: of the first sample; sample i has seed + i. A sample depends on its seed, the prompt and the weights, and

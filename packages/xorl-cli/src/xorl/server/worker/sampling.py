@@ -18,6 +18,7 @@ from xorl.server.arrays import Array
 from xorl.server.messages import (
     BaseSampler,
     CheckpointSampler,
+    Failure,
     Sample,
     SampledSequence,
     SampleResult,
@@ -109,8 +110,11 @@ class Sampling:
             target_tokens=None if targets is None else targets.numpy().astype(np.int64),
         )
 
-    def run(self, requests: Sequence[SampleRequest], sources: Sequence[str | None]) -> list[SampleResult]:
-        """The results of requests that can be sampled together; collective."""
+    def run(self, requests: Sequence[SampleRequest], sources: Sequence[str | None]) -> list[SampleResult | Failure]:
+        """The results of requests that can be sampled together; collective.
+
+        A model that computes what is no number is the failure of its own requests.
+        """
         with self._models.sampling(sources):
             if not self._models.samples_together and sources[0] != self._current:
                 self.changed()
@@ -197,7 +201,15 @@ def _ids(value: object) -> list[int]:
     return [token for token in value if isinstance(token, int)] if isinstance(value, list) else []
 
 
-def _result(sampled: Sampled) -> SampleResult:
+def _result(sampled: Sampled) -> SampleResult | Failure:
+    if _has_diverged(sampled):
+        # No matter of the service's: what was drawn of it is no sample, and what comes next would be neither.
+        return Failure(
+            "user",
+            400,
+            "the model's logits are no numbers (NaN), so there is nothing to sample: it has diverged; go back to a "
+            "checkpoint from before, and train on with a lower learning rate",
+        )
     return SampleResult(
         sequences=[
             SampledSequence(
@@ -214,6 +226,13 @@ def _result(sampled: Sampled) -> SampleResult:
         target_prompt_logprobs=_optional(sampled.target_logprobs),
         num_cached_tokens=sampled.num_cached_tokens,
     )
+
+
+def _has_diverged(sampled: Sampled) -> bool:
+    """Whether there are tokens whose log-probability is NaN; that of an impossible one is -inf, as it should be."""
+    prompt = sampled.prompt_logprobs
+    asked = [] if prompt is None else [prompt[1:]]
+    return any(bool(np.isnan(logprobs).any()) for logprobs in (*asked, *(one.logprobs for one in sampled.samples)))
 
 
 def _optional(values: NDArray[np.float32] | None) -> Array | None:
