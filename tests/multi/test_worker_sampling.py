@@ -8,20 +8,24 @@ import numpy as np
 import pytest
 import torch
 
-from worker_ranks import ask, done, service_config, worker_of
+from worker_ranks import ask, datum, done, service_config, train, worker_of
 from xorl.config import ConfigError
 from xorl.server.arrays import Array
 from xorl.server.messages import (
     BaseSampler,
+    CheckpointSampler,
     CreateModel,
     Failure,
     LoraSpec,
     Sample,
     SampleResult,
+    SaveWeights,
     SaveWeightsForSampler,
     SnapshotSampler,
 )
+from xorl.server.names import CheckpointRef
 from xorl.server.sampler.sampler import BLOCK_SIZE
+from xorl.server.worker import adapters
 from xorl.server.worker.adapters import AdapterModels
 
 ADAPTERS = {"enable_lora": True, "lora_rank": 4}
@@ -82,5 +86,41 @@ def test_a_model_that_has_diverged_fails_alone(tmp_path: Path, run_ranks) -> Non
         for result in (together[1], together[4]):
             assert isinstance(result, SampleResult), result
             np.testing.assert_array_equal(result.sequences[0].tokens.numpy(), alone.sequences[0].tokens.numpy())
+
+    run_ranks(run, 1)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_weights_saved_anew_under_a_name_are_those_that_are_sampled(
+    kind: str, tmp_path: Path, run_ranks, monkeypatch
+) -> None:
+    """Catches keys and values of the weights before: of a name that is not in memory, and of the last one sampled."""
+    if kind == "lora":
+        monkeypatch.setattr(adapters, "NUM_SOURCES", 1)
+    named = CheckpointSampler(CheckpointRef("m", "weights", "w"))
+
+    def run() -> None:
+        worker = worker_of(service_config(tmp_path, **(ADAPTERS if kind == "lora" else {})))
+
+        def sample(sampler: CheckpointSampler | SnapshotSampler) -> tuple[list[float], int]:
+            (result,) = ask(worker, Sample(sampler, tokens(40), max_tokens=4, temperature=0.0, ignore_end=True))
+            assert isinstance(result, SampleResult), result
+            return result.sequences[0].logprobs.numpy().tolist(), result.num_cached_tokens
+
+        done(worker, CreateModel("m", lora=LoraSpec(seed=1) if kind == "lora" else None), SaveWeights("m", "w"))
+        done(worker, *train("m", [datum(30)]))
+        before, _ = sample(named)
+        assert sample(named) == (before, 32)
+        if kind == "lora":
+            done(worker, SaveWeightsForSampler("m", None, "other"))
+            assert not worker.models.is_held(named.checkpoint.uri("xorl"))
+        done(worker, SaveWeights("m", "w", overwrite=True))
+        after, num_cached = sample(named)
+        assert num_cached == 0
+        done(worker, SaveWeightsForSampler("m", None, "s"))
+        wanted, _ = sample(SnapshotSampler("m", "s"))
+        np.testing.assert_allclose(after, wanted, atol=1e-5)
+        assert np.abs(np.subtract(after, before)).max() > 1e-3
 
     run_ranks(run, 1)

@@ -77,11 +77,13 @@ class Sampling:
         return source
 
     def saved(self, ref: CheckpointRef) -> None:
-        """A checkpoint is there, perhaps in the place of another one of its name, which may be held."""
+        """A checkpoint is there, perhaps in the place of another one of its name.
+
+        That may be held, and where it is not any more, keys and values that it gave may still be in the cache.
+        """
         source = ref.uri("xorl")
-        if self._models.is_held(source):
-            self._models.release(source)
-            self.changed(source)
+        self._models.release(source)
+        self.changed(source)
 
     def request(self, operation: Sample, operation_id: str, source: str | None) -> SampleRequest:
         """What the sampler is asked. Raises ValueError for what it cannot do."""
@@ -141,7 +143,8 @@ class Sampling:
     def changed(self, source: str | None = None) -> None:
         """The weights of a source, or with None the model's, are others now."""
         self._num_changes += 1
-        self._sampler.weights_changed(self._num_changes, source)
+        # Sources that cannot be sampled together are all the base to the sampler.
+        self._sampler.weights_changed(self._num_changes, source if self._models.samples_together else None)
 
     def before_training(self) -> None:
         """Free what generation left gathered."""
@@ -230,9 +233,11 @@ def _result(sampled: Sampled) -> SampleResult | Failure:
 
 def _has_diverged(sampled: Sampled) -> bool:
     """Whether there are tokens whose log-probability is NaN; that of an impossible one is -inf, as it should be."""
-    prompt = sampled.prompt_logprobs
-    asked = [] if prompt is None else [prompt[1:]]
-    return any(bool(np.isnan(logprobs).any()) for logprobs in (*asked, *(one.logprobs for one in sampled.samples)))
+    found = [one.logprobs for one in sampled.samples]
+    if sampled.prompt_logprobs is not None:
+        # The first token has none, which is NaN, too.
+        found.append(sampled.prompt_logprobs[1:])
+    return any(bool(np.isnan(logprobs).any()) for logprobs in found)
 
 
 def _optional(values: NDArray[np.float32] | None) -> Array | None:
