@@ -110,6 +110,35 @@ def test_each_gradient_of_a_mixed_batch_is_that_of_a_run_alone(order):
             assert (gradients[key] - parameter.grad).norm() <= 1e-5 * parameter.grad.norm(), (name, key)
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_head_that_is_not_finite_is_its_own_adapters_matter(value):
+    """Catches logits and gradients of others that are NaN for an adapter in the pass, or only beside it in memory."""
+    model = decoder()
+    bank = bank_over(model)
+    names = ("r4", "head", "rs")
+    fill(bank, names)
+    ids = torch.arange(30) % 37
+
+    def logits() -> list[Tensor]:
+        bank.activate([(name, 10) for name in names])
+        with torch.no_grad():
+            return list(model(ids, SequenceLayout.from_lengths([10, 10, 10])).split(10))
+
+    before = logits()
+    loss = run_mixed(bank, model, ("r4", "rs"))
+    with torch.no_grad():
+        bank.adapters("head")["lm_head"].B[3, 0] = value
+    after = logits()
+    assert after[1].isnan().all()
+    for index in (0, 2):
+        assert torch.equal(after[index], before[index])
+    again = run_mixed(bank, model, ("r4", "rs"))
+    assert torch.equal(again, loss)
+    again.backward()
+    for name in ("r4", "rs"):
+        assert all(gradient.isfinite().all() for gradient in bank.gradients(name).values())
+
+
 def test_a_row_of_one_adapter_is_a_run_of_a_model_with_it():
     """Catches a single adapter that is read from another slot, and layers that are left out though it is on them."""
     model = decoder()
