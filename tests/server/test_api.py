@@ -248,6 +248,27 @@ def test_data_that_cannot_be_trained_on_is_refused_and_leaves_no_gap(client, orc
     assert orchestrator.tombstones == [("m", 1)]
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("optim_step", {"model_id": "m", "seq_id": 2**31}),
+        ("save_weights", {"model_id": "m", "seq_id": 2**63}),
+        ("forward_backward", call([datum()], seq_id=2**70)),
+        ("create_model", {"base_model": "tiny", "session_id": "s", "model_seq_id": 2**63}),
+        ("create_sampling_session", {"session_id": "s", "sampling_session_seq_id": 2**70}),
+        ("asample", {"prompt": {"input_ids": [1]}, "seq_id": 2**70}),
+    ],
+)
+def test_numbers_that_no_journal_holds_are_refused(client, orchestrator, path, body):
+    """Catches a number of a request that ends the journal, and a part of it that is taken for another number."""
+    answer = client.post(f"/api/v1/{path}", json=body)
+    assert answer.status_code == 400, answer.text
+    assert "seq_id" in answer.json()["detail"]
+    assert answer.headers["x-should-retry"] == "false"
+    assert orchestrator.submits == []
+    assert [seq_id for _, seq_id in orchestrator.tombstones if seq_id != body["seq_id"]] == []
+
+
 def test_a_body_beyond_the_limit_is_refused_and_leaves_no_gap(client, orchestrator):
     """Catches a body that fills the memory, also one that grows when it is decompressed, or names no length."""
     long = json.dumps(call([datum(tuple([1] * 60_000))], seq_id=7)).encode()

@@ -124,6 +124,32 @@ def test_a_full_disk_keeps_nothing_of_a_write_and_the_next_one_goes_on(tmp_path)
     with_journal(tmp_path, scenario)
 
 
+def test_a_write_that_cannot_be_done_fails_alone_and_the_next_ones_go_on(tmp_path):
+    """Catches a number of more than 64 bits that ends the thread, so that every later write waits for ever."""
+
+    async def scenario(journal):
+        names = ["a", "b", "c", "d"]
+        bad = submission("bad", seq=2**63)
+        asked = [journal.submit(one) for one in (*map(submission, names[:2]), bad, *map(submission, names[2:]))]
+        answers = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 20)
+        assert isinstance(answers.pop(2), JournalError)
+        assert [written.request_id for written in answers] == names
+        await asyncio.wait_for(journal.submit(submission("e")), 20)
+        assert [r.request_id for r in journal.unfinished()] == [*names, "e"]
+
+    with_journal(tmp_path, scenario)
+
+
+def test_a_journal_whose_thread_has_ended_ends_the_loop(tmp_path):
+    """Catches a service that answers that it is well and keeps nothing any more."""
+
+    async def scenario(journal):
+        await asyncio.wait_for(journal._commit.write(lambda _: sys.exit(1)), 20)
+
+    with pytest.raises(RuntimeError, match="stopped"):
+        with_journal(tmp_path, scenario)
+
+
 def test_results_go_when_they_were_had_long_ago_or_are_too_many_and_what_is_needed_stays(tmp_path):
     """Catches a journal that grows for ever, and one that forgets what a client or a restart still asks for."""
 

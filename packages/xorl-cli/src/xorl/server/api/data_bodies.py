@@ -13,7 +13,7 @@ from xorl.server.api import protobuf
 from xorl.server.api.tensors import Room, TensorJson, array_of_bytes, array_of_json, tokens_array
 from xorl.server.arrays import Array, Datum, Dtype
 from xorl.server.messages import ForwardBackward, OptimStep
-from xorl.server.names import check_model_id
+from xorl.server.names import SeqId, check_model_id
 
 _DTYPE_NAMES: dict[int, Dtype] = {1: "float32", 2: "int64", 3: "int32", 4: "bfloat16"}
 _REPLAY = "routed_experts: replaying the routing of a sampler is not built, send the data without it"
@@ -81,7 +81,7 @@ class ForwardBody(msgspec.Struct, frozen=True):
     """Of /forward and /forward_backward; each client names the input as the path."""
 
     model_id: str = "default"
-    seq_id: int | None = None
+    seq_id: SeqId | None = None
     forward_backward_input: ForwardJson | None = None
     forward_input: ForwardJson | None = None
 
@@ -113,7 +113,7 @@ class OptimBody(msgspec.Struct, frozen=True):
     """Of /optim_step."""
 
     model_id: str = "default"
-    seq_id: int | None = None
+    seq_id: SeqId | None = None
     adam_params: AdamJson | None = None
     optimizer_params: dict[str, Any] | None = None
     learning_rate: float | None = None

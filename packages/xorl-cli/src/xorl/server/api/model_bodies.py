@@ -17,6 +17,7 @@ from xorl.server.messages import (
 )
 from xorl.server.names import (
     CheckpointRef,
+    SeqId,
     check_model_id,
     check_name,
     model_id_of,
@@ -72,7 +73,7 @@ class CreateModelBody(msgspec.Struct, frozen=True):
 
     base_model: str
     session_id: str | None = None
-    model_seq_id: int | None = None
+    model_seq_id: SeqId | None = None
     model_id: str | None = None
     lora_config: LoraJson | None = None
     optimizer_config: OptimizerJson = OptimizerJson()
@@ -95,9 +96,9 @@ class LoadWeightsBody(msgspec.Struct, frozen=True):
     path: str
     optimizer: bool = True
     model_id: str | None = None
-    seq_id: int | None = None
+    seq_id: SeqId | None = None
     session_id: str | None = None
-    model_seq_id: int | None = None
+    model_seq_id: SeqId | None = None
     base_model: str | None = None
     user_metadata: dict[str, Any] | None = None
     optimizer_config: OptimizerJson = OptimizerJson()
@@ -125,7 +126,7 @@ class SaveWeightsBody(msgspec.Struct, frozen=True):
 
     model_id: str = "default"
     path: str | None = None
-    seq_id: int | None = None
+    seq_id: SeqId | None = None
     ttl_seconds: float | None = None
     overwrite: bool = False
     user_metadata: dict[str, Any] | None = None
@@ -148,9 +149,9 @@ class SaveForSamplerBody(msgspec.Struct, frozen=True):
     model_id: str = "default"
     path: str | None = None
     name: str | None = None
-    sampling_session_seq_id: int | None = None
+    sampling_session_seq_id: SeqId | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
-    seq_id: int | None = None
+    seq_id: SeqId | None = None
     ttl_seconds: float | None = None
     user_metadata: dict[str, Any] | None = None
 
@@ -180,7 +181,7 @@ class SaveExternalBody(msgspec.Struct, frozen=True):
     path: str | None = None
     name: str | None = None
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    seq_id: int | None = None
+    seq_id: SeqId | None = None
     ttl_seconds: float | None = None
     age_encryption_recipients: list[str] | None = None
     base_model_path: str | None = None

@@ -6,12 +6,14 @@ from typing import Any, Literal
 
 import msgspec
 
+from xorl.server.names import SeqId
+
 
 class ModelBody(msgspec.Struct, frozen=True):
     """A model, and a place in its order."""
 
     model_id: str = "default"
-    seq_id: int | None = None
+    seq_id: SeqId | None = None
 
 
 class KillBody(msgspec.Struct, frozen=True):
@@ -48,7 +50,7 @@ class SamplingSessionBody(msgspec.Struct, frozen=True):
     """Of /create_sampling_session."""
 
     session_id: str | None = None
-    sampling_session_seq_id: int | None = None
+    sampling_session_seq_id: SeqId | None = None
     base_model: str | None = None
     model_path: str | None = None
     model_id: str | None = None

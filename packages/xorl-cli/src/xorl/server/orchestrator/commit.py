@@ -6,12 +6,15 @@ Here is how writes become durable; what is written is `journal`'s.
 from __future__ import annotations
 
 import asyncio
+import logging
 import sqlite3
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Write = Callable[[sqlite3.Connection], T]
@@ -21,7 +24,7 @@ MAX_WRITES = 256
 
 
 class JournalError(Exception):
-    """Nothing of a write was kept: the disk is full or broken. The message says what SQLite said."""
+    """Nothing of a write was kept: the disk is full or broken, or what was to be written is none. It says why."""
 
 
 class OtherVersion(JournalError):
@@ -32,7 +35,8 @@ class GroupCommit:
     """Runs writes in the order in which they were given, each whole or not at all.
 
     WAL with synchronous FULL: once `write` returns, what was written survives the process and the machine. One loop
-    gives writes; a thread runs them. `write` raises JournalError, and a file of another version OtherVersion.
+    gives writes; a thread runs them. `write` raises JournalError, and a file of another version OtherVersion. If the
+    thread ends, so does the loop, since all that is given from then on would wait for ever.
     """
 
     def __init__(self, path: Path, *, schema: str, version: int) -> None:
@@ -46,7 +50,7 @@ class GroupCommit:
         self._thread.start()
 
     def write(self, write: Write[T]) -> asyncio.Future[T]:
-        """Run `write` in a transaction; the future is done when it is durable. It must not fail for its own reasons."""
+        """Run `write` in a transaction; the future is done when it is durable."""
         future: asyncio.Future[T] = self._loop.create_future()
         self._waiting.put((write, future))
         return future
@@ -58,6 +62,14 @@ class GroupCommit:
         self._connection.close()
 
     def _run(self) -> None:
+        try:
+            self._write_until_closed()
+        except BaseException:
+            # Whoever supervises this process starts it again.
+            logger.critical("event=journal_ended path=%s", self._path, exc_info=True)
+            self._call(self._loop.stop)
+
+    def _write_until_closed(self) -> None:
         is_open = True
         while is_open:
             batch = [self._waiting.get()]
@@ -71,27 +83,34 @@ class GroupCommit:
     def _commit(self, writes: list[tuple[Write[Any], asyncio.Future[Any]]]) -> None:
         try:
             values = self._transact([write for write, _ in writes])
-        except sqlite3.Error as error:
+        except Exception as error:
+            # Whatever it was, who gave the write is told, and the thread goes on.
+            if len(writes) > 1:
+                # One of them may be to blame, and the others must not fail with it.
+                for write in writes:
+                    self._commit([write])
+                return
+            if not isinstance(error, sqlite3.Error):
+                logger.error("event=not_written path=%s", self._path, exc_info=error)
             failure = JournalError(f"{self._path}: {error}")
-            self._answer([(future, None, failure) for _, future in writes])
+            self._call(_resolve, [(writes[0][1], None, failure)])
         else:
-            self._answer([(future, value, None) for (_, future), value in zip(writes, values, strict=True)])
+            self._call(_resolve, [(future, value, None) for (_, future), value in zip(writes, values, strict=True)])
 
     def _transact(self, writes: list[Write[Any]]) -> list[Any]:
         connection = self._connection
-        connection.execute("BEGIN IMMEDIATE")
         try:
+            connection.execute("BEGIN IMMEDIATE")
             values = [write(connection) for write in writes]
             connection.execute("COMMIT")
-        except sqlite3.Error:
-            if connection.in_transaction:  # a full disk may have rolled it back already
+        finally:
+            if connection.in_transaction:  # what failed is not kept; a full disk may have rolled it back already
                 connection.execute("ROLLBACK")
-            raise
         return values
 
-    def _answer(self, answers: list[tuple[asyncio.Future[Any], Any, JournalError | None]]) -> None:
+    def _call(self, function: Callable[..., None], *arguments: object) -> None:
         try:
-            self._loop.call_soon_threadsafe(_resolve, answers)
+            self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:
             return  # the loop has ended: nobody waits
 
