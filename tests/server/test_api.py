@@ -269,6 +269,31 @@ def test_numbers_that_no_journal_holds_are_refused(client, orchestrator, path, b
     assert [seq_id for _, seq_id in orchestrator.tombstones if seq_id != body["seq_id"]] == []
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("asample", {"prompt": {"input_ids": [1]}, "sampling_params": {"top_k": 10**30}}),
+        ("asample", {"prompt": {"input_ids": [1]}, "sampling_params": {"stop": [2**70]}}),
+        ("create_model", {"base_model": "tiny", "lora_config": {"rank": 8, "seed": 2**70}}),
+        ("add_inference_endpoint", {"host": "localhost", "port": 1, "buffer_size_mb": 2**70}),
+    ],
+)
+def test_numbers_that_no_message_holds_are_refused(client, orchestrator, path, body):
+    """Catches a client that sends again and again what can never be taken."""
+    answer = client.post(f"/{'' if path.startswith('add') else 'api/v1/'}{path}", json=body)
+    assert answer.status_code == 400, answer.text
+    assert "64 bits" in answer.json()["detail"]
+    assert orchestrator.submits == []
+
+
+@pytest.mark.parametrize("path", ["sessions", "training_runs", "checkpoints"])
+def test_a_listing_from_a_number_that_no_message_holds_is_refused(client, path):
+    """Catches a listing that fails where what is asked for is wrong."""
+    answer = client.get(f"/api/v1/{path}?offset={10**30}")
+    assert answer.status_code == 400, answer.text
+    assert "64 bits" in answer.json()["detail"]
+
+
 def test_a_body_beyond_the_limit_is_refused_and_leaves_no_gap(client, orchestrator):
     """Catches a body that fills the memory, also one that grows when it is decompressed, or names no length."""
     long = json.dumps(call([datum(tuple([1] * 60_000))], seq_id=7)).encode()

@@ -39,6 +39,7 @@ _INFO_LASTS_S = 1.0
 _ANSWER_S = 60.0
 _LATE_S = 5.0
 _AGAIN_S = 0.02
+_TOO_LONG = "a whole number in this request has more than 64 bits: send a smaller one"
 
 
 class Orchestrator:
@@ -98,11 +99,16 @@ class Orchestrator:
         model_id = None if isinstance(operation, Sample) else operation.model_id
         if session_id is None and model_id is not None and ":" in model_id:
             session_id = session_of(model_id)
+        try:
+            encoded = self._encode(operation)
+        except OverflowError:
+            # No operation that has a place in its model's order holds numbers of a client's without a bound.
+            raise Refusal(400, _TOO_LONG) from None
         submit = Submit(
             request_id=f"future_{secrets.token_hex(12)}",
             operation=operation,
             dialect=dialect,
-            body_hash=hashlib.blake2b(self._encode(operation), digest_size=16).digest(),
+            body_hash=hashlib.blake2b(encoded, digest_size=16).digest(),
             key=key,
             seq_id=seq_id,
             session_id=session_id,
@@ -159,6 +165,8 @@ class Orchestrator:
                 if time.monotonic() >= end:
                     raise Refusal(503, f"the orchestrator is not there, it may be starting: {problem}") from None
                 await asyncio.sleep(_AGAIN_S)
+            except OverflowError:
+                raise Refusal(400, _TOO_LONG) from None
             except TimeoutError:
                 raise Refusal(503, f"the orchestrator has not answered within {answer_s:g} s") from None
             except ChannelError as problem:
