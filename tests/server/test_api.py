@@ -18,7 +18,8 @@ from xorl.server.api.reply import json_response
 from xorl.server.api.results import tensor_json
 from xorl.server.arrays import Array
 from xorl.server.messages import BlockFp8, ForwardBackward, OptimStep, SaveWeights, SyncWeights
-from xorl.server.queries import ErrorSeen
+from xorl.server.names import CheckpointRef
+from xorl.server.queries import CheckpointInfo, ErrorSeen
 
 PROTOBUF = {"content-type": "application/x-protobuf", "x-sdk-version": "0"}
 
@@ -292,6 +293,33 @@ def test_a_listing_from_a_number_that_no_message_holds_is_refused(client, path):
     answer = client.get(f"/api/v1/{path}?offset={10**30}")
     assert answer.status_code == 400, answer.text
     assert "64 bits" in answer.json()["detail"]
+
+
+def test_a_checkpoint_is_kept_for_a_hundred_years_at_most_or_for_ever(client, orchestrator):
+    """Catches a time that no date can name, and a refused number that later calls wait for."""
+    saving = {"model_id": "m", "seq_id": 4, "path": "long", "ttl_seconds": 10**12}
+    setting = "/api/v1/training_runs/m/checkpoints/weights/long/ttl"
+    for answer in (
+        client.post("/api/v1/save_weights", json=saving),
+        client.put(setting, json={"ttl_seconds": 4e9}),
+    ):
+        assert answer.status_code == 400, answer.text
+        assert "at most 3153600000, or left out" in answer.json()["detail"]
+    assert orchestrator.submits == []
+    assert orchestrator.tombstones == [("m", 4)]
+
+
+@pytest.mark.parametrize("expires", [1e13, 1e300])
+def test_checkpoints_that_are_kept_beyond_all_dates_are_listed_with_the_others(client, orchestrator, expires):
+    """Catches one client's checkpoint for which every client's listings fail."""
+    ref = CheckpointRef("kept", "weights", "long")
+    orchestrator.checkpoints[ref] = CheckpointInfo(ref, 0.0, 7, {}, expires)
+    try:
+        answer = client.get("/api/v1/checkpoints")
+    finally:
+        del orchestrator.checkpoints[ref]
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["checkpoints"][0]["expires_at"] == "9999-12-31T00:00:00+00:00"
 
 
 def test_a_body_beyond_the_limit_is_refused_and_leaves_no_gap(client, orchestrator):

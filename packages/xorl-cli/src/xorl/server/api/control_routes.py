@@ -36,6 +36,7 @@ router = APIRouter()
 _CHUNK_BYTES = 32 * 2**20
 # The health of a service is asked often, and must be answered soon also where there is no orchestrator.
 _HEALTH_PATIENCE_S = 1.0
+_LAST_TIME_S = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
 
 
 @router.post("/api/v1/client/config")
@@ -199,8 +200,8 @@ def _supported(info: ServiceInfo) -> JSON:
 
 
 def iso(seconds: float) -> str:
-    """A time since 1970 as ISO 8601, in UTC."""
-    return datetime.fromtimestamp(seconds, UTC).isoformat()
+    """A time since 1970 as ISO 8601, in UTC; times after the year 9999, which that cannot write, as its last day."""
+    return datetime.fromtimestamp(min(seconds, _LAST_TIME_S), UTC).isoformat()
 
 
 def page(limit: int, offset: int) -> tuple[int, int]:

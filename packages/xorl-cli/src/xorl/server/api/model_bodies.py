@@ -27,6 +27,8 @@ from xorl.server.names import (
 )
 
 MAX_METADATA_BYTES = 16384
+# A hundred years; what is kept longer is kept for ever.
+MAX_TTL_S = 100 * 365 * 24 * 3600.0
 
 
 class LoraJson(msgspec.Struct, frozen=True):
@@ -231,8 +233,10 @@ def metadata(given: dict[str, Any] | None) -> dict[str, str]:
 
 def ttl(seconds: float | None) -> float | None:
     """Checked."""
-    if seconds is not None and not seconds > 0:
-        raise ValueError(f"ttl_seconds must be above 0, or left out for ever; got {seconds}")
+    if seconds is not None and not 0 < seconds <= MAX_TTL_S:
+        raise ValueError(
+            f"ttl_seconds must be above 0 and at most {MAX_TTL_S:.0f}, or left out for ever; got {seconds:g}"
+        )
     return seconds
 
 
