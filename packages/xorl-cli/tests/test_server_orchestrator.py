@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import sqlite3
+import time
 
 import msgspec
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 from asynchronous import in_a_loop
 from counting_workers import BAD, folded
+from engines import fake_engines
 from orchestrated import MODEL, SESSION, forward_backward, options, over_http, running, serving, step, submit, workers
 from xorl.server.arrays import Array
 from xorl.server.channel import ChannelKeys
@@ -32,7 +34,15 @@ from xorl.server.messages import (
     Unknown,
     UnloadModel,
 )
-from xorl.server.queries import CreateSamplingSession, CreateSession, GetModel, GetStatus, SetSyncQuantization
+from xorl.server.orchestrator import inference
+from xorl.server.queries import (
+    AddEndpoint,
+    CreateSamplingSession,
+    CreateSession,
+    GetModel,
+    GetStatus,
+    SetSyncQuantization,
+)
 
 
 @in_a_loop
@@ -70,6 +80,83 @@ async def test_a_number_that_was_rejected_is_passed_over_and_one_that_never_come
         failures = [await client.result(request) for request in behind]
         assert all(isinstance(f, Failure) and "request 3" in f.message for f in failures)
         assert (await client.do(step(), 6)).metrics["weights"] == folded(1, 5)
+
+
+@in_a_loop
+async def test_gaps_that_are_filled_or_whose_model_goes_while_another_is_given_up_are_none(tmp_path):
+    """Catches housekeeping that fails what arrived in time, and one that ends for ever by a model that has gone."""
+    filled, gone = "session-1:train:1", "gone"
+    async with serving(options(tmp_path)) as (client, _):
+        journal, housekeeping = client.orchestrator.state.journal, client.orchestrator.housekeeping
+        create = CreateModel(gone, lora=LoraSpec(rank=8, seed=0))
+        await client.create()
+        await client.create(filled)
+        await client.do(create, session=None)
+        given_up, waiting, dropped = [
+            await client.send(forward_backward(1, model=model), 2) for model in (MODEL, filled, gone)
+        ]
+        now = time.time()
+        await housekeeping.tick(now)
+        slow = journal._commit.write(lambda _: time.sleep(0.5))
+        filling = asyncio.create_task(client.send(forward_backward(3, model=filled), 1))
+        await asyncio.sleep(0.1)
+        ticking = asyncio.create_task(housekeeping.tick(now + client.orchestrator.state.options.gap_timeout_s))
+        await asyncio.sleep(0.1)
+        again = asyncio.create_task(client.send(create, session=None))
+        await asyncio.gather(slow, filling, ticking, again)
+        assert "request 1 of this model did not arrive" in (await client.result(given_up)).message
+        assert (await client.result(waiting)).metrics["loss:sum"] == 1
+        assert "created anew" in (await client.result(dropped)).message
+        await client.result(again.result())
+        assert (await client.do(forward_backward(4, model=gone), 1)).metrics["loss:sum"] == 4
+
+
+def test_endpoints_are_watched_and_kept_after_a_disk_took_nothing(tmp_path, monkeypatch):
+    """Catches endpoints that nobody asks any more how they are, and one that is forgotten by a restart."""
+    monkeypatch.setattr(inference, "CHECK_EVERY_S", 0.05)
+
+    @in_a_loop
+    async def scenario(port):
+        async with running(options(tmp_path)) as client:
+            journal = client.orchestrator.state.journal
+            await journal._commit.write(lambda connection: connection.execute("ALTER TABLE records RENAME TO away"))
+            refused = await client.orchestrator.answer(AddEndpoint(Endpoint("127.0.0.1", port)))
+            assert isinstance(refused, Rejected)
+            await asyncio.sleep(0.5)
+            await journal._commit.write(lambda connection: connection.execute("ALTER TABLE away RENAME TO records"))
+            for _ in range(100):
+                if journal.records("endpoint"):
+                    break
+                await asyncio.sleep(0.05)
+            assert len(journal.records("endpoint")) == 1
+
+    with fake_engines([]) as (engine,):
+        scenario(engine.port)
+
+
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        (lambda orchestrator: orchestrator.housekeeping, "_released"),
+        (lambda orchestrator: orchestrator.runner, "_slots"),
+        (lambda orchestrator: orchestrator.state.inference, "_missing"),
+    ],
+)
+def test_a_part_that_breaks_ends_the_process_which_is_started_again(tmp_path, monkeypatch, caplog, part, name):
+    """Catches a service that answers and does one of its works no more, of which only its log knows."""
+    monkeypatch.setattr(inference, "CHECK_EVERY_S", 0.05)
+
+    @in_a_loop
+    async def scenario():
+        async with running(options(tmp_path)) as client:
+            await asyncio.sleep(0)
+            setattr(part(client.orchestrator), name, None)
+            client.orchestrator.state.wake.set()
+            await asyncio.sleep(10)
+
+    with pytest.raises(RuntimeError, match="stopped"):
+        scenario()
+    assert "event=orchestrator_broken" in caplog.text
 
 
 @in_a_loop

@@ -69,10 +69,12 @@ class Housekeeping:
     async def _give_up_on_gaps(self, now: float) -> None:
         """What waits for a number that nobody will send fails: to run it would be to leave something out."""
         state, gaps = self._state, self._state.scheduler.gaps()
-        keys = {(lane, gap.seq) for lane, gap in gaps.items()}
+        keys = [(lane, gap.seq) for lane, gap in gaps.items()]
         self._gaps = {key: self._gaps.get(key, now) for key in keys}
         for (lane, seq), since in self._gaps.items():
-            if now - since < state.options.gap_timeout_s:
+            # While others were failed it may have been filled, or its model have gone.
+            gap = state.scheduler.gap(lane)
+            if now - since < state.options.gap_timeout_s or gap is None or gap.seq != seq:
                 continue
             message = (
                 f"request {seq} of this model did not arrive within {state.options.gap_timeout_s:g} s, so what was "

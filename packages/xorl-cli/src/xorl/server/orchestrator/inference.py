@@ -23,6 +23,7 @@ from xorl.server.messages import (
     SyncWeights,
 )
 from xorl.server.names import CheckpointRef, checkpoint_folder
+from xorl.server.orchestrator.commit import JournalError
 from xorl.server.orchestrator.journal import Journal, Record
 from xorl.server.orchestrator.options import OrchestratorOptions
 from xorl.server.orchestrator.registry import ModelRecord, Registry, checkpoint_key
@@ -93,7 +94,10 @@ class Inference:
                         logger.warning("event=endpoint_missing why=%r", str(problem))
             async with self._turn:
                 await self._endpoints.check()
-                await self._keep()
+                try:
+                    await self._keep()
+                except JournalError as problem:
+                    logger.error("event=endpoints_not_kept why=%r", str(problem))
             await asyncio.sleep(CHECK_EVERY_S)
 
     # --- queries ---
@@ -235,7 +239,7 @@ class Inference:
         self._is_stale = True
 
     async def _keep(self) -> None:
-        """What has changed, in the journal."""
+        """What has changed, in the journal; where that takes nothing, the next call tries it again."""
         if not self._is_stale:
             return
         self._is_stale = False
@@ -245,7 +249,11 @@ class Inference:
         for (host, port), state in states.items():
             body = msgspec.msgpack.encode(Added(self._asked[host, port], state))
             records.append(Record("endpoint", f"{host}:{port}", body))
-        await self._journal.put(records)
+        try:
+            await self._journal.put(records)
+        except JournalError:
+            self._is_stale = True
+            raise
 
 
 def _place(state: EndpointState) -> tuple[str, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -21,7 +20,7 @@ from xorl.server.orchestrator.inference import Inference
 from xorl.server.orchestrator.journal import Journal, Retention
 from xorl.server.orchestrator.options import OrchestratorOptions
 from xorl.server.orchestrator.registry import Registry
-from xorl.server.orchestrator.runner import Runner
+from xorl.server.orchestrator.runner import Runner, stop_if_broken
 from xorl.server.orchestrator.scheduler import Scheduler
 from xorl.server.orchestrator.state import State
 from xorl.server.orchestrator.workers import Workers
@@ -133,6 +132,8 @@ class Orchestrator:
             asyncio.create_task(self.housekeeping.run()),
             asyncio.create_task(inference.watch()),
         ]
+        for task in self._tasks:
+            task.add_done_callback(stop_if_broken)
 
     async def save_models(self) -> None:
         """Before `stop`, while the workers are still there: so that the next start need run nothing again."""
@@ -142,9 +143,7 @@ class Orchestrator:
         """Close; what has not ended is taken up by the next start."""
         for task in self._tasks:
             task.cancel()
-        for task in self._tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         # A task that is cancelled before it began closes nothing.
         self._server.close()
         await self.runner.stop()

@@ -136,10 +136,7 @@ class Runner:
     def _left(self, task: asyncio.Task[None]) -> None:
         self._elsewhere.discard(task)
         self._state.wake.set()
-        if not task.cancelled() and task.exception() is not None:
-            # Its requests stay unfinished in the journal, from which the next start takes them up.
-            logger.critical("event=orchestrator_broken", exc_info=task.exception())
-            asyncio.get_running_loop().stop()
+        stop_if_broken(task)
 
     async def _run(self, group: Sequence[Ticket]) -> None:
         state = self._state
@@ -393,6 +390,16 @@ class Runner:
             self._state.tally.count_tokens(sum(one.tokens.shape[0] for one in result.sequences))
         if (checkpoint := saved_as(operation)) is not None:
             logger.info("event=saved checkpoint=%s", checkpoint.uri("xorl"))
+
+
+def stop_if_broken(task: asyncio.Task[None]) -> None:
+    """End the loop where a task of the orchestrator has ended by an exception, so that the process is started again.
+
+    Its requests stay unfinished in the journal, from which the next start takes them up.
+    """
+    if not task.cancelled() and task.exception() is not None:
+        logger.critical("event=orchestrator_broken", exc_info=task.exception())
+        asyncio.get_running_loop().stop()
 
 
 def _failure(request: OpenRequest, problem: Exception) -> Failure:
