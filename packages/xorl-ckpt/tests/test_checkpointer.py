@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from xorl.ckpt import Checkpointer, CheckpointError, CheckpointFailure, read_manifest, verify
+from xorl.ckpt import Checkpointer, CheckpointError, CheckpointFailure, published, read_manifest, verify
 from xorl.ckpt.layout import prepare_root
 
 MANAGERS = pytest.mark.parametrize("manager", ["dcp", "torch"])
@@ -247,6 +247,35 @@ def test_leftovers_of_a_crash_go_at_the_next_save(tmp_path, make_state):
     assert [path.name for path in checkpointer.checkpoints()] == ["global_step_1"]
     checkpointer.save(2, make_state())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step_1", "global_step_2", "latest"]
+
+
+def test_a_save_leaves_an_export_beside_it_alone(tmp_path, make_state):
+    """Catches a run whose next save removes the export of an earlier checkpoint, which another process still writes."""
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, make_state())
+    with published(tmp_path / "global_step_1-hf") as temporary:
+        (temporary / "model.safetensors").write_bytes(b"half")
+        checkpointer.save(2, make_state())
+        assert [path.name for path in checkpointer.checkpoints()] == ["global_step_1", "global_step_2"]
+        (temporary / "config.json").write_bytes(b"{}")
+    exported = sorted(path.name for path in (tmp_path / "global_step_1-hf").iterdir())
+    assert exported == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "global_step_1",
+        "global_step_1-hf",
+        "global_step_2",
+        "latest",
+    ]
+
+
+def test_what_a_killed_export_left_goes_with_the_next_one(tmp_path):
+    """Catches files of an export that was killed, which stay for ever or come to stand in the next one."""
+    (tmp_path / ".exporting_new").mkdir()
+    (tmp_path / ".exporting_new" / "model-00002-of-00002.safetensors").write_bytes(b"torn")
+    with published(tmp_path / "new") as temporary:
+        (temporary / "model.safetensors").write_bytes(b"whole")
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["model.safetensors"]
 
 
 def test_old_checkpoints_go_when_asked(tmp_path, make_state):

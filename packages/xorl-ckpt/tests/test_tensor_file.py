@@ -72,6 +72,9 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
     with pytest.raises(CheckpointFailure, match="no more"), published(tmp_path / "new") as temporary:
         write_tensor_file(temporary / "x.safetensors", [*groups_of(TENSORS), bad])
     assert list(tmp_path.iterdir()) == []
+    with pytest.raises(KeyboardInterrupt), published(tmp_path / "new") as temporary:
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
     with published(tmp_path / "new") as temporary:
         write_tensor_file(temporary / "x.safetensors", groups_of(TENSORS))
         assert not (tmp_path / "new").exists()

@@ -15,10 +15,12 @@ def published(folder: Path) -> Iterator[Path]:
     """Collective: a temporary sibling to write into, on every rank, which becomes `folder` when the block ends.
 
     Rank 0 alone makes and renames it. The block may hold collectives; it must raise on every rank or on none. Raises
-    CheckpointError if the folder exists and is not empty: nothing is written into it.
+    CheckpointError if the folder exists and is not empty: nothing is written into it. What a process that was killed
+    left goes when the same folder is made again.
     """
     folder = Path(folder).absolute()
-    temporary = folder.with_name(f".saving_{folder.name}")
+    # Not the name of a save in progress: the sibling may be a run's checkpoint, and the run's next save removes those.
+    temporary = folder.with_name(f".exporting_{folder.name}")
     with agreed(f"export to {folder}"):
         if this_rank() == 0:
             if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -34,7 +36,7 @@ def published(folder: Path) -> Iterator[Path]:
                 sync_file(temporary)
                 temporary.rename(folder)
                 sync_file(folder.parent)
-    except Exception:
+    except BaseException:  # Ctrl-C too: nobody else removes it
         if this_rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
