@@ -97,6 +97,18 @@ def test_what_is_wrong_is_said_and_nothing_is_left(folders: Path, tmp_path: Path
         assert message in result.stderr
 
 
+def test_an_adapter_of_the_hub_is_not_exported_into_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an export that lands among the snapshots of the Hub's cache, where nobody looks for it."""
+
+    def snapshot(*_: object, **__: object) -> str:
+        raise AssertionError("the Hub is not asked before there is a place to write to")
+
+    monkeypatch.setattr("xorl.ckpt.hub.snapshot_download", snapshot)
+    result = CliRunner().invoke(app, ["org/adapter", "--merge"])
+    assert result.exit_code == 2, result.stderr
+    assert "--output: org/adapter is no folder here" in result.stderr
+
+
 def test_the_base_is_found_by_its_name(folders: Path, tmp_path: Path) -> None:
     # Catches an adapter whose base is looked for in the wrong place, or taken from nowhere.
     content = json.loads((folders / "adapter" / "adapter_config.json").read_text())

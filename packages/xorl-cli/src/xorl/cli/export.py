@@ -30,7 +30,7 @@ def export_command(
             help="A checkpoint, a run's folder (its newest checkpoint), or an adapter: folder or Hub id.",
         ),
     ],
-    output: Annotated[str | None, typer.Option(help="Folder to make. [beside PATH]")] = None,
+    output: Annotated[str | None, typer.Option(help="Folder to make; wanted for a Hub id. [beside PATH]")] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Fold the adapter into its base: a model of its own.")] = False,
     dtype: Annotated[Precision | None, typer.Option(help="Precision of the weights. [as they are stored]")] = None,
     base: Annotated[str | None, typer.Option(help="Base model: folder or Hub id. [the one that PATH names]")] = None,

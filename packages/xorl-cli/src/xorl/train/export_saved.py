@@ -43,6 +43,9 @@ def export_saved(
 
     Raises ValueError for what the user can mend, VerificationError for a result that is not what it should be.
     """
+    if output is None and not Path(path).expanduser().is_dir():
+        # What is beside the files of a repository is the Hub's cache.
+        raise ValueError(f"--output: {path} is no folder here, beside which to write; name a folder to make")
     saved = open_saved(path, base)
     if merge and saved.adapter is None:
         raise ValueError(f"--merge: {saved.folder} holds no adapter; leave it out to export the model")
