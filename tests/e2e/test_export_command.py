@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,12 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from typer.testing import CliRunner
 
 from tiny_models import hf_config
+from xorl.ckpt import Checkpointer, read_manifest
 from xorl.cli.export import app
+from xorl.config import config_from_mapping
 from xorl.train.adapter_folder import is_same_base
 from xorl.train.export_saved import export_saved
+from xorl.train.run import run_training
 from xorl.train.verify_export import VerificationError
 
 
@@ -122,6 +126,77 @@ def test_the_base_is_found_by_its_name(folders: Path, tmp_path: Path) -> None:
         export_saved(str(tmp_path / "adapter"), None, merge=True)
     folder = export_saved(str(tmp_path / "adapter"), None, base=str(folders / "base"), merge=True)
     assert folder == tmp_path / "adapter-merged"
+
+
+def trained(folders: Path, output: Path, **lora: object) -> Path:
+    """The newest checkpoint, in `output`, of a run that trained `base`, or adapters on it."""
+    rows = [{"input_ids": [(index + offset) % 50 for offset in range(6 + index % 7)]} for index in range(16)]
+    (output.parent / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loaded = config_from_mapping(
+        {
+            "model": {"model_path": str(folders / "base")},
+            "data": {
+                "datasets": [{"path": str(output.parent / "data.jsonl")}],
+                "dataset_prepared_path": str(output.parent / "prepared"),
+                "sample_packing_sequence_len": 64,
+                "dataloader_num_workers": 0,
+                "pad_to_multiple_of": 8,
+            },
+            "train": {
+                "output_dir": str(output),
+                "data_parallel_mode": "none",
+                "max_steps": 3,
+                "lr": 0.02,
+                "enable_mixed_precision": False,
+                "save_hf_weights": False,
+                "log_format": "structured",
+                "use_wandb": False,
+            },
+            "lora": lora,
+        }
+    )
+    assert run_training(loaded) == 0
+    return output / "checkpoints" / "global_step_3"
+
+
+@pytest.mark.parametrize("lora", [{}, {"enable_lora": True, "merge_lora_interval": 2}])
+def test_a_base_takes_no_place_of_weights_that_a_checkpoint_holds(
+    folders: Path, tmp_path: Path, lora: dict[str, object]
+) -> None:
+    """Catches a base that is exported, bit for bit, as the model that was trained from it, or merged into without what
+    the run had merged before."""
+    checkpoint = trained(folders, tmp_path / "run", **lora)
+    refused = rf"--base: {checkpoint} holds all weights of its model; leave --base out"
+    for merge in {False, bool(lora)}:
+        with pytest.raises(ValueError, match=refused):
+            export_saved(str(checkpoint), str(tmp_path / "out"), base=str(folders / "base"), merge=merge)
+    exported = export_saved(str(checkpoint), str(tmp_path / "out"), merge=bool(lora), dtype=torch.float32, verify=True)
+    written, base = (load_file(folder / "model.safetensors") for folder in (exported, folders / "base"))
+    assert not torch.equal(
+        written["model.layers.0.self_attn.q_proj.weight"], base["model.layers.0.self_attn.q_proj.weight"]
+    )
+
+
+def test_an_adapter_of_a_checkpoint_names_a_base_that_was_moved(folders: Path, tmp_path: Path) -> None:
+    """Catches an adapter that can no longer be written alone, verified and named for its base where that has moved."""
+    checkpoint = trained(folders, tmp_path / "run", enable_lora=True, lora_rank=4)
+    shutil.copytree(folders / "base", tmp_path / "moved")
+    exported = export_saved(str(checkpoint), str(tmp_path / "adapter"), base=str(tmp_path / "moved"), verify=True)
+    config = json.loads((exported / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tmp_path / "moved")
+    with pytest.raises(ValueError, match="leave --base out"):
+        export_saved(str(checkpoint), str(tmp_path / "merged"), base=str(tmp_path / "moved"), merge=True)
+    write_base(tmp_path / "other", hidden_size=48)
+    with pytest.raises(ValueError, match=r"PATH: .*--base names"):
+        export_saved(str(checkpoint), str(tmp_path / "wrong"), base=str(tmp_path / "other"))
+
+
+def test_a_checkpoint_with_a_part_of_its_model_is_not_exported_as_its_base(folders: Path, tmp_path: Path) -> None:
+    """Catches a checkpoint whose missing weights are made up for by those that the run began with."""
+    whole = read_manifest(trained(folders, tmp_path / "run"))
+    part = Checkpointer(tmp_path / "part").save(1, {}, info=whole.info)
+    with pytest.raises(ValueError, match=r"PATH: .* holds neither all weights of its model nor an adapter"):
+        export_saved(str(part), str(tmp_path / "out"))
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,9 @@ def export_command(
     output: Annotated[str | None, typer.Option(help="Folder to make; wanted for a Hub id. [beside PATH]")] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Fold the adapter into its base: a model of its own.")] = False,
     dtype: Annotated[Precision | None, typer.Option(help="Precision of the weights. [as they are stored]")] = None,
-    base: Annotated[str | None, typer.Option(help="Base model: folder or Hub id. [the one that PATH names]")] = None,
+    base: Annotated[
+        str | None, typer.Option(help="Base of an adapter: folder or Hub id. [the one that PATH names]")
+    ] = None,
     verify: Annotated[
         bool,
         typer.Option("--verify", help="Load the result in transformers (an adapter in PEFT) and compare logits first."),

@@ -46,7 +46,7 @@ def export_saved(
     if output is None and not Path(path).expanduser().is_dir():
         # What is beside the files of a repository is the Hub's cache.
         raise ValueError(f"--output: {path} is no folder here, beside which to write; name a folder to make")
-    saved = open_saved(path, base)
+    saved = open_saved(path, base, merge=merge)
     if merge and saved.adapter is None:
         raise ValueError(f"--merge: {saved.folder} holds no adapter; leave it out to export the model")
     as_adapter = saved.adapter is not None and not merge

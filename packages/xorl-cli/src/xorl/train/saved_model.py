@@ -36,10 +36,12 @@ class SavedModel:
     scheme: QuantScheme | None
 
 
-def open_saved(path: str, base: str | None = None) -> SavedModel:
-    """Find a checkpoint (or the newest of a run's folder) or an adapter, and its base; `base` names another one.
+def open_saved(path: str, base: str | None = None, *, merge: bool = False) -> SavedModel:
+    """Find a checkpoint (or the newest of a run's folder) or an adapter, and its base; `merge`: to fold them into one.
 
-    Raises ValueError that says what is missing or damaged, or why an adapter does not fit its base.
+    `base` names another base of an adapter. Weights that a checkpoint holds are those that were trained, and it never
+    takes their place: an adapter that is not merged bears its name alone. Raises ValueError that says what is missing
+    or damaged, why an adapter does not fit its base, or why a `base` is not wanted.
     """
     folder = _find(path)
     adapter = open_adapter("PATH", str(folder)) if is_adapter(folder) else None
@@ -53,20 +55,24 @@ def open_saved(path: str, base: str | None = None) -> SavedModel:
     step = None if manifest is None else manifest.step
     note = None if manifest is None else read_note(folder, manifest)
     scheme = None if note is None else note.scheme
-    if base is None and note is not None:
-        own, base = note.weights_in(folder), note.base_path
-        if own is not None:
-            own.verify()
-            if adapter is not None and adapter.base != base:
-                base = None  # the run changed its base
-            return SavedModel(folder, note.architecture, own, base, adapter, step, scheme)
-    base = base or (None if adapter is None else adapter.base)
+    own = None if note is None else note.weights_in(folder)
+    if note is not None and own is not None:
+        changed_its_base = adapter is not None and adapter.base != note.base_path
+        if base is not None:
+            if adapter is None or merge or changed_its_base:
+                raise ValueError(f"--base: {folder} holds all weights of its model; leave --base out to export these")
+            _check_fits(adapter, base, weights_at("--base", base, note.architecture))
+        own.verify()
+        base = None if changed_its_base else base or note.base_path
+        return SavedModel(folder, note.architecture, own, base, adapter, step, scheme)
+    if adapter is None:
+        raise ValueError(f"PATH: {folder} holds neither all weights of its model nor an adapter")
+    base = base or (None if note is None else note.base_path) or adapter.base
     if base is None:
         raise ValueError(f"--base: {folder} does not say what its base model is; name its folder or Hub id")
     architecture = architecture_at("--base", base)
     weights = weights_at("--base", base, architecture)
-    if adapter is not None:
-        check_shapes(adapter, "--base", base, {name: weights.shape(name) for name in weights.names()})
+    _check_fits(adapter, base, weights)
     return SavedModel(folder, architecture, weights, base, adapter, step, scheme)
 
 
@@ -77,6 +83,10 @@ def weights_at(option: str, path: str, architecture: Architecture) -> WeightSour
     except CheckpointError as error:
         raise CheckpointError(f"{option}: {error}") from error
     return architecture.spec.checkpoint_view(architecture.config, source)
+
+
+def _check_fits(adapter: AdapterFolder, base: str, weights: WeightSource) -> None:
+    check_shapes(adapter, "--base", base, {name: weights.shape(name) for name in weights.names()})
 
 
 def _find(path: str) -> Path:
