@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+import pytest
 
 from xorl.cli.bench_config import SHAPES
 from xorl.config import ModelConfig, config_from_mapping
@@ -48,6 +52,35 @@ def test_a_shape_is_measured_beside_a_peer_on_two_ranks(tmp_path: Path) -> None:
     assert {"process", "data", "join", "model", "first_step"} <= set(phases)
     assert not list((tmp_path / "out").rglob("global_step_*"))
     assert (tmp_path / "record.md").read_text().startswith("# Measured\n\n## tiny_64_single, ")
+
+
+@pytest.mark.parametrize(("number", "num_ranks"), [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2)])
+def test_a_signal_ends_all_of_it_and_nothing_is_written(number: signal.Signals, num_ranks: int, tmp_path: Path) -> None:
+    """Catches a bench that saves a model when it is stopped, goes on with its next round, and records the cut one."""
+    output = tmp_path / "out"
+    flags = ["--model", "tiny", "--seq", "64", "--steps", "100000", "--warmup", "0", "--rounds", "2"]
+    ranks = ["--nproc-per-node", str(num_ranks), "--tokens-per-step", "128"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "xorl.cli.bench", *flags, *ranks, "--output", str(output)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
+    metrics = output / "runs" / "xorl_1" / "metrics.jsonl"
+    try:
+        deadline = time.monotonic() + 200
+        while not (metrics.exists() and len(metrics.read_text().splitlines()) > 4):
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(number)
+        _, stderr = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + number, stderr
+    assert f"interrupted by {number.name}" in stderr
+    assert [path.name for path in (output / "runs").iterdir()] == ["xorl_1"]
+    assert not {path.name for path in output.rglob("*")} & {"bench.json", "bench.md", "latest"}
 
 
 def test_a_shape_that_cannot_fit_is_refused_with_the_numbers(tmp_path: Path) -> None:

@@ -200,7 +200,8 @@ def _train(run: Run, config: Config, options: BenchOptions, system: str, is_prof
         receive=lambda recorded: kernels.append(summarise(recorded)),
     )
     try:
-        train(replace(run, eval_loader=None, profiler=profiler))
+        # Half a measurement is none: a signal ends the whole benchmark, and there is nothing to save before.
+        train(replace(run, eval_loader=None, profiler=profiler), saves_on_signal=False)
     finally:
         run.observer.close()
     measured_steps = steps.records[: options.warmup + options.steps]

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from xorl.core.runtime import GarbageCollection
 from xorl.train.build import Run
 from xorl.train.evaluate import evaluate
 from xorl.train.interrupt import Interruption
 
 
-def train(run: Run) -> int:
+def train(run: Run, *, saves_on_signal: bool = True) -> int:
     """Train from where `run` stands to its last step; collective. Returns the signal that ended it early, or 0.
 
     Whatever ends it in order, the last step taken is saved; after the last step of the run the model is exported too,
     also where a former process was stopped before it could. Raises DivergedError where the loss or the gradient is not
-    finite.
+    finite. Without `saves_on_signal` a signal acts at once, as it does outside of training.
     """
     engine, observer = run.engine, run.observer
     if run.start_step == 0:
         _evaluate(run, 0)
     with (
-        Interruption() as interruption,
+        Interruption() if saves_on_signal else nullcontext() as interruption,
         GarbageCollection(run.gc_steps, run.empty_cache_steps) as garbage,
         run.profiler,
     ):
@@ -32,7 +34,7 @@ def train(run: Run) -> int:
             losses = engine.forward_backward(batches, run.loss_fn)
             update = engine.optim_step(lr, divisor=losses.num_trained_tokens.clamp(min=1))
             observer.step(step, losses, update, lr=lr)
-            signal_number = interruption.agreed()
+            signal_number = 0 if interruption is None else interruption.agreed()
             if step == run.num_steps or (run.eval_steps and step % run.eval_steps == 0):
                 _evaluate(run, step)
             if signal_number or run.checkpoints.due(step):
