@@ -15,7 +15,22 @@ from torch.nn import functional as F
 
 from engines import fake_engines
 from placement import whole
-from worker_ranks import HF_CONFIG, ask, datum, done, service_config, train, values, worker_of
+from worker_ranks import (
+    ADAPTER,
+    HF_CONFIG,
+    KINDS,
+    LORA,
+    ask,
+    datum,
+    done,
+    gradients,
+    make,
+    service_config,
+    shards,
+    train,
+    values,
+    worker_of,
+)
 from xorl.core.loss import cross_entropy
 from xorl.core.models import spec_for
 from xorl.core.nn import LayerKernels
@@ -25,8 +40,6 @@ from xorl.lora import AdapterSpec, adapters, init_adapters, inject
 from xorl.server.arrays import Array, Datum
 from xorl.server.messages import (
     AbortGradients,
-    BaseSampler,
-    CheckpointSampler,
     CreateModel,
     Endpoint,
     Failure,
@@ -37,26 +50,19 @@ from xorl.server.messages import (
     ModelCreated,
     OptimResult,
     OptimStep,
-    Sample,
-    SampleResult,
     Saved,
     SaveFullWeights,
     SaveWeights,
     SaveWeightsForSampler,
-    SnapshotSampler,
     SyncResult,
     SyncWeights,
     UnloadModel,
 )
 from xorl.server.names import CheckpointKind, CheckpointRef, checkpoint_folder
 from xorl.server.worker.adapters import AdapterModels
-from xorl.server.worker.full import WholeModel
 from xorl.server.worker.operations import Worker
 from xorl.train.build import build_engine
 
-LORA = {"enable_lora": True, "lora_rank": 4, "lora_models_on_device": 3}
-KINDS: dict[str, dict[str, object]] = {"full": {}, "lora": LORA}
-ADAPTER = LoraSpec(rank=3, alpha=8.0, seed=5)
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
 
 
@@ -123,25 +129,6 @@ def trained_values(worker: Worker, model_id: str) -> dict[str, Tensor]:
         return {name: snapshot.tensors()[name] for name, _ in snapshot.names}
     worker.base.model.drop_gathered()
     return {name: whole(value) for name, value in worker.base.module.named_parameters()}
-
-
-def gradients(worker: Worker, model_id: str) -> dict[str, Tensor]:
-    """What waits for a step on this rank, copied."""
-    if isinstance(worker.models, AdapterModels):
-        return {name: grad.clone() for name, grad in worker.models.bank.gradients(model_id).items()}
-    assert isinstance(worker.models, WholeModel)
-    named = worker.base.module.named_parameters()
-    return {name: whole(p.grad) for name, p in named if p.grad is not None}
-
-
-def make(folder: Path, kind: str, model_id: str = "m", **options: object) -> Worker:
-    worker = worker_of(service_config(folder, **KINDS[kind], **options))
-    done(worker, CreateModel(model_id, lora=ADAPTER if kind == "lora" else None))
-    return worker
-
-
-def shards(num_ranks: int) -> dict[str, object]:
-    return {"data_parallel_shard_size": num_ranks}
 
 
 @pytest.mark.multi
@@ -479,64 +466,6 @@ def test_a_model_that_has_diverged_says_so_and_others_keep_their_numbers(
         assert [step.metrics["skipped"] for step in steps if isinstance(step, OptimResult)] == [0, 1]
 
     run_ranks(run, 2)
-
-
-@pytest.mark.multi
-@pytest.mark.parametrize(("kind", "num_ranks"), [("full", 1), ("lora", 2)])
-def test_samples_are_of_the_weights_that_were_asked_for(kind: str, num_ranks: int, tmp_path: Path, run_ranks) -> None:
-    # Catches a snapshot that learns, a base that has learnt, and log-probabilities that training does not have.
-    data = [datum(12 + i, i) for i in range(3)]
-    prompt = datum(12, 0).tokens
-
-    def sample(worker: Worker, sampler: object) -> tuple[list[int], list[float]]:
-        operation = Sample(sampler, prompt, max_tokens=6, seed=3, prompt_logprobs=True, ignore_end=True)  # pyright: ignore
-        (result,) = ask(worker, operation)
-        assert isinstance(result, SampleResult), result
-        assert result.prompt_logprobs is not None
-        return result.sequences[0].tokens.numpy().tolist(), values(result.prompt_logprobs)[1:].tolist()
-
-    def trained(worker: Worker) -> list[float]:
-        result = done(worker, ForwardBackward("m", data[:1], "cross_entropy", forward_only=True))
-        assert isinstance(result, LossResult)
-        return values(result.fields["logprobs"][0])[:-1].tolist() if worker.base.place.is_main else []
-
-    def run() -> None:
-        worker = make(tmp_path, kind, **shards(num_ranks))
-        base = sample(worker, BaseSampler())
-        done(worker, *train("m", data), SaveWeightsForSampler("m", None, "s1"), SaveWeightsForSampler("m", "named"))
-        learnt = trained(worker)
-        first = sample(worker, SnapshotSampler("m", "s1"))
-        done(worker, *train("m", data), SaveWeightsForSampler("m", None, "s2"))
-        later = trained(worker)
-        second = sample(worker, SnapshotSampler("m", "s2"))
-        assert sample(worker, SnapshotSampler("m", "s1")) == first
-        assert sample(worker, BaseSampler()) == base
-        reference = CheckpointRef("m", "sampler_weights", "named")
-        assert sample(worker, CheckpointSampler(reference))[0] == first[0]
-        assert trained(worker) == later
-        if worker.base.place.is_main:
-            np.testing.assert_allclose(first[1], learnt, atol=1e-4)
-            np.testing.assert_allclose(second[1], later, atol=1e-4)
-            assert len({tuple(np.round(x[1], 3)) for x in (base, first, second)}) == 3
-        for bad in (SnapshotSampler("m", "no"), CheckpointSampler(CheckpointRef("m", "sampler_weights", "no"))):
-            (failure,) = ask(worker, Sample(bad, prompt, max_tokens=1))
-            assert isinstance(failure, Failure)
-            assert failure.status == 404
-        together = ask(
-            worker,
-            *(
-                Sample(ref, prompt, max_tokens=2 + i, seed=i)
-                for i, ref in enumerate((BaseSampler(), SnapshotSampler("m", "s1"), SnapshotSampler("m", "no")))
-            ),
-        )
-        assert [type(result) for result in together] == [SampleResult, SampleResult, Failure]
-        done(worker, SaveWeights("m", "w"))
-        weights = CheckpointSampler(CheckpointRef("m", "weights", "w"))
-        assert sample(worker, weights)[0] == second[0]
-        done(worker, *train("m", data), SaveWeightsForSampler("m", None, "s3"), SaveWeights("m", "w", overwrite=True))
-        assert sample(worker, weights) == sample(worker, SnapshotSampler("m", "s3"))
-
-    run_ranks(run, num_ranks)
 
 
 @pytest.mark.multi

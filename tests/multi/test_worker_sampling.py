@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from worker_ranks import ask, datum, done, service_config, train, worker_of
+from worker_ranks import ask, datum, done, make, service_config, shards, train, values, worker_of
 from xorl.config import ConfigError
 from xorl.server.arrays import Array
 from xorl.server.messages import (
@@ -16,7 +16,9 @@ from xorl.server.messages import (
     CheckpointSampler,
     CreateModel,
     Failure,
+    ForwardBackward,
     LoraSpec,
+    LossResult,
     Sample,
     SampleResult,
     SaveWeights,
@@ -27,6 +29,7 @@ from xorl.server.names import CheckpointRef
 from xorl.server.sampler.sampler import BLOCK_SIZE
 from xorl.server.worker import adapters
 from xorl.server.worker.adapters import AdapterModels
+from xorl.server.worker.operations import Worker
 
 ADAPTERS = {"enable_lora": True, "lora_rank": 4}
 
@@ -123,3 +126,61 @@ def test_weights_saved_anew_under_a_name_are_those_that_are_sampled(
         assert np.abs(np.subtract(after, before)).max() > 1e-3
 
     run_ranks(run, 1)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(("kind", "num_ranks"), [("full", 1), ("lora", 2)])
+def test_samples_are_of_the_weights_that_were_asked_for(kind: str, num_ranks: int, tmp_path: Path, run_ranks) -> None:
+    # Catches a snapshot that learns, a base that has learnt, and log-probabilities that training does not have.
+    data = [datum(12 + i, i) for i in range(3)]
+    prompt = datum(12, 0).tokens
+
+    def sample(worker: Worker, sampler: object) -> tuple[list[int], list[float]]:
+        operation = Sample(sampler, prompt, max_tokens=6, seed=3, prompt_logprobs=True, ignore_end=True)  # pyright: ignore
+        (result,) = ask(worker, operation)
+        assert isinstance(result, SampleResult), result
+        assert result.prompt_logprobs is not None
+        return result.sequences[0].tokens.numpy().tolist(), values(result.prompt_logprobs)[1:].tolist()
+
+    def trained(worker: Worker) -> list[float]:
+        result = done(worker, ForwardBackward("m", data[:1], "cross_entropy", forward_only=True))
+        assert isinstance(result, LossResult)
+        return values(result.fields["logprobs"][0])[:-1].tolist() if worker.base.place.is_main else []
+
+    def run() -> None:
+        worker = make(tmp_path, kind, **shards(num_ranks))
+        base = sample(worker, BaseSampler())
+        done(worker, *train("m", data), SaveWeightsForSampler("m", None, "s1"), SaveWeightsForSampler("m", "named"))
+        learnt = trained(worker)
+        first = sample(worker, SnapshotSampler("m", "s1"))
+        done(worker, *train("m", data), SaveWeightsForSampler("m", None, "s2"))
+        later = trained(worker)
+        second = sample(worker, SnapshotSampler("m", "s2"))
+        assert sample(worker, SnapshotSampler("m", "s1")) == first
+        assert sample(worker, BaseSampler()) == base
+        reference = CheckpointRef("m", "sampler_weights", "named")
+        assert sample(worker, CheckpointSampler(reference))[0] == first[0]
+        assert trained(worker) == later
+        if worker.base.place.is_main:
+            np.testing.assert_allclose(first[1], learnt, atol=1e-4)
+            np.testing.assert_allclose(second[1], later, atol=1e-4)
+            assert len({tuple(np.round(x[1], 3)) for x in (base, first, second)}) == 3
+        for bad in (SnapshotSampler("m", "no"), CheckpointSampler(CheckpointRef("m", "sampler_weights", "no"))):
+            (failure,) = ask(worker, Sample(bad, prompt, max_tokens=1))
+            assert isinstance(failure, Failure)
+            assert failure.status == 404
+        together = ask(
+            worker,
+            *(
+                Sample(ref, prompt, max_tokens=2 + i, seed=i)
+                for i, ref in enumerate((BaseSampler(), SnapshotSampler("m", "s1"), SnapshotSampler("m", "no")))
+            ),
+        )
+        assert [type(result) for result in together] == [SampleResult, SampleResult, Failure]
+        done(worker, SaveWeights("m", "w"))
+        weights = CheckpointSampler(CheckpointRef("m", "weights", "w"))
+        assert sample(worker, weights)[0] == second[0]
+        done(worker, *train("m", data), SaveWeightsForSampler("m", None, "s3"), SaveWeights("m", "w", overwrite=True))
+        assert sample(worker, weights) == sample(worker, SnapshotSampler("m", "s3"))
+
+    run_ranks(run, num_ranks)

@@ -10,17 +10,24 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
+from placement import whole
 from tiny_models import hf_config
 from xorl.config import ServerConfig, server_config_from_mapping
 from xorl.core import runtime
 from xorl.server.arrays import Array, Datum
-from xorl.server.messages import Failure, ForwardBackward, Operation, OptimStep, Result, Work
+from xorl.server.messages import CreateModel, Failure, ForwardBackward, LoraSpec, Operation, OptimStep, Result, Work
+from xorl.server.worker.adapters import AdapterModels
 from xorl.server.worker.base import build_base
+from xorl.server.worker.full import WholeModel
 from xorl.server.worker.operations import Worker
 
 VOCAB = 64
 HF_CONFIG = hf_config(eos_token_id=63)
+LORA = {"enable_lora": True, "lora_rank": 4, "lora_models_on_device": 3}
+KINDS: dict[str, dict[str, object]] = {"full": {}, "lora": LORA}
+ADAPTER = LoraSpec(rank=3, alpha=8.0, seed=5)
 
 
 def service_config(folder: Path, *, shape: Mapping[str, object] = HF_CONFIG, **options: object) -> ServerConfig:
@@ -61,6 +68,27 @@ def done(worker: Worker, *operations: Operation) -> Result:
         assert not isinstance(result, Failure), result
     assert result is not None
     return result
+
+
+def make(folder: Path, kind: str, model_id: str = "m", **options: object) -> Worker:
+    """A worker of a kind, with a model."""
+    worker = worker_of(service_config(folder, **KINDS[kind], **options))
+    done(worker, CreateModel(model_id, lora=ADAPTER if kind == "lora" else None))
+    return worker
+
+
+def shards(num_ranks: int) -> dict[str, object]:
+    """The option that shards a model over so many ranks."""
+    return {"data_parallel_shard_size": num_ranks}
+
+
+def gradients(worker: Worker, model_id: str) -> dict[str, Tensor]:
+    """What waits for a step on this rank, copied."""
+    if isinstance(worker.models, AdapterModels):
+        return {name: grad.clone() for name, grad in worker.models.bank.gradients(model_id).items()}
+    assert isinstance(worker.models, WholeModel)
+    named = worker.base.module.named_parameters()
+    return {name: whole(p.grad) for name, p in named if p.grad is not None}
 
 
 def datum(length: int, seed: int = 0, num_targets: int = 0, **fields: object) -> Datum:

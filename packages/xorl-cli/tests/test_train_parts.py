@@ -55,12 +55,12 @@ def test_save_points(save_steps: int, save_epochs: float, expected: list[int]) -
     ("steps_per_epoch", "save_steps", "save_epochs", "expected"),
     [(0, 0, 1.0, True), (0, 10, 1.0, True), (0, 3, 1.0, False), (0, 0, 0.0, False), (4, 0, 1.0, False)],
 )
-def test_a_stream_that_waits_for_epochs_to_save_is_known(
-    steps_per_epoch: int, save_steps: int, save_epochs: float, expected: bool
+def test_a_stream_that_waits_for_epochs_to_save_is_told(
+    steps_per_epoch: int, save_steps: int, save_epochs: float, expected: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Catches a stream that saves nothing for days, by default, without a line that says so."""
-    due = SavePoints(10, steps_per_epoch, save_steps, save_epochs)
-    assert due.lacks_epochs is expected
+    SavePoints(10, steps_per_epoch, save_steps, save_epochs).warn()
+    assert ("train.save_epochs" in caplog.text) is expected
 
 
 def test_metrics_file_is_cut_back_to_the_step_resumed_from(tmp_path: Path) -> None:

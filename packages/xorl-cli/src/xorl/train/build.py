@@ -418,12 +418,7 @@ def _checkpoints(
         dtype = torch.bfloat16 if train.enable_mixed_precision else None
         export = ModelExport(engine.model, recipes, architecture, dtype, files)
     due = SavePoints(plan.num_steps, plan.steps_per_epoch, train.save_steps, train.save_epochs)
-    if due.lacks_epochs:
-        logger.warning(
-            "train.save_epochs: a stream has no epochs, so that this run saves after its last step=%d alone; set "
-            "train.save_steps to save before, or train.save_epochs: 0 to leave it at that",
-            plan.num_steps,
-        )
+    due.warn()
     return Checkpoints(
         checkpointer,
         engine,

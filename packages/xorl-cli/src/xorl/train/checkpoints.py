@@ -36,11 +36,15 @@ class SavePoints:
     save_steps: int
     save_epochs: float
 
-    @property
-    def lacks_epochs(self) -> bool:
-        """Whether saves were asked for by epochs alone and a stream, which has none, goes on to its last step."""
+    def warn(self) -> None:
+        """Say so where saves were asked for by epochs alone, and a stream, which has none, goes on to its last step."""
         by_steps = 0 < self.save_steps < self.num_steps
-        return self.steps_per_epoch == 0 and self.save_epochs > 0 and self.num_steps > 1 and not by_steps
+        if self.steps_per_epoch == 0 and self.save_epochs > 0 and self.num_steps > 1 and not by_steps:
+            logger.warning(
+                "train.save_epochs: a stream has no epochs, so that this run saves after its last step=%d alone; set "
+                "train.save_steps to save before, or train.save_epochs: 0 to leave it at that",
+                self.num_steps,
+            )
 
     def __call__(self, step: int) -> bool:
         """Whether step `step`, counted from 1, is one of them."""

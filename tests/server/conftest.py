@@ -1,0 +1,30 @@
+"""The service's HTTP side before an orchestrator that computes its answers."""
+
+import httpx
+import pytest
+
+from answering_orchestrator import served
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    outputs = tmp_path_factory.mktemp("outputs")
+    with (
+        served(outputs, poll_s=0.2, body_bytes=100_000) as (url, orchestrator),
+        httpx.Client(base_url=url, timeout=30) as client,
+    ):
+        yield client, orchestrator
+
+
+@pytest.fixture
+def client(service):
+    return service[0]
+
+
+@pytest.fixture
+def orchestrator(service):
+    orchestrator = service[1]
+    orchestrator.submits.clear()
+    orchestrator.tombstones.clear()
+    orchestrator.keys.clear()
+    return orchestrator
