@@ -30,11 +30,14 @@ async def serve(options: OrchestratorOptions) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     orchestrator = Orchestrator(options)
     await orchestrator.start()
-    logger.info("event=listening address=%s", orchestrator.address)
-    await stopping.wait()
-    logger.info("event=stopping")
-    await orchestrator.save_models()
-    await orchestrator.stop()
+    try:
+        logger.info("event=listening address=%s", orchestrator.address)
+        await stopping.wait()
+        logger.info("event=stopping")
+        await orchestrator.save_models()
+    finally:
+        # Also where a part has broken and the loop was stopped: open sockets would keep the process from ending.
+        await orchestrator.stop()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
