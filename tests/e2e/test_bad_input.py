@@ -120,7 +120,11 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "nothing trained": (nothing_trained, ["no token", "train.jsonl"]),
     "checkpoint of another model": (
         checkpoint_of_another_model,
-        ["another model", "model.model.embed_tokens.weight: saved as float32[64, 16], wanted float32[64, 24]"],
+        [
+            "train.load_checkpoint_path: ",
+            "is of another model than the section model describes",
+            "hidden_size: 16, not 24",
+        ],
     ),
     "output holds a run": (lambda _: [], ["train.output_dir", "global_step_2", "auto"]),
     "output not writable": (output_under_a_file, ["train.output_dir", "train.jsonl/output"]),

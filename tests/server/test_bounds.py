@@ -9,7 +9,7 @@ from xorl.server.queries import CheckpointInfo
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("optim_step", {"model_id": "m", "seq_id": 2**31}),
+        ("optim_step", {"model_id": "m", "seq_id": 2**53}),
         ("save_weights", {"model_id": "m", "seq_id": 2**63}),
         ("forward_backward", {"model_id": "m", "seq_id": 2**70, "forward_backward_input": {"data": []}}),
         ("create_model", {"base_model": "tiny", "session_id": "s", "model_seq_id": 2**63}),

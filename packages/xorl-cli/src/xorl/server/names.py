@@ -14,8 +14,9 @@ import msgspec
 
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 Dialect = Literal["tinker", "xorl"]
-# A number that a client counts: as long as in protobuf, where it is an int32. The journal holds 64 bits.
-SeqId = Annotated[int, msgspec.Meta(le=2**31 - 1)]
+# A number that a client counts, which may begin at a billion for each of its parts; all readers of JSON keep it exact,
+# and the journal has 64 bits for it.
+SeqId = Annotated[int, msgspec.Meta(le=2**53 - 1)]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 # A model's id is made of a session's and its number in it, joined by colons, or is a name that the client chose.

@@ -11,7 +11,7 @@ from xorl.server.api.gate import HEAD_BYTES, decompress
 from xorl.server.names import check_model_id
 
 _MODEL_ID = re.compile(rb'"model_id"\s*:\s*"([^"\\]{1,200})"')
-_SEQ_ID = re.compile(rb'"seq_id"\s*:\s*(\d{1,10})(?!\d)')
+_SEQ_ID = re.compile(rb'"seq_id"\s*:\s*(\d{1,16})(?!\d)')
 # In protobuf: field 1 with a length, then field 2 with a number of up to five bytes.
 _PROTOBUF = re.compile(rb"\x0a([\x01-\x7f]|[\x80-\xff]\x01)", re.DOTALL)
 _NUMBER = re.compile(rb"\x10([\x80-\xff]{0,4}[\x00-\x7f])", re.DOTALL)
