@@ -14,7 +14,6 @@ from xorl.server.queries import CheckpointInfo
         ("forward_backward", {"model_id": "m", "seq_id": 2**70, "forward_backward_input": {"data": []}}),
         ("create_model", {"base_model": "tiny", "session_id": "s", "model_seq_id": 2**63}),
         ("create_sampling_session", {"session_id": "s", "sampling_session_seq_id": 2**70}),
-        ("asample", {"prompt": {"input_ids": [1]}, "seq_id": 2**70}),
     ],
 )
 def test_numbers_that_no_journal_holds_are_refused(client, orchestrator, path, body):

@@ -14,8 +14,7 @@ import msgspec
 
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 Dialect = Literal["tinker", "xorl"]
-# A number that a client counts, which may begin at a billion for each of its parts; all readers of JSON keep it exact,
-# and the journal has 64 bits for it.
+# A number that a client counts in the order of its model, as far as every reader of JSON can. The journal has 64 bits.
 SeqId = Annotated[int, msgspec.Meta(le=2**53 - 1)]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")

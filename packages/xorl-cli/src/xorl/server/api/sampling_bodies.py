@@ -10,7 +10,7 @@ import msgspec
 from xorl.server.api.data_bodies import ModelInputJson
 from xorl.server.api.tensors import Room, TensorJson, array_of_json, tokens_array
 from xorl.server.messages import BaseSampler, CheckpointSampler, NamedSampler, Sample, SamplerRef, SessionSampler
-from xorl.server.names import SeqId, parse_uri
+from xorl.server.names import parse_uri
 
 MAX_SAMPLES = 4096
 MAX_TOP = 1024
@@ -36,7 +36,7 @@ class SampleBody(msgspec.Struct, frozen=True):
     sampling_session_id: str | None = None
     base_model: str | None = None
     model_path: str | None = None
-    seq_id: SeqId | None = None
+    seq_id: int | None = None  # of any length: one client counts from what it draws
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
