@@ -202,6 +202,21 @@ def _recomputed(forward, reentrant):
     return lambda *args: checkpoint(forward, *args, use_reentrant=reentrant)
 
 
+@pytest.mark.parametrize(("first_trained", "kept"), [(0, [True, True, True]), (1, [False, True, True])])
+def test_layers_before_the_first_one_that_is_trained_keep_nothing_for_a_gradient(first_trained, kept):
+    """Catches frozen layers that are differentiated, and a first layer that is another to what recomputes layers."""
+    decoder, ids = make_decoder("LlamaForCausalLM", num_hidden_layers=3), make_ids(LENGTHS)
+    decoder.requires_grad_(False)
+    decoder.model.layers[first_trained:].requires_grad_(True)
+    needed = []
+    for layer in decoder.model.layers:
+        layer.register_forward_pre_hook(lambda _, inputs: needed.append(inputs[0].requires_grad))
+        layer.register_forward_hook(lambda _, __, output: needed.append(output.requires_grad))
+    decoder(ids, SequenceLayout.from_lengths(LENGTHS))
+    assert needed[1::2] == kept
+    assert needed[0] == (first_trained == 0)
+
+
 def test_the_head_is_the_embedding_when_tied_and_absent_from_the_parameters():
     """Catches a tied head stored, exported or optimised twice."""
     tied, untied = make_decoder("Qwen3ForCausalLM"), make_decoder("Qwen3ForCausalLM", tie_word_embeddings=False)

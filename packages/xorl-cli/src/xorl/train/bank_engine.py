@@ -90,7 +90,7 @@ class BankEngine:
         goes on then puts `bank.gradients_kept` around it. `whole` is what else must not fail: it surrounds the passes.
         `on_output` as for `Engine`.
         """
-        self.model.module.train()
+        self.model.train()
         pending = list(batches)
         self.timer.start()
         places = {name: place for place, name in enumerate(names)}
@@ -115,7 +115,7 @@ class BankEngine:
     @torch.no_grad()
     def forward(self, mixed: MixedBatch, loss_fn: LossFn) -> LossOutput:
         """The loss of one micro-batch on this rank, without gradients; collective where parameters are sharded."""
-        self.model.module.eval()
+        self.model.train(False)
         with self._recovering():
             self.bank.activate(mixed.runs)
             return call_model(self.model, mixed.batch, _isolating(loss_fn), self.device)

@@ -101,7 +101,7 @@ class Engine:
         Every rank must bring the same number of micro-batches. `on_output` is called with the number of each and what
         the loss gave for it, once its backward pass is queued.
         """
-        self.model.module.train()
+        self.model.train()
         pending = list(batches)
         self.timer.start()
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -124,7 +124,7 @@ class Engine:
     @torch.no_grad()
     def forward(self, batch: PackedBatch, loss_fn: LossFn) -> LossOutput:
         """The loss of one micro-batch on this rank, without gradients; collective where parameters are sharded."""
-        self.model.module.eval()
+        self.model.train(False)
         return self._call(batch, loss_fn)
 
     def optim_step(self, lr: float, divisor: Tensor | float) -> Update:

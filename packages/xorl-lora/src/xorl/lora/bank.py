@@ -218,8 +218,10 @@ class AdapterBank:
             self._load(name, keep=wanted)
             self._entries[name].has_gradient |= torch.is_grad_enabled()
         numbered = [(self._base_slot if name is None else self._resident[name], length) for name, length in runs]
-        places = {place for name in wanted for place in self._entries[name].places}
-        self._slots.choose(numbered[0][0] if len(numbered) == 1 else None, places)
+        alone = numbered[0][0] if len(numbered) == 1 else None
+        self._slots.choose(alone, frozenset(place for name in wanted for place in self._entries[name].places))
+        if alone is not None:
+            return
         for target, source in zip(self._groups, TokenGroups.of(numbered, self._base_slot + 1), strict=True):
             on_gpu = target.device.type == "cuda"
             target.copy_(source.pin_memory() if on_gpu else source, non_blocking=on_gpu)

@@ -64,10 +64,10 @@ class BankedLinear(nn.Module):
     """y + scale * (x @ A.T) @ B.T on the output of a linear layer, A and B being those of each token's adapter.
 
     One grouped product for all As and one for all Bs, whatever the number of adapters; computed in the dtype of x.
-    `groups` is shared by all layers of a bank, which changes it in place before each forward pass. Leading dimensions
-    of x are flattened to the T tokens that `groups` is about. Where all tokens are of one adapter, the bank says which
-    (`alone`), and the layer computes what a model with that adapter does, which reads no other slot; () is a layer that
-    no token's adapter is on.
+    `groups` is shared by all layers of a bank, which changes it in place before each forward pass of several adapters.
+    Leading dimensions of x are flattened to the T tokens that `groups` is about. Where all tokens are of one adapter,
+    the bank says which (`alone`), and the layer computes what a model with that adapter does, which reads neither
+    another slot nor `groups`; () is a layer that no token's adapter is on.
     """
 
     def __init__(self, pairs: Sequence[StackedPair], groups: TokenGroups) -> None:

@@ -104,8 +104,11 @@ class PassRunner:
             with all_or_none("the pass"):
                 yield
             with all_or_none("reading what the pass gave"):
+                is_flat = layout.num_targets == 0
+                # Queued before the host waits for the metrics.
+                own = outputs.values(is_flat=is_flat)
                 metrics = self._metrics(outputs, model_ids)
-                values = self._values(outputs, examples, assignment, is_flat=layout.num_targets == 0)
+                values = self._values(own, examples, assignment, is_flat=is_flat)
                 found.extend(_outcomes(calls, metrics, values))
 
         loss_fn = partial(calls[0].loss, **self.base.head_options)
@@ -136,13 +139,16 @@ class PassRunner:
         return [read_metrics(dict(zip(reduced, row.unbind(), strict=True))) for row in table]
 
     def _values(
-        self, outputs: _Outputs, examples: Sequence[Example], assignment: Assignment, *, is_flat: bool
+        self, own: Tensor, examples: Sequence[Example], assignment: Assignment, *, is_flat: bool
     ) -> Values | None:
-        """(log-probabilities, losses) of each datum on rank 0; the losses of several targets are made of the former."""
+        """(log-probabilities, losses) of each datum on rank 0; the losses of several targets are made of the former.
+
+        own: what `_Outputs.values` gave on this rank.
+        """
         sizes = [
             sum(len(examples[index].tokens) for index in assignment.order(rank)) for rank in range(len(assignment.bins))
         ]
-        by_rank = gather_rows(outputs.values(is_flat=is_flat), sizes)
+        by_rank = gather_rows(own, sizes)
         if by_rank is None:
             return None
         if not is_flat:

@@ -218,8 +218,8 @@ class DecoderTrunk(nn.Module):
                 )
             hidden = hidden + self.embed_positions(layout.positions).to(compute_dtype)
         if torch.is_grad_enabled() and not hidden.requires_grad:
-            # Beside a frozen embedding: the first layer is then compiled and recomputed as the others are.
-            hidden.requires_grad_(any(parameter.requires_grad for parameter in self.layers.parameters()))
+            # Beside a frozen embedding: a first layer that is trained is compiled and recomputed as the others are.
+            hidden.requires_grad_(any(parameter.requires_grad for parameter in self.layers[0].parameters()))
         rope = None if self.rotary is None else self.rotary.tables(layout, input_ids.device)
         for index, layer in enumerate(self.layers):
             hidden = layer(hidden, layout.of_layer(index), rope)

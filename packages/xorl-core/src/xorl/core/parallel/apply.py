@@ -66,6 +66,12 @@ class ParallelModel:
     mesh: Mesh
     fp8_weights: Fp8Weights | None = None
 
+    def train(self, mode: bool = True) -> None:
+        """Put every module into training mode, or into evaluation mode; as nn.Module has it."""
+        # There are a thousand of them, for which a device that has nothing to do would wait milliseconds.
+        if self.module.training != mode:
+            self.module.train(mode)
+
     @contextmanager
     def accumulation(self, *, is_last: bool) -> Iterator[None]:
         """Around the forward and backward of one micro-batch: replicas exchange gradients at the last one only.
@@ -87,7 +93,7 @@ class ParallelModel:
         So nothing is compiled for what generation brings, and nothing is lost that training compiled. keep_gathered
         leaves sharded parameters gathered from pass to pass, until training or `drop_gathered` frees them.
         """
-        self.module.eval()
+        self.train(False)
         with (
             torch.no_grad(),
             torch.compiler.set_stance("force_eager"),
