@@ -54,7 +54,6 @@ Mode = Literal["auto", "connect"]
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 5555  # to which xorl-client connects by default
-HERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # how who listens on all interfaces is reached from this host
 TOKEN_FILE = "api_token"
 LOCK_FILE = "lock"
 RUN_FOLDER = "xorl-service-"

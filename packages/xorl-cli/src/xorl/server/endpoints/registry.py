@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -223,8 +223,3 @@ def _version(info: Info) -> str | None:
     """Of the weights that it holds now; None for those that it was started with."""
     said = info.get("weight_version")
     return None if said in (None, FIRST_VERSION) else str(said)
-
-
-def states_of(endpoints: Sequence[Endpoint]) -> list[EndpointState]:
-    """Endpoints of a configuration, which `check` has yet to find."""
-    return [EndpointState(endpoint, "unreachable", "not asked yet") for endpoint in endpoints]

@@ -50,10 +50,6 @@ class TextTokenizer:
     def eos_id(self) -> int | None:
         return self.id_of("eos_token")
 
-    @property
-    def pad_id(self) -> int | None:
-        return self.id_of("pad_token")
-
     @cached_property
     def special_ids(self) -> list[int]:
         return [number for text in self.special_texts if (number := self.core.token_to_id(text)) is not None]
