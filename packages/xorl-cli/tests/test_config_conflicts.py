@@ -349,11 +349,12 @@ def swept(*members: dict[str, Any], **lora: Any) -> dict[str, Any]:
 def test_members_of_a_sweep_are_checked_as_runs_of_their_own(
     changes: dict[str, dict[str, Any]], path: str, message: str
 ) -> None:
-    # Would catch a member whose options are accepted where the same options of a run would not be.
+    # Would catch a member whose options are accepted where the same options of a run would not be, or one that is told
+    # the same thing twice.
     with pytest.raises(ConfigError) as caught:
         loaded_with(**changes)
     found = [problem for problem in caught.value.problems if problem.path == path]
-    assert [problem for problem in found if message in problem.message], caught.value
+    assert len([problem for problem in found if message in problem.message]) == 1, caught.value
 
 
 def test_a_sweep_beside_what_it_can_stand_with_is_accepted() -> None:

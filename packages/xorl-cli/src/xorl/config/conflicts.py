@@ -194,9 +194,6 @@ NEEDS: tuple[Need, ...] = (
         lambda config: config.lora.enable_qlora,
     ),
     Need(("lora.aqn_alpha",), "lora.enable_aqn", "true", lambda config: config.lora.enable_aqn),
-    Need(
-        ("lora.sweep",), "lora.enable_lora", "true", lambda config: config.lora.enable_lora or config.lora.enable_qlora
-    ),
     Need(("lora.sweep_members_per_pass",), "lora.sweep", "a list of members", lambda config: bool(config.lora.sweep)),
     Need(
         (
