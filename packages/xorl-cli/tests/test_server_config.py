@@ -131,6 +131,7 @@ def test_what_is_shown_loads_to_the_same(tmp_path: Path) -> None:
         ({"max_lora_rank": 64}, "max_lora_rank", "does nothing unless enable_lora is true"),
         ({"enable_lora": True, "max_lora_rank": 8}, "max_lora_rank", "below lora_rank, which is 32"),
         ({"enable_lora": True, "optimizer": "sgd"}, "optimizer", "trained by AdamW in fp32: leave optimizer at adamw"),
+        ({"enable_lora": True, "enable_reentrant": True}, "enable_reentrant", "leave enable_reentrant at false"),
         ({"enable_lora": True, "quant_format": "nf4"}, "quant_format", "unless enable_qlora is true"),
         ({"enable_qlora": True, "lora_target_modules": []}, "lora_target_modules", "the list is empty"),
         ({"muon_lr": 0.1}, "muon_lr", "unless optimizer is muon"),

@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Callable, Iterator
 
 from xorl.config.conflicts import MODEL_CHECKS, unmet_needs
-from xorl.config.options import all_options
+from xorl.config.options import all_options, yaml_text
 from xorl.config.problems import Conflict
 from xorl.config.server import ServerConfig
 from xorl.config.server_training import NAMES, SECTIONS, in_server_terms, projected
@@ -66,8 +66,8 @@ def _adapters_have_their_optimizer(config: ServerConfig) -> Iterator[Conflict]:
     for name in ("optimizer", "enable_reentrant"):
         default = ServerConfig.model_fields[name].default
         if getattr(config, name) != default:
-            message = f"the adapters of the service are trained by AdamW in fp32: leave {name} at {default}".lower()
-            yield Conflict((name, "enable_lora"), message.replace("adamw in", "AdamW in"))
+            message = f"the adapters of the service are trained by AdamW in fp32: leave {name} at {yaml_text(default)}"
+            yield Conflict((name, "enable_lora"), message)
 
 
 def _ranks_are_ordered(config: ServerConfig) -> Iterator[Conflict]:
