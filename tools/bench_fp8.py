@@ -144,28 +144,35 @@ def part_rows(name: str, num_out: int, num_in: int, num_tokens: int, device: tor
     return rows
 
 
-def markdown(rows: Sequence[Row], title: str) -> str:
-    """A table of the rows, and what a step of all layers' linear layers would gain."""
-    lines = [title, "", "| layer | what | ms | rate |", "|---|---|---|---|"]
+def options_of(description: str | None) -> argparse.Namespace:
+    """The command line of a tool whose result is rows: tokens (None: by the device), repeats and json."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, help="tokens of a micro-batch; 8192, or 64 without a GPU")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--json", type=Path, help="where to write the rows as JSON as well")
+    return parser.parse_args()
+
+
+def report(rows: Sequence[Row], title: str, file: Path | None) -> None:
+    """Prints the rows, and the time of all layers beside that of bf16, as tables; writes them to `file` as JSON."""
+    print("\n".join([title, "", "| layer | what | ms | rate |", "|---|---|---|---|"]))
     for row in rows:
         rate = "" if row.rate is None else f"{row.rate:,.0f} {row.rate_unit}"
-        lines.append(f"| {row.layer} | {row.what} | {row.milliseconds:.3f} | {rate} |")
+        print(f"| {row.layer} | {row.what} | {row.milliseconds:.3f} | {rate} |")
     sums: dict[str, float] = {}
     for row in rows:
         if row.what.startswith("layer, "):
             sums[row.what] = sums.get(row.what, 0.0) + row.milliseconds
-    lines += ["", "| all layers above | ms | of bf16 |", "|---|---|---|"]
-    lines += [f"| {what} | {total:.3f} | {sums['layer, bf16'] / total:.2f} x |" for what, total in sums.items()]
-    return "\n".join(lines)
+    print("\n".join(["", "| all layers above | ms | of bf16 |", "|---|---|---|"]))
+    for what, total in sums.items():
+        print(f"| {what} | {total:.3f} | {sums['layer, bf16'] / total:.3f} x |")
+    if file is not None:
+        file.write_text(json.dumps({"title": title, "rows": [row._asdict() for row in rows]}, indent=1) + "\n")
 
 
 def main() -> int:
     """Parses the command line and returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, help="tokens of a micro-batch; 8192, or 64 without a GPU")
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--json", type=Path, help="where to write the rows as JSON as well")
-    options = parser.parse_args()
+    options = options_of(__doc__)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if (refusal := fp8_refusal(device)) is not None:
         print(f"error: {refusal}", file=sys.stderr)
@@ -177,10 +184,7 @@ def main() -> int:
         rows += layer_rows(name, num_out, num_in, num_tokens, device, options.repeats)
         rows += part_rows(name, num_out, num_in, num_tokens, device, options.repeats)
     machine = torch.cuda.get_device_name(device) if on_gpu else "CPU, emulated: these are no speeds of fp8"
-    title = f"{num_tokens} tokens, {machine}, torch {torch.__version__}"
-    print(markdown(rows, title))
-    if options.json is not None:
-        options.json.write_text(json.dumps({"title": title, "rows": [row._asdict() for row in rows]}, indent=1) + "\n")
+    report(rows, f"{num_tokens} tokens, {machine}, torch {torch.__version__}", options.json)
     return 0
 
 

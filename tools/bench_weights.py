@@ -6,16 +6,12 @@ runs that each wait for the device. Prints Markdown. On a machine without a GPU 
 which says nothing of speed.
 """
 
-import argparse
-import json
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import nn
 
-from bench_fp8 import SHAPES, TINY, Row, measure
+from bench_fp8 import SHAPES, TINY, Row, measure, options_of, report
 from xorl.core.nn import Linear
 from xorl.kernels.quant import (
     GROUP_SIZES,
@@ -71,28 +67,9 @@ def layer_row(name: str, what: str, layer: Linear, num_tokens: int, repeats: int
     return Row(name, f"layer, {what}", milliseconds, tflops, "TFLOP/s")
 
 
-def markdown(rows: Sequence[Row], title: str) -> str:
-    """A table of the rows, and the time of all layers beside that of bf16."""
-    lines = [title, "", "| layer | what | ms | rate |", "|---|---|---|---|"]
-    lines += [
-        f"| {row.layer} | {row.what} | {row.milliseconds:.3f} | {row.rate:,.0f} {row.rate_unit} |" for row in rows
-    ]
-    sums: dict[str, float] = {}
-    for row in rows:
-        if row.what.startswith("layer, "):
-            sums[row.what] = sums.get(row.what, 0.0) + row.milliseconds
-    lines += ["", "| all layers above | ms | of bf16 |", "|---|---|---|"]
-    lines += [f"| {what} | {total:.3f} | {sums['layer, bf16'] / total:.3f} x |" for what, total in sums.items()]
-    return "\n".join(lines)
-
-
 def main() -> int:
     """Parses the command line and returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, help="tokens of a micro-batch; 8192, or 64 without a GPU")
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--json", type=Path, help="where to write the rows as JSON as well")
-    options = parser.parse_args()
+    options = options_of(__doc__)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if (refusal := quant_refusal("nvfp4", device)) is not None:
         print(f"error: {refusal}", file=sys.stderr)
@@ -112,10 +89,7 @@ def main() -> int:
             rows += weight_rows(name, linear, scheme, options.repeats)
             rows.append(layer_row(name, quant_format, layer, num_tokens, options.repeats))
     machine = torch.cuda.get_device_name(device) if on_gpu else "CPU, plain twins: these are no speeds of the kernels"
-    title = f"{num_tokens} tokens, {machine}, torch {torch.__version__}"
-    print(markdown(rows, title))
-    if options.json is not None:
-        options.json.write_text(json.dumps({"title": title, "rows": [row._asdict() for row in rows]}, indent=1) + "\n")
+    report(rows, f"{num_tokens} tokens, {machine}, torch {torch.__version__}", options.json)
     return 0
 
 
