@@ -43,7 +43,7 @@ from xorl.train.observe import MetricsFile, Observer
 from xorl.train.progress import Phases
 from xorl.train.quantization import scheme_of
 from xorl.train.sweep import Member, Sweep
-from xorl.train.sweep_saving import MEMBERS, SweepSaving, adapter_folder, saved_members
+from xorl.train.sweep_saving import MEMBERS, SweepSaving, member_adapter, saved_members
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def build_sweep(config: Config) -> Sweep:
     require_agreement("data", f"training {[(name, plan.hash, plan.num_steps) for name, plan in plans.items()]}")
     num_steps = max(plan.num_steps for plan in plans.values())
     if manifest is not None and resumed is not None and manifest.step >= num_steps:
-        lacks_export = train.save_hf_weights and not all(adapter_folder(output_dir, name).exists() for name in own)
+        lacks_export = train.save_hf_weights and not all(member_adapter(output_dir, name).exists() for name in own)
         if manifest.step > num_steps or not lacks_export:
             raise RunComplete(resumed)
     with phases("model", f"architecture={architecture.spec.architecture} device={place.device}"):

@@ -112,7 +112,7 @@ class SweepSaving:
     def export(self, names: Sequence[str]) -> None:
         """Write the adapters of these members for other tools, those that are not there yet. Collective."""
         for name in names if self._exports else ():
-            if not (folder := adapter_folder(self._output_dir, name)).exists():
+            if not (folder := member_adapter(self._output_dir, name)).exists():
                 AdapterExport(self._files(name), self._spec).write(folder)
 
     def _write_adapters(self, folder: Path) -> dict[str, FileRecord]:
@@ -127,7 +127,7 @@ class SweepSaving:
         return written
 
 
-def adapter_folder(output_dir: Path, name: str) -> Path:
+def member_adapter(output_dir: Path, name: str) -> Path:
     """Where a member's adapter is written at the end."""
     return output_dir / MEMBERS / name / ADAPTER
 
