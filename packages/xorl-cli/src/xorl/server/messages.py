@@ -68,9 +68,9 @@ class ForwardBackward(Message, frozen=True):
 
 
 class OptimStep(Message, frozen=True):
-    """One step of AdamW on the accumulated gradient, which is then zero. Weight decay is decoupled.
+    """One step of AdamW, or of the optimizer of full weights, on the accumulated gradient, which is then zero.
 
-    grad_clip_norm: the global norm to clip at; 0 is no clipping.
+    Weight decay is decoupled. grad_clip_norm: the global norm to clip at; 0 is no clipping.
     """
 
     model_id: str
