@@ -70,7 +70,7 @@ def merged_rows(layer: Linear | Embedding, pairs: Sequence[LowRank] | None = Non
         pairs = [] if adapter is None else adapter.pairs()
     for pair in pairs:
         if isinstance(layer, Embedding):
-            a, b = _whole(pair.A).to(rows.dtype), _whole(pair.B).to(rows.dtype)
+            a, b = whole(pair.A).to(rows.dtype), whole(pair.B).to(rows.dtype)
             rows.addmm_(a[:, first : first + len(rows)].t(), b.t(), alpha=pair.scale)
         else:
             _fold_pair_(rows, pair, first)
@@ -87,8 +87,8 @@ def _base_rows(layer: Linear | Embedding) -> tuple[Tensor, int]:
 
 def _fold_pair_(rows: Tensor, pair: LowRank, first: int) -> None:
     """Fold one adapter into `rows`, which begin at row `first` of the layer's weight."""
-    a, b = _whole(pair.A).to(rows.dtype), _whole(pair.B).to(rows.dtype)
-    offset = None if pair.magnitude_offset is None else _whole(pair.magnitude_offset).to(rows.dtype)
+    a, b = whole(pair.A).to(rows.dtype), whole(pair.B).to(rows.dtype)
+    offset = None if pair.magnitude_offset is None else whole(pair.magnitude_offset).to(rows.dtype)
     start, stop = max(pair.start, first), min(pair.stop, first + len(rows))
     if start >= stop:
         return
@@ -104,7 +104,7 @@ def _fold_pair_(rows: Tensor, pair: LowRank, first: int) -> None:
 def magnitude(adapter: Adapter) -> Tensor:
     """Of DoRA, the trained norms of the rows of the adapted weight [P], fp32, whole on every rank; collective."""
     assert adapter.magnitude_offset is not None, "an adapter with DoRA"
-    return _base_norms(adapter) + _whole(adapter.magnitude_offset)
+    return _base_norms(adapter) + whole(adapter.magnitude_offset)
 
 
 @torch.no_grad()
@@ -119,11 +119,12 @@ def _base_norms(adapter: Adapter) -> Tensor:
     if isinstance(layer, QuantizedLinear):
         norms = gather_rows(layer, torch.linalg.vector_norm(read_rows(layer), dim=1))
     else:
-        norms = _whole(torch.linalg.vector_norm(layer.weight.float(), dim=1))
+        norms = whole(torch.linalg.vector_norm(layer.weight.float(), dim=1))
     return norms[adapter.pair.start : adapter.pair.stop]
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, on every rank; collective where it is sharded."""
     return cast(DTensor, tensor).full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

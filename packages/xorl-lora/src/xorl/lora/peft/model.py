@@ -3,16 +3,14 @@
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from xorl.core.models.recipes import WeightSource
 from xorl.core.parallel import copy_shard_
 from xorl.lora.inject import Adapter, adapters
-from xorl.lora.merge import magnitude, set_magnitude_
+from xorl.lora.merge import magnitude, set_magnitude_, whole
 from xorl.lora.peft.config import AdapterConfig, shared_value, shortest_names
 from xorl.lora.peft.layout import AdapterLayout, ModuleKind, keys_of
 from xorl.lora.spec import AdapterSpec
@@ -71,8 +69,8 @@ def adapter_tensors(model: nn.Module, found: Mapping[str, Adapter] | None = None
     tensors: dict[str, FileTensor] = {}
     for name, adapter in (adapters(model) if found is None else found).items():
         a, b, magnitudes = keys_of(name, _kind(adapter))
-        tensors[a] = FileTensor(tuple(adapter.A.shape), partial(_whole, adapter.A))
-        tensors[b] = FileTensor(tuple(adapter.B.shape), partial(_whole, adapter.B))
+        tensors[a] = FileTensor(tuple(adapter.A.shape), partial(whole, adapter.A))
+        tensors[b] = FileTensor(tuple(adapter.B.shape), partial(whole, adapter.B))
         if adapter.magnitude_offset is not None:
             tensors[magnitudes] = FileTensor(tuple(adapter.magnitude_offset.shape), partial(magnitude, adapter))
     return tensors
@@ -104,7 +102,3 @@ def load_adapters(model: nn.Module, layout: AdapterLayout, source: WeightSource)
 
 def _kind(adapter: Adapter) -> ModuleKind:
     return "embedding" if adapter.is_embedding else "linear"
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return cast(DTensor, tensor).full_tensor() if isinstance(tensor, DTensor) else tensor
