@@ -28,7 +28,7 @@ def write_gathered(
         # Every rank takes part in each gather; rank 0 alone keeps what it gives.
         full = gather_whole(tensors[name])
         if this_rank() == 0:
-            whole[name] = _compact(full)
+            whole[name] = compact(full)
     files: dict[str, FileRecord] = {}
     with agreed("write the checkpoint"):
         if this_rank() == 0:
@@ -62,7 +62,7 @@ def _require_same_names(names: list[str]) -> None:
         )
 
 
-def _compact(tensor: torch.Tensor) -> torch.Tensor:
+def compact(tensor: torch.Tensor) -> torch.Tensor:
     """On the CPU, and without the rest of a larger storage, which torch.save would write too."""
     tensor = tensor.cpu()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

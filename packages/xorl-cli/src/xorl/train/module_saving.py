@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from xorl.ckpt import Checkpointer, CheckpointError, Stateful, read_manifest
 from xorl.ckpt.files import sync_file
+from xorl.ckpt.gathered import compact
 from xorl.ckpt.layout import is_complete, prepare_root
 from xorl.ckpt.ranks import agreed, num_ranks, this_rank
 from xorl.ckpt.regions import gather_whole
@@ -130,7 +131,7 @@ class ModuleState:
             if id(tensor) not in by_identity:  # tied weights are gathered and written once
                 # Offloaded shards are gathered over the device, whose links are the fast ones.
                 full = gather_whole(tensor.to(self.device)) if isinstance(tensor, DTensor) else tensor.detach()
-                by_identity[id(tensor)] = _compact(full) if this_rank() == 0 else full.new_empty(0)
+                by_identity[id(tensor)] = compact(full) if this_rank() == 0 else full.new_empty(0)
             whole[name] = by_identity[id(tensor)]
         return whole if this_rank() == 0 else {}
 
@@ -182,9 +183,3 @@ def _read(path: Path) -> dict:
     if not isinstance(saved, dict) or any(not isinstance(saved.get(key), kind) for key, kind in wanted.items()):
         raise CheckpointError(f"{path} was not written by save_checkpoint: it needs {', '.join(wanted)}")
     return saved
-
-
-def _compact(tensor: Tensor) -> Tensor:
-    """In host memory, without the rest of a larger storage, which would be written too."""
-    tensor = tensor.cpu()
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
