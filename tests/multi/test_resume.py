@@ -109,7 +109,7 @@ def final_state(output: Path) -> dict[str, Tensor]:
     parts: dict[str, Tensors] = {}
     for name, record in read_manifest(checkpoint).tensors.items():
         part, _, key = name.partition(".")
-        parts.setdefault(part, Tensors())[key] = torch.zeros(record.shape, dtype=getattr(torch, record.dtype))
+        parts.setdefault(part, Tensors())[key] = torch.zeros(record.shape, dtype=record.torch_dtype)
     Checkpointer(output / "checkpoints").load(checkpoint, parts)
     return {f"{part}.{key}": tensor for part, tensors in parts.items() for key, tensor in tensors.items()}
 

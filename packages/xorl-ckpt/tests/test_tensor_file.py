@@ -45,7 +45,7 @@ class Part(dict):
 
 
 def groups_of(tensors):
-    records = {name: TensorRecord(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()}
+    records = {name: TensorRecord.of(t) for name, t in tensors.items()}
     return [TensorGroup({name: records[name]}, lambda name=name: {name: tensors[name]}) for name in tensors]
 
 

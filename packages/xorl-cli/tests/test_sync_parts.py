@@ -12,7 +12,7 @@ from xorl.train.sync.group import Rendezvous, address_towards
 
 
 def group(**tensors: torch.Tensor) -> TensorGroup:
-    records = {name: TensorRecord(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()}
+    records = {name: TensorRecord.of(t) for name, t in tensors.items()}
     return TensorGroup(records, lambda: tensors)
 
 
@@ -36,10 +36,8 @@ def test_a_receiver_can_view_each_tensor_where_it_lies() -> None:
     start = 0
     found = {}
     for name, record in bucket.records.items():
-        dtype = getattr(torch, record.dtype)
-        size = torch.Size(record.shape).numel() * dtype.itemsize
-        found[name] = buffer[start : start + size].view(dtype).reshape(record.shape)
-        start += size
+        found[name] = buffer[start : start + record.num_bytes].view(record.torch_dtype).reshape(record.shape)
+        start += record.num_bytes
     assert start == len(buffer)
     for name, tensor in {**first.make(), **second.make()}.items():
         assert torch.equal(found[name], tensor)

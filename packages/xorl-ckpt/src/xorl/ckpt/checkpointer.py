@@ -23,7 +23,7 @@ from xorl.ckpt.files import FileRecord, check_hashes, check_sizes, share_of_file
 from xorl.ckpt.layout import JSON, Manifest, StorageKind, TensorRecord
 from xorl.ckpt.metadata import read_metadata
 from xorl.ckpt.ranks import agreed, all_gather_text, any_rank_holds, broadcast_text, num_ranks, this_rank
-from xorl.ckpt.regions import describe_meshes, dtype_name
+from xorl.ckpt.regions import describe_meshes
 
 logger = logging.getLogger(__name__)
 
@@ -307,7 +307,7 @@ def _differences(tensors: Mapping[str, torch.Tensor], saved: Mapping[str, Tensor
     missing = [name for name in tensors if name not in saved]
     changed: list[str] = []
     for name, tensor in tensors.items():
-        wanted = TensorRecord(tuple(tensor.shape), dtype_name(tensor.dtype))
+        wanted = TensorRecord.of(tensor)
         if name in saved and saved[name] != wanted:
             has = saved[name]
             changed.append(f"{name}: saved as {has.dtype}{list(has.shape)}, wanted {wanted.dtype}{list(wanted.shape)}")

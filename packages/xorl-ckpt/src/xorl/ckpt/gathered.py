@@ -14,7 +14,7 @@ from xorl.ckpt.errors import CheckpointError
 from xorl.ckpt.files import FileRecord, HashedFile
 from xorl.ckpt.layout import GATHERED_STATE, TensorRecord
 from xorl.ckpt.ranks import agreed, all_gather_text, this_rank
-from xorl.ckpt.regions import dtype_name, gather_whole, local_region, local_tensor
+from xorl.ckpt.regions import gather_whole, local_region, local_tensor
 
 
 def write_gathered(
@@ -35,7 +35,7 @@ def write_gathered(
             with HashedFile(folder / GATHERED_STATE) as stream:
                 torch.save(whole, stream)  # pyright: ignore[reportArgumentType]
             files[GATHERED_STATE] = stream.record
-    records = {name: TensorRecord(tuple(tensors[name].shape), dtype_name(tensors[name].dtype)) for name in names}
+    records = {name: TensorRecord.of(tensors[name]) for name in names}
     return files, records
 
 

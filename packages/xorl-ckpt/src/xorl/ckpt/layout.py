@@ -13,6 +13,7 @@ Nothing here talks to other ranks: rank 0 alone writes, and the checkpointer spr
 import errno
 import json
 import logging
+import math
 import platform
 import re
 import shutil
@@ -28,6 +29,7 @@ import xxhash
 
 from xorl.ckpt.errors import CheckpointError
 from xorl.ckpt.files import FileRecord, check_hashes, check_sizes, sync_file, write_file
+from xorl.ckpt.regions import dtype_name
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,23 @@ class TensorRecord:
 
     shape: tuple[int, ...]
     dtype: str
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "TensorRecord":
+        """That of a tensor, whole or sharded."""
+        return cls(tuple(tensor.shape), dtype_name(tensor.dtype))
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """torch's object of that name."""
+        found = getattr(torch, self.dtype)
+        assert isinstance(found, torch.dtype), f"{self.dtype} is no dtype"
+        return found
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all values."""
+        return math.prod(self.shape) * self.torch_dtype.itemsize
 
 
 def software_versions() -> dict[str, str]:

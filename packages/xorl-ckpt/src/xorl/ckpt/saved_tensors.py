@@ -69,7 +69,7 @@ class SavedParameters:
         return self._shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self._manifest.tensors[f"{self._part}.{self._makers[name][0]}"].dtype)
+        dtype = self._manifest.tensors[f"{self._part}.{self._makers[name][0]}"].torch_dtype
         # What is saved in another form, as bytes, has none of its own.
         return dtype if dtype.is_floating_point else torch.bfloat16
 
@@ -90,7 +90,7 @@ class SavedParameters:
         record = self._manifest.tensors.get(f"{self._part}.{name}")
         if record is None:
             return None
-        values = torch.empty(record.shape, dtype=getattr(torch, record.dtype))
+        values = torch.empty(record.shape, dtype=record.torch_dtype)
         wanted = {f"{self._part}.{name}": values}
         if self._metadata is None:
             gathered.read_gathered(wanted, self._folder)

@@ -4,7 +4,6 @@ No process ever holds the file. What tensors there are, and how they are made, i
 """
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +34,7 @@ class TensorGroup:
 
     @property
     def num_bytes(self) -> int:
-        return sum(math.prod(record.shape) * _dtype(record).itemsize for record in self.records.values())
+        return sum(record.num_bytes for record in self.records.values())
 
 
 def write_tensor_file(path: Path, groups: Sequence[TensorGroup]) -> FileRecord | None:
@@ -44,7 +43,7 @@ def write_tensor_file(path: Path, groups: Sequence[TensorGroup]) -> FileRecord |
     The bytes depend on the names, the values and the order of the groups alone, not on the number of ranks.
     """
     # Wide elements first, as every writer does: readers view the values in place, which needs them aligned.
-    ordered = sorted(groups, key=lambda group: -max(_dtype(record).itemsize for record in group.records.values()))
+    ordered = sorted(groups, key=lambda group: -max(record.torch_dtype.itemsize for record in group.records.values()))
     stream: HashedFile | None = None
     with agreed(f"write {path}"):
         if this_rank() == 0:
@@ -73,9 +72,9 @@ def _header(groups: Sequence[TensorGroup]) -> bytes:
     for group in groups:
         for name, record in group.records.items():
             assert name not in content, f"{name} is written twice"
-            start, end = end, end + math.prod(record.shape) * _dtype(record).itemsize
+            start, end = end, end + record.num_bytes
             content[name] = {
-                "dtype": _NAMES[_dtype(record)],
+                "dtype": _NAMES[record.torch_dtype],
                 "shape": list(record.shape),
                 "data_offsets": [start, end],
             }
@@ -86,13 +85,7 @@ def _header(groups: Sequence[TensorGroup]) -> bytes:
 
 def _bytes(name: str, tensor: torch.Tensor, record: TensorRecord) -> memoryview | bytes:
     tensor = tensor.detach().cpu().contiguous()
-    found = TensorRecord(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+    found = TensorRecord.of(tensor)
     assert found == record, f"{name} was announced as {record} and came as {found}"
     # A view of no bytes cannot be cast.
     return tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b""
-
-
-def _dtype(record: TensorRecord) -> torch.dtype:
-    dtype = getattr(torch, record.dtype)
-    assert isinstance(dtype, torch.dtype)
-    return dtype

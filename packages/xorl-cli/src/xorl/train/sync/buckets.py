@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 
 import torch
 from torch import Tensor
@@ -23,11 +22,11 @@ class Bucket:
     def records(self) -> Mapping[str, TensorRecord]:
         """By name, those of wide elements first: a receiver views the bytes in place, which needs them aligned."""
         records = [item for group in self.groups for item in group.records.items()]
-        return dict(sorted(records, key=lambda item: -_dtype(item[1]).itemsize))
+        return dict(sorted(records, key=lambda item: -item[1].torch_dtype.itemsize))
 
     @property
     def num_bytes(self) -> int:
-        return sum(_num_bytes(record) for record in self.records.values())
+        return sum(record.num_bytes for record in self.records.values())
 
     def fill_(self, buffer: Tensor | None) -> None:
         """Make the tensors and copy them into `buffer`, uint8 [num_bytes], None where they go nowhere; collective."""
@@ -35,7 +34,7 @@ class Bucket:
         stop = 0
         for name, record in self.records.items():
             starts[name] = stop
-            stop += _num_bytes(record)
+            stop += record.num_bytes
         for group in self.groups:
             tensors = group.make()
             if buffer is None:
@@ -43,8 +42,8 @@ class Bucket:
                 continue
             for name, record in group.records.items():
                 tensor = tensors[name]
-                assert (tensor.shape, tensor.dtype) == (record.shape, _dtype(record)), f"{name} is no {record}"
-                part = buffer[starts[name] : starts[name] + _num_bytes(record)]
+                assert (tensor.shape, tensor.dtype) == (record.shape, record.torch_dtype), f"{name} is no {record}"
+                part = buffer[starts[name] : starts[name] + record.num_bytes]
                 part.copy_(tensor.contiguous().reshape(-1).view(torch.uint8))
                 del tensor
             # Not held while the next ones are gathered.
@@ -62,13 +61,3 @@ def plan_buckets(groups: Sequence[TensorGroup], limit_bytes: int) -> list[Bucket
         held[-1].append(group)
         size += group.num_bytes
     return [Bucket(tuple(together)) for together in held]
-
-
-def _num_bytes(record: TensorRecord) -> int:
-    return prod(record.shape) * _dtype(record).itemsize
-
-
-def _dtype(record: TensorRecord) -> torch.dtype:
-    dtype = getattr(torch, record.dtype)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
