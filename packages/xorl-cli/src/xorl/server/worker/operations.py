@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from xorl.ckpt import CheckpointError
+from xorl.core.loss import NUM_TRAINED
 from xorl.lora import Adam
 from xorl.server.messages import (
     AbortGradients,
@@ -61,7 +62,6 @@ from xorl.server.worker.together import all_or_none, gather_numbers
 
 logger = logging.getLogger(__name__)
 
-NUM_TRAINED = "valid_tokens:sum"
 ReadT = TypeVar("ReadT")
 
 

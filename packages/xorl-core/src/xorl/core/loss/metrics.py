@@ -15,14 +15,15 @@ from torch import Tensor
 
 from xorl.core.loss.output import LossOutput, TokenValues
 
-NUM_TOKENS = "valid_tokens:sum"
+# The metric that counts trained tokens, under the name that clients of the service know.
+NUM_TRAINED = "valid_tokens:sum"
 
 
 def token_metrics(per_token: Tensor, values: TokenValues) -> dict[str, Tensor]:
     """Metrics of one micro-batch of T tokens, or of some neighbours among them, from the loss of each token [T]."""
     per_token = per_token.detach()
     loss_sum = per_token.sum(dtype=torch.float64)
-    metrics = {"loss:sum": loss_sum, "loss:mean": loss_sum, NUM_TOKENS: values.trained.sum(dtype=torch.float64)}
+    metrics = {"loss:sum": loss_sum, "loss:mean": loss_sum, NUM_TRAINED: values.trained.sum(dtype=torch.float64)}
     ignored = ~values.trained
     for name, value in values.means.items():
         metrics[f"{name}:mean"] = value.double().masked_fill(ignored, 0.0).sum()
@@ -88,11 +89,11 @@ def read_metrics(metrics: Mapping[str, Tensor]) -> dict[str, float]:
     Over no tokens at all there are no means and extremes, and these names are left out.
     """
     values = dict(zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True))
-    num_tokens = values[NUM_TOKENS]
+    num_trained = values[NUM_TRAINED]
     return {
-        name: value / num_tokens if _reduction(name) == "mean" else value
+        name: value / num_trained if _reduction(name) == "mean" else value
         for name, value in values.items()
-        if num_tokens or _reduction(name) == "sum"
+        if num_trained or _reduction(name) == "sum"
     }
 
 
