@@ -4,7 +4,7 @@
     uv run tools/bench_fused.py --dry-run             # anywhere: tiny shapes, in Triton's interpreter, no figures
 
 Writes a table in Markdown and everything as JSON into --output, and says which kernels are faster than what is
-compiled: what `FASTER_THAN_COMPILED` in xorl.core.nn.kernels has to hold.
+compiled, which all of `FUSED_KERNELS` in xorl.core.nn.kernels have to be: compiled layers take them too.
 """
 
 from __future__ import annotations

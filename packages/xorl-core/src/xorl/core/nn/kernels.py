@@ -17,11 +17,8 @@ from xorl.kernels.fused import HeadNorms, HeadShape, RopeTables, opaque, referen
 logger = logging.getLogger(__name__)
 
 FusedKernel = Literal["rms_norm", "rope", "swiglu"]
+# Compiled layers take them too: each is faster than what torch.compile makes of its plain form (tools/bench_fused.py).
 FUSED_KERNELS: tuple[FusedKernel, ...] = ("rms_norm", "rope", "swiglu")
-
-# Those that tools/bench_fused.py has shown to be faster than what torch.compile makes of the plain forms. Compiled
-# layers take no others: what was not measured is not faster.
-FASTER_THAN_COMPILED: frozenset[FusedKernel] = frozenset(FUSED_KERNELS)
 
 SplitHeadsFn = Callable[
     [tuple[Tensor, ...], HeadShape, HeadNorms | None, RopeTables | None], tuple[Tensor, Tensor, Tensor]
@@ -68,8 +65,6 @@ def choose_kernels(
     if refusal is None and dtype == torch.float64:
         refusal = "fused kernels compute in fp32"
     fused: set[FusedKernel] = {name for name in FUSED_KERNELS if name not in native and refusal is None}
-    if compiled:
-        fused &= FASTER_THAN_COMPILED
     chosen = " ".join(f"{name}={'fused' if name in fused else 'plain'}" for name in FUSED_KERNELS)
     logger.info("kernels %s compiled=%s%s", chosen, compiled, f" refusal={refusal!r}" if refusal else "")
     # Only a compiler takes plain forms apart.
