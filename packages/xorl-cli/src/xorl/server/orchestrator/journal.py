@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from xorl.server.messages import PROTOCOL_VERSION
+from xorl.server.names import Dialect
 from xorl.server.orchestrator.commit import GroupCommit, connect
 
 SCHEMA = """
@@ -35,7 +36,6 @@ CREATE TABLE IF NOT EXISTS tail(
 CREATE INDEX IF NOT EXISTS tail_by_lane ON tail(lane, position);
 CREATE TABLE IF NOT EXISTS records(kind TEXT, name TEXT, body BLOB NOT NULL, PRIMARY KEY(kind, name)) WITHOUT ROWID;
 """
-Dialect = Literal["tinker", "xorl"]
 # Whoever submits meanwhile waits for it.
 PRUNED_AT_ONCE = 1000
 
