@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 
 from xorl.config import Config, ConfigError, LoadedConfig, check_world_size, config_from_mapping
+from xorl.config.data_conflicts import FORMAT_COLUMNS, FORMAT_TARGETS
+from xorl.data.choose import COLUMN_KEYS, TARGETS
 
 Options = dict[str, dict[str, Any]]
 
@@ -20,6 +22,12 @@ def loaded_with(**changes: dict[str, Any]) -> LoadedConfig:
     for section, options in changes.items():
         data[section] |= options
     return config_from_mapping(data)
+
+
+def test_what_a_type_of_data_takes_is_what_its_format_takes() -> None:
+    # Would catch a configuration that is refused for what a format reads, or accepted for what it does not: the tables
+    # stand twice, since a configuration is checked without torch.
+    assert (FORMAT_TARGETS, FORMAT_COLUMNS) == (TARGETS, COLUMN_KEYS)
 
 
 def entry(**options: Any) -> dict[str, Any]:
