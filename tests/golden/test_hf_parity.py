@@ -22,6 +22,7 @@ from xorl.core.parallel import ParallelModel
 from xorl.kernels.attention import AttentionRequest, resolve_attention
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import linear_cross_entropy
+from xorl.lora.peft import HeldTensors
 from xorl.server.sampler import Sampler, SampleRequest
 
 LOGIT_TOLERANCE = 1e-5
@@ -116,25 +117,6 @@ GENERATED = {"grouped heads", "one kv head", "dynamic rope", "yarn rope", "slidi
 IDS = [f"{case.architecture} {case.label}" for case in CASES]
 
 
-class ModelSource:
-    """A transformers model as a source of weights, without files."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.tensors = tensors
-
-    def names(self):
-        return self.tensors.keys()
-
-    def shape(self, name):
-        return tuple(self.tensors[name].shape)
-
-    def dtype(self, name):
-        return self.tensors[name].dtype
-
-    def read(self, name, start=None, stop=None):
-        return self.tensors[name][start:stop]
-
-
 def make_decoder(hf_config: Mapping[str, object], *, backend: str, merge_qkv: bool):
     """An uninitialised decoder for a config.json, and its recipes."""
     spec = spec_for(hf_config)
@@ -149,7 +131,7 @@ def make_twin(model: transformers.PreTrainedModel, *, backend: str, merge_qkv: b
     """A decoder with the weights of a transformers model, and its recipes."""
     hf_config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
     decoder, recipes = make_decoder(hf_config, backend=backend, merge_qkv=merge_qkv)
-    source = spec_for(hf_config).checkpoint_view(decoder.config, ModelSource(model.state_dict()))
+    source = spec_for(hf_config).checkpoint_view(decoder.config, HeldTensors(model.state_dict()))
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             parameter.copy_(recipes[name].read(source, 0, parameter.shape[0]))

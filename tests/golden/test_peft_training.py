@@ -25,6 +25,7 @@ from xorl.core.loss import cross_entropy
 from xorl.core.models import Decoder, spec_for
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import AdapterSpec, adapter_parameters, adapters, inject, load_adapter_state_dict, magnitude
+from xorl.lora.peft import HeldTensors
 
 TOLERANCE = 1e-5
 LENGTHS = [23, 1, 12, 9]
@@ -115,7 +116,7 @@ def ours_of(name: str, spec: AdapterSpec, adapted: nn.Module) -> Decoder:
     hf_config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
     family = spec_for(hf_config)
     decoder = family.build(family.config_from_hf(hf_config))
-    view = family.checkpoint_view(decoder.config, _Weights(model.state_dict()))
+    view = family.checkpoint_view(decoder.config, HeldTensors(model.state_dict()))
     with torch.no_grad():
         for key, recipe in family.recipes(decoder.config, merge_qkv=True).items():
             dict(decoder.named_parameters())[key].copy_(recipe.read(view, 0, recipe.shape[0]))
@@ -126,20 +127,6 @@ def ours_of(name: str, spec: AdapterSpec, adapted: nn.Module) -> Decoder:
             values[f"{key}.lora_magnitude_offset"] -= magnitude(adapter)
     load_adapter_state_dict(decoder, values)
     return decoder
-
-
-class _Weights(dict):
-    def names(self):
-        return self.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self[name].shape)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self[name].dtype
-
-    def read(self, name: str, start: int | None = None, stop: int | None = None) -> Tensor:
-        return self[name][start:stop]
 
 
 def their_loss(adapted: nn.Module) -> tuple[Tensor, Tensor]:
