@@ -1,4 +1,4 @@
-"""train: run the command on GPUs, on a tiny model and documents that can be learned, and get back its losses."""
+"""Fixtures of the tests on GPUs: the command on a tiny model and documents that can be learned, and a mode of torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -76,6 +76,15 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[float]
         return [record["loss"] for record in records if "loss" in record]
 
     return run
+
+
+@pytest.fixture
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch's deterministic mode, for one test."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def first_gpus(count: int) -> str:

@@ -48,15 +48,6 @@ def resolve(backend: str, dtype: torch.dtype, head_dim: int, window: int | None,
         pytest.skip(str(error))
 
 
-@pytest.fixture
-def deterministic(monkeypatch):
-    """torch's deterministic mode, for one test."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 # A window of 1 has no gradients of queries and keys, so there is nothing that errors are relative to.
 @pytest.mark.parametrize("window", [None, 2, 33])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), SHAPES)

@@ -42,14 +42,6 @@ TOOLS = Path(__file__).parents[2] / "tools"
 HALF = "layer in half of them"
 
 
-@pytest.fixture
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def model_with(recompute: Recompute, limit_bytes: float | None) -> tuple[Decoder, ActivationOffload | None]:
     device = torch.device("cuda", torch.cuda.current_device())
     spec = spec_for(HF_CONFIG)
