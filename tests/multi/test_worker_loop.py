@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from pathlib import Path
 
@@ -108,3 +109,20 @@ def test_results_are_kept_within_bounds() -> None:
     assert small.of("a") is not None
     small.add("b", Saved(None, "y" * 100))
     assert [small.of(name) is not None for name in "ab"] == [False, True]
+
+
+@pytest.mark.multi
+def test_a_rank_that_dies_ends_the_others_and_its_call_has_no_answer(tmp_path: Path, run_ranks) -> None:
+    """Catches a client that is told of a broken connection, as its call's final result, where one GPU's process died.
+
+    Without an answer the orchestrator has the workers that are started next compute the call.
+    """
+
+    def run() -> list[Result]:
+        worker = Worker(build_base(service_config(tmp_path, data_parallel_shard_size=2), runtime.init("cpu")), "")
+        worker.run(Work(["1"], [CreateModel("m")]))
+        if runtime.global_rank() == 1:
+            worker.base.module.layers[1].register_forward_hook(lambda *_: os._exit(9))
+        return worker.run(Work(["2"], [ForwardBackward("m", [datum(4, 1), datum(5, 2)], "cross_entropy")]))
+
+    assert run_ranks(run, 2) == ["no result", "no result"]

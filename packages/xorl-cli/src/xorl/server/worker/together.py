@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -48,10 +49,14 @@ def all_or_none(what: str) -> Iterator[None]:
         return
     watchdog = None if error is None else _end_unless_cancelled(what, error)
     has_failed = torch.tensor([error is not None], dtype=torch.int32)
-    dist.all_reduce(has_failed, dist.ReduceOp.MAX)
     reports: list[str | None] = []
-    if has_failed.item():
-        reports = [json.loads(text) for text in all_gather_text(json.dumps(None if error is None else str(error)))]
+    try:
+        dist.all_reduce(has_failed, dist.ReduceOp.MAX)
+        if has_failed.item():
+            reports = [json.loads(text) for text in all_gather_text(json.dumps(None if error is None else str(error)))]
+    except RuntimeError as parted:
+        # A rank is gone. What failed here failed with it, and is no answer to a client.
+        _end(what, error or parted)
     if watchdog is not None:
         watchdog.cancel()
     if error is not None:
@@ -62,14 +67,15 @@ def all_or_none(what: str) -> Iterator[None]:
 
 
 def _end_unless_cancelled(what: str, error: Exception) -> threading.Timer:
-    def end() -> None:
-        logger.critical("event=ranks_parted what=%s grace_s=%.0f error=%r", what, GRACE_S, error)
-        os._exit(EXIT_CODE)
-
-    watchdog = threading.Timer(GRACE_S, end)
+    watchdog = threading.Timer(GRACE_S, _end, (what, error))
     watchdog.daemon = True
     watchdog.start()
     return watchdog
+
+
+def _end(what: str, error: Exception) -> NoReturn:
+    logger.critical("event=ranks_parted what=%s error=%r", what, error)
+    os._exit(EXIT_CODE)
 
 
 def broadcast_bytes(data: bytes | None) -> bytes:
