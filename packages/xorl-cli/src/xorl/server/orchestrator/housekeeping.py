@@ -91,10 +91,8 @@ class Housekeeping:
             since_tried = now - self._released.get(model.lane, 0.0)
             if model.state != "ready" or model.lane in busy or since_tried < RETRY_RELEASE_S:
                 continue
-            session = registry.sessions.get(model.session_id or "")
-            is_over = session is not None and session.is_finished and session.last_active >= model.last_active
             is_idle = now - registry.activity(model) > state.options.idle_session_timeout_s
-            if is_over or is_idle:
+            if is_idle or registry.has_left(model):
                 self._released[model.lane] = now
                 await self._door.submit_own(UnloadModel(model.model_id), RELEASE)
         self._released = {lane: tried for lane, tried in self._released.items() if now - tried < RETRY_RELEASE_S}

@@ -30,7 +30,7 @@ from xorl.server.orchestrator.calls import AFTER_STEP, saved_as
 from xorl.server.orchestrator.lane import Ticket
 from xorl.server.orchestrator.recovery import RecoveryError, restore
 from xorl.server.orchestrator.registry import ModelRecord, SamplerRecord, stored
-from xorl.server.orchestrator.release import Release
+from xorl.server.orchestrator.release import Release, silence_of
 from xorl.server.orchestrator.state import OpenRequest, State
 from xorl.server.orchestrator.workers import Incarnation
 
@@ -144,7 +144,10 @@ class Readiness:
             if other is model or other.workers != workers.name:
                 continue
             if not self._models.is_silent(other):
-                message = f"model {other.model_id} has the base, and its client is there: unload it, or end its session"
+                message = (
+                    f"model {other.model_id} has the base, and its client is there: unload it, or close that client; "
+                    f"one that is gone makes way after {silence_of(other):.0f} s"
+                )
                 raise CannotRun(Failure("user", 409, message))
             failure = await self._models.set_aside(other, workers)
             if failure is not None:

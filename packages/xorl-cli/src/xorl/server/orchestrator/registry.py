@@ -141,6 +141,11 @@ class Registry:
         session = self.sessions.get(model.session_id or "")
         return max(model.last_active, session.last_active if session is not None else 0.0)
 
+    def has_left(self, model: ModelRecord) -> bool:
+        """Whether a model's client has ended its session, and has not called since."""
+        session = self.sessions.get(model.session_id or "")
+        return session is not None and session.is_finished and session.last_active >= model.last_active
+
     def readers(self, checkpoint: CheckpointRef) -> list[ModelRecord]:
         """The models that are made again from a checkpoint, or load it meanwhile: without it, they would be lost."""
         there = [model for model in self.models.values() if model.is_there]

@@ -10,7 +10,7 @@ import time
 from xorl.server.messages import Failure, Operation, Result, Saved, SaveWeights, UnloadModel, Work
 from xorl.server.names import CheckpointKind, CheckpointRef
 from xorl.server.orchestrator import catalogue
-from xorl.server.orchestrator.calls import RECOVERY_PREFIX
+from xorl.server.orchestrator.calls import RECOVERY_PREFIX, RELEASE
 from xorl.server.orchestrator.effects import Effects
 from xorl.server.orchestrator.registry import ModelRecord, stored
 from xorl.server.orchestrator.state import State
@@ -22,6 +22,11 @@ logger = logging.getLogger(__name__)
 SILENT_S = 120.0
 # One without heartbeats may be busy with what it got.
 SILENT_ALONE_S = 600.0
+
+
+def silence_of(model: ModelRecord) -> float:
+    """After how many seconds without a word a model's client has gone."""
+    return SILENT_S if model.session_id is not None else SILENT_ALONE_S
 
 
 def recovery_save(model: ModelRecord) -> SaveWeights:
@@ -38,12 +43,13 @@ class Release:
     def __init__(self, state: State, effects: Effects) -> None:
         self._state = state
         self._effects = effects
+        self._setting_aside = asyncio.Lock()
 
     def is_silent(self, model: ModelRecord) -> bool:
         """Whether a model's client has gone, as far as can be told, and does not wait for anything."""
-        limit = SILENT_S if model.session_id is not None else SILENT_ALONE_S
-        waits = any(request.ticket.lane == model.lane for request in self._state.open.values())
-        return not waits and time.time() - self._state.registry.activity(model) > limit
+        registry, requests = self._state.registry, self._state.open.values()
+        waits = any(request.ticket.lane == model.lane and request.kind != RELEASE for request in requests)
+        return not waits and (registry.has_left(model) or time.time() - registry.activity(model) > silence_of(model))
 
     async def check_room(self, model: ModelRecord, kind: CheckpointKind) -> Failure | None:
         """Why there is no room for one more checkpoint of a model; asked before every save."""
@@ -89,13 +95,15 @@ class Release:
 
     async def set_aside(self, model: ModelRecord, workers: Incarnation) -> Failure | None:
         """Save a model, unless a checkpoint has it, and free what it holds; it comes back when it is called."""
-        if model.workers == workers.name:
-            failure = await self.save(model, workers)
-            if failure is not None:
-                return failure
-            await _work(UnloadModel(model.model_id), workers)
-        model.state, model.workers = "released", None
-        await self._state.journal.put([stored(model)])
+        # The clock may want the same as who needs the place: the second finds it done.
+        async with self._setting_aside:
+            if model.workers == workers.name:
+                failure = await self.save(model, workers)
+                if failure is not None:
+                    return failure
+                await _work(UnloadModel(model.model_id), workers)
+            model.state, model.workers = "released", None
+            await self._state.journal.put([stored(model)])
         logger.info("event=released model=%s", model.model_id)
         return None
 
