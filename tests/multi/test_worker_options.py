@@ -22,6 +22,7 @@ from xorl.server.messages import (
     SaveWeights,
 )
 from xorl.server.names import CheckpointRef
+from xorl.server.worker.adapters import AdapterModels
 from xorl.server.worker.operations import Worker
 from xorl.server.worker.selftest import self_test
 
@@ -49,6 +50,24 @@ def test_a_mean_over_tokens_is_a_sum_over_their_number(tmp_path: Path, run_ranks
         assert divided["grad_norm"] == pytest.approx(plain["grad_norm"] / (5 + 9 + 12), rel=1e-5)
         assert divided["step"] == 1
         assert [any("/" in name for name in found) for found in (plain, divided)] == [True, False]
+
+    run_ranks(run, 1)
+
+
+@pytest.mark.multi
+def test_adapters_are_on_the_layers_that_are_named_alone(tmp_path: Path, run_ranks) -> None:
+    """Catches a service that does not start with layers named by their numbers, and a client that names some."""
+    targets = ["0.self_attn.q_proj", "1.mlp.down_proj"]
+    asked = {"all": None, "one": ("1.mlp.down_proj",)}
+
+    def run() -> None:
+        worker = worker_of(service_config(tmp_path, enable_lora=True, lora_rank=4, lora_target_modules=targets))
+        assert isinstance(worker.models, AdapterModels)
+        layers = {}
+        for name, wanted in asked.items():
+            done(worker, CreateModel(name, lora=LoraSpec(target_modules=wanted)), *train(name, [datum(5)]))
+            layers[name] = [key.rpartition("layers.")[2] for key in worker.models.bank.adapters(name)]
+        assert layers == {"all": targets, "one": targets[1:]}
 
     run_ranks(run, 1)
 

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from typing import cast
@@ -84,6 +84,7 @@ class AdapterModels:
         self._base = base
         config, module = base.config, base.module
         self._sites = _available_sites(base)
+        self._names = tuple(sites_of(module))
         assert config.max_lora_rank is not None, "resolved by the configuration"
         try:
             self.bank = AdapterBank(
@@ -255,7 +256,7 @@ class AdapterModels:
         return AdapterSpec(
             rank=rank,
             alpha=config.lora_alpha if lora.alpha is None else lora.alpha,
-            targets=_target_names(self._sites, _chosen(self._sites, lora)),
+            targets=_target_names(self._names, _chosen(self._sites, lora)),
             use_rslora=options.use_rslora,
             use_dora=options.use_dora,
             dropout=options.lora_dropout,
@@ -351,9 +352,9 @@ def _is_target(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
-def _target_names(sites: Sequence[Site], chosen: Sequence[Site]) -> tuple[str, ...]:
-    """The shortest last parts of names that mean the chosen sites and no other."""
-    others = [site.name for site in sites if site not in chosen]
+def _target_names(all_names: Iterable[str], chosen: Sequence[Site]) -> tuple[str, ...]:
+    """The shortest last parts of names that mean the chosen sites and no other of the model."""
+    others = set(all_names) - {site.name for site in chosen}
     names: dict[str, None] = {}
     for site in chosen:
         parts = site.name.split(".")
