@@ -129,6 +129,28 @@ def test_weights_saved_anew_under_a_name_are_those_that_are_sampled(
 
 
 @pytest.mark.multi
+def test_checkpoints_that_are_sampled_leave_what_a_client_keeps(tmp_path: Path, run_ranks) -> None:
+    """Catches a policy that cannot be sampled any more once a teacher and a reference, both saved, were asked."""
+
+    def run() -> None:
+        worker = make(tmp_path, "full")
+        for name in ("teacher", "reference"):
+            done(worker, *train("m", [datum(9)]), SaveWeightsForSampler("m", name))
+        done(worker, *train("m", [datum(9)]), SaveWeightsForSampler("m", None, "policy"))
+        saved = [CheckpointSampler(CheckpointRef("m", "sampler_weights", name)) for name in ("teacher", "reference")]
+        found = []
+        for sampler in [SnapshotSampler("m", "policy"), *saved] * 2:
+            result = done(worker, Sample(sampler, tokens(5), max_tokens=1, prompt_logprobs=True))
+            assert isinstance(result, SampleResult)
+            assert result.prompt_logprobs is not None
+            found.append(values(result.prompt_logprobs)[1:].tolist())
+        assert found[:3] == found[3:]
+        assert len({tuple(one) for one in found}) == 3
+
+    run_ranks(run, 1)
+
+
+@pytest.mark.multi
 @pytest.mark.parametrize(("kind", "num_ranks"), [("full", 1), ("lora", 2)])
 def test_samples_are_of_the_weights_that_were_asked_for(kind: str, num_ranks: int, tmp_path: Path, run_ranks) -> None:
     # Catches a snapshot that learns, a base that has learnt, and log-probabilities that training does not have.

@@ -181,6 +181,10 @@ class WholeModel:
         del has_optimizer  # it is a part of its own, which is not read
         if saved.get("lora") is not None:
             raise ValueError("the checkpoint is of an adapter, and this service trains full weights")
+        # Checkpoints can be read again, so one makes room for the next; what a client keeps is nowhere else.
+        checkpoints = [held for held in self._sources if not held.startswith(source_name(self._model_id or "", ""))]
+        if checkpoints and len(self._sources) >= NUM_SOURCES:
+            self.release(checkpoints[0])
         current = self._copy()
         try:
             read({"model": self._train.state()["model"]})
