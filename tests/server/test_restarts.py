@@ -2,15 +2,18 @@
 
 import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 
-from answering_orchestrator import SLOW_LOSS, AnsweringOrchestrator
+from answering_orchestrator import SLOW_LOSS, STUCK_LOSS, AnsweringOrchestrator, served
 from xorl.server.api import ApiSettings, create_app
 from xorl.server.channel import ChannelServer, private_ipc_address
 from xorl.server.queries import Request
 
 STEP = {"model_id": "m", "seq_id": 1}
+TARGETS = {"data": [2], "dtype": "int64", "shape": [1]}
+DATUM = {"model_input": {"input_ids": [1]}, "loss_fn_inputs": {"target_tokens": TARGETS}}
 
 
 def in_front_of(orchestrator, scenario, **settings):
@@ -59,11 +62,7 @@ def test_a_call_waits_for_the_orchestrator_and_is_told_to_come_back(tmp_path):
 
 def test_a_poll_goes_on_at_the_next_orchestrator_and_ends_in_time(tmp_path):
     """Catches a result that is lost with the process that was asked for it, and a poll that waits twice as long."""
-    body = {"model_id": "m", "seq_id": 1, "forward_backward_input": {"loss_fn": SLOW_LOSS, "data": []}}
-    tensor = {"data": [2], "dtype": "int64", "shape": [1]}
-    body["forward_backward_input"]["data"] = [
-        {"model_input": {"input_ids": [1]}, "loss_fn_inputs": {"target_tokens": tensor}}
-    ]
+    body = {"model_id": "m", "seq_id": 1, "forward_backward_input": {"loss_fn": SLOW_LOSS, "data": [DATUM]}}
 
     async def scenario(client, start, stop):
         await start()
@@ -81,3 +80,17 @@ def test_a_poll_goes_on_at_the_next_orchestrator_and_ends_in_time(tmp_path):
         assert (told.status_code, told.json()["queue_state"]) == (408, "paused_capacity")
 
     in_front_of(AnsweringOrchestrator(tmp_path), scenario, poll_s=2.1)
+
+
+def test_what_is_open_when_the_service_is_stopped_is_to_be_sent_again(tmp_path):
+    """Catches a 500 to whoever waits then, after which some clients give up, and a traceback for each in the log."""
+    forward = {"loss_fn": STUCK_LOSS, "data": [DATUM]}
+    with ThreadPoolExecutor() as pool:
+        with served(tmp_path) as (url, _), httpx.Client(base_url=url, trust_env=False, timeout=20) as http:
+            body = {"model_id": "m", "seq_id": 1, "forward_backward_input": forward}
+            request = http.post("/api/v1/forward_backward", json=body).json()
+            waiting = pool.submit(httpx.post, f"{url}/api/v1/retrieve_future", json=request, timeout=20)
+            time.sleep(0.3)
+        answer = waiting.result()
+    assert (answer.status_code, answer.headers["x-should-retry"]) == (503, "true")
+    assert "send this again" in answer.json()["detail"]

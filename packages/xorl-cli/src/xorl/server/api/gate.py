@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import time
 from ipaddress import ip_address
@@ -69,11 +70,12 @@ class Gate:
             return
         begun = time.perf_counter()
         status = 500
+        is_answered = False
 
         async def observe(message: Message) -> None:
-            nonlocal status
+            nonlocal status, is_answered
             if message["type"] == "http.response.start":
-                status = message["status"]
+                status, is_answered = message["status"], True
             await send(message)
 
         self._measures.open.inc()
@@ -84,6 +86,11 @@ class Gate:
                 await refusal.response()(scope, receive, observe)
             else:
                 await self._app(scope, receive, observe)
+        except asyncio.CancelledError:
+            # The process ends, and what is open with it; to a 500, some clients do not come back.
+            if is_answered:
+                raise
+            await Refusal(503, "the service is being stopped: send this again").response()(scope, receive, observe)
         finally:
             self._measures.open.dec()
             # The template of the path, since ids in it would make a new row each.
