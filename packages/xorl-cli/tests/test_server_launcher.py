@@ -24,6 +24,7 @@ from xorl.server.addresses import (
     publish,
     published,
     reachable,
+    service_folder,
     workers_file,
 )
 from xorl.server.channel import ChannelKeys
@@ -164,6 +165,14 @@ def test_one_service_has_an_output_folder(tmp_path: Path) -> None:
     launcher.hold_folder(folder).close()
 
 
+def test_an_output_folder_that_cannot_be_is_named(tmp_path: Path) -> None:
+    # Would catch a traceback for a disk that is not mounted, or is another user's.
+    (tmp_path / "file").touch()
+    config = loaded(tmp_path).config.model_copy(update={"output_dir": str(tmp_path / "file")})
+    with pytest.raises(ValueError, match=r"^output_dir: .*file/service.*choose another folder"):
+        service_folder(config)
+
+
 def test_what_a_killed_launcher_left_is_waited_for_and_removed(tmp_path: Path, monkeypatch) -> None:
     # Would catch a service that is started again at once, and meets the last one's processes on its journal and port.
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -258,7 +267,7 @@ def test_workers_beyond_this_machine_have_keys(tmp_path: Path) -> None:
 def test_workers_are_found_by_what_they_publish(tmp_path: Path) -> None:
     # Would catch workers on several hosts that can only be reached by an option.
     config = loaded(tmp_path).config
-    with pytest.raises(RuntimeError, match=r"engine_connect_host: null, and no worker has written .*workers.json"):
+    with pytest.raises(ValueError, match=r"engine_connect_host: null, and no worker has written .*workers.json"):
         connect_address(config, 0.1)
     publish(config, "tcp://0.0.0.0:5556")
     assert connect_address(config, 0.1) == (f"tcp://{socket.gethostname()}:5556", True)

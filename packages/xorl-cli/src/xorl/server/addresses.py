@@ -25,10 +25,16 @@ ANY_HOST = ("0.0.0.0", "*", "[::]")
 
 
 def service_folder(config: ServerConfig) -> Path:
-    """`{output_dir}/service`, made where it is not there, for this user alone."""
+    """`{output_dir}/service`, made where it is not there, for this user alone.
+
+    Raises ValueError that names the option where it cannot be.
+    """
     folder = Path(config.output_dir) / SERVICE_FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    folder.chmod(0o700)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)
+    except OSError as error:
+        raise ValueError(f"output_dir: the service cannot write there: {error}; choose another folder") from error
     return folder
 
 
@@ -84,7 +90,7 @@ def connect_address(config: ServerConfig, timeout_s: float) -> tuple[str, bool]:
     """Where workers that run already are reached, and whether with keys: by the options, or by what they published.
 
     What they published may be of earlier ones: look again (`published`) while nobody is reached there.
-    Raises RuntimeError where they publish nothing within timeout_s.
+    Raises ValueError where they publish nothing within timeout_s.
     """
     file = workers_file(config)
     if file is None:
@@ -93,7 +99,7 @@ def connect_address(config: ServerConfig, timeout_s: float) -> tuple[str, bool]:
     deadline = time.monotonic() + timeout_s
     while not file.exists():
         if time.monotonic() > deadline:
-            raise RuntimeError(
+            raise ValueError(
                 f"engine_connect_host: null, and no worker has written {file} within worker_connection_timeout, "
                 f"{timeout_s:g} s: start the workers with the same output_dir, or name the host of the first one"
             )
