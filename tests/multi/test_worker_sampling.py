@@ -55,6 +55,10 @@ def test_a_sample_without_a_limit_takes_the_room_that_there_is(tmp_path: Path, r
             (refused,) = ask(worker, Sample(BaseSampler(), tokens(limit + 1)))
             assert isinstance(refused, Failure)
             assert (refused.status, f"more than the {limit}" in refused.message) == (400, True)
+            (refused,) = ask(worker, Sample(BaseSampler(), tokens(4), max_tokens=limit))
+            assert isinstance(refused, Failure)
+            # It is the model's own limit that none can raise.
+            assert ("sampler_cache_tokens" in refused.message) == (limit < 128)
 
     run_ranks(run, 1)
 

@@ -342,7 +342,7 @@ def test_a_step_that_fails_leaves_no_trace(model: ParallelModel) -> None:
         ({"stop": ((),)}, "stop must be sequences"),
         ({"target_tokens": np.zeros((2, 1), np.int64)}, r"target_tokens must be \[39, K\]"),
         ({"max_tokens": 300}, "more than the 256 that the model has positions for"),
-        ({"max_tokens": 100}, r"more than the 128 that the cache holds \(cache_tokens\)"),
+        ({"max_tokens": 100}, r"more than the 128 that the cache holds \(sampler_cache_tokens\)"),
         ({"prompt": (VOCAB,)}, "61 is no token of a vocabulary of 61"),
         ({"top_sample_logprobs": 99}, "99 most likely tokens"),
         ({"adapter": "a"}, "there is no 'a'; there are none"),

@@ -331,7 +331,7 @@ class Sampler:
 
 def _limit(config: DecoderConfig, cache_tokens: int) -> tuple[int, str]:
     """How many tokens of one sample can be computed, and what it is that has no place for more."""
-    limit, because = cache_tokens, "the cache holds (cache_tokens)"
+    limit, because = cache_tokens, "the cache holds (sampler_cache_tokens)"
     if config.max_position_embeddings < limit:
         limit, because = config.max_position_embeddings, "the model has positions for"
     if config.rope is not None and config.rope.kind == "dynamic" and config.rope.trained_length < limit:
