@@ -38,6 +38,7 @@ from xorl.server.messages import (
     SampledSequence,
     SampleResult,
     Saved,
+    SaveFullWeights,
     SaveWeights,
     SaveWeightsForSampler,
     Unloaded,
@@ -174,6 +175,9 @@ class CountingWorkers:
                 if operation.name is None:
                     return Saved(None, operation.sampler_id)
                 ref = CheckpointRef(operation.model_id, "sampler_weights", operation.name)
+                return self._save(ref, model, overwrite=False)
+            case SaveFullWeights():
+                ref = CheckpointRef(operation.model_id, "external_weights", operation.name)
                 return self._save(ref, model, overwrite=False)
             case LoadWeights():
                 self.models[operation.model_id] = self._load(operation.checkpoint)

@@ -17,6 +17,7 @@ from xorl.server.messages import (
     Ok,
     OptimResult,
     Rejected,
+    Saved,
     SaveFullWeights,
     SaveWeights,
     SaveWeightsForSampler,
@@ -203,6 +204,20 @@ async def test_no_save_goes_beyond_storage_limit_the_first_one_and_the_services_
         assert (await client.do(step(), 7)).metrics["weights"] == folded(folded(1, 1), 2)
     # Its creation, the steps and the gradients again, after the unloading of nothing.
     assert len(fresh.ran) == num_ran + 2
+
+
+@in_a_loop
+async def test_an_export_in_fp32_is_expected_to_take_twice_what_one_in_bf16_does(tmp_path):
+    """Catches an export beyond storage_limit, and one that is refused since the last had wider numbers."""
+    kinds = {"external_weights": 6 * 10**8}
+    async with serving(options(tmp_path, storage_limit_bytes=10**9), checkpoint_bytes=kinds) as (client, _):
+        await client.begin()
+        model = client.orchestrator.state.registry.models[MODEL]
+        assert (await client.do(SaveFullWeights(MODEL, "wide", dtype="float32"), 3)).status == 507
+        assert isinstance(await client.do(SaveFullWeights(MODEL, "narrow"), 4), Saved)
+        size = model.checkpoint_bytes["external_weights"]
+        assert isinstance(await client.do(SaveFullWeights(MODEL, "wide", dtype="float32"), 5), Saved)
+        assert 0 < model.checkpoint_bytes["external_weights"] == size // 2
 
 
 @in_a_loop

@@ -103,6 +103,11 @@ def saved_as(operation: Operation) -> CheckpointRef | None:
     return CheckpointRef(operation.model_id, kinds[type(operation)], operation.name)
 
 
+def times_kept_size(operation: Operation) -> int:
+    """What it saves takes so many times what is kept as the size of its kind: of exports, that is bf16's."""
+    return 2 if isinstance(operation, SaveFullWeights) and operation.dtype == "float32" else 1
+
+
 def failed(request_id: str, result: Result, now: float) -> Outcome:
     """The end of a request that changed nothing."""
     return Outcome(request_id, encode(result), now)

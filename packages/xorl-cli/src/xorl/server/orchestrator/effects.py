@@ -25,7 +25,7 @@ from xorl.server.messages import (
     SaveWeightsForSampler,
     Unloaded,
 )
-from xorl.server.orchestrator.calls import RECOVERY_PREFIX, encode, saved_as, tail_of
+from xorl.server.orchestrator.calls import RECOVERY_PREFIX, encode, saved_as, tail_of, times_kept_size
 from xorl.server.orchestrator.inference import version_of
 from xorl.server.orchestrator.journal import Outcome, Record
 from xorl.server.orchestrator.lane import Ticket
@@ -72,7 +72,7 @@ class Effects:
         if checkpoint is None:
             return []
         assert isinstance(operation, SaveWeights | SaveWeightsForSampler | SaveFullWeights)
-        model.checkpoint_bytes[checkpoint.kind] = result.size_bytes
+        model.checkpoint_bytes[checkpoint.kind] = result.size_bytes // times_kept_size(operation)
         if isinstance(operation, SaveWeights):
             model.boundary, model.boundary_steps, model.is_overwriting = checkpoint, model.num_steps, False
             model.tail_s, model.tail_bytes, model.loads = 0.0, 0, []

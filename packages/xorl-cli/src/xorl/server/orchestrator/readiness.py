@@ -26,7 +26,7 @@ from xorl.server.messages import (
 )
 from xorl.server.names import CheckpointRef
 from xorl.server.orchestrator import catalogue
-from xorl.server.orchestrator.calls import AFTER_STEP, saved_as
+from xorl.server.orchestrator.calls import AFTER_STEP, saved_as, times_kept_size
 from xorl.server.orchestrator.lane import Ticket
 from xorl.server.orchestrator.recovery import RecoveryError, restore
 from xorl.server.orchestrator.registry import ModelRecord, SamplerRecord, stored
@@ -79,7 +79,7 @@ class Readiness:
         if replaced is not None:
             await self._free_of_own(model, replaced, workers)
         if checkpoint is not None:
-            await self._make_room(model, checkpoint)
+            await self._make_room(model, checkpoint, times_kept_size(operation))
         if isinstance(operation, CreateModel | LoadWeights) and operation.checkpoint in self._state.deleting:
             raise CannotRun(Failure("user", 404, f"{operation.checkpoint.uri('xorl')} is being deleted"))
         if isinstance(operation, LoadWeights):
@@ -169,8 +169,8 @@ class Readiness:
     def _others(self, model: ModelRecord, checkpoint: CheckpointRef) -> list[ModelRecord]:
         return [other for other in self._state.registry.readers(checkpoint) if other is not model]
 
-    async def _make_room(self, model: ModelRecord, checkpoint: CheckpointRef) -> None:
-        full = await self._models.check_room(model, checkpoint.kind)
+    async def _make_room(self, model: ModelRecord, checkpoint: CheckpointRef, times: int) -> None:
+        full = await self._models.check_room(model, checkpoint.kind, times)
         if full is not None:
             raise CannotRun(full)
         if checkpoint == model.boundary:
