@@ -193,6 +193,35 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+INTERRUPTED_IMPORT = """
+import signal, sys
+from xorl.cli.app import main
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "numpy.matrixlib":
+            sys.meta_path.remove(self)
+            signal.raise_signal(number)
+
+number = signal.Signals[sys.argv.pop()]
+sys.meta_path.insert(0, Finder())
+main()
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_that_torch_swallows_while_it_is_imported_is_heard(number: str, code: int, tmp_path: Path) -> None:
+    # Catches a Ctrl-C that is lost, and a run that goes on with half of numpy until that fails.
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"model: {{config_path: {tmp_path}/none}}\ndata: {{datasets: [{{path: dummy}}]}}\n"
+        f"train: {{output_dir: {tmp_path}, use_wandb: false}}\n"
+    )
+    command = [sys.executable, "-c", INTERRUPTED_IMPORT, "train", str(config), number]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stderr.splitlines()[-1]) == (code, f"interrupted by {number}")
+
+
 def test_a_rank_stops_when_its_launcher_is_killed(tmp_path: Path) -> None:
     # Would catch ranks that go on without anyone who sees them, holding their GPUs.
     command = [sys.executable, "-c", DYING_LAUNCHER, RANK_WITHOUT_LAUNCHER]

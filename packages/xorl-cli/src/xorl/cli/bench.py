@@ -17,6 +17,7 @@ from xorl.cli.arguments import OverridesCommand, run_module
 from xorl.cli.bench_config import Documents, Work, forced, shapes, write_config
 from xorl.cli.launch import LaunchFlags, launch, plan_launch
 from xorl.cli.rank import RankEnvironment, run_alone, run_rank
+from xorl.cli.signals import import_torch
 from xorl.cli.train import TracebackFlag, let_waiting_threads_sleep, num_gpus
 from xorl.config import LoadedConfig, check_world_size, load_config
 
@@ -188,6 +189,7 @@ def _bench(path: Path, overrides: tuple[str, ...], flags: Flags) -> int:
     """Measures as one rank; this is where torch is imported."""
     configs = _load(path, overrides, flags)
     loaded = configs.pop("")
+    import_torch()
     from xorl.train.bench import BenchOptions, run_bench  # noqa: PLC0415
 
     options = BenchOptions(

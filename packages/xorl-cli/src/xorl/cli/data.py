@@ -15,6 +15,7 @@ import typer
 
 from xorl.cli.arguments import OverridesCommand
 from xorl.cli.rank import run_alone
+from xorl.cli.signals import import_torch
 from xorl.cli.train import ConfigPath, TracebackFlag
 from xorl.config import Config, load_config, member_config
 
@@ -123,6 +124,7 @@ def _prepare(config: Config) -> None:
 
 
 def _inspect(config: Config, index: int, num: int, max_tokens: int, held_out: bool, colored: bool) -> None:
+    import_torch()
     from xorl.data import stretches, trained_texts  # noqa: PLC0415  (imports torch)
 
     data, tokenizer = _prepared(config)
@@ -182,6 +184,7 @@ def _paint(text: str, style: str, colored: bool) -> str:
 
 
 def _stats(config: Config, page: Path | None, num_documents: int | None, held_out: bool) -> None:
+    import_torch()
     from xorl.data import dataset_statistics, fill_histogram, html_report, text_report  # noqa: PLC0415
     from xorl.data.stream import Stream, read_sample  # noqa: PLC0415
 
@@ -234,6 +237,7 @@ def _prepared(config: Config, *, judged: bool = False) -> tuple[RunData, TextTok
 
     Data that would stop a run can be looked at: only what is `judged` stops at it.
     """
+    import_torch()
     from xorl.data import DataError, load_tokenizer  # noqa: PLC0415  (imports torch)
     from xorl.train.data import prepare_data  # noqa: PLC0415
     from xorl.train.model import read_architecture  # noqa: PLC0415

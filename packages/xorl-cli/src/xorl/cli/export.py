@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from xorl.cli.rank import run_alone
+from xorl.cli.signals import import_torch
 from xorl.cli.train import TracebackFlag
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -52,6 +53,7 @@ def export_command(
 
 def _export(path: str, output: str | None, merge: bool, dtype: Precision | None, base: str | None, verify: bool) -> int:
     """Exports, where torch is imported."""
+    import_torch()
     import torch  # noqa: PLC0415
 
     from xorl.train.export_saved import export_saved  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""What SIGTERM does to a process of xorl, unless the training loop takes it to save first."""
+"""What signals do to a process of xorl, unless the training loop takes them to save first."""
 
 import os
 import signal
@@ -24,6 +24,32 @@ def terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+def import_torch() -> None:
+    """Imports torch for the first time; a signal that comes meanwhile is not lost.
+
+    torch imports numpy from C++ and drops what that raises, which would leave the process running on half of numpy.
+    """
+    received: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        handler = handlers[signal.Signals(number)]
+        assert callable(handler), "what is ignored stays so"
+        handler(number, frame)
+
+    heard = [number for number, handler in handlers.items() if callable(handler)]
+    for number in heard:
+        signal.signal(number, note)
+    try:
+        import torch  # noqa: F401, PLC0415  (takes seconds, and the configuration is checked before)
+    finally:
+        for number in heard:
+            signal.signal(number, handlers[number])
+        if received:
+            signal.raise_signal(received[0])
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from xorl.cli.arguments import OverridesCommand, run_module
 from xorl.cli.exit_codes import Diverged
 from xorl.cli.launch import LaunchFlags, launch, plan_launch
 from xorl.cli.rank import RankEnvironment, run_alone, run_rank
+from xorl.cli.signals import import_torch
 from xorl.config import LoadedConfig, check_world_size, load_config
 
 MODULE = "xorl.cli.train"
@@ -96,6 +97,7 @@ def let_waiting_threads_sleep() -> None:
 
 def num_gpus() -> int:
     """Returns how many GPUs this machine shows; imports torch."""
+    import_torch()
     import torch  # noqa: PLC0415  (after the configuration has been checked)
 
     return torch.cuda.device_count()
@@ -103,6 +105,7 @@ def num_gpus() -> int:
 
 def _train(loaded: LoadedConfig) -> int:
     """Trains as one rank; this is where torch is imported."""
+    import_torch()
     from xorl.train import DivergedError, run_training  # noqa: PLC0415
 
     faulthandler.enable()  # a crash in native code shows where Python was
