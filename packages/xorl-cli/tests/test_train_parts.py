@@ -444,3 +444,24 @@ def test_metrics_that_cannot_be_written_do_not_end_a_run(tmp_path: Path, caplog:
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 4]
     assert [record.getMessage().count("metrics.jsonl") for record in caplog.records] == [1, 1]
     assert "lacks 2 lines" in caplog.text
+
+
+def test_a_receipt_that_cannot_be_written_is_told_with_its_file(tmp_path: Path) -> None:
+    # Catches forty lines of traceback around a full disk that do not say which disk.
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"input_ids": [1, 2, 1]}) + "\n")
+    mapping = {
+        "model": {"config_path": "unused"},
+        "data": {"datasets": [{"path": str(tmp_path / "rows.jsonl")}], "dataset_prepared_path": str(tmp_path / "data")},
+        "train": {"output_dir": "unused"},
+    }
+    config = config_from_mapping(mapping).config
+    data = prepare_data(config, vocab_size=3)
+    plan = plan_steps(config, data.train, 1, None)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30, limits[1]))
+    try:
+        with pytest.raises(ValueError, match=r"train\.output_dir: .*receipt\.json cannot be written"):
+            write_receipt(tmp_path / "receipt.json", data, plan)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.glob("receipt*"))

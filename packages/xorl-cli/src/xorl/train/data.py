@@ -220,8 +220,14 @@ def write_receipt(path: Path, data: RunData, plan: Plan, streamed: Receipt | Non
         for line in receipt.lines():
             logger.info("receipt %s %s", name, line)
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(stored, indent=1) + "\n")
-    temporary.replace(path)
+    try:
+        temporary.write_text(json.dumps(stored, indent=1) + "\n")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ValueError(
+            f"train.output_dir: {path} cannot be written ({error.strerror}); make room, or choose another folder"
+        ) from error
 
 
 def eval_plan(config: Config, data: PackedDocuments, dp_size: int) -> DataPlan:
