@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tiny_models import hf_config, write_config
+from xorl.train import output_dir
+from xorl.train.output_dir import held
 
 CONFIG = """\
 model:
@@ -178,6 +183,28 @@ def test_run_that_is_complete_says_so_and_ends_with_0(folder: Path, train) -> No
     assert again.returncode == 0
     assert "--train.output_dir" in again.stderr
     assert (folder / "output" / "metrics.jsonl").read_text() == before
+
+
+def test_a_run_waits_for_another_one_that_ends_in_its_folder(folder: Path, train) -> None:
+    # Catches two runs that remove each other's saves and cut each other's metrics back.
+    with ExitStack() as stack:
+        stack.enter_context(held(folder / "output"))
+        timer = threading.Timer(2, stack.close)
+        timer.start()
+        result = train()
+        timer.join()
+    assert result.returncode == 0, result.stderr
+    assert f"another run writes to {folder}/output (process {os.getpid()} on " in result.stderr
+
+
+def test_a_folder_that_another_run_keeps_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Catches a wait without end, and a lock that stays when its run has ended.
+    monkeypatch.setattr(output_dir, "LEFT_S", 0.1)
+    told = pytest.raises(ValueError, match=rf"train\.output_dir: another .*process {os.getpid()} on")
+    with held(tmp_path), told, held(tmp_path):
+        raise AssertionError("two runs have it")
+    with held(tmp_path):
+        pass
 
 
 def test_a_save_that_fails_is_told_in_a_few_lines_and_leaves_the_former_checkpoint(folder: Path, train) -> None:

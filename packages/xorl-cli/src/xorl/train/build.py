@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from xorl.ckpt import Checkpointer, CheckpointError, Manifest, read_manifest
-from xorl.ckpt.layout import prepare_root
 from xorl.config import Config, TrainConfig
 from xorl.core import runtime
 from xorl.core.loss import LossFn, cross_entropy, score_tokens
@@ -60,6 +59,7 @@ from xorl.train.model import (
     read_architecture,
 )
 from xorl.train.observe import MetricsFile, Observer, Sink, StructuredLines
+from xorl.train.output_dir import begin
 from xorl.train.profile import Profiler
 from xorl.train.progress import Phases, ProgressBar
 from xorl.train.quantization import scheme_of
@@ -199,20 +199,6 @@ def _check(config: Config, architecture: Architecture) -> None:
     weight_decays(trained, train.weight_decay, train.no_decay_modules, train.no_decay_params)
 
 
-def begin(train: TrainConfig) -> tuple[Path, Checkpointer, Path | None]:
-    """What comes before any data: (output_dir, checked; its checkpoints; the one to go on from, or None).
-
-    Raises ValueError for what the user can mend.
-    """
-    if train.enable_full_determinism:
-        runtime.enable_determinism()
-    elif not train.allow_cuda_launch_blocking:
-        runtime.refuse_launch_blocking()
-    prepare_root(output_dir := Path(train.output_dir), "train.output_dir")
-    checkpointer = Checkpointer(output_dir / "checkpoints", manager=train.ckpt_manager, root_option="train.output_dir")
-    return output_dir, checkpointer, resume_from(checkpointer, train.load_checkpoint_path)
-
-
 def prepared_for(config: Config, architecture: Architecture) -> RunData:
     """The run's data, prepared, of lengths that the model takes; raises ValueError otherwise."""
     data = prepare_data(config, architecture.config.vocab_size, architecture.tokenizer_folder, architecture.hf_config)
@@ -244,26 +230,6 @@ def _loader(
     if place.is_main:
         stream.write_receipt()  # a run that ends before its next checkpoint has one, too: that of the last
     return loader, stream
-
-
-def resume_from(checkpointer: Checkpointer, option: str | None) -> Path | None:
-    """The checkpoint that `train.load_checkpoint_path` asks for; None starts fresh.
-
-    Raises CheckpointError where the run would later meet checkpoints that it did not write: they are never overwritten.
-    """
-    latest = checkpointer.latest()
-    if option == "auto":
-        return latest
-    try:
-        resumed = checkpointer.resolve(option) if option else None
-    except CheckpointError as error:
-        raise CheckpointError(f"train.load_checkpoint_path: {error}") from error
-    if latest is not None and latest != resumed:
-        raise CheckpointError(
-            f"train.output_dir: {checkpointer.root} already holds checkpoints, the latest {latest.name}. Continue from "
-            "it with --train.load_checkpoint_path auto, or choose another --train.output_dir"
-        )
-    return resumed
 
 
 def require_agreement(option: str, found: str) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import signal
+from contextlib import nullcontext
+from pathlib import Path
 
 from xorl.config import Config, LoadedConfig
 from xorl.core import runtime
 from xorl.train.adapter_folder import is_adapter
 from xorl.train.build import Run, RunComplete, build_run
 from xorl.train.observe import Observer
+from xorl.train.output_dir import held
 from xorl.train.progress import set_up_logging
 from xorl.train.sweep import train_sweep
 from xorl.train.sweep_build import build_sweep
@@ -25,10 +28,12 @@ def run_training(loaded: LoadedConfig) -> int:
     Errors are raised, not turned into codes: ValueError for bad input, DivergedError for a loss that is not finite.
     """
     config = loaded.config
-    set_up_logging(config.train.log_format, is_main=runtime.global_rank() == 0)
+    is_main = runtime.global_rank() == 0
+    set_up_logging(config.train.log_format, is_main=is_main)
     try:
-        signal_number = _run_sweep(config) if config.lora.sweep else _run(config)
-        runtime.shutdown()
+        with held(Path(config.train.output_dir)) if is_main else nullcontext():
+            signal_number = _run_sweep(config) if config.lora.sweep else _run(config)
+            runtime.shutdown()
     except RunComplete as complete:
         logger.info(
             "complete=%s: this run has taken all its steps. Train anew in another folder with --train.output_dir",

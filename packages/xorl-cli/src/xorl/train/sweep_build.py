@@ -26,7 +26,6 @@ from xorl.train.bank_engine import BankEngine
 from xorl.train.build import (
     RECEIPT,
     RunComplete,
-    begin,
     parallel_dims,
     plan_of,
     prepared_for,
@@ -40,6 +39,7 @@ from xorl.train.checkpoints import SavePoints
 from xorl.train.data import DataIdentity, PackedDocuments, RunData, build_loader, eval_plan, write_receipt
 from xorl.train.model import build_model, check_model, head_options_of, read_architecture
 from xorl.train.observe import MetricsFile, Observer
+from xorl.train.output_dir import begin
 from xorl.train.progress import Phases
 from xorl.train.quantization import scheme_of
 from xorl.train.sweep import Member, Sweep

@@ -1,0 +1,109 @@
+"""The folder that a run writes to: whose it is, and which checkpoint in it is gone on from."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from xorl.ckpt import Checkpointer, CheckpointError
+from xorl.ckpt.layout import prepare_root
+from xorl.config import TrainConfig
+from xorl.core import runtime
+
+logger = logging.getLogger(__name__)
+
+OPTION = "train.output_dir"
+LOCK_FILE = ".lock"
+# For the ranks of a run whose launcher was killed, which notice, save and end, and for the loaders of a killed rank.
+LEFT_S = 30.0
+LOOK_EVERY_S = 0.2
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """While entered, no other run writes to `folder`: each would remove what the other saves, and cut its metrics back.
+
+    Raises ValueError where another run has it. A file system that knows no locks is left as it is.
+    """
+    prepare_root(folder, OPTION)
+    path = folder / LOCK_FILE
+    try:
+        file = path.open("a+b", buffering=0)
+    except OSError as error:
+        raise ValueError(f"{OPTION}: {path} cannot be written ({error.strerror})") from error
+    with file:
+        _lock(file, folder)
+        with suppress(OSError):  # on a full disk, the next one is not told who this is
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {platform.node()}".encode())
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # where there are no locks
+                fcntl.flock(file, fcntl.LOCK_UN)  # processes that were forked meanwhile have the file open, too
+
+
+def _lock(file: IO[bytes], folder: Path) -> None:
+    """Waits LEFT_S for the lock, which a process that is killed, and those forked from it, no longer have."""
+    deadline = time.monotonic() + LEFT_S
+    is_told = False
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().decode() or "one that is just starting"
+        except OSError as error:
+            logger.warning("%s: %s cannot be locked (%s); start one run at a time there", OPTION, folder, error)
+            return
+        else:
+            return
+        if time.monotonic() > deadline:
+            raise ValueError(
+                f"{OPTION}: another run writes to {folder} ({holder}): wait for it, stop it, or choose another folder"
+            )
+        if not is_told:
+            logger.warning("%s: another run writes to %s (%s); waiting %.0f s", OPTION, folder, holder, LEFT_S)
+        is_told = True
+        time.sleep(LOOK_EVERY_S)
+
+
+def begin(train: TrainConfig) -> tuple[Path, Checkpointer, Path | None]:
+    """What comes before any data: (output_dir, checked; its checkpoints; the one to go on from, or None).
+
+    Raises ValueError for what the user can mend.
+    """
+    if train.enable_full_determinism:
+        runtime.enable_determinism()
+    elif not train.allow_cuda_launch_blocking:
+        runtime.refuse_launch_blocking()
+    prepare_root(output_dir := Path(train.output_dir), OPTION)
+    checkpointer = Checkpointer(output_dir / "checkpoints", manager=train.ckpt_manager, root_option=OPTION)
+    return output_dir, checkpointer, resume_from(checkpointer, train.load_checkpoint_path)
+
+
+def resume_from(checkpointer: Checkpointer, option: str | None) -> Path | None:
+    """The checkpoint that `train.load_checkpoint_path` asks for; None starts fresh.
+
+    Raises CheckpointError where the run would later meet checkpoints that it did not write: they are never overwritten.
+    """
+    latest = checkpointer.latest()
+    if option == "auto":
+        return latest
+    try:
+        resumed = checkpointer.resolve(option) if option else None
+    except CheckpointError as error:
+        raise CheckpointError(f"train.load_checkpoint_path: {error}") from error
+    if latest is not None and latest != resumed:
+        raise CheckpointError(
+            f"{OPTION}: {checkpointer.root} already holds checkpoints, the latest {latest.name}. Continue from "
+            "it with --train.load_checkpoint_path auto, or choose another --train.output_dir"
+        )
+    return resumed
