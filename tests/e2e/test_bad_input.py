@@ -112,6 +112,11 @@ def gpt2_of_few_positions(folder: Path) -> list[str]:
     return ["--data.pad_to_multiple_of", "4"]
 
 
+def checkpoint_that_was_half_deleted(folder: Path) -> list[str]:
+    (folder / "output" / "checkpoints" / "global_step_2" / "metadata.json").unlink()
+    return ["--train.load_checkpoint_path", "auto", "--train.max_steps", "4"]
+
+
 CASES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "misspelt key": (misspelt_key, ["config.yaml:15", "weigth_decay", "weight_decay"]),
     "wrong type": (wrong_type, ["config.yaml:15", "train.lr", "fast"]),
@@ -132,6 +137,10 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
         ],
     ),
     "output holds a run": (lambda _: [], ["train.output_dir", "global_step_2", "auto"]),
+    "checkpoint half deleted": (
+        checkpoint_that_was_half_deleted,
+        ["train.output_dir", "global_step_2 is not complete", "move it away"],
+    ),
     "output not writable": (output_under_a_file, ["train.output_dir", "train.jsonl/output"]),
     "sizes do not divide": (
         lambda _: ["--nproc-per-node", "4", "--train.data_parallel_shard_size", "3"],
@@ -159,7 +168,7 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
         ["config.yaml:2: model.config_path: ", "model/config.json: ", "num_hidden_layers must be at least 1, got 0"],
     ),
 }
-AFTER_A_RUN = {"checkpoint of another model", "output holds a run"}
+AFTER_A_RUN = {"checkpoint of another model", "checkpoint half deleted", "output holds a run"}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import resource
+import shutil
 import signal
 import time
 import weakref
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from child import in_child
+from xorl.ckpt import Checkpointer
 from xorl.config import config_from_mapping
 from xorl.core import runtime
 from xorl.core.runtime import GarbageCollection, Runtime
@@ -28,6 +30,7 @@ from xorl.train.devices import PEAK_BF16_FLOPS
 from xorl.train.engine import StepLosses, Update
 from xorl.train.interrupt import Interruption
 from xorl.train.observe import DivergedError, Metrics, MetricsFile, Observer
+from xorl.train.output_dir import resume_from
 from xorl.train.profile import Profiler
 from xorl.train.timing import StepTimer
 from xorl.train.wandb_log import RUN_ID, WandbSink, credentials_are_missing
@@ -465,3 +468,16 @@ def test_a_receipt_that_cannot_be_written_is_told_with_its_file(tmp_path: Path) 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not list(tmp_path.glob("receipt*"))
+
+
+def test_checkpoints_that_a_run_would_come_to_are_told_before_it_begins(tmp_path: Path) -> None:
+    # Catches hours of training that end at a save, since the user had set `latest` back.
+    checkpointer = Checkpointer(tmp_path)
+    for step in (1, 2, 3):
+        checkpointer.save(step, {})
+    assert resume_from(checkpointer, "auto") == tmp_path / "global_step_3"
+    (tmp_path / "latest").write_text("global_step_1")
+    with pytest.raises(ValueError, match=r"global_step_3 is newer than what .*/latest names.* move it away"):
+        resume_from(checkpointer, "auto")
+    shutil.move(tmp_path / "global_step_3", tmp_path / "kept")
+    assert resume_from(checkpointer, "auto") == tmp_path / "global_step_2"

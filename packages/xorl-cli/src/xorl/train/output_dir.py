@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from xorl.ckpt import Checkpointer, CheckpointError
-from xorl.ckpt.layout import prepare_root
+from xorl.ckpt import Checkpointer, CheckpointError, is_complete
+from xorl.ckpt.layout import LATEST, prepare_root, step_of
 from xorl.config import TrainConfig
 from xorl.core import runtime
 
@@ -96,6 +96,7 @@ def resume_from(checkpointer: Checkpointer, option: str | None) -> Path | None:
     """
     latest = checkpointer.latest()
     if option == "auto":
+        _require_none_ahead(checkpointer.root, latest)
         return latest
     try:
         resumed = checkpointer.resolve(option) if option else None
@@ -104,6 +105,19 @@ def resume_from(checkpointer: Checkpointer, option: str | None) -> Path | None:
     if latest is not None and latest != resumed:
         raise CheckpointError(
             f"{OPTION}: {checkpointer.root} already holds checkpoints, the latest {latest.name}. Continue from "
-            "it with --train.load_checkpoint_path auto, or choose another --train.output_dir"
+            "it with --train.load_checkpoint_path auto, move it away, or choose another --train.output_dir"
         )
+    _require_none_ahead(checkpointer.root, resumed)
     return resumed
+
+
+def _require_none_ahead(root: Path, resumed: Path | None) -> None:
+    """Raises CheckpointError for what the run would only meet when it has come to its step, hours later."""
+    begun = 0 if resumed is None else step_of(resumed) or 0
+    for folder in root.glob("global_step_*"):
+        if (step_of(folder) or 0) > begun:
+            reason = f"is newer than what {root / LATEST} names" if is_complete(folder) else "is not complete"
+            raise CheckpointError(
+                f"{OPTION}: {folder} {reason}, and this run would come to its step and never overwrites a checkpoint: "
+                "move it away"
+            )
