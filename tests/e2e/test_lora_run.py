@@ -219,14 +219,17 @@ def test_an_adapter_of_another_base_stops_the_run(folder: Path, tmp_path: Path, 
             update={key: str(tmp_path / name) for key in ("model_path", "config_path", "tokenizer_path")}
         )
         runs.append(replace(loaded, config=loaded.config.model_copy(update={"model": model})))
+    drawn = runs[-1].config.model.model_copy(update={"model_path": None})
+    runs.append(replace(runs[-1], config=runs[-1].config.model_copy(update={"model": drawn})))
     runs.append(config_of(folder, tmp_path / "damaged", {"adapter_path": str(adapter)}, **alone))
-    wide, like = (run_ranks(lambda loaded=loaded: refusal_of(loaded), 1)[0] for loaded in runs[:2])
+    wide, like, random = (run_ranks(lambda loaded=loaded: refusal_of(loaded), 1)[0] for loaded in runs[:3])
     assert re.match(r"(?s)lora.adapter_path: .*which model.model_path names.*\[48, 32\], the base has \[64, 32\]", wide)
     assert re.match(
         r"lora.adapter_path: .*adapter_config.json says base_model_name_or_path: .*base, and model.model_path", like
     )
+    assert re.match(r"lora.adapter_path: .*base_model_name_or_path: .*base, and model.model_path is null", random)
     (adapter / WEIGHTS).write_bytes((adapter / WEIGHTS).read_bytes()[:-1] + b"\0")
-    [damaged] = run_ranks(lambda: refusal_of(runs[2]), 1)
+    [damaged] = run_ranks(lambda: refusal_of(runs[3]), 1)
     assert re.match(rf"lora.adapter_path: (?s:.*){WEIGHTS} has another content", damaged)
 
 

@@ -114,14 +114,17 @@ def check_shapes(adapter: AdapterFolder, base_option: str, base: str, shapes: Ma
     )
 
 
-def check_name(adapter: AdapterFolder, base_option: str, base: str) -> None:
-    """Raise ValueError where an adapter says that its base has another name: two models may have the same shapes."""
-    if adapter.base is None or is_same_base(adapter.base, base):
+def check_name(adapter: AdapterFolder, base_option: str, base: str | None) -> None:
+    """Raise ValueError where an adapter says that its base has another name: two models may have the same shapes.
+
+    A base of None is drawn at random.
+    """
+    if adapter.base is None or (base is not None and is_same_base(adapter.base, base)):
         return
+    same = "" if base is None else f"; if both are the same weights, write {base} into that file"
     raise ValueError(
         f"{adapter.option}: {adapter.folder / CONFIG_FILE} says base_model_name_or_path: {adapter.base}, and "
-        f"{base_option} is {base}. Set {base_option} to the adapter's base; if both are the same weights, write {base} "
-        "into that file"
+        f"{base_option} is {base or 'null, so that the base is random'}. Set {base_option} to the adapter's base{same}"
     )
 
 

@@ -248,8 +248,7 @@ def _check_adapter(start: AdapterFolder, architecture: Architecture, model: Mode
     option = "model.config_path" if model.model_path is None else MODEL_PATH
     recipes = architecture.recipes(merge_qkv=model.merge_qkv)
     check_shapes(start, option, str(model.model_path or model.config_path), source_shapes(recipes))
-    if model.model_path is not None:
-        check_name(start, option, model.model_path)
+    check_name(start, MODEL_PATH, model.model_path)
 
 
 def _fill(
