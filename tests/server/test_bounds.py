@@ -51,6 +51,15 @@ def test_a_listing_from_a_number_that_no_message_holds_is_refused(client, path):
     assert "64 bits" in answer.json()["detail"]
 
 
+@pytest.mark.parametrize("path", ["sessions", "training_runs", "checkpoints"])
+def test_a_listing_of_what_is_no_number_is_refused_in_words(client, path):
+    """Catches an answer in another form than all others, which clients print as it is."""
+    answer = client.get(f"/api/v1/{path}?limit=ten")
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["detail"].startswith("limit: ")
+    assert "'ten'" in answer.json()["detail"]
+
+
 def test_a_checkpoint_is_kept_for_a_hundred_years_at_most_or_for_ever(client, orchestrator):
     """Catches a time that no date can name, and a refused number that later calls wait for."""
     saving = {"model_id": "m", "seq_id": 4, "path": "long", "ttl_seconds": 10**12}

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -69,6 +70,7 @@ def create_app(settings: ApiSettings) -> ASGIApp:
         app.include_router(router)
     app.add_exception_handler(Refusal, _refused)
     app.add_exception_handler(HTTPException, _no_route)
+    app.add_exception_handler(RequestValidationError, _unread)
     app.add_exception_handler(Exception, _failed)
     return Gate(app, settings, measures)
 
@@ -86,6 +88,15 @@ async def _no_route(request: Request, problem: Exception) -> Response:
     if problem.status_code in (404, 405):
         return Refusal(404, f"this service has no {request.method} {request.url.path[:200]}").response()
     return Refusal(problem.status_code, str(problem.detail)).response()
+
+
+async def _unread(request: Request, problem: Exception) -> Response:
+    assert isinstance(problem, RequestValidationError)
+    # Bodies are read elsewhere; this is of what stands in the URL.
+    said = "; ".join(
+        f"{error['loc'][-1]}: {error['msg']}, got {str(error['input'])[:100]!r}" for error in problem.errors()
+    )
+    return Refusal(400, said).response()
 
 
 async def _failed(request: Request, problem: Exception) -> Response:

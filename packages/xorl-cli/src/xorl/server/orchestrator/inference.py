@@ -87,8 +87,8 @@ class Inference:
             for asked in list(self._missing):
                 async with self._turn:
                     try:
-                        self._asked[asked.endpoint.host, asked.endpoint.port] = asked
                         await self._endpoints.add(asked.endpoint)
+                        self._asked[asked.endpoint.host, asked.endpoint.port] = asked
                         self._missing.remove(asked)
                     except EngineError as problem:
                         logger.warning("event=endpoint_missing why=%r", str(problem))
@@ -106,8 +106,9 @@ class Inference:
         """Register one that answers."""
         async with self._turn:
             try:
-                self._asked[ask.endpoint.host, ask.endpoint.port] = ask
                 state = await self._endpoints.add(ask.endpoint)
+                # How one is sent weights that was there already holds on where it does not answer.
+                self._asked[ask.endpoint.host, ask.endpoint.port] = ask
             except EngineError as problem:
                 return Rejected(400, str(problem))
             await self._keep()

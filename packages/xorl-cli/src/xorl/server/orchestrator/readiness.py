@@ -43,7 +43,7 @@ class CannotRun(Exception):
         self.failure = failure
 
 
-class IsRead(Exception):
+class CheckpointInUse(Exception):
     """A save over a checkpoint that other models are made again from; they are to be saved elsewhere before it."""
 
     def __init__(self, model: ModelRecord, checkpoint: CheckpointRef) -> None:
@@ -60,7 +60,7 @@ class Readiness:
         self._models = models
 
     async def prepare(self, ticket: Ticket, operation: Operation, workers: Incarnation) -> Operation:
-        """The operation as the workers get it; CannotRun where it has ended here, IsRead where it has to wait."""
+        """The operation as the workers get it. Raises CannotRun where it has ended, and CheckpointInUse."""
         if isinstance(operation, Sample):
             return replace(operation, sampler=self._resolve(operation.sampler, workers))
         model = self._state.model_of(ticket)
@@ -88,7 +88,7 @@ class Readiness:
             await self._state.journal.put([stored(model)])
         if replaced is not None and self._others(model, replaced):
             # The last question, after which the workers get it at once: who loads it from now on does so after it.
-            raise IsRead(model, replaced)
+            raise CheckpointInUse(model, replaced)
         if isinstance(operation, SyncWeights):
             return self._with_receivers(operation, model, ticket)
         return operation

@@ -41,7 +41,7 @@ from xorl.server.orchestrator.door import Door
 from xorl.server.orchestrator.effects import Effects
 from xorl.server.orchestrator.journal import Outcome
 from xorl.server.orchestrator.lane import Ticket
-from xorl.server.orchestrator.readiness import CannotRun, IsRead, Readiness
+from xorl.server.orchestrator.readiness import CannotRun, CheckpointInUse, Readiness
 from xorl.server.orchestrator.registry import ModelRecord
 from xorl.server.orchestrator.release import Release, recovery_save
 from xorl.server.orchestrator.state import OpenRequest, State
@@ -174,7 +174,7 @@ class Runner:
         self._elsewhere.add(task)
         task.add_done_callback(self._left)
 
-    async def _free(self, call: Call, read: IsRead) -> None:
+    async def _free(self, call: Call, read: CheckpointInUse) -> None:
         """Save elsewhere who needs a checkpoint, and let the save that is to write over it come again."""
         problem = await checkpoints.save_readers(self._state, self._door, read.checkpoint, besides=read.model)
         if problem is None:
@@ -220,7 +220,7 @@ class Runner:
                 if request.kind == RELEASE and model is not None:
                     await self._release(ticket, model, workers)
                     continue
-            except IsRead as problem:
+            except CheckpointInUse as problem:
                 self._start_elsewhere(self._free(Call(ticket, request, operation, None), problem))
                 continue
             except (WorkersLost, JournalError):
