@@ -208,11 +208,17 @@ def test_latest_follows_saves_and_falls_back(tmp_path, caplog, make_state):
         checkpointer.save(step, make_state(step))
         assert checkpointer.resolve("auto") == tmp_path / f"global_step_{step}"
     (tmp_path / "global_step_11").mkdir()
-    for broken in ("global_step_11", "global_step_99", "../elsewhere", ""):
+    for broken, reason in {
+        "global_step_11": "global_step_11 has no metadata.json",
+        "global_step_99": "global_step_99 is missing",
+        "../elsewhere": "names '../elsewhere'",
+        "": "names ''",
+    }.items():
         (tmp_path / "latest").write_text(broken)
         with caplog.at_level(logging.WARNING):
             assert checkpointer.latest() == tmp_path / "global_step_10"
         assert "event=latest_unusable" in caplog.text
+        assert reason in caplog.text
         caplog.clear()
     (tmp_path / "latest").unlink()
     assert checkpointer.latest() == tmp_path / "global_step_10"

@@ -188,7 +188,9 @@ def latest_checkpoint(root: Path) -> Path | None:
     pointed = _pointed(root)
     if pointed is None:
         if complete:
-            logger.warning("event=latest_unusable root=%s using=%s", root, complete[-1].name)
+            logger.warning(
+                "event=latest_unusable root=%s reason=%s using=%s", root, _why_unusable(root), complete[-1].name
+            )
         return complete[-1] if complete else None
     step = step_of(pointed) or 0
     for folder in reversed(complete):
@@ -303,12 +305,29 @@ def _require_shared(folder: Path, manifest: Manifest) -> None:
 
 
 def _pointed(root: Path) -> Path | None:
-    try:
-        name = (root / LATEST).read_text(encoding="utf-8").strip()
-    except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
+    name = _named_latest(root)
+    if name is None:
         return None
     folder = root / name
     return folder if step_of(folder) is not None and folder.parent == root and is_complete(folder) else None
+
+
+def _named_latest(root: Path) -> str | None:
+    try:
+        return (root / LATEST).read_text(encoding="utf-8").strip()
+    except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
+        return None
+
+
+def _why_unusable(root: Path) -> str:
+    """For people: what `_pointed` met where it gives None."""
+    name = _named_latest(root)
+    if name is None:
+        return f"{LATEST!r} is missing or is no text"
+    folder = root / name
+    if step_of(folder) is None or folder.parent != root:
+        return f"{LATEST!r} names {name!r}, which no checkpoint here is called"
+    return f"{name} has no {MANIFEST}" if folder.exists() else f"{name} is missing"
 
 
 def _by_step(named: tuple[int | None, str, Path]) -> tuple[int, str]:
