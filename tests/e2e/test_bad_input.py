@@ -271,7 +271,16 @@ def test_what_does_not_go_with_the_model_is_told_before_data_are_prepared(
         ),
         ("model.attn_implementation: flash_attention_2", [], "'flash_attention_2' cannot run here: it needs a CUDA"),
         ("train.fp8: rowwise", ["--model.foundation={intermediate_size: 40}"], "features in multiples of 16"),
-        ("train.no_decay_modules: [nrom]", ["--train.weight_decay=0.1"], "no trained parameter matches nrom"),
+        (
+            "train.no_decay_modules: [nrom]",
+            ["--train.weight_decay=0.1"],
+            "train.no_decay_modules: no trained parameter matches nrom",
+        ),
+        (
+            "train.no_decay_params: [nobias]",
+            ["--train.weight_decay=0.1", "--train.no_decay_modules=[norm]"],
+            "train.no_decay_params: no trained parameter matches nobias",
+        ),
         ("train.enable_cpu_offload: true", [], "the model trains on the CPU"),
         ("train.enable_activation_offload: true", [], "the model trains on the CPU"),
         ("train.init_device: cuda", [], "torch finds no GPU here"),
