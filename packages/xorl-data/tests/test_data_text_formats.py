@@ -1,5 +1,6 @@
 """Conversations, prompts and plain text: which tokens they become, which are trained, and which rows are refused."""
 
+import gzip
 import json
 import pickle
 import sys
@@ -221,6 +222,25 @@ def test_a_bad_row_of_text_is_named(text_options, tmp_path, write_jsonl, name):
     with pytest.raises(DataError, match=message) as caught:
         prepare([DatasetEntry(str(path), type=kind)], text_options)
     assert str(caught.value).startswith(f"{path}, line 2")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "said"),
+    [
+        ("rows.jsonl", "text", r"line 1 begins a list, whose element 0 .* is str, want one object a line .*\(text\)$"),
+        ("rows.jsonl.gz", "prompt_completion", r"line 1 begins .*, want one object a line .*\(prompt, completion\)$"),
+        ("rows.json", "text", r"element 0 \(the first is 0\) is str, want an object with its columns \(text\)$"),
+        ("rows.jsonl", "tokenized", r"line 1 begins .*, want one object a line with input_ids; .* ds_type: text$"),
+    ],
+)
+def test_lines_that_are_lists_are_told_what_their_type_wants(text_options, tmp_path, name, kind, said):
+    """Catches lists of texts that are told how token ids are written, and not where they stand."""
+    path = tmp_path / name
+    content = b'["a", "b"]\n["c"]\n'
+    path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    with pytest.raises(DataError, match=said) as caught:
+        prepare([DatasetEntry(str(path), type=kind)], text_options)
+    assert str(caught.value).startswith(f"{path}, ")
 
 
 def test_text_that_is_not_utf8_is_named(text_options, tmp_path):

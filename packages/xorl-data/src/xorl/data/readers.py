@@ -86,7 +86,7 @@ def read_pieces(path: Path, ds_type: FileType, selected: Sequence[str] | None = 
     try:
         match ds_type:
             case "json":
-                yield from _json_pieces(path)
+                yield from _json_pieces(path, selected)
             case "text":
                 yield from _line_pieces(path, as_json=False)
             case "csv":
@@ -289,13 +289,13 @@ def table_pieces(table: pa.Table, source: str, first: int = 0) -> Iterator[Loade
         yield LoadedPiece(source, "row", first + start, part.nbytes, part)
 
 
-def _json_pieces(path: Path) -> Iterator[Piece]:
+def _json_pieces(path: Path, selected: Sequence[str] | None) -> Iterator[Piece]:
     with _decompressed(path) as stream:
         head = b" "
         while head and not head.strip(b" \t\r\n\xef\xbb\xbf"):
             head = stream.read(4096)
     if head.lstrip(b" \t\r\n\xef\xbb\xbf").startswith(b"["):
-        yield from _array_pieces(path)
+        yield from _array_pieces(path, selected)
     else:
         yield from _line_pieces(path, as_json=True)
 
@@ -346,15 +346,12 @@ def line_pieces_of(stream: pa.NativeFile, path: Path, *, as_json: bool, url: str
             return
 
 
-def _array_pieces(path: Path) -> Iterator[Piece]:
+def _array_pieces(path: Path, selected: Sequence[str] | None) -> Iterator[Piece]:
     rows: list[Row] = []
     size = first = 0
     for number, (element, num_chars) in enumerate(_array_elements(path)):
         if not isinstance(element, dict):
-            raise DataError(
-                f"{path}, element {number} (the first is 0) is {type(element).__name__}, want an object with "
-                "input_ids; a file with one list of ids a line is read with ds_type: text"
-            )
+            raise DataError(_no_object(path, number, element, selected))
         rows.append(element)
         size += num_chars
         if size >= PIECE_BYTES:
@@ -362,6 +359,16 @@ def _array_pieces(path: Path) -> Iterator[Piece]:
             rows, size, first = [], 0, number + 1
     if rows:
         yield LoadedPiece(str(path), "element", first, size, rows)
+
+
+def _no_object(path: Path, number: int, element: object, selected: Sequence[str] | None) -> str:
+    """What is wrong with an array's element; in a file of lines, the array is most likely its first line alone."""
+    is_of_lines = ".jsonl" in path.suffixes or ".ndjson" in path.suffixes
+    place = "line 1 begins a list, whose element" if is_of_lines else "element"
+    wanted = f"its columns ({', '.join(selected)})" if selected else "input_ids"
+    ids = "" if selected else "; a file with one list of ids a line is read with ds_type: text"
+    row = "one object a line" if is_of_lines else "an object"
+    return f"{path}, {place} {number} (the first is 0) is {type(element).__name__}, want {row} with {wanted}{ids}"
 
 
 def _array_elements(path: Path) -> Iterator[tuple[object, int]]:
