@@ -190,8 +190,17 @@ def test_run_that_is_complete_says_so_and_ends_with_0(folder: Path, train) -> No
     before = (folder / "output" / "metrics.jsonl").read_text()
     again = train("--train.load_checkpoint_path", "auto")
     assert again.returncode == 0
-    assert "--train.output_dir" in again.stderr
+    assert "another folder with --train.output_dir" in again.stderr
     assert (folder / "output" / "metrics.jsonl").read_text() == before
+    # Catches the advice to choose another folder where one was chosen.
+    checkpoint, other = folder / "output" / "checkpoints" / "global_step_2", folder / "other"
+    options = ("--train.load_checkpoint_path", str(checkpoint), "--train.output_dir", str(other))
+    elsewhere = train(*options)
+    assert elsewhere.returncode == 0
+    assert f"complete={checkpoint}: " in elsewhere.stderr
+    assert f"nothing was trained in {other}. Go on from it with more steps (train.max_steps" in elsewhere.stderr
+    assert "another folder" not in elsewhere.stderr
+    assert train(*options, "--train.max_steps", "3").returncode == 0
 
 
 def test_a_run_waits_for_another_one_that_ends_in_its_folder(folder: Path, train) -> None:

@@ -7,7 +7,7 @@ import signal
 from contextlib import nullcontext
 from pathlib import Path
 
-from xorl.config import Config, LoadedConfig
+from xorl.config import Config, LoadedConfig, TrainConfig
 from xorl.core import runtime
 from xorl.train.adapter_folder import is_adapter
 from xorl.train.build import Run, RunComplete, build_run
@@ -35,13 +35,21 @@ def run_training(loaded: LoadedConfig) -> int:
             signal_number = _run_sweep(config) if config.lora.sweep else _run(config)
             runtime.shutdown()
     except RunComplete as complete:
-        logger.info(
-            "complete=%s: this run has taken all its steps. Train anew in another folder with --train.output_dir",
-            complete.path,
-        )
+        logger.info("complete=%s: %s", complete.path, _way_on(config.train, complete.path))
         runtime.shutdown()
         return 0
     return 128 + signal_number if signal_number else 0
+
+
+def _way_on(train: TrainConfig, complete: Path) -> str:
+    """What to do where the checkpoint to go on from has taken all steps."""
+    if complete.parent == Path(train.output_dir).absolute() / "checkpoints":
+        return "this run has taken all its steps. Train anew in another folder with --train.output_dir"
+    return (
+        "train.load_checkpoint_path names a run that has taken all the steps that this one asks for, so nothing was "
+        f"trained in {train.output_dir}. Go on from it with more steps (train.max_steps or train.num_train_epochs), or "
+        "train anew there without --train.load_checkpoint_path"
+    )
 
 
 def _run(config: Config) -> int:
