@@ -232,13 +232,23 @@ def test_what_moves_memory_to_the_host_is_refused_on_the_cpu(
 def test_export_that_a_kill_prevented_is_made_up_for(folder: Path, tmp_path: Path, run_ranks) -> None:
     # Catches a run that calls itself complete and has no model for other tools.
     output = tmp_path / "output"
-    assert run_ranks(lambda: error_of(folder, output, "--train.max_steps", "2"), 1) == ["no error"]
+    assert run_ranks(lambda: error_of(folder, output, "--train.max_steps", "2"), 2) == ["no error"] * 2
     exported = output / "checkpoints" / "global_step_2" / "hf" / "model.safetensors"
     assert not exported.exists()
     again = ["--train.max_steps", "2", "--train.save_hf_weights", "true"]
     for _ in range(2):
-        assert run_ranks(lambda: error_of(folder, output, *again), 1) == ["no error"]
+        assert run_ranks(lambda: error_of(folder, output, *again), 2) == ["no error"] * 2
         assert exported.exists()
+    assert len(losses(output)) == 2
+    # Catches one that is taken for whole by its folder alone, and a file of the user's that making it again removes.
+    weights = exported.read_bytes()
+    exported.unlink()
+    (exported.parent / "notes.txt").write_text("kept")
+    for _ in range(2):
+        assert run_ranks(lambda: error_of(folder, output, *again), 2) == ["no error"] * 2
+        assert exported.read_bytes() == weights
+    [aside] = exported.parent.parent.glob("hf_damaged_*")
+    assert (aside / "notes.txt").read_text() == "kept"
     assert len(losses(output)) == 2
 
 

@@ -5,16 +5,26 @@ from __future__ import annotations
 import json
 import logging
 import math
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
 
-from xorl.ckpt import JSON, Checkpointer, CheckpointError, CheckpointFailure, Manifest, read_manifest
+from xorl.ckpt import (
+    JSON,
+    Checkpointer,
+    CheckpointError,
+    CheckpointFailure,
+    Manifest,
+    SafetensorsSource,
+    agreed,
+    read_manifest,
+)
 from xorl.core.runtime import Runtime, rng_state, set_rng_state
 from xorl.lora import AdapterSpec
-from xorl.lora.peft import CONFIG_FILE, AdapterConfig
+from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE, AdapterConfig
 from xorl.train.adapter_files import AdapterFiles
 from xorl.train.adapter_folder import is_adapter
 from xorl.train.data import DataIdentity, StreamState
@@ -120,6 +130,9 @@ class Checkpoints:
         if self._export is None:
             return
         assert self.last is not None, "the last step is always saved"
+        with agreed("set a damaged export aside"):
+            if self._runtime.is_main:
+                _set_aside_damaged(self.last)
         self.exported = self.last / EXPORT
         self._export.write(self.exported)
 
@@ -160,8 +173,25 @@ def _require_scale(path: Path, spec: AdapterSpec) -> None:
 
 
 def is_exported(checkpoint: Path) -> bool:
-    """Whether the model for other tools stands beside this checkpoint; it appears at once or not at all."""
-    return (checkpoint / EXPORT).exists()
+    """Whether the model for other tools, or the adapter, is in this checkpoint with all files of its weights."""
+    folder = checkpoint / EXPORT
+    try:
+        source = (
+            SafetensorsSource(folder, single_file=WEIGHTS_FILE) if is_adapter(folder) else SafetensorsSource(folder)
+        )
+        source.close()
+    except CheckpointError:
+        return False
+    return True
+
+
+def _set_aside_damaged(checkpoint: Path) -> None:
+    """Move an export that is not whole out of the way: nothing is written into one, nor is any file lost."""
+    folder = checkpoint / EXPORT
+    if folder.exists() and not is_exported(checkpoint):
+        aside = Path(tempfile.mkdtemp(prefix=f"{EXPORT}_damaged_", dir=checkpoint))
+        folder.rename(aside)
+        logger.warning("export=%s has lost files of its weights; it is now %s and is made again", folder, aside)
 
 
 def saved_data(manifest: Manifest) -> DataIdentity:
