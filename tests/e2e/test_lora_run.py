@@ -168,6 +168,14 @@ def test_a_run_does_not_go_on_with_another_model(folder: Path, tmp_path: Path, r
     loaded = [(config_of(folder, tmp_path, changed, **resume), said) for changed, said in scaled]
     other = config_of(folder, tmp_path, lora, base="other", **resume)
     loaded.append((other, "holds what was trained over .*base without that model itself: set model.model_path"))
+    # Catches a list of tensors in place of the option that the user changed.
+    begun = r"train.load_checkpoint_path: .*global_step_1 was saved with "
+    for changed, options, said in (
+        ({**lora, "lora_rank": 2}, {}, r"lora.lora_rank: 4, now 2\n.*another model"),
+        ({**lora, "lora_target_modules": ["q_proj"]}, {}, r"lora.lora_target_modules: \[.*\], now \[\"q_proj\"\]\n"),
+        (lora, {"optimizer": "sgd"}, r'train.optimizer: "adamw", now "sgd"\n'),
+    ):
+        loaded.append((config_of(folder, tmp_path, changed, **resume, **options), begun + said))
     longer = config_of(folder, tmp_path, lora, base="longer/base", **resume)
     loaded.append((longer, "is of another model than the section model describes\n  rope: .*"))
 

@@ -201,6 +201,21 @@ def test_order_of_the_data_that_changed_is_refused(folder: Path, tmp_path: Path,
 
 
 @pytest.mark.multi
+def test_options_that_changed_are_named_before_tensors(folder: Path, tmp_path: Path, run_ranks) -> None:
+    # Catches a list of tensors in place of the option that the user changed, and ranks that are told different things.
+    output = tmp_path / "output"
+    assert run_ranks(lambda: error_of(folder, output, "--train.max_steps", "2"), 2) == ["no error"] * 2
+    others = ["--train.optimizer", "muon", "--model.merge_qkv", "false", *HALF[:4]]
+    for error in run_ranks(lambda: error_of(folder, output, *others), 2):
+        first, *more = error.splitlines()
+        assert first == (
+            f"train.load_checkpoint_path: {output}/checkpoints/global_step_2 was saved with model.merge_qkv: true, now "
+            'false; train.optimizer: "adamw", now "muon"; train.param_dtype: "fp32", now "bf16"'
+        )
+        assert "another model or another training set-up" in more[0]
+
+
+@pytest.mark.multi
 def test_ranks_that_see_other_files_are_told_so(folder: Path, tmp_path: Path, run_ranks) -> None:
     # Catches nodes with folders of their own that hang in different collectives, or train on a mixture.
     def with_own_data() -> str:

@@ -28,6 +28,8 @@ from xorl.ckpt.regions import describe_meshes
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
+# Of each list of tensors in a message: layers repeat, and a few names tell which.
+_SHOWN = 2
 FurtherFiles: TypeAlias = Callable[[Path], Mapping[str, FileRecord]]
 
 
@@ -321,7 +323,8 @@ def _raise_other_model(path: Path, problems: Mapping[str, list[str]], unexpected
     lines = [f"{path} is a checkpoint of another model or another training set-up; nothing was loaded"]
     for title, names in listed.items():
         if names:
-            lines.append(f"  {title} ({len(names)}): {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}")
+            shown = names[:_SHOWN]
+            lines.append(f"  {title} ({len(names)}): {', '.join(shown)}{', ...' if len(names) > len(shown) else ''}")
     lines.append(
         "Resume with the model, optimizer and options of the saved run, or start afresh from its exported weights."
     )

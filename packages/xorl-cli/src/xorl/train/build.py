@@ -64,6 +64,7 @@ from xorl.train.profile import Profiler
 from xorl.train.progress import Phases, ProgressBar
 from xorl.train.quantization import scheme_of
 from xorl.train.recompute_choice import MicroBatch, choose_recomputation
+from xorl.train.recorded_options import recorded_options
 
 logger = logging.getLogger(__name__)
 
@@ -404,6 +405,7 @@ def _checkpoints(
         due=due,
         data=DataIdentity.of(plan),
         model=describe_model(config.model, architecture, scheme_of(engine.model.module)),
+        options=recorded_options(config),
         export=export,
         adapters=files,
         trained_only=lora.save_lora_only,

@@ -27,9 +27,11 @@ from xorl.lora import AdapterSpec
 from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE, AdapterConfig
 from xorl.train.adapter_files import AdapterFiles
 from xorl.train.adapter_folder import is_adapter
+from xorl.train.checkpoint_model import MODEL
 from xorl.train.data import DataIdentity, StreamState
 from xorl.train.engine import Engine
 from xorl.train.export import AdapterExport, ModelExport
+from xorl.train.recorded_options import OPTIONS, differing_options
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +71,7 @@ class Checkpoints:
 
     Args:
         model: what they say of the model (see `checkpoint_model.describe_model`).
+        options: what they say of the configuration (see `recorded_options`).
         adapters: written into each of them; None where there are none.
         trained_only: whether frozen parameters are left out.
     """
@@ -82,6 +85,7 @@ class Checkpoints:
         due: SavePoints,
         data: DataIdentity,
         model: Mapping[str, JSON],
+        options: Mapping[str, JSON],
         export: ModelExport | AdapterExport | None,
         adapters: AdapterFiles | None = None,
         trained_only: bool = False,
@@ -92,7 +96,7 @@ class Checkpoints:
         self._runtime = runtime
         self._export = export
         self._data = data
-        self._model = model
+        self._noted = {MODEL: model, OPTIONS: options}
         self._adapters = adapters
         self._trained_only = trained_only
         self._stream = stream
@@ -114,7 +118,7 @@ class Checkpoints:
             self.last = self._checkpointer.save(
                 step,
                 self._engine.state(trained_only=self._trained_only),
-                info={"data": place, "model": self._model},
+                info={"data": place, **self._noted},
                 scalars={"step": step},
                 rng=rng_state(self._runtime.device),
                 write_further=None if self._adapters is None else self._adapters.write,
@@ -151,12 +155,23 @@ class Checkpoints:
             _require_scale(path, self._adapters.config.spec)
         frozen = [name for name, weight in self._engine.model.module.named_parameters() if not weight.requires_grad]
         trained_only = bool(frozen) and f"model.{frozen[0]}" not in read_manifest(path).tensors
-        loaded = self._checkpointer.load(path, self._engine.state(trained_only=trained_only))
+        try:
+            loaded = self._checkpointer.load(path, self._engine.state(trained_only=trained_only))
+        except CheckpointError as error:
+            others = self._other_options(path)
+            if not others:
+                raise
+            told = f"train.load_checkpoint_path: {path} was saved with {'; '.join(others)}"
+            raise CheckpointError(f"{told}\n{error}") from error
         if loaded.rng is not None:
             set_rng_state(loaded.rng, self._runtime.device)
         self.last = path
         logger.info("resumed=%s step=%d load_s=%.2f", path, loaded.step, time.perf_counter() - start)
         return loaded.step
+
+    def _other_options(self, path: Path) -> list[str]:
+        adapters = None if self._adapters is None else self._adapters.config
+        return differing_options(path, read_manifest(path).info, self._noted, adapters)
 
 
 def _require_scale(path: Path, spec: AdapterSpec) -> None:
