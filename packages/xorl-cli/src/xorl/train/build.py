@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -197,19 +197,7 @@ def _check(config: Config, architecture: Architecture) -> None:
     train, device = config.train, torch.device(runtime.own_device_type())
     sketch = check_model(architecture, config.model, train, config.lora, device)
     trained = [(path, parameter) for path, parameter in sketch.named_parameters() if parameter.requires_grad]
-    _require_matched(train, [path for path, _ in trained])
     weight_decays(trained, train.weight_decay, train.no_decay_modules, train.no_decay_params)
-
-
-def _require_matched(train: TrainConfig, trained: Sequence[str]) -> None:
-    """Raise ValueError, before `weight_decays` would, that names which of the two options matches nothing."""
-    for option, given, names in (
-        ("no_decay_modules", train.no_decay_modules, [path.rpartition(".")[0] for path in trained]),
-        ("no_decay_params", train.no_decay_params, [path.rpartition(".")[2] for path in trained]),
-    ):
-        unmatched = [part for part in given if not any(part in name for name in names)]
-        if unmatched:
-            raise ValueError(f"train.{option}: no trained parameter matches {', '.join(unmatched)}")
 
 
 def prepared_for(config: Config, architecture: Architecture) -> RunData:

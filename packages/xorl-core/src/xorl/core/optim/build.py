@@ -73,15 +73,13 @@ def weight_decays(
     """
     if not trained:
         raise ValueError("no parameter requires a gradient: there is nothing to train")
-    decays: list[float] = []
-    matched: set[str] = set()
-    for path, _ in trained:
-        module, _, own = path.rpartition(".")
-        hits = {s for s in no_decay_modules if s in module} | {s for s in no_decay_params if s in own}
-        matched |= hits
-        decays.append(0.0 if hits else weight_decay)
-    if unmatched := sorted({*no_decay_modules, *no_decay_params} - matched):
-        raise ValueError(
-            f"train.no_decay_modules / no_decay_params: no trained parameter matches {', '.join(unmatched)}"
-        )
-    return decays
+    modules, names = zip(*(path.rpartition(".")[::2] for path, _ in trained), strict=True)
+    for option, given, places in (("modules", no_decay_modules, modules), ("params", no_decay_params, names)):
+        if unmatched := sorted(part for part in given if not any(part in place for place in places)):
+            raise ValueError(f"train.no_decay_{option}: no trained parameter matches {', '.join(unmatched)}")
+    return [
+        0.0
+        if any(part in module for part in no_decay_modules) or any(part in name for part in no_decay_params)
+        else weight_decay
+        for module, name in zip(modules, names, strict=True)
+    ]
