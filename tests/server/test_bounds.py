@@ -55,7 +55,7 @@ def test_a_listing_from_a_number_that_no_message_holds_is_refused(client, path):
 def test_a_listing_of_what_is_no_number_is_refused_in_words(client, path):
     """Catches an answer in another form than all others, which clients print as it is."""
     answer = client.get(f"/api/v1/{path}?limit=ten")
-    assert answer.status_code == 400, answer.text
+    assert answer.status_code == 422, answer.text
     assert answer.json()["detail"].startswith("limit: ")
     assert "'ten'" in answer.json()["detail"]
 

@@ -93,10 +93,11 @@ async def _no_route(request: Request, problem: Exception) -> Response:
 async def _unread(request: Request, problem: Exception) -> Response:
     assert isinstance(problem, RequestValidationError)
     # Bodies are read elsewhere; this is of what stands in the URL.
-    said = "; ".join(
-        f"{error['loc'][-1]}: {error['msg']}, got {str(error['input'])[:100]!r}" for error in problem.errors()
-    )
-    return Refusal(400, said).response()
+    said: list[str] = []
+    for error in problem.errors():
+        given = "" if error["type"] == "missing" else f", got {str(error['input'])[:100]!r}"
+        said.append(f"{error['loc'][-1]}: {error['msg']}{given}")
+    return Refusal(422, "; ".join(said)).response()
 
 
 async def _failed(request: Request, problem: Exception) -> Response:
