@@ -212,8 +212,8 @@ def gated() -> None:
     for width, dtype in product((12_288, 1000), FLOATS):
         gate_up = empty(64, 2 * width, dtype=dtype)
         swiglu._swiglu(gate_up)
-        for makes_output in (False, True):
-            swiglu._swiglu_backward(empty(64, width, dtype=dtype), gate_up, makes_output)
+        for backward in (swiglu._swiglu_backward, swiglu._swiglu_backward_):
+            backward(empty(64, width, dtype=dtype), gate_up)
 
 
 def fp8_casts() -> None:
@@ -367,7 +367,7 @@ def usual_sizes() -> None:
     rms_norm._rms_norm_backward(x, x, x, weight, rstd)
     gate_up = empty(tokens, 2 * hidden_width)
     swiglu._swiglu(gate_up)
-    swiglu._swiglu_backward(empty(tokens, hidden_width), gate_up, True)
+    swiglu._swiglu_backward_(empty(tokens, hidden_width), gate_up)
     table, norms = empty(tokens, 64, dtype=FP32), HeadNorms(empty(128).requires_grad_(), empty(128), 1e-6)
     outputs = heads.split_heads((empty(tokens, sum(shape.row_counts)),), shape, norms, (table, table))
     torch.autograd.backward(outputs, [empty(*output.shape) for output in outputs])

@@ -202,6 +202,17 @@ def test_swiglu_and_the_linear_layer_after_it(has_bias, dtype):
     assert all(x.grad is None for x in inputs[1:])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_the_gradient_of_swiglu_is_made_of_gives_its_memory_to_the_output(dtype):
+    # Catches a place that is written before it is read, and a gradient spoilt that its owner still needs.
+    grad, gate_up = randn(5, 7, dtype=dtype), randn(5, 14, dtype=dtype, seed=1)
+    kept = grad.clone()
+    wanted = swiglu._swiglu_backward(grad, gate_up)
+    assert torch.equal(grad, kept)
+    assert torch.equal(swiglu._swiglu_backward_(grad, gate_up), wanted)
+    assert torch.equal(grad, swiglu.swiglu(gate_up))
+
+
 def test_no_tokens():
     # Catches an empty launch, which a driver refuses.
     shape = HeadShape(2, 1, 4)

@@ -40,8 +40,9 @@ LOW_RANK_RATIO = 16
 ATTENTION_PREFIX = "xorl::attention_"
 # Products with quantised weights.
 KEPT_OPERATORS = frozenset({"xorl::quantized_linear"})
-# torch reminds everyone of it who compiles what a policy recomputes, and has no option by which to answer: one operator
-# of ours writes in place, `xorl::add_product_`, and tests hold its compiled gradients against those of plain code.
+# torch reminds everyone of it who compiles what a policy recomputes, and has no option by which to answer. Operators of
+# ours that write in place, `xorl::add_product_` and `xorl::swiglu_backward_`, write over what their callers have
+# just made, and tests hold their compiled gradients against those of plain code.
 REMINDER = "Please make sure the checkpointed region does not contain in-place ops"
 
 

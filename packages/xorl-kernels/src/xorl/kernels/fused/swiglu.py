@@ -28,7 +28,8 @@ def swiglu_linear(gate_up: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
     """swiglu(gate_up [T, 2F]) @ weight.T + bias, [T, D]; keeps `gate_up` and `weight` [D, F] for the backward pass.
 
     What the gradient of the weight is made of, silu(gate) * up, is made again beside the gradient of `gate_up`, which
-    reads the same. Meant to be compiled: otherwise recomputation of a layer would run the product in vain.
+    reads the same, and takes the memory of the gradient that both are made of. Meant to be compiled: otherwise
+    recomputation of a layer would run the product in vain.
     """
     y = _SwigluLinear.apply(gate_up, weight, bias)
     assert isinstance(y, Tensor)
@@ -53,7 +54,8 @@ class _SwigluLinear(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         gate_up, weight = ctx.saved_tensors
         needs_gate_up, needs_weight, needs_bias = ctx.needs_input_grad
-        grad_gate_up, gated = _swiglu_backward(grad @ weight, gate_up, needs_weight)
+        gated = grad @ weight  # [T, F], its gradient until the next line
+        grad_gate_up = _swiglu_backward_(gated, gate_up) if needs_weight else _swiglu_backward(gated, gate_up)
         return (
             grad_gate_up if needs_gate_up else None,
             grad.t() @ gated if needs_weight else None,
@@ -79,10 +81,21 @@ def _(gate_up: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("xorl::swiglu_backward", mutates_args=())
-def _swiglu_backward(grad: Tensor, gate_up: Tensor, makes_output: bool) -> tuple[Tensor, Tensor]:
-    """The gradient of `gate_up`, and the output of `_swiglu` once more, empty where it is not wanted."""
-    grad, gate_up = grad.contiguous(), gate_up.contiguous()
-    grad_gate_up, out = torch.empty_like(gate_up), grad.new_empty(grad.shape if makes_output else (0,))
+def _swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+    """The gradient of `gate_up`."""
+    return _launch_backward(grad.contiguous(), gate_up, makes_output=False)
+
+
+@torch.library.custom_op("xorl::swiglu_backward_", mutates_args=("grad",))
+def _swiglu_backward_(grad: Tensor, gate_up: Tensor) -> Tensor:
+    """The gradient of `gate_up`; `grad`, contiguous, is overwritten with the output of `_swiglu`."""
+    assert grad.is_contiguous(), "its memory is written row by row"
+    return _launch_backward(grad, gate_up, makes_output=True)
+
+
+def _launch_backward(grad: Tensor, gate_up: Tensor, *, makes_output: bool) -> Tensor:
+    gate_up = gate_up.contiguous()
+    grad_gate_up = torch.empty_like(gate_up)
     width = grad.shape[-1]
     if grad.numel():
         block = min(BLOCK, power_of_2(width))
@@ -93,19 +106,18 @@ def _swiglu_backward(grad: Tensor, gate_up: Tensor, makes_output: bool) -> tuple
             grad,
             gate_up,
             grad_gate_up,
-            out,
             WIDTH=width,
             MAKES_OUTPUT=makes_output,
             BLOCK=block,
             num_warps=NUM_WARPS,
         )
-    return grad_gate_up, out
+    return grad_gate_up
 
 
 @_swiglu_backward.register_fake
-def _(grad: Tensor, gate_up: Tensor, makes_output: bool) -> tuple[Tensor, Tensor]:
-    out = grad.new_empty(grad.shape if makes_output else (0,))
-    return torch.empty_like(gate_up, memory_format=torch.contiguous_format), out
+@_swiglu_backward_.register_fake
+def _(grad: Tensor, gate_up: Tensor) -> Tensor:
+    return torch.empty_like(gate_up, memory_format=torch.contiguous_format)
 
 
 def _save(ctx: FunctionCtx, inputs: tuple[Tensor], output: Tensor) -> None:
@@ -114,8 +126,7 @@ def _save(ctx: FunctionCtx, inputs: tuple[Tensor], output: Tensor) -> None:
 
 def _differentiate(ctx: FunctionCtx, grad: Tensor) -> Tensor:
     (gate_up,) = ctx.saved_tensors  # pyright: ignore[reportAttributeAccessIssue] set by save_for_backward
-    grad_gate_up, _ = _swiglu_backward(grad, gate_up, False)
-    return grad_gate_up
+    return _swiglu_backward(grad, gate_up)
 
 
 _swiglu.register_autograd(_differentiate, setup_context=_save)
@@ -138,7 +149,6 @@ def _backward(
     grad_ptr: tl.tensor,
     gate_up_ptr: tl.tensor,
     grad_gate_up_ptr: tl.tensor,
-    out_ptr: tl.tensor,
     WIDTH: tl.constexpr,
     MAKES_OUTPUT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -148,7 +158,8 @@ def _backward(
     is_inside = columns < WIDTH
     gate_up_ptr += row * 2 * WIDTH
     grad_gate_up_ptr += row * 2 * WIDTH
-    grad = tl.load(grad_ptr + row * WIDTH + columns, mask=is_inside).to(tl.float32)
+    grad_ptr += row * WIDTH
+    grad = tl.load(grad_ptr + columns, mask=is_inside).to(tl.float32)
     gate = tl.load(gate_up_ptr + columns, mask=is_inside).to(tl.float32)
     up = tl.load(gate_up_ptr + WIDTH + columns, mask=is_inside).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
@@ -159,4 +170,4 @@ def _backward(
     tl.store(grad_gate_up_ptr + WIDTH + columns, grad_up.to(dtype), mask=is_inside)
     if MAKES_OUTPUT:
         out = gate * sigmoid * up
-        tl.store(out_ptr + row * WIDTH + columns, out.to(out_ptr.dtype.element_ty), mask=is_inside)
+        tl.store(grad_ptr + columns, out.to(grad_ptr.dtype.element_ty), mask=is_inside)
