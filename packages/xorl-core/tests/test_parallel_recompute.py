@@ -60,6 +60,21 @@ def test_layers_after_the_first_few_keep_everything() -> None:
     assert kept == pytest.approx((whole + 2 * none) / 3, rel=0.01)
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_layers_above_frozen_ones_get_their_gradients(reentrant: bool) -> None:
+    # Catches layers that silently do not train, as adapters from the second layer on did beside a norm of the trunk.
+    def gradients(model: Decoder) -> dict[str, Tensor]:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.startswith(("model.layers.1.self_attn", "model.norm")))
+        return {name: gradient for name, gradient in step(model)[0].items() if gradient is not None}
+
+    expected = gradients(model_with("none", "eager"))
+    assert any("layers.1" in name for name in expected)
+    measured = gradients(model_with("layer", "eager", reentrant=reentrant))
+    torch.testing.assert_close(measured, expected, rtol=0, atol=0)
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_nothing_is_marked_for_recomputation_without_a_gradient(reentrant: bool) -> None:

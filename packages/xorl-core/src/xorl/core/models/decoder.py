@@ -217,11 +217,12 @@ class DecoderTrunk(nn.Module):
                     f"cut documents to max_seq_len: {limit} or less"
                 )
             hidden = hidden + self.embed_positions(layout.positions).to(compute_dtype)
-        if torch.is_grad_enabled() and not hidden.requires_grad:
-            # Beside a frozen embedding: a first layer that is trained is compiled and recomputed as the others are.
-            hidden.requires_grad_(any(parameter.requires_grad for parameter in self.layers[0].parameters()))
         rope = None if self.rotary is None else self.rotary.tables(layout, input_ids.device)
         for index, layer in enumerate(self.layers):
+            if torch.is_grad_enabled() and not hidden.requires_grad:
+                # Above frozen ones: the first layer that is trained is compiled and recomputed as the others are, and
+                # the reentrant form gives no gradient to a layer whose input has none.
+                hidden.requires_grad_(any(parameter.requires_grad for parameter in layer.parameters()))
             hidden = layer(hidden, layout.of_layer(index), rope)
         _, normed = self.norm(hidden)
         return normed
