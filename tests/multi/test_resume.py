@@ -127,18 +127,19 @@ HALF = ["--train.param_dtype", "bf16", "--train.enable_mixed_precision", "true",
     [
         ("none", 1, []),
         ("fsdp2", 2, []),
+        ("ddp", 4, []),
         ("none", 1, [*HALF, "--train.optimizer", "anyprecision_adamw"]),
         ("fsdp2", 2, [*HALF, "--train.optimizer", "muon"]),
         ("fsdp2", 2, LORA),
         ("fsdp2", 2, QLORA),
     ],
-    ids=["none-adamw", "fsdp2-adamw", "none-anyprecision_adamw", "fsdp2-muon", "fsdp2-lora", "fsdp2-qlora"],
+    ids=["none-adamw", "fsdp2-adamw", "ddp-adamw", "none-anyprecision", "fsdp2-muon", "fsdp2-lora", "fsdp2-qlora"],
 )
 def test_killed_and_resumed_run_is_the_same_to_the_bit(
     mode: str, world_size: int, overrides: list[str], folder: Path, tmp_path: Path, run_ranks
 ) -> None:
     # Catches anything that a checkpoint forgets: a moment, a step count, a place in the data, a schedule, the bits by
-    # which weights in bf16 are rounded.
+    # which weights in bf16 are rounded, where a gradient lies when four ranks are added to it.
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     split = {"mode": mode, "accumulation": 4 // world_size, "overrides": overrides}
     assert run_ranks(lambda: run(folder, straight, **split), world_size) == [0] * world_size

@@ -12,9 +12,24 @@ from xorl.core.mesh import Mesh
 
 
 class Replicated(DistributedDataParallel):
-    """A replica. `on_last_bucket`, if set, is called in each exchange of gradients once the last ones are there."""
+    """A replica. `on_last_bucket`, if set, is called in each exchange of gradients once the last ones are there.
+
+    Its buckets are laid out once, in the reverse order of the parameters. torch would lay them out anew after the first
+    exchange, and where a gradient lies decides in which order ranks are added to it: a resumed run, whose first step is
+    another one, would be off by rounding.
+    """
 
     on_last_bucket: Callable[[], None] | None = None
+
+    def __init__(self, module: nn.Module, **options: object) -> None:
+        super().__init__(module, **options)  # pyright: ignore[reportArgumentType]
+        self.reducer._push_all_rebuilt_params()
+        self._has_rebuilt_buckets = self.reducer._rebuild_buckets()
+        assert self._has_rebuilt_buckets, "torch lays buckets out once more, and no further time"
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        parameters, is_sparse = super()._build_params_for_reducer()
+        return parameters[::-1], is_sparse[::-1]
 
 
 def replicate(model: nn.Module, mesh: Mesh) -> Replicated:
