@@ -13,6 +13,7 @@ from worker_ranks import datum, service_config
 from xorl.core import runtime
 from xorl.server.channel import BlockingServer, ChannelClient, private_ipc_address
 from xorl.server.messages import (
+    CheckpointSampler,
     CreateModel,
     Done,
     Failure,
@@ -23,12 +24,16 @@ from xorl.server.messages import (
     OptimResult,
     OptimStep,
     Result,
+    Sample,
+    SampleResult,
     Saved,
     SaveWeights,
+    SaveWeightsForSampler,
     ShutDown,
     Shutdown,
     Work,
 )
+from xorl.server.names import CheckpointRef
 from xorl.server.worker import serve
 from xorl.server.worker.base import build_base
 from xorl.server.worker.operations import Worker
@@ -126,3 +131,47 @@ def test_a_rank_that_dies_ends_the_others_and_its_call_has_no_answer(tmp_path: P
         return worker.run(Work(["2"], [ForwardBackward("m", [datum(4, 1), datum(5, 2)], "cross_entropy")]))
 
     assert run_ranks(run, 2) == ["no result", "no result"]
+
+
+@pytest.mark.multi
+def test_a_rank_that_dies_while_a_checkpoint_is_read_to_sample_from_leaves_no_answer(tmp_path: Path, run_ranks) -> None:
+    """Catches a client that is told of a broken connection where the workers' start anew would give it its samples."""
+
+    def run() -> list[Result]:
+        worker = Worker(build_base(service_config(tmp_path, data_parallel_shard_size=2), runtime.init("cpu")), "")
+        worker.run(Work(["1"], [CreateModel("m")]))
+        worker.run(Work(["2"], [SaveWeightsForSampler("m", "s")]))
+        if runtime.global_rank() == 1:
+            worker.saved.described = lambda _: os._exit(9)
+        sampler = CheckpointSampler(CheckpointRef("m", "sampler_weights", "s"))
+        return worker.run(Work(["3"], [Sample(sampler, datum(4, 1).tokens, max_tokens=1)]))
+
+    assert run_ranks(run, 2) == ["no result", "no result"]
+
+
+@pytest.mark.multi
+def test_a_checkpoint_that_one_rank_cannot_read_is_held_by_none(tmp_path: Path, run_ranks) -> None:
+    # Catches ranks that part: one holds what another one has not, so only one of them reads it when it is asked for.
+
+    def run() -> list[Result]:
+        worker = Worker(build_base(service_config(tmp_path, data_parallel_shard_size=2), runtime.init("cpu")), "")
+        worker.run(Work(["1"], [CreateModel("m")]))
+        worker.run(Work(["2"], [SaveWeightsForSampler("m", "s")]))
+        sampler = CheckpointSampler(CheckpointRef("m", "sampler_weights", "s"))
+        sample = Sample(sampler, datum(4, 1).tokens, max_tokens=1)
+        hold = worker.saved.hold
+
+        def hold_and_fail(source: str, ref: CheckpointRef) -> None:
+            hold(source, ref)
+            raise OSError("a broken disk")
+
+        if runtime.global_rank() == 1:
+            worker.saved.hold = hold_and_fail
+        failed = worker.run(Work(["3"], [sample]))
+        worker.saved.hold = hold
+        return [*failed, *worker.run(Work(["4"], [sample]))]
+
+    (failed, sampled), _ = run_ranks(run, 2)
+    assert isinstance(failed, Failure)
+    assert "rank 1: a broken disk" in failed.message
+    assert isinstance(sampled, SampleResult)

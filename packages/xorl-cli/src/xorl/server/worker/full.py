@@ -158,8 +158,9 @@ class WholeModel:
         """Its weights as they are now, which the model has until it changes."""
         self._require(model_id)
         source = source_name(model_id, sampler_id)
-        self._sources.pop(source, None)
-        self._add_source(source, None)
+        self.release(source)
+        self._make_room()
+        self._sources[source] = None
 
     def kept(self, model_id: str, sampler_id: str) -> str:
         """The source that `keep` made."""
@@ -185,13 +186,15 @@ class WholeModel:
         checkpoints = [held for held in self._sources if not held.startswith(source_name(self._model_id or "", ""))]
         if checkpoints and len(self._sources) >= NUM_SOURCES:
             self.release(checkpoints[0])
+        # Before it is read, as a rank that cannot read it has to forget the same as the others.
+        self._make_room()
         current = self._copy()
         try:
             read({"model": self._train.state()["model"]})
             loaded = self._copy()
         finally:
             self._put(current)
-        self._add_source(source, loaded)
+        self._sources[source] = loaded
 
     def release(self, source: str) -> None:
         """Forget a copy."""
@@ -221,11 +224,10 @@ class WholeModel:
         if model_id != self._model_id:
             raise UnknownName(f"there is no model {model_id!r} on the workers")
 
-    def _add_source(self, source: str, weights: dict[str, Tensor] | None) -> None:
+    def _make_room(self) -> None:
         while len(self._sources) >= NUM_SOURCES:
             gone, _ = self._sources.popitem(last=False)
             logger.info("event=source_dropped source=%s", gone)
-        self._sources[source] = weights
 
     def _before_change(self) -> None:
         """Copy the weights for the sources that rely on the model's."""

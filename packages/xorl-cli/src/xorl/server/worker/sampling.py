@@ -33,6 +33,7 @@ from xorl.server.sampler import TopLogprobs as Likeliest
 from xorl.server.worker.base import Base
 from xorl.server.worker.checkpoints import SavedModels
 from xorl.server.worker.models import Models
+from xorl.server.worker.together import all_or_none
 
 # Of a device's memory, the share that the cache of keys and values may take; and never more than so many contexts.
 CACHE_SHARE = 0.1
@@ -73,7 +74,12 @@ class Sampling:
             raise ValueError(f"workers sample from what a {type(ref).__name__} stands for, which the orchestrator says")
         source = ref.checkpoint.uri("xorl")
         if not self._models.is_held(source):
-            self._saved.hold(source, ref.checkpoint)
+            try:
+                with all_or_none(f"reading {source}"):
+                    self._saved.hold(source, ref.checkpoint)
+            except BaseException:
+                self._models.release(source)
+                raise
         return source
 
     def saved(self, ref: CheckpointRef) -> None:
