@@ -306,6 +306,29 @@ def test_an_adapter_that_cannot_come_back_takes_no_room():
     assert all(torch.equal(value, got[name]) for name, value in wanted.items())
 
 
+@pytest.mark.parametrize("others", [(), ("mlp",)], ids=["on the device", "put away"])
+def test_an_adapter_that_cannot_be_restored_is_what_it_was(others: tuple[str, ...]):
+    """Catches a model that is lost, optimizer and gradient with it, where a checkpoint could not be loaded into it."""
+    model = decoder()
+    bank = bank_over(model, num_resident=1)
+    fill(bank, ("r4",))
+    run_mixed(bank, model, ("r4",)).backward()
+    bank.step("r4", Adam(lr=1e-2))
+    run_mixed(bank, model, ("r4",)).backward()
+    gradients = {key: value.clone() for key, value in bank.gradients("r4").items()}
+    wanted = bank.snapshot("r4")
+    unreadable = {kind: flat.to("meta") for kind, flat in wanted.values.items()}
+    fill(bank, others)
+    with pytest.raises(NotImplementedError):
+        bank.restore("r4", AdapterSnapshot(wanted.spec, 0, wanted.names, unreadable))
+    got = bank.snapshot("r4").tensors()
+    assert all(torch.equal(value, got[key]) for key, value in wanted.tensors().items())
+    assert all(torch.equal(value, bank.gradients("r4")[key]) for key, value in gradients.items())
+    bank.restore("r4", wanted)
+    assert not any(value.any() for value in bank.gradients("r4").values())
+    assert bank.names == ("r4", *others)
+
+
 def test_saved_adapters_go_on_to_the_bit_in_another_bank(tmp_path: Path):
     """Catches a file that lacks the optimizer, or that depends on the bank's slots and largest rank."""
     first_model, second_model = decoder(), decoder()

@@ -166,15 +166,16 @@ class AdapterBank:
     def restore(self, name: str, snapshot: AdapterSnapshot) -> None:
         """An adapter as it was in `snapshot`, optimizer and all, new or in place of the one of this name.
 
-        Raises ValueError, before anything is changed, where it does not fit.
+        Raises ValueError where it does not fit. Where it fails, however that is, the one of this name is what it was.
         """
         spec = snapshot.spec
         entry = _Entry(spec, self._fitting(spec))
         snapshot = AdapterSnapshot.of_tensors(spec, self._slots.names(spec, entry.places), snapshot.tensors())
         entry.has_gradient = GRAD in snapshot.values
-        if name in self._entries:
-            self.remove(name)
+        if name in self._resident:
+            self._put_away(name)
         self._enter(name, entry, snapshot=snapshot)
+        self._pages.drop(name)
 
     def copy(self, name: str, to: str) -> None:
         """A new adapter with the values that another has now, without its optimizer's state; on the device.
