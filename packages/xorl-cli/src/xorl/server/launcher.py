@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import fcntl
 import logging
 import os
 import secrets
@@ -31,6 +30,7 @@ from urllib.request import ProxyHandler, build_opener
 from pydantic import Secret
 
 from xorl.config import LoadedServerConfig, ServerConfig, load_server_config, num_workers
+from xorl.config.lock import lock_within
 from xorl.config.overrides import split_overrides
 from xorl.config.server import TOKEN_PREFIX
 from xorl.config.show import show
@@ -244,21 +244,27 @@ def hold_folder(folder: Path) -> IO[str]:
     left in the temporary folder is removed. Raises ValueError where another service runs.
     """
     file = (folder / LOCK_FILE).open("a+", encoding="utf-8")
-    deadline = time.monotonic() + LEFT_S
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except OSError:
-            holder = _holder(file)
-            if holder is None or _runs(holder.pid) or time.monotonic() > deadline:
-                file.close()
-                who = "of another host, or just starting" if holder is None else f"process {holder.pid}, {holder.url}"
-                raise ValueError(
-                    f"output_dir: another service has {folder.parent} ({who}): stop it, or choose another "
-                    "--server.output_dir"
-                ) from None
-            time.sleep(LOOK_EVERY_S)
+
+    def taken() -> str:
+        holder = _holder(file)
+        who = "of another host, or just starting" if holder is None else f"process {holder.pid}, {holder.url}"
+        return f"output_dir: another service has {folder.parent} ({who})"
+
+    def may_end() -> bool:
+        holder = _holder(file)
+        return holder is not None and not _runs(holder.pid)
+
+    try:
+        lock_within(LEFT_S, file, taken, advice="stop it, or choose another --server.output_dir", may_end=may_end)
+    except OSError as error:
+        file.close()
+        raise ValueError(
+            f"output_dir: {folder.parent} cannot be locked ({error.strerror}), and two services in one folder would "
+            "each write what the other does not know of: choose a folder on a file system that has locks"
+        ) from error
+    except ValueError:
+        file.close()
+        raise
     holder = _holder(file)
     left = Path(tempfile.gettempdir()) / Path("" if holder is None else holder.folder).name
     if left.name.startswith(RUN_FOLDER):

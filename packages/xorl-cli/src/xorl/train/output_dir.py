@@ -6,7 +6,6 @@ import fcntl
 import logging
 import os
 import platform
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import IO
 from xorl.ckpt import Checkpointer, CheckpointError, is_complete
 from xorl.ckpt.layout import LATEST, prepare_root, step_of
 from xorl.config import TrainConfig
+from xorl.config.lock import lock_within
 from xorl.core import runtime
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,6 @@ OPTION = "train.output_dir"
 LOCK_FILE = ".lock"
 # For the ranks of a run whose launcher was killed, which notice, save and end, and for the loaders of a killed rank.
 LEFT_S = 30.0
-LOOK_EVERY_S = 0.2
 
 
 @contextmanager
@@ -51,28 +50,15 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def _lock(file: IO[bytes], folder: Path) -> None:
-    """Waits LEFT_S for the lock, which a process that is killed, and those forked from it, no longer have."""
-    deadline = time.monotonic() + LEFT_S
-    is_told = False
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            holder = file.read().decode() or "one that is just starting"
-        except OSError as error:
-            logger.warning("%s: %s cannot be locked (%s); start one run at a time there", OPTION, folder, error)
-            return
-        else:
-            return
-        if time.monotonic() > deadline:
-            raise ValueError(
-                f"{OPTION}: another run writes to {folder} ({holder}): wait for it, stop it, or choose another folder"
-            )
-        if not is_told:
-            logger.warning("%s: another run writes to %s (%s); waiting %.0f s", OPTION, folder, holder, LEFT_S)
-        is_told = True
-        time.sleep(LOOK_EVERY_S)
+    def taken() -> str:
+        file.seek(0)
+        holder = file.read().decode() or "one that is just starting"
+        return f"{OPTION}: another run writes to {folder} ({holder})"
+
+    try:
+        lock_within(LEFT_S, file, taken, advice="wait for it, stop it, or choose another folder")
+    except OSError as error:
+        logger.warning("%s: %s cannot be locked (%s); start one run at a time there", OPTION, folder, error)
 
 
 def begin(train: TrainConfig) -> tuple[Path, Checkpointer, Path | None]:
