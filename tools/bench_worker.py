@@ -37,7 +37,8 @@ from xorl.core.models import spec_for
 from xorl.core.runtime import Runtime
 from xorl.data import Document, collate
 from xorl.server.arrays import Array, Datum
-from xorl.server.messages import CreateModel, Done, Failure, ForwardBackward, LoraSpec, Operation, OptimStep, Work
+from xorl.server.messages import Done, Operation, Work
+from xorl.server.operations import CreateModel, Failure, ForwardBackward, LoraSpec, OptimStep
 from xorl.server.worker.base import build_base
 from xorl.server.worker.operations import Worker
 from xorl.train.build import build_engine, parallel_dims
@@ -100,7 +101,7 @@ def local(bench: Bench) -> Step:
 
 def service(bench: Bench, *, num_models: int, is_mixed: bool) -> Step:
     """Steps of a worker's models. Mixed, a pass has some tokens of each; else each has passes of its own."""
-    worker = Worker(build_base(bench.config, bench.place), "bench")
+    worker = Worker(build_base(bench.config, bench.place))
     lora = LoraSpec() if bench.config.enable_lora else None
     names = [f"model{index}" for index in range(num_models)]
     for name in names:

@@ -38,7 +38,8 @@ from xorl.data import Document, collate
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import AdapterSpec, adapters, init_adapters, inject
 from xorl.server.arrays import Array, Datum
-from xorl.server.messages import (
+from xorl.server.names import CheckpointKind, CheckpointRef, checkpoint_folder
+from xorl.server.operations import (
     AbortGradients,
     CreateModel,
     Endpoint,
@@ -58,7 +59,6 @@ from xorl.server.messages import (
     SyncWeights,
     UnloadModel,
 )
-from xorl.server.names import CheckpointKind, CheckpointRef, checkpoint_folder
 from xorl.server.worker.adapters import AdapterModels
 from xorl.server.worker.operations import Worker
 from xorl.train.build import build_engine

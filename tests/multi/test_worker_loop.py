@@ -12,28 +12,22 @@ import pytest
 from worker_ranks import datum, service_config
 from xorl.core import runtime
 from xorl.server.channel import BlockingServer, ChannelClient, private_ipc_address
-from xorl.server.messages import (
+from xorl.server.messages import Done, Health, HealthResult, Result, ShutDown, Shutdown, Work
+from xorl.server.names import CheckpointRef
+from xorl.server.operations import (
     CheckpointSampler,
     CreateModel,
-    Done,
     Failure,
     ForwardBackward,
-    Health,
-    HealthResult,
     LossResult,
     OptimResult,
     OptimStep,
-    Result,
     Sample,
     SampleResult,
     Saved,
     SaveWeights,
     SaveWeightsForSampler,
-    ShutDown,
-    Shutdown,
-    Work,
 )
-from xorl.server.names import CheckpointRef
 from xorl.server.worker import serve
 from xorl.server.worker.base import build_base
 from xorl.server.worker.operations import Worker
@@ -76,8 +70,9 @@ def test_work_is_done_once_by_all_ranks_and_answered_again(tmp_path: Path, run_r
             server = BlockingServer(private_ipc_address("workers"), Work)
             asking = threading.Thread(target=lambda: asyncio.run(ask_all(server.address, works, answers)))
             asking.start()
-        worker = Worker(build_base(config, runtime.init("cpu")), "" if server is None else server.incarnation)
+        worker = Worker(build_base(config, runtime.init("cpu")))
         self_test(worker)
+        assert not worker.models.names
         if server is None:
             serve.follow(worker)
         else:
@@ -89,7 +84,7 @@ def test_work_is_done_once_by_all_ranks_and_answered_again(tmp_path: Path, run_r
     answers, _ = run_ranks(run, 2)
     health, _, loss, empty, first, again, second, refused, last = answers
     assert isinstance(health, HealthResult)
-    assert (health.world_size, health.models) == (2, [])
+    assert health.world_size == 2
     assert isinstance(loss, LossResult)
     assert len(loss.fields["logprobs"]) == len(data)
     assert isinstance(empty, Failure)
@@ -124,7 +119,7 @@ def test_a_rank_that_dies_ends_the_others_and_its_call_has_no_answer(tmp_path: P
     """
 
     def run() -> list[Result]:
-        worker = Worker(build_base(service_config(tmp_path, data_parallel_shard_size=2), runtime.init("cpu")), "")
+        worker = Worker(build_base(service_config(tmp_path, data_parallel_shard_size=2), runtime.init("cpu")))
         worker.run(Work(["1"], [CreateModel("m")]))
         if runtime.global_rank() == 1:
             worker.base.module.layers[1].register_forward_hook(lambda *_: os._exit(9))
@@ -138,7 +133,7 @@ def test_a_rank_that_dies_while_a_checkpoint_is_read_to_sample_from_leaves_no_an
     """Catches a client that is told of a broken connection where the workers' start anew would give it its samples."""
 
     def run() -> list[Result]:
-        worker = Worker(build_base(service_config(tmp_path, data_parallel_shard_size=2), runtime.init("cpu")), "")
+        worker = Worker(build_base(service_config(tmp_path, data_parallel_shard_size=2), runtime.init("cpu")))
         worker.run(Work(["1"], [CreateModel("m")]))
         worker.run(Work(["2"], [SaveWeightsForSampler("m", "s")]))
         if runtime.global_rank() == 1:
@@ -154,7 +149,7 @@ def test_a_checkpoint_that_one_rank_cannot_read_is_held_by_none(tmp_path: Path, 
     # Catches ranks that part: one holds what another one has not, so only one of them reads it when it is asked for.
 
     def run() -> list[Result]:
-        worker = Worker(build_base(service_config(tmp_path, data_parallel_shard_size=2), runtime.init("cpu")), "")
+        worker = Worker(build_base(service_config(tmp_path, data_parallel_shard_size=2), runtime.init("cpu")))
         worker.run(Work(["1"], [CreateModel("m")]))
         worker.run(Work(["2"], [SaveWeightsForSampler("m", "s")]))
         sampler = CheckpointSampler(CheckpointRef("m", "sampler_weights", "s"))

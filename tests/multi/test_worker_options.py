@@ -9,7 +9,8 @@ import torch
 
 from placement import whole
 from worker_ranks import ask, datum, done, service_config, train, worker_of
-from xorl.server.messages import (
+from xorl.server.names import CheckpointRef
+from xorl.server.operations import (
     CreateModel,
     Failure,
     ForwardBackward,
@@ -21,7 +22,6 @@ from xorl.server.messages import (
     SaveFullWeights,
     SaveWeights,
 )
-from xorl.server.names import CheckpointRef
 from xorl.server.worker.adapters import AdapterModels
 from xorl.server.worker.operations import Worker
 from xorl.server.worker.selftest import self_test

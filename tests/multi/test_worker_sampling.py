@@ -11,7 +11,8 @@ import torch
 from worker_ranks import ask, datum, done, make, service_config, shards, train, values, worker_of
 from xorl.config import ConfigError
 from xorl.server.arrays import Array
-from xorl.server.messages import (
+from xorl.server.names import CheckpointRef
+from xorl.server.operations import (
     BaseSampler,
     CheckpointSampler,
     CreateModel,
@@ -25,7 +26,6 @@ from xorl.server.messages import (
     SaveWeightsForSampler,
     SnapshotSampler,
 )
-from xorl.server.names import CheckpointRef
 from xorl.server.sampler.sampler import BLOCK_SIZE
 from xorl.server.worker import adapters
 from xorl.server.worker.adapters import AdapterModels

@@ -16,7 +16,7 @@ from xorl.server.api.protobuf import MESSAGES, parse
 from xorl.server.api.reply import json_response
 from xorl.server.api.results import tensor_json
 from xorl.server.arrays import Array
-from xorl.server.messages import BlockFp8, ForwardBackward, OptimStep, SaveWeights, SyncWeights
+from xorl.server.operations import BlockFp8, ForwardBackward, OptimStep, SaveWeights, SyncWeights
 from xorl.server.queries import ErrorSeen
 
 PROTOBUF = {"content-type": "application/x-protobuf", "x-sdk-version": "0"}

@@ -11,7 +11,7 @@ import pytest
 
 from answering_orchestrator import FAILING_LOSS, served
 from child import in_child
-from xorl.server.messages import CreateModel, ForwardBackward, OptimStep, Sample
+from xorl.server.operations import CreateModel, ForwardBackward, OptimStep, Sample
 
 MISSING = [name for name in ("tinker", "xorl_client") if importlib.util.find_spec(name) is None]
 pytestmark = pytest.mark.skipif(bool(MISSING), reason="needs the public clients: uv sync --group clients")

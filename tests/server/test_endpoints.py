@@ -15,7 +15,7 @@ from engines import fake_engines
 from xorl.server.arrays import Array
 from xorl.server.endpoints import EndpointRegistry, EndpointSampler, EngineError
 from xorl.server.endpoints.vllm import vllm_request, vllm_result
-from xorl.server.messages import BaseSampler, Endpoint, EndpointSynced, Sample, SyncResult
+from xorl.server.operations import BaseSampler, Endpoint, EndpointSynced, Sample, SyncResult
 
 Answer = TypeVar("Answer")
 PROMPT = Array.of(np.array([3, 4], dtype=np.int32))

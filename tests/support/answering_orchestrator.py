@@ -14,13 +14,12 @@ import uvicorn
 from xorl.server.api import ApiSettings, create_app
 from xorl.server.arrays import Array
 from xorl.server.channel import ChannelServer, private_ipc_address
-from xorl.server.messages import (
+from xorl.server.messages import Accepted, Cancel, Finished, Ok, Pending, Poll, Rejected, Submit, Tombstone, Unknown
+from xorl.server.names import CheckpointRef, checkpoint_folder
+from xorl.server.operations import (
     AbortGradients,
-    Accepted,
-    Cancel,
     CreateModel,
     Failure,
-    Finished,
     ForwardBackward,
     GradientsAborted,
     Loaded,
@@ -28,12 +27,8 @@ from xorl.server.messages import (
     LoraSpec,
     LossResult,
     ModelCreated,
-    Ok,
     OptimResult,
     OptimStep,
-    Pending,
-    Poll,
-    Rejected,
     Sample,
     SampledSequence,
     SampleResult,
@@ -41,16 +36,12 @@ from xorl.server.messages import (
     SaveFullWeights,
     SaveWeights,
     SaveWeightsForSampler,
-    Submit,
     SyncResult,
     SyncWeights,
-    Tombstone,
     TopLogprobs,
-    Unknown,
     Unloaded,
     UnloadModel,
 )
-from xorl.server.names import CheckpointRef, checkpoint_folder
 from xorl.server.queries import (
     AddEndpoint,
     CheckpointInfo,

@@ -19,15 +19,14 @@ import numpy as np
 
 from xorl.server.arrays import Array
 from xorl.server.channel import BlockingServer, ChannelKeys, Limits
-from xorl.server.messages import (
+from xorl.server.messages import Done, Health, HealthResult, Work
+from xorl.server.names import CheckpointKind, CheckpointRef, checkpoint_folder
+from xorl.server.operations import (
     AbortGradients,
     CreateModel,
-    Done,
     Failure,
     ForwardBackward,
     GradientsAborted,
-    Health,
-    HealthResult,
     Loaded,
     LoadWeights,
     LossResult,
@@ -43,9 +42,7 @@ from xorl.server.messages import (
     SaveWeightsForSampler,
     Unloaded,
     UnloadModel,
-    Work,
 )
-from xorl.server.names import CheckpointKind, CheckpointRef, checkpoint_folder
 
 MODULUS = 2**31 - 1
 NUM_REMEMBERED = 64
@@ -140,8 +137,7 @@ class CountingWorkers:
     def _run(self, operation: object) -> object:
         match operation:
             case Health():
-                incarnation = self._server.incarnation
-                return HealthResult(incarnation, 1, 1, list(self.models), len(self.ran))
+                return HealthResult(1, [], [])
             case CreateModel():
                 self.created.append(operation)
                 return self._create(operation)

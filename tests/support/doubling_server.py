@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from xorl.server.channel import ChannelServer, Limits
-from xorl.server.messages import Ok, OptimResult, OptimStep, Rejected, Tombstone, UnloadModel
+from xorl.server.messages import Ok, Rejected, Tombstone
+from xorl.server.operations import OptimResult, OptimStep, UnloadModel
 
 ASKED = OptimStep | Tombstone | UnloadModel
 ANSWERED = OptimResult | Ok | Rejected

@@ -12,17 +12,8 @@ from counting_workers import CountingWorkers
 from xorl.server.api import ApiSettings, create_app
 from xorl.server.arrays import Array, Datum
 from xorl.server.channel import Limits
-from xorl.server.messages import (
-    Accepted,
-    CreateModel,
-    Finished,
-    ForwardBackward,
-    LoraSpec,
-    OptimStep,
-    Pending,
-    Poll,
-    Submit,
-)
+from xorl.server.messages import Accepted, Finished, Pending, Poll, Submit
+from xorl.server.operations import CreateModel, ForwardBackward, LoraSpec, OptimStep
 from xorl.server.orchestrator import Orchestrator, OrchestratorOptions
 from xorl.server.queries import CreateSession
 

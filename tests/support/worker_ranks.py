@@ -17,7 +17,8 @@ from tiny_models import hf_config
 from xorl.config import ServerConfig, server_config_from_mapping
 from xorl.core import runtime
 from xorl.server.arrays import Array, Datum
-from xorl.server.messages import CreateModel, Failure, ForwardBackward, LoraSpec, Operation, OptimStep, Result, Work
+from xorl.server.messages import Operation, Result, Work
+from xorl.server.operations import CreateModel, Failure, ForwardBackward, LoraSpec, OptimStep
 from xorl.server.worker.adapters import AdapterModels
 from xorl.server.worker.base import build_base
 from xorl.server.worker.full import WholeModel
@@ -52,7 +53,7 @@ def service_config(folder: Path, *, shape: Mapping[str, object] = HF_CONFIG, **o
 def worker_of(config: ServerConfig, device_type: Literal["cpu", "cuda"] = "cpu") -> Worker:
     """This rank's; collective."""
     place = runtime.init(device_type)
-    return Worker(build_base(config, place), "test")
+    return Worker(build_base(config, place))
 
 
 def ask(worker: Worker, *operations: Operation, ids: Sequence[str] = ()) -> list[Result]:

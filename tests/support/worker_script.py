@@ -13,7 +13,8 @@ from typing import Literal, cast
 from tiny_models import hf_config
 from worker_ranks import ask, datum, done, service_config, values, worker_of
 from xorl.core import runtime
-from xorl.server.messages import (
+from xorl.server.names import CheckpointRef
+from xorl.server.operations import (
     CreateModel,
     Failure,
     ForwardBackward,
@@ -28,7 +29,6 @@ from xorl.server.messages import (
     SaveWeightsForSampler,
     SnapshotSampler,
 )
-from xorl.server.names import CheckpointRef
 from xorl.server.worker.operations import Worker
 
 # Heads that a GPU's attention takes.

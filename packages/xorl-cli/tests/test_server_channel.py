@@ -25,7 +25,8 @@ from xorl.server.channel import (
     private_ipc_address,
 )
 from xorl.server.channel.wire import Header, encode_header
-from xorl.server.messages import Ok, OptimResult, OptimStep, Tombstone, UnloadModel
+from xorl.server.messages import Ok, Tombstone
+from xorl.server.operations import OptimResult, OptimStep, UnloadModel
 
 
 class Served:

@@ -8,7 +8,7 @@ import pytest
 from asynchronous import in_a_loop
 from counting_workers import CountingWorkers, folded
 from orchestrated import LIMITS, SESSION, Client, forward_backward, options, step
-from xorl.server.messages import AbortGradients, Failure, SaveWeights, UnloadModel
+from xorl.server.operations import AbortGradients, Failure, SaveWeights, UnloadModel
 from xorl.server.orchestrator import Orchestrator
 from xorl.server.orchestrator.calls import RELEASE
 

@@ -1,6 +1,8 @@
 """The journal: what was acknowledged is there after a kill, once, and what nobody needs goes."""
 
 import asyncio
+import hashlib
+import json
 import os
 import signal
 import sqlite3
@@ -8,11 +10,23 @@ import subprocess
 import sys
 import textwrap
 
+import msgspec
 import pytest
 
 from tiny_models import hf_config, write_config
+from xorl.server.operations import ClientOperation, ClientResult
 from xorl.server.orchestrator.commit import JournalError, OtherVersion
-from xorl.server.orchestrator.journal import Journal, Outcome, Record, Retention, Submission
+from xorl.server.orchestrator.inference import Added
+from xorl.server.orchestrator.journal import (
+    JOURNAL_VERSION,
+    SCHEMA,
+    Journal,
+    Outcome,
+    Record,
+    Retention,
+    Submission,
+)
+from xorl.server.orchestrator.registry import CheckpointRecord, ModelRecord, SamplerRecord, SessionRecord
 from xorl.server.supervise import BAD_INPUT
 
 
@@ -216,8 +230,18 @@ def test_a_journal_of_another_version_is_left_alone(tmp_path):
     with_journal(tmp_path, nothing)
     with sqlite3.connect(tmp_path / "journal.sqlite") as file:
         file.execute("PRAGMA user_version = 99")
-    with pytest.raises(OtherVersion, match="of version 99, here they are of"):
+    with pytest.raises(OtherVersion, match="of version 99, here it is of"):
         with_journal(tmp_path, nothing)
+
+
+def test_what_the_journal_keeps_has_the_form_of_its_version():
+    """Catches a change of a request, a result or a record with which the journals of users would be read as something
+    else: raise JOURNAL_VERSION with it, and write here what this says."""
+    kept = (ClientOperation, ClientResult, SessionRecord, ModelRecord, SamplerRecord, CheckpointRecord, Added)
+    _, parts = msgspec.json.schema_components(kept)
+    forms = {name: (part["properties"], sorted(part["required"])) for name, part in parts.items()}
+    form = hashlib.blake2b(json.dumps([SCHEMA, forms], sort_keys=True).encode(), digest_size=8).hexdigest()
+    assert (JOURNAL_VERSION, form) == (3, "e03350726bb8e906")
 
 
 def test_an_orchestrator_with_the_journal_of_another_version_is_not_started_again(tmp_path):

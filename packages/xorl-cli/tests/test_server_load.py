@@ -15,7 +15,8 @@ import numpy as np
 from counting_workers import CountingWorkers, folded
 from xorl.server.arrays import Array, Datum
 from xorl.server.channel import Limits
-from xorl.server.messages import Accepted, CreateModel, Finished, ForwardBackward, LoraSpec, OptimStep, Poll, Submit
+from xorl.server.messages import Accepted, Finished, Poll, Submit
+from xorl.server.operations import CreateModel, ForwardBackward, LoraSpec, OptimStep
 from xorl.server.orchestrator import Orchestrator, OrchestratorOptions
 from xorl.server.orchestrator.journal import Retention
 

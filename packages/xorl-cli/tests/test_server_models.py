@@ -9,21 +9,20 @@ import msgspec
 from asynchronous import in_a_loop
 from counting_workers import folded
 from orchestrated import MODEL, SESSION, forward_backward, options, over_http, running, serving, step, submit, workers
-from xorl.server.messages import (
+from xorl.server.messages import Ok, Rejected
+from xorl.server.names import CheckpointRef
+from xorl.server.operations import (
     CreateModel,
     Failure,
     LoraSpec,
     ModelCreated,
-    Ok,
     OptimResult,
-    Rejected,
     Saved,
     SaveFullWeights,
     SaveWeights,
     SaveWeightsForSampler,
     UnloadModel,
 )
-from xorl.server.names import CheckpointRef
 from xorl.server.orchestrator.calls import RELEASE
 from xorl.server.orchestrator.registry import checkpoint_key
 from xorl.server.queries import (

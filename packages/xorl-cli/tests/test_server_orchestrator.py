@@ -16,22 +16,17 @@ from engines import fake_engines
 from orchestrated import MODEL, SESSION, forward_backward, options, over_http, running, serving, step, submit, workers
 from xorl.server.arrays import Array
 from xorl.server.channel import ChannelKeys
-from xorl.server.messages import (
+from xorl.server.messages import Ok, Pending, Poll, Rejected, Tombstone, Unknown
+from xorl.server.operations import (
     BlockFp8,
     CreateModel,
     Endpoint,
     Failure,
     LoraSpec,
-    Ok,
-    Pending,
-    Poll,
-    Rejected,
     Sample,
     SaveWeights,
     SessionSampler,
     SyncWeights,
-    Tombstone,
-    Unknown,
     UnloadModel,
 )
 from xorl.server.orchestrator import inference

@@ -8,8 +8,9 @@ import pytest
 from asynchronous import in_a_loop
 from counting_workers import folded
 from orchestrated import MODEL, forward_backward, options, running, serving, step, workers
-from xorl.server.messages import CreateModel, Failure, LoadWeights, Ok, SaveWeights
+from xorl.server.messages import Ok
 from xorl.server.names import CheckpointRef
+from xorl.server.operations import CreateModel, Failure, LoadWeights, SaveWeights
 from xorl.server.orchestrator import catalogue
 from xorl.server.queries import DeleteCheckpoint
 

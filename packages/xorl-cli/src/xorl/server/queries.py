@@ -9,23 +9,9 @@ from typing import Literal
 
 import msgspec
 
-from xorl.server.messages import (
-    Accepted,
-    BlockFp8,
-    Cancel,
-    Endpoint,
-    Finished,
-    LoraSpec,
-    Message,
-    Ok,
-    Pending,
-    Poll,
-    Rejected,
-    Submit,
-    Tombstone,
-    Unknown,
-)
+from xorl.server.messages import Accepted, Cancel, Finished, Ok, Pending, Poll, Rejected, Submit, Tombstone, Unknown
 from xorl.server.names import CheckpointRef
+from xorl.server.operations import BlockFp8, Endpoint, LoraSpec, Message
 
 
 class GetService(Message, frozen=True):

@@ -17,8 +17,8 @@ from xorl.server.api.reply import json_response
 from xorl.server.api.settings import ApiSettings
 from xorl.server.api.tensors import Room
 from xorl.server.api.text import TextCoder
-from xorl.server.messages import ModelOperation, Sample
 from xorl.server.names import Dialect
+from xorl.server.operations import ModelOperation, Sample
 from xorl.server.queries import ServiceInfo
 
 # Shorter bodies are read faster than a thread takes them.

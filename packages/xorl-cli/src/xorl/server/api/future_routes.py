@@ -13,7 +13,8 @@ from xorl.server.api.refusal import Refusal
 from xorl.server.api.reply import JSON, json_response
 from xorl.server.api.results import result_json, result_protobuf
 from xorl.server.api.small_bodies import FutureBody
-from xorl.server.messages import Cancel, Finished, LossResult, Ok, Pending, SampleResult, Unknown
+from xorl.server.messages import Cancel, Finished, Ok, Pending, Unknown
+from xorl.server.operations import LossResult, SampleResult
 
 router = APIRouter(prefix="/api/v1")
 

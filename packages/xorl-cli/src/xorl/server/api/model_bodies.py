@@ -7,14 +7,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from xorl.server.messages import (
-    CreateModel,
-    LoadWeights,
-    LoraSpec,
-    SaveFullWeights,
-    SaveWeights,
-    SaveWeightsForSampler,
-)
 from xorl.server.names import (
     CheckpointRef,
     SeqId,
@@ -24,6 +16,14 @@ from xorl.server.names import (
     parse_uri,
     sampling_session_id_of,
     session_of,
+)
+from xorl.server.operations import (
+    CreateModel,
+    LoadWeights,
+    LoraSpec,
+    SaveFullWeights,
+    SaveWeights,
+    SaveWeightsForSampler,
 )
 
 MAX_METADATA_BYTES = 16384

@@ -14,23 +14,9 @@ import msgspec
 from xorl.server.api.refusal import Refusal
 from xorl.server.api.settings import ApiSettings
 from xorl.server.channel import ChannelClient, ChannelError, PeerLost
-from xorl.server.messages import (
-    Accepted,
-    Failure,
-    Finished,
-    Message,
-    ModelOperation,
-    Ok,
-    Pending,
-    Poll,
-    Rejected,
-    Result,
-    Sample,
-    Submit,
-    Tombstone,
-    Unknown,
-)
+from xorl.server.messages import Accepted, Finished, Ok, Pending, Poll, Rejected, Result, Submit, Tombstone, Unknown
 from xorl.server.names import Dialect, session_of
+from xorl.server.operations import Failure, Message, ModelOperation, Sample
 from xorl.server.queries import Answer, GetService, Request, ServiceInfo
 
 Wanted = TypeVar("Wanted", bound=Message)

@@ -11,14 +11,15 @@ from google.protobuf.message import Message as ProtobufMessage
 from xorl.server.api.protobuf import DTYPES, MESSAGES
 from xorl.server.api.reply import JSON, Floats
 from xorl.server.arrays import Array
-from xorl.server.messages import (
+from xorl.server.messages import Result
+from xorl.server.names import Dialect
+from xorl.server.operations import (
     Failure,
     GradientsAborted,
     Loaded,
     LossResult,
     ModelCreated,
     OptimResult,
-    Result,
     SampledSequence,
     SampleResult,
     Saved,
@@ -26,7 +27,6 @@ from xorl.server.messages import (
     TopLogprobs,
     Unloaded,
 )
-from xorl.server.names import Dialect
 
 _STOP_REASONS = {"stop": 0, "length": 1}
 _SAVED_TYPES = {

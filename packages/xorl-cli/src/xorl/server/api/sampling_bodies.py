@@ -9,8 +9,8 @@ import msgspec
 
 from xorl.server.api.data_bodies import ModelInputJson
 from xorl.server.api.tensors import Room, TensorJson, array_of_json, tokens_array
-from xorl.server.messages import BaseSampler, CheckpointSampler, NamedSampler, Sample, SamplerRef, SessionSampler
 from xorl.server.names import parse_uri
+from xorl.server.operations import BaseSampler, CheckpointSampler, NamedSampler, Sample, SamplerRef, SessionSampler
 
 MAX_SAMPLES = 4096
 MAX_TOP = 1024

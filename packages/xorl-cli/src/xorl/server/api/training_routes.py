@@ -25,7 +25,8 @@ from xorl.server.api.place import is_protobuf
 from xorl.server.api.refusal import Refusal
 from xorl.server.api.reply import json_response
 from xorl.server.api.small_bodies import KillBody, ModelBody
-from xorl.server.messages import (
+from xorl.server.names import check_model_id, checkpoint_folder, session_of
+from xorl.server.operations import (
     AbortGradients,
     CreateModel,
     ModelOperation,
@@ -34,7 +35,6 @@ from xorl.server.messages import (
     SaveWeights,
     UnloadModel,
 )
-from xorl.server.names import check_model_id, checkpoint_folder, session_of
 from xorl.server.queries import GetModel, ModelInfo, ServiceInfo
 
 router = APIRouter(prefix="/api/v1")

@@ -15,7 +15,7 @@ import zmq
 from xorl.server.channel.keys import ChannelKeys
 from xorl.server.channel.server import ChannelServer
 from xorl.server.channel.wire import Limits
-from xorl.server.messages import Message
+from xorl.server.operations import Message
 
 Asked = TypeVar("Asked")
 

@@ -27,7 +27,8 @@ from xorl.server.channel.wire import (
     new_socket,
     version_text,
 )
-from xorl.server.messages import PROTOCOL_VERSION, Message
+from xorl.server.messages import PROTOCOL_VERSION
+from xorl.server.operations import Message
 
 logger = logging.getLogger(__name__)
 

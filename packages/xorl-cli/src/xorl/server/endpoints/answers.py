@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 
 from xorl.server.arrays import Array
-from xorl.server.messages import TopLogprobs
+from xorl.server.operations import TopLogprobs
 
 # (log-probability, token id, text)
 Candidate: TypeAlias = tuple[float | None, int, str | None]

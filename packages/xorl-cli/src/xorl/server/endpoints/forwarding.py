@@ -9,7 +9,7 @@ from xorl.server.endpoints.engine import EngineError
 from xorl.server.endpoints.registry import FIRST_VERSION, EndpointRegistry
 from xorl.server.endpoints.sglang import sglang_request, sglang_result
 from xorl.server.endpoints.vllm import vllm_request, vllm_result
-from xorl.server.messages import Sample, SampleResult
+from xorl.server.operations import Sample, SampleResult
 from xorl.server.queries import EndpointState
 
 SAMPLE_TIMEOUT_S = 3600.0

@@ -11,7 +11,7 @@ import httpx
 from msgspec.structs import replace
 
 from xorl.server.endpoints.engine import Engine, EngineError, EngineKind, Info
-from xorl.server.messages import Endpoint, SyncResult
+from xorl.server.operations import Endpoint, SyncResult
 from xorl.server.queries import EndpointState
 
 PROBE_TIMEOUT_S = 10.0

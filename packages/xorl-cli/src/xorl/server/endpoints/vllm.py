@@ -8,7 +8,7 @@ import msgspec
 
 from xorl.server.endpoints.answers import Candidate, Interrupted, logprobs, tokens, top_table
 from xorl.server.endpoints.engine import EngineError
-from xorl.server.messages import Sample, SampledSequence, SampleResult
+from xorl.server.operations import Sample, SampledSequence, SampleResult
 
 
 class _VllmLogprob(msgspec.Struct):

@@ -6,25 +6,26 @@ import hashlib
 
 import msgspec
 
-from xorl.server.messages import (
+from xorl.server.messages import Operation, Result
+from xorl.server.names import CheckpointKind, CheckpointRef
+from xorl.server.operations import (
     AbortGradients,
+    ClientOperation,
+    ClientResult,
     ForwardBackward,
     LoadWeights,
     ModelOperation,
-    Operation,
     OptimStep,
-    Result,
     Sample,
     SaveFullWeights,
     SaveWeights,
     SaveWeightsForSampler,
 )
-from xorl.server.names import CheckpointKind, CheckpointRef
 from xorl.server.orchestrator.journal import Outcome
 
 _encoder = msgspec.msgpack.Encoder()
-_operation_decoder = msgspec.msgpack.Decoder(Operation)
-_result_decoder = msgspec.msgpack.Decoder(Result)
+_operation_decoder = msgspec.msgpack.Decoder(ClientOperation)
+_result_decoder = msgspec.msgpack.Decoder(ClientResult)
 
 # What a token of a forward_backward takes on the wire, about: tokens, targets and two or three floats. Costs are bytes.
 BYTES_PER_TOKEN = 24
@@ -45,12 +46,12 @@ def encode(message: Operation | Result) -> bytes:
     return _encoder.encode(message)
 
 
-def decode_operation(body: bytes) -> Operation:
+def decode_operation(body: bytes) -> ClientOperation:
     """What `encode` made of an operation."""
     return _operation_decoder.decode(body)
 
 
-def decode_result(body: bytes) -> Result:
+def decode_result(body: bytes) -> ClientResult:
     """What `encode` made of a result."""
     return _result_decoder.decode(body)
 

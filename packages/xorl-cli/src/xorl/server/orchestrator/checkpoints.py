@@ -8,8 +8,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from xorl.server.messages import LoraSpec, Ok, Rejected
+from xorl.server.messages import Ok, Rejected
 from xorl.server.names import CheckpointRef
+from xorl.server.operations import LoraSpec
 from xorl.server.orchestrator import catalogue, waiting
 from xorl.server.orchestrator.calls import RECOVERY_PREFIX
 from xorl.server.orchestrator.catalogue import Found

@@ -128,12 +128,12 @@ def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
 
 
 def _check_version(connection: sqlite3.Connection, path: Path, version: int) -> None:
-    """What is in the file was written by messages of a version, and is read by the same."""
+    """What is in the file was written in the form of a version, and is read by the same."""
     (found,) = connection.execute("PRAGMA user_version").fetchone()
     (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     if tables and found != version:
         raise OtherVersion(
-            f"{path} was written by another version of xorl-cli (its messages are of version {found}, here they are of "
+            f"{path} was written by another version of xorl-cli (in a journal of version {found}, here it is of "
             f"{version}): end its sessions with that one, or move {path.name} and the files beside it away; "
             "checkpoints stay where they are"
         )

@@ -10,20 +10,8 @@ import time
 
 from msgspec.structs import replace
 
-from xorl.server.messages import (
-    Accepted,
-    CreateModel,
-    Failure,
-    LoraSpec,
-    ModelCreated,
-    ModelOperation,
-    Ok,
-    Rejected,
-    Sample,
-    SessionSampler,
-    Submit,
-    Tombstone,
-)
+from xorl.server.messages import Accepted, Ok, Rejected, Submit, Tombstone
+from xorl.server.operations import CreateModel, Failure, LoraSpec, ModelCreated, ModelOperation, Sample, SessionSampler
 from xorl.server.orchestrator.calls import RECOVERY_PREFIX, cost_of, decode_result, encode, saved_as, share_of
 from xorl.server.orchestrator.commit import JournalError
 from xorl.server.orchestrator.journal import Submission, Unfinished, Written

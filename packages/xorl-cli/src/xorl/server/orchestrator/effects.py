@@ -8,17 +8,16 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from xorl.server.messages import (
+from xorl.server.messages import Operation, Result
+from xorl.server.operations import (
     CreateModel,
     Failure,
     Loaded,
     LoadWeights,
     LoraSpec,
     ModelCreated,
-    Operation,
     OptimResult,
     OptimStep,
-    Result,
     Saved,
     SaveFullWeights,
     SaveWeights,

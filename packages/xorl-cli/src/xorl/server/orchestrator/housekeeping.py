@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 
-from xorl.server.messages import Failure, UnloadModel
+from xorl.server.operations import Failure, UnloadModel
 from xorl.server.orchestrator import checkpoints
 from xorl.server.orchestrator.calls import RELEASE
 from xorl.server.orchestrator.commit import JournalError

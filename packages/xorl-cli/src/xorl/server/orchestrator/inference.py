@@ -10,19 +10,18 @@ import httpx
 import msgspec
 
 from xorl.server.endpoints import EndpointRegistry, EndpointSampler, EngineError
-from xorl.server.messages import (
+from xorl.server.messages import Ok, Rejected
+from xorl.server.names import CheckpointRef, checkpoint_folder
+from xorl.server.operations import (
     BaseSampler,
     BlockFp8,
     CheckpointSampler,
-    Ok,
-    Rejected,
     Sample,
     SampleResult,
     SnapshotSampler,
     SyncResult,
     SyncWeights,
 )
-from xorl.server.names import CheckpointRef, checkpoint_folder
 from xorl.server.orchestrator.commit import JournalError
 from xorl.server.orchestrator.journal import Journal, Record
 from xorl.server.orchestrator.options import OrchestratorOptions

@@ -14,10 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from xorl.server.messages import PROTOCOL_VERSION
 from xorl.server.names import Dialect
 from xorl.server.orchestrator.commit import GroupCommit, connect
 
+# Another one whenever these tables are others, or what stands in them is or means something else: the operations and
+# results of `operations`, and the records of `registry` and `inference`. What processes say to each other beside these
+# may change, and a service goes on with the requests and models that it had before.
+JOURNAL_VERSION = 3
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS requests(
   number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, key TEXT, body_hash BLOB NOT NULL,
@@ -149,7 +152,7 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._commit = GroupCommit(path, schema=SCHEMA, version=PROTOCOL_VERSION)
+        self._commit = GroupCommit(path, schema=SCHEMA, version=JOURNAL_VERSION)
         self._reader = connect(path, read_only=True)
 
     def close(self) -> None:

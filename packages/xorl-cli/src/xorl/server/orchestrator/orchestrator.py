@@ -11,7 +11,8 @@ from typing import Any
 
 from xorl.server.addresses import published
 from xorl.server.channel import ChannelKeys, ChannelServer, Limits
-from xorl.server.messages import Cancel, Failure, Message, Poll, Rejected, Submit, Tombstone
+from xorl.server.messages import Cancel, Poll, Rejected, Submit, Tombstone
+from xorl.server.operations import Failure, Message
 from xorl.server.orchestrator import checkpoints, sessions, status, waiting
 from xorl.server.orchestrator.commit import JournalError
 from xorl.server.orchestrator.door import Door

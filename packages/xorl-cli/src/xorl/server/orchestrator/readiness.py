@@ -7,14 +7,15 @@ import secrets
 
 from msgspec.structs import replace
 
-from xorl.server.messages import (
+from xorl.server.messages import Operation, Work
+from xorl.server.names import CheckpointRef
+from xorl.server.operations import (
     BaseSampler,
     CheckpointSampler,
     CreateModel,
     Failure,
     LoadWeights,
     NamedSampler,
-    Operation,
     Sample,
     SamplerRef,
     SaveWeights,
@@ -22,9 +23,7 @@ from xorl.server.messages import (
     SnapshotSampler,
     SyncWeights,
     UnloadModel,
-    Work,
 )
-from xorl.server.names import CheckpointRef
 from xorl.server.orchestrator import catalogue
 from xorl.server.orchestrator.calls import AFTER_STEP, saved_as, times_kept_size
 from xorl.server.orchestrator.lane import Ticket

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from xorl.server.messages import CreateModel, Failure, ModelCreated, Operation, Result, UnloadModel, Work
+from xorl.server.messages import Operation, Result, Work
+from xorl.server.operations import CreateModel, Failure, ModelCreated, UnloadModel
 from xorl.server.orchestrator.calls import decode_operation
 from xorl.server.orchestrator.journal import Journal
 from xorl.server.orchestrator.registry import ModelRecord, stored

@@ -6,8 +6,8 @@ from typing import TypeVar
 
 import msgspec
 
-from xorl.server.messages import CreateModel, LoraSpec
 from xorl.server.names import CheckpointKind, CheckpointRef
+from xorl.server.operations import CreateModel, LoraSpec
 from xorl.server.orchestrator.journal import Journal, Record
 
 

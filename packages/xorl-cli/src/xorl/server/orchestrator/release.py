@@ -7,8 +7,9 @@ import logging
 import secrets
 import time
 
-from xorl.server.messages import Failure, Operation, Result, Saved, SaveWeights, UnloadModel, Work
+from xorl.server.messages import Operation, Result, Work
 from xorl.server.names import CheckpointKind, CheckpointRef
+from xorl.server.operations import Failure, Saved, SaveWeights, UnloadModel
 from xorl.server.orchestrator import catalogue
 from xorl.server.orchestrator.calls import RECOVERY_PREFIX, RELEASE
 from xorl.server.orchestrator.effects import Effects

@@ -9,14 +9,13 @@ from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from xorl.server.messages import (
+from xorl.server.messages import Operation, Result, Work
+from xorl.server.operations import (
     CreateModel,
     Failure,
     ForwardBackward,
-    Operation,
     OptimResult,
     OptimStep,
-    Result,
     Sample,
     SampleResult,
     Saved,
@@ -25,7 +24,6 @@ from xorl.server.messages import (
     SyncWeights,
     Unloaded,
     UnloadModel,
-    Work,
 )
 from xorl.server.orchestrator import checkpoints
 from xorl.server.orchestrator.calls import (

@@ -9,7 +9,7 @@ from huggingface_hub import hf_hub_download
 
 from xorl.config import ServerConfig
 from xorl.config.server import InferenceEndpointConfig
-from xorl.server.messages import Endpoint
+from xorl.server.operations import Endpoint
 from xorl.server.orchestrator.options import OrchestratorOptions
 from xorl.server.queries import AddEndpoint
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import secrets
 import time
 
-from xorl.server.messages import LoraSpec, Ok, Rejected
+from xorl.server.messages import Ok, Rejected
 from xorl.server.names import sampling_session_id_of
+from xorl.server.operations import LoraSpec
 from xorl.server.orchestrator import catalogue
 from xorl.server.orchestrator.registry import ModelRecord, SamplerRecord, SessionRecord, stored
 from xorl.server.orchestrator.state import State

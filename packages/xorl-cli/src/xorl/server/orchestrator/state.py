@@ -9,8 +9,9 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from xorl.server.messages import CreateModel, Failure, Result
+from xorl.server.messages import Result
 from xorl.server.names import CheckpointRef
+from xorl.server.operations import CreateModel, Failure
 from xorl.server.orchestrator.calls import encode
 from xorl.server.orchestrator.commit import JournalError
 from xorl.server.orchestrator.inference import Inference

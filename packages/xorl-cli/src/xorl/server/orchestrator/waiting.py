@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from xorl.server.messages import Cancel, Failure, Finished, Ok, Pending, Poll, Unknown
+from xorl.server.messages import Cancel, Finished, Ok, Pending, Poll, Unknown
+from xorl.server.operations import Failure
 from xorl.server.orchestrator.calls import decode_result
 from xorl.server.orchestrator.state import OpenRequest, State
 

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from xorl.server.channel import ChannelClient, ChannelError, ChannelKeys, Limits, PeerLost
-from xorl.server.messages import Done, Failure, Health, HealthResult, Work
+from xorl.server.messages import Done, Health, HealthResult, Work
+from xorl.server.operations import Failure
 
 logger = logging.getLogger(__name__)
 

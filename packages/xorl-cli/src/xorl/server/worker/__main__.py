@@ -50,7 +50,7 @@ def run(config: ServerConfig, address: str, keys: ChannelKeys | None) -> None:
     if place.device.type == "cpu":
         # Requests are to be acknowledged while all cores compute.
         os.nice(YIELDING)
-    worker = Worker(build_base(config, place), "" if server is None else server.incarnation)
+    worker = Worker(build_base(config, place))
     if config.enable_self_test:
         self_test(worker)
     logger.info("event=worker_ready rank=%d world_size=%d device=%s", place.rank, place.world_size, place.device)

@@ -16,7 +16,7 @@ from xorl.core.loss import HeadLoss, check_inputs, loss_named
 from xorl.core.loss.policy import PolicyLoss
 from xorl.server.arrays import Array, Datum
 from xorl.server.batching import Example, check_examples
-from xorl.server.messages import ForwardBackward, LossResult
+from xorl.server.operations import ForwardBackward, LossResult
 
 TARGETS = "target_tokens"
 INPUTS = (

@@ -12,8 +12,8 @@ import torch
 
 from xorl.ckpt import JSON, Checkpointer, CheckpointError, Manifest, Stateful, is_complete, read_manifest
 from xorl.core.runtime import rng_state, set_rng_state
-from xorl.server.messages import Saved
 from xorl.server.names import CheckpointKind, CheckpointRef, checkpoint_folder
+from xorl.server.operations import Saved
 from xorl.server.worker.base import Base
 from xorl.server.worker.models import SERVICE, Models, UnknownName
 from xorl.train.export import ModelExport

@@ -14,7 +14,7 @@ from xorl.ckpt import JSON, Stateful
 from xorl.core.loss import LossFn
 from xorl.core.parallel import local_part
 from xorl.lora import Adam
-from xorl.server.messages import LoraSpec
+from xorl.server.operations import LoraSpec
 from xorl.server.worker.base import Base
 from xorl.server.worker.models import UnknownName, kept_source, source_name
 from xorl.server.worker.passes import Row

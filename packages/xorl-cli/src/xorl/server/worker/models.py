@@ -8,7 +8,7 @@ from typing import Protocol
 
 from xorl.ckpt import JSON, Stateful
 from xorl.lora import Adam
-from xorl.server.messages import LoraSpec
+from xorl.server.operations import LoraSpec
 from xorl.server.worker.passes import RowEngine
 from xorl.train.adapter_files import AdapterFiles
 from xorl.train.engine import Update

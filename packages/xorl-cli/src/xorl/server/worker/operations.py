@@ -19,35 +19,29 @@ import torch
 from xorl.ckpt import CheckpointError
 from xorl.core.loss import NUM_TRAINED
 from xorl.lora import Adam
-from xorl.server.messages import (
+from xorl.server.messages import Health, HealthResult, Operation, Result, ShutDown, Shutdown, Work
+from xorl.server.names import CheckpointRef
+from xorl.server.operations import (
     AbortGradients,
     CreateModel,
     Failure,
     ForwardBackward,
     GradientsAborted,
-    Health,
-    HealthResult,
     Loaded,
     LoadWeights,
     ModelCreated,
-    Operation,
     OptimResult,
     OptimStep,
-    Result,
     Sample,
     Saved,
     SaveFullWeights,
     SaveWeights,
     SaveWeightsForSampler,
-    ShutDown,
-    Shutdown,
     SyncResult,
     SyncWeights,
     Unloaded,
     UnloadModel,
-    Work,
 )
-from xorl.server.names import CheckpointRef
 from xorl.server.sampler import SampleRequest
 from xorl.server.worker.adapters import AdapterModels
 from xorl.server.worker.base import Base
@@ -81,9 +75,8 @@ class Progress:
 class Worker:
     """One rank of the service, with the models on it."""
 
-    def __init__(self, base: Base, incarnation: str) -> None:
+    def __init__(self, base: Base) -> None:
         self.base = base
-        self._incarnation = incarnation
         self.models: Models = AdapterModels(base) if base.local.lora.enable_lora else WholeModel(base)
         self.saved = SavedModels(base, self.models)
         bank = self.models.bank if isinstance(self.models, AdapterModels) else None
@@ -91,11 +84,9 @@ class Worker:
         self._syncing = Syncing(base, self.models)
         self._passes = PassRunner(base, self.models.engine, base.local.data.pad_to_multiple_of)
         self._progress: dict[str, Progress] = {}
-        self._num_operations = 0
 
     def run(self, work: Work) -> list[Result]:
         """The result of each operation, on rank 0; on other ranks a list of that length. Collective."""
-        self._num_operations += len(work.ids)
         first = work.operations[0]
         # A Work holds operations of one kind, and of most kinds a single one.
         if isinstance(first, ForwardBackward):
@@ -326,15 +317,7 @@ class Worker:
             for row in gather_numbers([size - free, size]):
                 used.append(row[0])
                 total.append(row[1])
-        return HealthResult(
-            self._incarnation,
-            self.base.place.world_size,
-            self.base.mesh.dp_size,
-            list(self._progress),
-            self._num_operations,
-            used,
-            total,
-        )
+        return HealthResult(self.base.place.world_size, used, total)
 
     def shut_down(self, _: Shutdown, __: str) -> ShutDown:
         return ShutDown()

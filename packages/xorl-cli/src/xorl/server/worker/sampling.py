@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from xorl.data import TextTokenizer, load_tokenizer
 from xorl.lora import AdapterBank
 from xorl.server.arrays import Array
-from xorl.server.messages import (
+from xorl.server.names import CheckpointRef
+from xorl.server.operations import (
     BaseSampler,
     CheckpointSampler,
     Failure,
@@ -26,7 +27,6 @@ from xorl.server.messages import (
     SnapshotSampler,
     TopLogprobs,
 )
-from xorl.server.names import CheckpointRef
 from xorl.server.sampler import Sampler, SampleRequest, cache_bytes_per_token
 from xorl.server.sampler import SampleResult as Sampled
 from xorl.server.sampler import TopLogprobs as Likeliest

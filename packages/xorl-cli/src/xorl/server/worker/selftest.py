@@ -8,17 +8,15 @@ import math
 import numpy as np
 
 from xorl.server.arrays import Array, Datum
-from xorl.server.messages import (
+from xorl.server.messages import Operation, Result, Work
+from xorl.server.operations import (
     CreateModel,
     Failure,
     ForwardBackward,
     LossResult,
-    Operation,
     OptimResult,
     OptimStep,
-    Result,
     UnloadModel,
-    Work,
 )
 from xorl.server.worker.operations import Worker
 

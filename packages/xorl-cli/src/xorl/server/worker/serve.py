@@ -9,7 +9,8 @@ import msgspec
 
 from xorl.core.runtime import GarbageCollection
 from xorl.server.channel import BlockingServer
-from xorl.server.messages import Done, Failure, Result, ShutDown, Work
+from xorl.server.messages import Done, Result, ShutDown, Work
+from xorl.server.operations import Failure
 from xorl.server.worker.operations import Worker
 from xorl.server.worker.together import broadcast_bytes
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from xorl.lora import checkpoint_linears
-from xorl.server.messages import EndpointSynced, SyncResult, SyncWeights
+from xorl.server.operations import EndpointSynced, SyncResult, SyncWeights
 from xorl.server.worker.base import Base
 from xorl.server.worker.models import Models
 from xorl.train.hf_weights import hf_groups
