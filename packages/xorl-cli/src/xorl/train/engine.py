@@ -137,7 +137,7 @@ class Engine:
         """
         return self._step(lr, divisor, self._max_grad_norm)
 
-    def adam_step(
+    def optim_step_with(
         self,
         adam: Adam,
         divisor: Tensor | float,

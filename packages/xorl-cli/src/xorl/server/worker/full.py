@@ -123,7 +123,7 @@ class WholeModel:
         self._require(model_id)
         self._before_change()
         self._is_base = False
-        return self._train.adam_step(adam, divisor, max_norm, _kind_of if with_norms else None)
+        return self._train.optim_step_with(adam, divisor, max_norm, _kind_of if with_norms else None)
 
     def zero_grad(self, model_id: str) -> None:
         """Forget what was accumulated."""
