@@ -162,6 +162,23 @@ def test_samples_come_from_an_endpoint_as_they_were_asked_for(tmp_path: Path) ->
         assert second["sampling_params"][0]["top_k"] == -1
 
 
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "num_sampled"),
+    [(9, None, 1), (9, 1, 1), (10, None, None), (10, 1, None), (8, 3, None), (12, None, None)],
+)
+def test_what_fills_the_context_is_the_workers(length: int, max_tokens: int | None, num_sampled: int | None) -> None:
+    # Catches prompts that an engine refuses, or samples that it cuts short in silence, where workers do what is asked.
+    async def scenario(registry: EndpointRegistry) -> None:
+        await registry.add(Endpoint("127.0.0.1", engine.port))
+        prompt = Array.of(np.arange(length, dtype=np.int32))
+        sampler = EndpointSampler(registry, context_length=10)
+        result = await sampler.sample(Sample(BaseSampler(), prompt, max_tokens=max_tokens), version=None)
+        assert (None if result is None else len(result.sequences[0].tokens.numpy())) == num_sampled
+
+    with fake_engines([]) as (engine,):
+        run(scenario)
+
+
 def test_another_endpoint_takes_over_from_one_that_died() -> None:
     # Catches a sample that fails, or waits, because one of several servers is gone.
     async def scenario(registry: EndpointRegistry) -> None:

@@ -60,6 +60,9 @@ class EndpointSampler:
             return "max_tokens: without a limit of the model's context one is needed"
         if operation.max_tokens == 0:
             return "max_tokens: engines generate at least one token"
+        num_tokens = operation.prompt.shape[0] + (operation.max_tokens or 1)
+        if self._context_length is not None and num_tokens > self._context_length:
+            return "the context: engines need a place for a sample's last token too, where workers need none"
         return None
 
     async def _ask(self, state: EndpointState, operation: Sample, adapter: str | None) -> SampleResult:
@@ -67,7 +70,7 @@ class EndpointSampler:
         limit = operation.max_tokens
         if limit is None:
             assert self._context_length is not None, "refused otherwise"
-            limit = max(self._context_length - len(prompt), 1)
+            limit = self._context_length - len(prompt)
         engine = self._registry.engine(state.endpoint)
         if state.server_info.get("kind") == "vllm":
             name = adapter or state.server_info.get("served_model_name")
