@@ -5,18 +5,24 @@ import json
 import time
 
 import msgspec
+import numpy as np
 
 from asynchronous import in_a_loop
 from counting_workers import folded
 from orchestrated import MODEL, SESSION, forward_backward, options, over_http, running, serving, step, submit, workers
+from xorl.server.arrays import Array
 from xorl.server.messages import Ok, Rejected
-from xorl.server.names import CheckpointRef
+from xorl.server.names import CheckpointRef, checkpoint_folder
 from xorl.server.operations import (
+    CheckpointSampler,
     CreateModel,
     Failure,
+    LoadWeights,
     LoraSpec,
     ModelCreated,
+    NamedSampler,
     OptimResult,
+    Sample,
     Saved,
     SaveFullWeights,
     SaveWeights,
@@ -33,6 +39,7 @@ from xorl.server.queries import (
     GetWeightsInfo,
     ListCheckpoints,
     ListTrainingRuns,
+    SetCheckpointTtl,
 )
 
 
@@ -300,15 +307,45 @@ async def test_a_checkpoint_whose_time_is_over_goes_and_its_model_stays(tmp_path
         await client.do(SaveWeights(MODEL, "short", ttl_s=0.1), 3)
         await asyncio.sleep(0.2)
         client.orchestrator.housekeeping._pruned = 0.0
+        folder = checkpoint_folder(chosen.folder, CheckpointRef(MODEL, "weights", "short"))
         for _ in range(200):
-            listed = await client.orchestrator.answer(ListCheckpoints(MODEL))
-            if not listed.checkpoints:
+            if not folder.exists():
                 break
             await asyncio.sleep(0.05)
-        assert listed.checkpoints == []
+        assert not folder.exists()
     async with serving(chosen) as (client, _):
         await client.do(forward_backward(2), 4)
         assert (await client.do(step(), 5)).metrics["weights"] == folded(folded(1, 1), 2)
+
+
+@in_a_loop
+async def test_a_checkpoint_whose_time_is_over_is_gone_for_clients_before_its_files_are(tmp_path):
+    """Catches a ttl that takes effect when somebody comes to clean up."""
+    chosen = options(tmp_path)
+    async with serving(chosen) as (client, _):
+        await client.begin()
+        ask, samplers = client.orchestrator.answer, "sampler_weights"
+        trained, sampled = CheckpointRef(MODEL, "weights", "short"), CheckpointRef(MODEL, samplers, "short")
+        await client.do(SaveWeights(MODEL, "short", ttl_s=0.1), 3)
+        await client.do(SaveWeightsForSampler(MODEL, "short", ttl_s=0.1), 4)
+        client.orchestrator.housekeeping._pruned = time.time()
+        await asyncio.sleep(0.2)
+        assert (await ask(ListCheckpoints(MODEL))).checkpoints == []
+        assert isinstance(await ask(GetWeightsInfo(trained)), Rejected)
+        assert isinstance(await ask(SetCheckpointTtl(trained, 100.0)), Rejected)
+        assert isinstance(await ask(CreateSamplingSession("a:sample:0", None, None, sampled)), Rejected)
+        prompt = Array.of(np.arange(3, dtype=np.int32))
+        for number, operation in enumerate(
+            (
+                LoadWeights(MODEL, trained, optimizer=True),
+                Sample(CheckpointSampler(sampled), prompt, max_tokens=1),
+                Sample(NamedSampler("short"), prompt, max_tokens=1),
+            )
+        ):
+            failure = await client.do(operation, 5 if number == 0 else None)
+            assert isinstance(failure, Failure), operation
+            assert failure.status == 404
+        assert all(checkpoint_folder(chosen.folder, ref).exists() for ref in (trained, sampled))
 
 
 @in_a_loop

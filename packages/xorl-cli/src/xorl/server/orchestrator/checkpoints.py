@@ -83,8 +83,10 @@ async def save_readers(
 
 async def delete_expired(state: State, door: Door, now: float) -> None:
     """Remove the checkpoints whose time is over."""
-    expired = [c for c in state.registry.checkpoints.values() if c.expires is not None and c.expires <= now]
-    for record in expired:
+    for record in [record for record in state.registry.checkpoints.values() if record.is_over(now)]:
+        if state.registry.checkpoints.get(record.key) is not record:
+            # Another one was saved in its place while those before it were deleted.
+            continue
         answer = await delete_checkpoint(state, door, DeleteCheckpoint(record.checkpoint))
         logger.info("event=expired checkpoint=%s answer=%r", record.checkpoint.uri("xorl"), answer)
         if isinstance(answer, Rejected) and answer.status == 404:
@@ -95,7 +97,7 @@ async def delete_expired(state: State, door: Door, now: float) -> None:
 
 async def set_ttl(state: State, ask: SetCheckpointTtl) -> Ok | Rejected:
     """When to delete a checkpoint."""
-    found = catalogue.find(state.options.folder, ask.checkpoint)
+    found = find(state, ask.checkpoint)
     if found is None:
         return _missing(ask.checkpoint)
     record = _record(state, found)
@@ -107,11 +109,16 @@ async def set_ttl(state: State, ask: SetCheckpointTtl) -> Ok | Rejected:
 
 async def weights_info(state: State, ask: GetWeightsInfo) -> WeightsInfo | Rejected:
     """What a checkpoint is of."""
-    found = catalogue.find(state.options.folder, ask.checkpoint)
+    found = find(state, ask.checkpoint)
     if found is None:
         return _missing(ask.checkpoint)
     record = _record(state, found)
     return WeightsInfo(record.base_model, record.lora, found.size_bytes, record.num_steps)
+
+
+def find(state: State, checkpoint: CheckpointRef) -> Found | None:
+    """A checkpoint, if it is there for clients."""
+    return None if state.is_gone(checkpoint) else catalogue.find(state.options.folder, checkpoint)
 
 
 async def list_training_runs(state: State, ask: ListTrainingRuns) -> TrainingRuns:
@@ -154,7 +161,8 @@ def _run(state: State, model_id: str, newest: dict[str, Found]) -> TrainingRun:
 
 async def _scan(state: State, model_id: str | None) -> list[Found]:
     found = await asyncio.to_thread(catalogue.scan, state.options.folder, model_id)
-    return [one for one in found if not one.checkpoint.name.startswith(RECOVERY_PREFIX)]
+    theirs = [one for one in found if not one.checkpoint.name.startswith(RECOVERY_PREFIX)]
+    return [one for one in theirs if not state.is_gone(one.checkpoint)]
 
 
 def _info(state: State, found: Found) -> CheckpointInfo:

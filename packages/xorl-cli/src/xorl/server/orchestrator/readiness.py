@@ -61,7 +61,10 @@ class Readiness:
     async def prepare(self, ticket: Ticket, operation: Operation, workers: Incarnation) -> Operation:
         """The operation as the workers get it. Raises CannotRun where it has ended, and CheckpointInUse."""
         if isinstance(operation, Sample):
-            return replace(operation, sampler=self._resolve(operation.sampler, workers))
+            sampler = self._resolve(operation.sampler, workers)
+            if isinstance(sampler, CheckpointSampler):
+                self._require(sampler.checkpoint)
+            return replace(operation, sampler=sampler)
         model = self._state.model_of(ticket)
         if model is None or not model.is_there:
             raise CannotRun(Failure("user", 410, "the model was unloaded or created anew before this ran"))
@@ -79,8 +82,8 @@ class Readiness:
             await self._free_of_own(model, replaced, workers)
         if checkpoint is not None:
             await self._make_room(model, checkpoint, times_kept_size(operation))
-        if isinstance(operation, CreateModel | LoadWeights) and operation.checkpoint in self._state.deleting:
-            raise CannotRun(Failure("user", 404, f"{operation.checkpoint.uri('xorl')} is being deleted"))
+        if isinstance(operation, CreateModel | LoadWeights) and operation.checkpoint is not None:
+            self._require(operation.checkpoint)
         if isinstance(operation, LoadWeights):
             # Before it runs: from then on nobody may write over what it loads.
             model.loads = [*{*model.loads, operation.checkpoint}]
@@ -176,6 +179,11 @@ class Readiness:
             model.is_overwriting = True
             await self._state.journal.put([stored(model)])
 
+    def _require(self, checkpoint: CheckpointRef) -> None:
+        if self._state.is_gone(checkpoint):
+            why = "is being deleted" if checkpoint in self._state.deleting else "is there no more: its time is over"
+            raise CannotRun(Failure("user", 404, f"{checkpoint.uri('xorl')} {why}"))
+
     def _resolve(self, sampler: SamplerRef, workers: Incarnation) -> SamplerRef:
         registry = self._state.registry
         if isinstance(sampler, SessionSampler):
@@ -190,7 +198,9 @@ class Readiness:
         named = [
             record
             for record in registry.checkpoints.values()
-            if record.checkpoint.name == sampler.name and record.checkpoint.kind == "sampler_weights"
+            if record.checkpoint.name == sampler.name
+            and record.checkpoint.kind == "sampler_weights"
+            and not self._state.is_gone(record.checkpoint)
         ]
         if not named:
             raise CannotRun(Failure("user", 404, f"there are no sampler weights of the name {sampler.name}"))

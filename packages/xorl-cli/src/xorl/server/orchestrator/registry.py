@@ -116,6 +116,10 @@ class CheckpointRecord(msgspec.Struct):
     def key(self) -> str:
         return checkpoint_key(self.checkpoint)
 
+    def is_over(self, now: float) -> bool:
+        """Whether its time is, `now`, seconds since 1970: its files may still be there, and nobody is to see them."""
+        return self.expires is not None and self.expires <= now
+
 
 AnyRecord = SessionRecord | ModelRecord | SamplerRecord | CheckpointRecord
 Kept = TypeVar("Kept", SessionRecord, ModelRecord, SamplerRecord, CheckpointRecord)

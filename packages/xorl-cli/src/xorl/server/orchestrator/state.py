@@ -18,7 +18,7 @@ from xorl.server.orchestrator.inference import Inference
 from xorl.server.orchestrator.journal import Journal, Outcome, Record
 from xorl.server.orchestrator.lane import Ticket
 from xorl.server.orchestrator.options import OrchestratorOptions
-from xorl.server.orchestrator.registry import ModelRecord, Registry, stored
+from xorl.server.orchestrator.registry import ModelRecord, Registry, checkpoint_key, stored
 from xorl.server.orchestrator.scheduler import Scheduler
 from xorl.server.orchestrator.workers import Workers
 from xorl.server.queries import ErrorSeen
@@ -152,6 +152,11 @@ class State:
         if self.scheduler.has_lane(model.lane):
             model.next_seq = self.scheduler.next_seq(model.lane)
         return [stored(model)]
+
+    def is_gone(self, checkpoint: CheckpointRef) -> bool:
+        """Whether a checkpoint is being removed, or is to be since its time is over: nothing may begin with it."""
+        record = self.registry.checkpoints.get(checkpoint_key(checkpoint))
+        return checkpoint in self.deleting or (record is not None and record.is_over(time.time()))
 
     def _created_by(self, ticket: Ticket) -> ModelRecord | None:
         request = self.open.get(ticket.request_id)
