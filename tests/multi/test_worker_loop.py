@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from sockets import ipc_address
 from worker_ranks import datum, service_config
 from xorl.core import runtime
-from xorl.server.channel import BlockingServer, ChannelClient, private_ipc_address
+from xorl.server.channel import BlockingServer, ChannelClient
 from xorl.server.messages import Done, Health, HealthResult, Result, ShutDown, Shutdown, Work
 from xorl.server.names import CheckpointRef
 from xorl.server.operations import (
@@ -63,11 +64,15 @@ def test_work_is_done_once_by_all_ranks_and_answered_again(tmp_path: Path, run_r
     ]
 
     def run() -> list[Result]:
+        with ipc_address("workers") as address:
+            return serve_all(address)
+
+    def serve_all(address: str) -> list[Result]:
         config = service_config(tmp_path, data_parallel_shard_size=2)
         server = None
         answers: list[Result] = []
         if runtime.global_rank() == 0:
-            server = BlockingServer(private_ipc_address("workers"), Work)
+            server = BlockingServer(address, Work)
             asking = threading.Thread(target=lambda: asyncio.run(ask_all(server.address, works, answers)))
             asking.start()
         worker = Worker(build_base(config, runtime.init("cpu")))

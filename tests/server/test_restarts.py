@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 
 from answering_orchestrator import SLOW_LOSS, STUCK_LOSS, AnsweringOrchestrator, served
+from sockets import ipc_address
 from xorl.server.api import ApiSettings, create_app
-from xorl.server.channel import ChannelServer, private_ipc_address
+from xorl.server.channel import ChannelServer
 from xorl.server.queries import Request
 
 STEP = {"model_id": "m", "seq_id": 1}
@@ -20,24 +21,24 @@ def in_front_of(orchestrator, scenario, **settings):
     """Call scenario(client, start, stop) in the loop that the API runs in; nothing listens until `start`."""
 
     async def run():
-        address = private_ipc_address("orchestrator")
-        running = []
+        with ipc_address("orchestrator") as address:
+            running = []
 
-        async def start():
-            server = ChannelServer(address, Request, orchestrator.answer)
-            await server.bind()
-            running.append(asyncio.create_task(server.serve()))
+            async def start():
+                server = ChannelServer(address, Request, orchestrator.answer)
+                await server.bind()
+                running.append(asyncio.create_task(server.serve()))
 
-        async def stop():
-            running.pop().cancel()
-            await asyncio.sleep(0.05)
+            async def stop():
+                running.pop().cancel()
+                await asyncio.sleep(0.05)
 
-        gate = create_app(ApiSettings(address, **settings))
-        async with (
-            gate._app.router.lifespan_context(gate._app),
-            httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url="http://localhost") as client,
-        ):
-            await scenario(client, start, stop)
+            gate = create_app(ApiSettings(address, **settings))
+            async with (
+                gate._app.router.lifespan_context(gate._app),
+                httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url="http://localhost") as client,
+            ):
+                await scenario(client, start, stop)
 
     asyncio.run(run())
 

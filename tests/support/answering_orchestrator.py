@@ -11,9 +11,10 @@ from contextlib import contextmanager
 import numpy as np
 import uvicorn
 
+from sockets import ipc_address
 from xorl.server.api import ApiSettings, create_app
 from xorl.server.arrays import Array
-from xorl.server.channel import ChannelServer, private_ipc_address
+from xorl.server.channel import ChannelServer
 from xorl.server.messages import Accepted, Cancel, Finished, Ok, Pending, Poll, Rejected, Submit, Tombstone, Unknown
 from xorl.server.names import CheckpointRef, checkpoint_folder
 from xorl.server.operations import (
@@ -348,33 +349,33 @@ def top_of(tokens, k):
 def served(output_dir, *, tokenizer="tokenizer", **settings):
     """(URL, orchestrator) of the API before an answering orchestrator, both in a thread of their own."""
     orchestrator = AnsweringOrchestrator(output_dir, tokenizer)
-    address = private_ipc_address("orchestrator")
-    started, stop, found = threading.Event(), asyncio.Event(), {}
+    with ipc_address("orchestrator") as address:
+        started, stop, found = threading.Event(), asyncio.Event(), {}
 
-    async def run():
-        channel = ChannelServer(address, Request, orchestrator.answer)
-        await channel.bind()
-        answering = asyncio.create_task(channel.serve())
-        app = create_app(ApiSettings(address, **settings))
-        server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, timeout_graceful_shutdown=1))
-        serving = asyncio.create_task(server.serve())
-        while not server.started:
-            await asyncio.sleep(0.005)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        found["url"] = f"http://127.0.0.1:{port}"
-        found["loop"] = asyncio.get_running_loop()
-        started.set()
-        await stop.wait()
-        server.should_exit = True
-        await serving
-        answering.cancel()
-        await asyncio.gather(answering, return_exceptions=True)
+        async def run():
+            channel = ChannelServer(address, Request, orchestrator.answer)
+            await channel.bind()
+            answering = asyncio.create_task(channel.serve())
+            app = create_app(ApiSettings(address, **settings))
+            server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, timeout_graceful_shutdown=1))
+            serving = asyncio.create_task(server.serve())
+            while not server.started:
+                await asyncio.sleep(0.005)
+            port = server.servers[0].sockets[0].getsockname()[1]
+            found["url"] = f"http://127.0.0.1:{port}"
+            found["loop"] = asyncio.get_running_loop()
+            started.set()
+            await stop.wait()
+            server.should_exit = True
+            await serving
+            answering.cancel()
+            await asyncio.gather(answering, return_exceptions=True)
 
-    thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
-    thread.start()
-    assert started.wait(20)
-    try:
-        yield found["url"], orchestrator
-    finally:
-        found["loop"].call_soon_threadsafe(stop.set)
-        thread.join(20)
+        thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
+        thread.start()
+        assert started.wait(20)
+        try:
+            yield found["url"], orchestrator
+        finally:
+            found["loop"].call_soon_threadsafe(stop.set)
+            thread.join(20)

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+from contextlib import ExitStack
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ import zmq
 import doubling_server
 from asynchronous import in_a_loop
 from doubling_server import ANSWERED, ASKED, QUICK, doubled
+from sockets import ipc_address
 from xorl.server.channel import (
     BlockingServer,
     ChannelClient,
@@ -22,18 +24,24 @@ from xorl.server.channel import (
     Limits,
     PeerLost,
     VersionMismatch,
-    private_ipc_address,
 )
 from xorl.server.channel.wire import Header, encode_header
 from xorl.server.messages import Ok, Tombstone
 from xorl.server.operations import OptimResult, OptimStep, UnloadModel
 
 
+@pytest.fixture
+def address():
+    with ipc_address("test") as address:
+        yield address
+
+
 class Served:
     """A server and a client of it in the running loop."""
 
     def __init__(self, address=None, *, server_keys=None, client_keys=None, limits=QUICK):
-        self.address = address or private_ipc_address("test")
+        self._stack = ExitStack()
+        self.address = address or self._stack.enter_context(ipc_address("test"))
         self.server = ChannelServer(self.address, ASKED, doubled, keys=server_keys, limits=limits)
         self._client_keys, self._limits = client_keys, limits
 
@@ -48,6 +56,7 @@ class Served:
         await self.client.close()
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
+        self._stack.close()
 
 
 @in_a_loop
@@ -82,9 +91,8 @@ def start_server(address):
 
 
 @in_a_loop
-async def test_a_killed_server_is_noticed_at_once_and_its_successor_is_used():
+async def test_a_killed_server_is_noticed_at_once_and_its_successor_is_used(address):
     """Catches a client that waits for ever for an answer of a process that is dead, or never finds the next one."""
-    address = private_ipc_address("killed")
     first = start_server(address)
     client = ChannelClient(address, ANSWERED, limits=QUICK)
     await client.start()
@@ -240,7 +248,7 @@ def test_keys_are_kept_from_others(tmp_path):
     assert keys.server_secret.decode() not in repr(keys)
 
 
-def test_a_program_that_computes_still_answers_pings():
+def test_a_program_that_computes_still_answers_pings(address):
     """Catches a worker that is taken for dead while it computes."""
 
     async def ask(address):
@@ -251,7 +259,7 @@ def test_a_program_that_computes_still_answers_pings():
         return answer
 
     async def run():
-        server = BlockingServer(private_ipc_address("busy"), ASKED, limits=QUICK)
+        server = BlockingServer(address, ASKED, limits=QUICK)
         asking = asyncio.create_task(ask(server.address))
         received = await asyncio.to_thread(server.receive, 5)
         # Longer than the silence after which a client gives a server up.
