@@ -12,6 +12,7 @@ from xorl.server.messages import Ok
 from xorl.server.names import CheckpointRef
 from xorl.server.operations import CreateModel, Failure, LoadWeights, SaveWeights
 from xorl.server.orchestrator import catalogue
+from xorl.server.orchestrator.registry import checkpoint_key
 from xorl.server.queries import DeleteCheckpoint
 
 OTHER = "session-1:train:1"
@@ -99,6 +100,25 @@ async def test_a_model_that_writes_over_what_it_has_loaded_itself_is_saved_elsew
         await client.do(SaveWeights(MODEL, "kept", overwrite=True), 7)
         assert saves == ["recovery-0", "kept"]
         assert (model.boundary, model.loads) == (ref("kept"), [])
+
+
+@in_a_loop
+async def test_the_first_save_under_the_name_of_the_initial_checkpoint_replaces_it(tmp_path):
+    """Catches loops that number their saves from 000000 and end at the first one, and a later save that is lost."""
+    chosen = options(tmp_path, skip_initial_checkpoint=False)
+    async with running(chosen) as client:
+        with workers(chosen):
+            await client.begin()
+            registry = client.orchestrator.state.registry
+            assert registry.models[MODEL].boundary == ref("000000")
+            first = await client.do(SaveWeights(MODEL, "000000", user_metadata={"by": "client"}), 3)
+            assert not isinstance(first, Failure), first
+            assert registry.checkpoints[checkpoint_key(ref("000000"))].user_metadata == {"by": "client"}
+            second = await client.do(SaveWeights(MODEL, "000000"), 4)
+            assert isinstance(second, Failure)
+            assert "already: choose another name" in second.message
+        with workers(chosen):
+            assert await weights_of(client, 5, MODEL) == folded(TRAINED, 5)
 
 
 @in_a_loop

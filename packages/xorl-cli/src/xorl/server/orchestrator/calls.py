@@ -39,6 +39,8 @@ AFTER_STEP = "SyncAfterStep"
 # Names of checkpoints that the service makes for itself.
 INITIAL_NAME = "000000"
 RECOVERY_PREFIX = "recovery-"
+# Ids of requests that the service makes itself.
+OWN_PREFIX = "own-"
 
 
 def encode(message: Operation | Result) -> bytes:

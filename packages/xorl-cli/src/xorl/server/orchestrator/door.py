@@ -12,7 +12,15 @@ from msgspec.structs import replace
 
 from xorl.server.messages import Accepted, Ok, Rejected, Submit, Tombstone
 from xorl.server.operations import CreateModel, Failure, LoraSpec, ModelCreated, ModelOperation, Sample, SessionSampler
-from xorl.server.orchestrator.calls import RECOVERY_PREFIX, cost_of, decode_result, encode, saved_as, share_of
+from xorl.server.orchestrator.calls import (
+    OWN_PREFIX,
+    RECOVERY_PREFIX,
+    cost_of,
+    decode_result,
+    encode,
+    saved_as,
+    share_of,
+)
 from xorl.server.orchestrator.commit import JournalError
 from xorl.server.orchestrator.journal import Submission, Unfinished, Written
 from xorl.server.orchestrator.lane import Ticket
@@ -67,7 +75,7 @@ class Door:
     async def submit_own(self, operation: ModelOperation, kind: str | None = None) -> str | None:
         """Queue a request of the service itself behind what has arrived for its model; None where it cannot be kept."""
         model = self._state.registry.models[operation.model_id]
-        request_id = f"own-{secrets.token_hex(8)}"
+        request_id = f"{OWN_PREFIX}{secrets.token_hex(8)}"
         try:
             await self._keep(_submission(request_id, operation, model.client, model.lane, kind=kind))
         except JournalError as problem:

@@ -24,7 +24,7 @@ from xorl.server.operations import (
     SaveWeightsForSampler,
     Unloaded,
 )
-from xorl.server.orchestrator.calls import RECOVERY_PREFIX, encode, saved_as, tail_of, times_kept_size
+from xorl.server.orchestrator.calls import OWN_PREFIX, RECOVERY_PREFIX, encode, saved_as, tail_of, times_kept_size
 from xorl.server.orchestrator.inference import version_of
 from xorl.server.orchestrator.journal import Outcome, Record
 from xorl.server.orchestrator.lane import Ticket
@@ -59,11 +59,13 @@ class Effects:
         elif isinstance(result, Saved):
             cuts = "settled" if isinstance(operation, SaveWeights) else None
             model.save_s = seconds if cuts else model.save_s
-            records = self.saved(model, operation, result, workers)
+            records = self.saved(model, operation, result, workers, is_own=ticket.request_id.startswith(OWN_PREFIX))
         records += self._state.passed(ticket)
         return Outcome(ticket.request_id, encode(result), now, tail, cuts, model.lane, records)
 
-    def saved(self, model: ModelRecord, operation: Operation, result: Saved, workers: str | None) -> list[Record]:
+    def saved(
+        self, model: ModelRecord, operation: Operation, result: Saved, workers: str | None, *, is_own: bool
+    ) -> list[Record]:
         """What is known of a model and its checkpoint once it is saved; the model's own record is changed alone."""
         if isinstance(operation, SaveWeightsForSampler) and operation.sampler_id is not None:
             return [self._snapshot(model, operation.sampler_id, workers)]
@@ -88,6 +90,7 @@ class Effects:
             {} if isinstance(operation, SaveFullWeights) else operation.user_metadata,
             None if operation.ttl_s is None else now + operation.ttl_s,
             version_of(model),
+            is_initial=is_own,
         )
         self._state.registry.checkpoints[record.key] = record
         return [stored(record)]

@@ -28,7 +28,7 @@ from xorl.server.orchestrator import catalogue
 from xorl.server.orchestrator.calls import AFTER_STEP, saved_as, times_kept_size
 from xorl.server.orchestrator.lane import Ticket
 from xorl.server.orchestrator.recovery import RecoveryError, restore
-from xorl.server.orchestrator.registry import ModelRecord, SamplerRecord, stored
+from xorl.server.orchestrator.registry import ModelRecord, SamplerRecord, checkpoint_key, stored
 from xorl.server.orchestrator.release import Release, silence_of
 from xorl.server.orchestrator.state import OpenRequest, State
 from xorl.server.orchestrator.workers import Incarnation
@@ -57,6 +57,15 @@ class Readiness:
     def __init__(self, state: State, models: Release) -> None:
         self._state = state
         self._models = models
+
+    def over_initial(self, operation: Operation) -> Operation:
+        """The operation; a save under the name that the service's own checkpoint of the start has, as one over that."""
+        checkpoint = saved_as(operation)
+        if isinstance(operation, SaveWeights) and checkpoint is not None:
+            record = self._state.registry.checkpoints.get(checkpoint_key(checkpoint))
+            if record is not None and record.is_initial:
+                return replace(operation, overwrite=True)
+        return operation
 
     async def prepare(self, ticket: Ticket, operation: Operation, workers: Incarnation) -> Operation:
         """The operation as the workers get it. Raises CannotRun where it has ended, and CheckpointInUse."""

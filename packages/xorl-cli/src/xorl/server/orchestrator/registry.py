@@ -101,7 +101,10 @@ class SamplerRecord(msgspec.Struct):
 
 
 class CheckpointRecord(msgspec.Struct):
-    """What a checkpoint's files do not say by themselves; expires: when to delete it; version: as of SamplerRecord."""
+    """What a checkpoint's files do not say by themselves; expires: when to delete it; version: as of SamplerRecord.
+
+    is_initial: the service made it when the model was created, and the client's first save of that name replaces it.
+    """
 
     checkpoint: CheckpointRef
     created: float
@@ -111,6 +114,7 @@ class CheckpointRecord(msgspec.Struct):
     user_metadata: dict[str, str] = msgspec.field(default_factory=dict)
     expires: float | None = None
     version: str | None = None
+    is_initial: bool = False
 
     @property
     def key(self) -> str:

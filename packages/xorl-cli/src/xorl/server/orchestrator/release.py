@@ -11,7 +11,7 @@ from xorl.server.messages import Operation, Result, Work
 from xorl.server.names import CheckpointKind, CheckpointRef
 from xorl.server.operations import Failure, Saved, SaveWeights, UnloadModel
 from xorl.server.orchestrator import catalogue
-from xorl.server.orchestrator.calls import RECOVERY_PREFIX, RELEASE
+from xorl.server.orchestrator.calls import OWN_PREFIX, RECOVERY_PREFIX, RELEASE
 from xorl.server.orchestrator.effects import Effects
 from xorl.server.orchestrator.registry import ModelRecord, stored
 from xorl.server.orchestrator.state import State
@@ -78,7 +78,7 @@ class Release:
         result = await _work(save, workers)
         if not isinstance(result, Saved):
             return result if isinstance(result, Failure) else Failure("server", 500, f"not saved: {result}")
-        self._effects.saved(model, save, result, workers.name)
+        self._effects.saved(model, save, result, workers.name, is_own=True)
         await state.journal.settle(model.lane, [stored(model)])
         await self.drop_obsolete(model)
         return None
@@ -110,5 +110,5 @@ class Release:
 
 
 async def _work(operation: Operation, workers: Incarnation) -> Result:
-    name = f"own-{secrets.token_hex(8)}"
+    name = f"{OWN_PREFIX}{secrets.token_hex(8)}"
     return (await workers.run(Work([name], [operation]))).results[0]
