@@ -21,7 +21,7 @@ def test_what_is_not_built_is_refused_by_name(service):
         ("api/v1/create_model", {"base_model": "b", "lora_config": {"dropout": 0.1}}, "dropout"),
         ("api/v1/create_model", {"base_model": "b", "optimizer_config": {"type": "dimuon"}}, "dimuon"),
         ("api/v1/asample", {**prompt, "prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k"),
-        ("api/v1/asample", {**prompt, "record_stability_info": True}, "record_stability_info"),
+        ("api/v1/asample", {**prompt, "record_stability_info": True}, "another loss_fn, such as ppo, cispo or gspo"),
         ("api/v1/save_weights_for_sampler", {"kind": "inflight", "path": "x"}, "inflight"),
         ("api/v1/save_weights_external", {"path": "x", "age_encryption_recipients": ["a"]}, "encrypt"),
         ("generate", {"input_ids": [1], "stream": True}, "stream"),

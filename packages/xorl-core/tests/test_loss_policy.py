@@ -50,6 +50,8 @@ def make_inputs(dtype=torch.float64):
     targets["logprobs"][is_prompt] = 0.0
     targets["advantages"][is_prompt] = 0.0
     targets["advantages"][30] = 0.0  # drawn by the sampler, and worth nothing
+    targets["logprobs"][40] = targets["advantages"][40] = 0.0  # the same, and drawn with certainty
+    targets["sequence_ratio_mask"] = (targets["positions"] >= 4).double()
     labels[NUM_LABELS:] = IGNORE
     cast = {name: x.to(dtype) if x.is_floating_point() else x for name, x in targets.items()}
     return hidden.to(dtype), head.to(dtype), cast
@@ -90,6 +92,9 @@ DEFINITIONS = {
     "ppo": lambda r, a, t, o: clipped_surrogate(
         r, a, o.get("clip_low_threshold", 0.8), o.get("clip_high_threshold", 1.2)
     ),
+    "gspo": lambda r, a, t, o: clipped_surrogate(
+        r, a, o.get("clip_low_threshold", 0.8), o.get("clip_high_threshold", 1.2)
+    ),
     "policy_loss": policy_loss,
     "cispo": lambda r, a, t, o: (
         -clip(r.detach(), o.get("clip_low_threshold", 0.0), o.get("clip_high_threshold", 4.0)) * t["now"] * a
@@ -101,6 +106,8 @@ CASES = [
     ("importance_sampling", {}),
     ("ppo", {}),
     ("ppo", {"clip_low_threshold": 0.9, "clip_high_threshold": 3.0}),
+    ("gspo", {}),
+    ("gspo", {"clip_low_threshold": 0.7, "clip_high_threshold": 1.001}),
     ("policy_loss", {}),
     ("policy_loss", {"eps_clip": 0.1, "eps_clip_high": 0.5, "eps_clip_c": 1.3}),
     ("policy_loss", {"use_tis": True}),
@@ -127,12 +134,21 @@ def defined(name, options, hidden, head, targets):
         rows = [
             row
             for row in range(start, end)
-            if labels[row] != IGNORE and (targets["logprobs"][row] != 0 or targets["advantages"][row] != 0)
+            if labels[row] != IGNORE
+            and (
+                targets["logprobs"][row] != 0
+                or targets["advantages"][row] != 0
+                or (name == "gspo" and targets["sequence_ratio_mask"][row])
+            )
         ]
         ratios = {row: (now[row] - targets["logprobs"][row]).exp() for row in rows}
         if options.get("ratio_type") == "sequence" and rows:
             shared = torch.stack([ratio.log() for ratio in ratios.values()]).mean().exp()
             ratios = dict.fromkeys(rows, shared)
+        if name == "gspo":
+            marked = [ratios[row].log() for row in rows if targets["sequence_ratio_mask"][row]]
+            shared = torch.stack(marked).mean().exp().detach() if marked else 1.0
+            ratios = {row: shared * (now[row] - now[row].detach()).exp() for row in rows}
         for row in rows:
             inputs = {key: values[row] for key, values in targets.items()} | {"now": now[row]}
             losses.append(DEFINITIONS[name](ratios[row], targets["advantages"][row], inputs, options))
@@ -160,6 +176,15 @@ def test_values_and_gradients_are_those_of_the_definition(name, options, whole_l
     torch.testing.assert_close(output.per_token[trained], wanted.detach(), **exact)
     torch.testing.assert_close(output.logprobs[:NUM_LABELS], now.detach()[:NUM_LABELS], **exact)
     assert not output.logprobs[NUM_LABELS:].any()
+
+
+def test_without_a_mask_the_ratio_of_a_document_is_over_its_trained_tokens():
+    """Catches a loss that asks for what a client with one answer a document need not say."""
+    hidden, head, targets = make_inputs()
+    trained = (targets["logprobs"] != 0) | (targets["advantages"] != 0)
+    wanted = LOSSES["gspo"](hidden, head, {**targets, "sequence_ratio_mask": trained.double()})
+    del targets["sequence_ratio_mask"]
+    assert torch.equal(LOSSES["gspo"](hidden, head, targets).per_token, wanted.per_token)
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
@@ -229,7 +254,7 @@ def test_cross_entropy_takes_several_labels_a_token(weighted):
     assert read_metrics(output.metrics)["valid_tokens:sum"] == is_trained.any(dim=1).sum()
 
 
-@pytest.mark.parametrize("name", ["cross_entropy", "ppo", "drgrpo"])
+@pytest.mark.parametrize("name", ["cross_entropy", "ppo", "gspo", "drgrpo"])
 def test_metrics_of_a_part_are_those_of_its_tokens(name):
     """Catches a client whose metrics are those of its neighbours in a mixed pass."""
     hidden, head, targets = make_inputs()
@@ -254,7 +279,7 @@ def test_weights_of_policy_losses_multiply_and_say_what_is_trained(name):
     assert read_metrics(whole.metrics)["valid_tokens:sum"] == 10
 
 
-@pytest.mark.parametrize("name", ["ppo", "cispo"])
+@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo"])
 def test_thresholds_may_come_with_the_tokens(name):
     """Catches thresholds of a datum that are ignored."""
     hidden, head, targets = make_inputs()
@@ -387,7 +412,7 @@ def test_missing_inputs_are_named(name, options, missing, message):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("gspo", {}, "no loss 'gspo'; there are cross_entropy, "),
+        ("reinforce", {}, "no loss 'reinforce'; there are cross_entropy, "),
         ("cross_entropy", {"beta": 1.0}, "loss 'cross_entropy' has no option 'beta'; it has none"),
         ("ppo", {"eps_clip": 0.1}, "no option 'eps_clip'; it has clip_high_threshold, clip_low_threshold"),
         ("ppo", {"clip_low_threshold": 2.0}, "loss 'ppo': want 0 <= clip_low_threshold <= clip_high_threshold"),

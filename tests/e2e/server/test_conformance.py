@@ -28,6 +28,13 @@ SEQUENCES = [torch.randint(3, 280, (length + 1,), generator=GENERATOR) for lengt
 WEIGHTS = [torch.rand(length, generator=GENERATOR) for length in LENGTHS]
 ADVANTAGES = [torch.randn(length, generator=GENERATOR) for length in LENGTHS]
 OLD = [-5 + torch.randn(length, generator=GENERATOR) for length in LENGTHS]
+MASKS = [(torch.arange(length) >= length // 2).float() for length in LENGTHS]
+
+
+def gspo(new, old, adv):
+    marked = torch.arange(len(new)) >= len(new) // 2
+    ratio = torch.exp((new - old).detach()[marked].mean() + new - new.detach())
+    return -torch.min(ratio * adv, ratio.clamp(0.7, 1.1) * adv).sum()
 
 
 # The losses as they are published, each a sum over tokens of its log-probability, the old one and the advantage.
@@ -37,6 +44,7 @@ FORMULAS = {
         {"clip_low_threshold": 0.7, "clip_high_threshold": 1.1},
         lambda new, old, adv: -torch.min(torch.exp(new - old) * adv, torch.exp(new - old).clamp(0.7, 1.1) * adv).sum(),
     ),
+    "gspo": ({"clip_low_threshold": 0.7, "clip_high_threshold": 1.1}, gspo),
     "cispo": (
         {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0},
         lambda new, old, adv: -(torch.exp(new - old).clamp(0.5, 2.0).detach() * new * adv).sum(),
@@ -47,12 +55,12 @@ FORMULAS = {
 
 def datums(types, *, weights=False, policy=False):
     made = []
-    for tokens, weight, advantage, old in zip(SEQUENCES, WEIGHTS, ADVANTAGES, OLD, strict=True):
+    for tokens, weight, advantage, old, mask in zip(SEQUENCES, WEIGHTS, ADVANTAGES, OLD, MASKS, strict=True):
         inputs = {"target_tokens": tokens[1:]}
         if weights:
             inputs["weights"] = weight
         if policy:
-            inputs |= {"logprobs": old, "advantages": advantage}
+            inputs |= {"logprobs": old, "advantages": advantage, "sequence_ratio_mask": mask}
         # One client takes tensors and the other lists.
         if not types.__name__.startswith("tinker"):
             inputs = {name: values.tolist() for name, values in inputs.items()}

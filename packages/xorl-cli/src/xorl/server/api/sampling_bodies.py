@@ -47,7 +47,12 @@ class SampleBody(msgspec.Struct, frozen=True):
 
     def operation(self, vocab_size: int | None, room: Room) -> Sample:
         """Checked; ValueError says what is wrong."""
-        for name in ("prompt_alt_tokens_k", "prompt_logprobs_last_n", "record_stability_info"):
+        if self.record_stability_info:
+            raise ValueError(
+                "record_stability_info is not built, nor the loss it is for, stable_reinforce: leave it out, and train "
+                "with another loss_fn, such as ppo, cispo or gspo"
+            )
+        for name in ("prompt_alt_tokens_k", "prompt_logprobs_last_n"):
             if getattr(self, name):
                 raise ValueError(f"{name} is not built, leave it out")
         prompt = self.prompt.tokens(vocab_size, "prompt")

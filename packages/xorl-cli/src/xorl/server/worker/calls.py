@@ -21,7 +21,7 @@ from xorl.server.operations import ForwardBackward, LossResult
 TARGETS = "target_tokens"
 INPUTS = (
     *("weights", "advantages", "logprobs", "old_logprobs", "ref_logprobs", "rollout_logprobs"),
-    *("clip_low_threshold", "clip_high_threshold"),
+    *("clip_low_threshold", "clip_high_threshold", "sequence_ratio_mask"),
 )
 # Parameters of the request rather than of the loss; num_chunks asks for what our head does by itself: bound its memory.
 RETURN_PER_TOKEN, NUM_CHUNKS = "return_per_token", "num_chunks"

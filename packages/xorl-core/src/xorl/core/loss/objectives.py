@@ -37,6 +37,15 @@ class CispoOptions(ClipOptions):
 
 
 @dataclass(frozen=True)
+class GspoOptions(ClipOptions):
+    """Those of `ppo`, around the ratio of a whole document."""
+
+    @property
+    def counted_by(self) -> tuple[str, ...]:
+        return ("sequence_ratio_mask",)
+
+
+@dataclass(frozen=True)
 class ClippedPolicyOptions(PolicyOptions):
     """Distances `eps_clip` and `eps_clip_high` of the clipped ratio from 1, and three corrections, off by default.
 
@@ -110,6 +119,19 @@ def importance_sampling(tokens: PolicyTokens, _: PolicyOptions) -> tuple[Tensor,
 def ppo(tokens: PolicyTokens, options: ClipOptions) -> tuple[Tensor, dict[str, Tensor]]:
     """-min(r A, clip(r) A) (https://arxiv.org/abs/1707.06347)."""
     ratio = exp_of_log_ratio(tokens.log_ratio())
+    loss, clipped = _clipped(ratio, tokens.advantages, *_thresholds(tokens, options))
+    return loss, {"clip_fraction": clipped}
+
+
+def gspo(tokens: PolicyTokens, options: GspoOptions) -> tuple[Tensor, dict[str, Tensor]]:
+    """-min(s A, clip(s) A), s = sg(the ratio of the document) p / sg(p) (https://arxiv.org/abs/2507.18071, GSPO-token).
+
+    A document's ratio is the geometric mean over those of its tokens whose `sequence_ratio_mask` is not 0 (1 where none
+    is), or without this input over all that are trained.
+    """
+    in_ratio = tokens.known("sequence_ratio_mask") != 0 if "sequence_ratio_mask" in tokens.targets else tokens.trained
+    of_document = document_mean(tokens.log_ratio().detach(), in_ratio, tokens.targets["positions"])
+    ratio = exp_of_log_ratio(of_document + (tokens.logprobs - tokens.logprobs.detach()))
     loss, clipped = _clipped(ratio, tokens.advantages, *_thresholds(tokens, options))
     return loss, {"clip_fraction": clipped}
 

@@ -58,6 +58,11 @@ class PolicyOptions:
         """Inputs that these options ask for, besides those of every such loss."""
         return ()
 
+    @property
+    def counted_by(self) -> tuple[str, ...]:
+        """Inputs which, where they are not 0, make a token count whose advantage and log-probability are both 0."""
+        return ()
+
 
 OptionsT = TypeVar("OptionsT", bound=PolicyOptions)
 Objective = Callable[[PolicyTokens, OptionsT], tuple[Tensor, dict[str, Tensor]]]
@@ -71,7 +76,7 @@ class PolicyLoss(Generic[OptionsT]):
     targets: labels [T] int64, already shifted; logprobs [T], of the policy that drew the labels, or old_logprobs where
         there are these; advantages [T]; and what the objective reads besides. `weights` [T] multiply the loss, and
         where they are 0 a token is not trained. Without them that is so where advantage and log-probability are both 0,
-        which is how clients write a prompt.
+        which is how clients write a prompt, and so is what `options.counted_by` names.
     """
 
     name: str
@@ -94,6 +99,8 @@ class PolicyLoss(Generic[OptionsT]):
         weights = targets.get("weights")
         logprobs = token_logprobs(hidden, head_weight, labels, logits_fp32=logits_fp32, whole_logits=whole_logits)
         counts = (advantages != 0) | (sampled != 0) if weights is None else weights != 0
+        for name in self.options.counted_by if weights is None else ():
+            counts = counts | (targets[name] != 0) if name in targets else counts
         ignored = ~counts | (labels == IGNORE)
         tokens = PolicyTokens(
             logprobs.masked_fill(ignored, 0.0),

@@ -18,6 +18,7 @@ LOSSES: Mapping[str, HeadLoss] = MappingProxyType(
         "causallm_loss": weighted_cross_entropy,
         "importance_sampling": PolicyLoss("importance_sampling", objectives.importance_sampling, PolicyOptions()),
         "ppo": PolicyLoss("ppo", objectives.ppo, objectives.ClipOptions()),
+        "gspo": PolicyLoss("gspo", objectives.gspo, objectives.GspoOptions()),
         "policy_loss": PolicyLoss("policy_loss", objectives.policy_loss, objectives.ClippedPolicyOptions()),
         "cispo": PolicyLoss("cispo", objectives.cispo, objectives.CispoOptions()),
         "dro": PolicyLoss("dro", objectives.dro, objectives.DroOptions()),
