@@ -227,6 +227,16 @@ async def test_an_export_in_fp32_is_expected_to_take_twice_what_one_in_bf16_does
 
 
 @in_a_loop
+async def test_an_adapter_alone_is_not_expected_to_take_what_a_whole_model_does(tmp_path):
+    """Catches an adapter of megabytes that is refused, and a whole model beyond storage_limit after it."""
+    kinds = {"external_weights": 2 * 10**9, "sampler_weights": 10**6}
+    async with serving(options(tmp_path, storage_limit_bytes=10**9), checkpoint_bytes=kinds) as (client, _):
+        await client.begin()
+        assert isinstance(await client.do(SaveFullWeights(MODEL, "adapter", is_merged=False), 3), Saved)
+        assert (await client.do(SaveFullWeights(MODEL, "whole"), 4)).status == 507
+
+
+@in_a_loop
 async def test_a_disk_that_takes_nothing_refuses_requests_and_keeps_results_until_it_does(tmp_path):
     """Catches a request that is accepted and not kept, and a result that is dropped for want of room."""
     chosen = options(tmp_path)

@@ -213,12 +213,13 @@ def test_every_call_of_one_client(service: Service) -> None:
             handle = client.create_sampling_client(model_path=named).get_sampler_handle()
             clone = tinker.SamplingClient.from_sampler_handle(handle, api_key=service.key)
             assert clone.compute_logprobs(prompt).result() == found
-            external = training.save_weights_external("merged").result().path
+            external = training.save_weights_external("adapter").result().path
             urls = rest.get_external_weights_urls(external).result().urls
-            assert "config.json" in urls
+            # What the client's own command for a hub wants to find.
+            assert {"adapter_config.json", "adapter_model.safetensors"} <= urls.keys()
             for name, url in urls.items():
                 written = (
-                    service.output_dir / "external_weights" / training.model_id.replace(":", "~") / "merged" / name
+                    service.output_dir / "external_weights" / training.model_id.replace(":", "~") / "adapter" / name
                 )
                 assert httpx.get(url, trust_env=False).content == written.read_bytes()
 

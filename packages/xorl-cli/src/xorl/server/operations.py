@@ -118,11 +118,16 @@ class SaveWeightsForSampler(Message, frozen=True):
 
 
 class SaveFullWeights(Message, frozen=True):
-    """Export a model in Hugging Face's layout (kind external_weights), an adapter merged into the base."""
+    """Export a model as Hugging Face's libraries read it (kind external_weights).
+
+    is_merged: an adapter folded into the base; otherwise the adapter alone, PEFT's two files in fp32. Full weights are
+    the same either way. dtype: of whole models.
+    """
 
     model_id: str
     name: str
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    is_merged: bool = True
     ttl_s: float | None = None
 
 

@@ -177,7 +177,7 @@ class SaveForSamplerBody(msgspec.Struct, frozen=True):
 
 
 class SaveExternalBody(msgspec.Struct, frozen=True):
-    """Of /save_weights_external and /save_full_weights_safetensors."""
+    """Of /save_weights_external, and of /save_full_weights_safetensors, which `is_merged`."""
 
     model_id: str = "default"
     path: str | None = None
@@ -188,7 +188,7 @@ class SaveExternalBody(msgspec.Struct, frozen=True):
     age_encryption_recipients: list[str] | None = None
     base_model_path: str | None = None
 
-    def operation(self) -> SaveFullWeights:
+    def operation(self, *, is_merged: bool = False) -> SaveFullWeights:
         """Checked; ValueError says what is wrong."""
         if self.age_encryption_recipients:
             raise ValueError("age_encryption_recipients: exports are not encrypted, leave it out")
@@ -198,7 +198,11 @@ class SaveExternalBody(msgspec.Struct, frozen=True):
         if name is None:
             raise ValueError("give a name")
         return SaveFullWeights(
-            check_model_id(self.model_id), check_name(name), dtype=self.dtype, ttl_s=ttl(self.ttl_seconds)
+            check_model_id(self.model_id),
+            check_name(name),
+            dtype=self.dtype,
+            is_merged=is_merged,
+            ttl_s=ttl(self.ttl_seconds),
         )
 
 

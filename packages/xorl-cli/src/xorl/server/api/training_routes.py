@@ -116,16 +116,16 @@ async def save_weights_for_sampler(request: Request) -> Response:
 
 @router.post("/save_weights_external")
 async def save_weights_external(request: Request) -> Response:
-    """An export in Hugging Face's layout."""
+    """An export that other tools read: of an adapter alone, or of full weights."""
     return await future(request, _reads(SaveExternalBody))
 
 
 @router.post("/save_full_weights_safetensors")
 async def save_full_weights(request: Request) -> Response:
-    """The same, answered when it is done."""
+    """A whole model in Hugging Face's layout, an adapter merged into it; answered when it is done."""
 
     def read(body: bytes, info: ServiceInfo) -> Ordered:
-        return _called(decode(body, SaveExternalBody).operation(), None)
+        return _called(decode(body, SaveExternalBody).operation(is_merged=True), None)
 
     api = api_of(request)
     request_id, ordered = await submitted(request, read)

@@ -106,9 +106,16 @@ def saved_as(operation: Operation) -> CheckpointRef | None:
     return CheckpointRef(operation.model_id, kinds[type(operation)], operation.name)
 
 
-def times_kept_size(operation: Operation) -> int:
-    """What it saves takes so many times what is kept as the size of its kind: of exports, that is bf16's."""
-    return 2 if isinstance(operation, SaveFullWeights) and operation.dtype == "float32" else 1
+def kept_size(operation: Operation, checkpoint: CheckpointRef, *, is_adapter: bool) -> tuple[CheckpointKind, int]:
+    """What it saves takes about so many times what is kept as the size of that kind.
+
+    Of exports that is the size of a whole model in bf16; an adapter alone is no larger than one to sample from.
+    """
+    if not isinstance(operation, SaveFullWeights):
+        return checkpoint.kind, 1
+    if is_adapter and not operation.is_merged:
+        return "sampler_weights", 1
+    return checkpoint.kind, 2 if operation.dtype == "float32" else 1
 
 
 def failed(request_id: str, result: Result, now: float) -> Outcome:

@@ -24,7 +24,7 @@ from xorl.server.operations import (
     SaveWeightsForSampler,
     Unloaded,
 )
-from xorl.server.orchestrator.calls import OWN_PREFIX, RECOVERY_PREFIX, encode, saved_as, tail_of, times_kept_size
+from xorl.server.orchestrator.calls import OWN_PREFIX, RECOVERY_PREFIX, encode, kept_size, saved_as, tail_of
 from xorl.server.orchestrator.inference import version_of
 from xorl.server.orchestrator.journal import Outcome, Record
 from xorl.server.orchestrator.lane import Ticket
@@ -73,7 +73,9 @@ class Effects:
         if checkpoint is None:
             return []
         assert isinstance(operation, SaveWeights | SaveWeightsForSampler | SaveFullWeights)
-        model.checkpoint_bytes[checkpoint.kind] = result.size_bytes // times_kept_size(operation)
+        like, times = kept_size(operation, checkpoint, is_adapter=self._state.options.enable_lora)
+        if like == checkpoint.kind:
+            model.checkpoint_bytes[like] = result.size_bytes // times
         if isinstance(operation, SaveWeights):
             model.boundary, model.boundary_steps, model.is_overwriting = checkpoint, model.num_steps, False
             model.tail_s, model.tail_bytes, model.loads = 0.0, 0, []

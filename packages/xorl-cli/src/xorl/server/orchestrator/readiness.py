@@ -25,7 +25,7 @@ from xorl.server.operations import (
     UnloadModel,
 )
 from xorl.server.orchestrator import catalogue
-from xorl.server.orchestrator.calls import AFTER_STEP, saved_as, times_kept_size
+from xorl.server.orchestrator.calls import AFTER_STEP, kept_size, saved_as
 from xorl.server.orchestrator.lane import Ticket
 from xorl.server.orchestrator.recovery import RecoveryError, restore
 from xorl.server.orchestrator.registry import ModelRecord, SamplerRecord, checkpoint_key, stored
@@ -90,7 +90,7 @@ class Readiness:
         if replaced is not None:
             await self._free_of_own(model, replaced, workers)
         if checkpoint is not None:
-            await self._make_room(model, checkpoint, times_kept_size(operation))
+            await self._make_room(model, checkpoint, kept_size(operation))
         if isinstance(operation, CreateModel | LoadWeights) and operation.checkpoint is not None:
             self._require(operation.checkpoint)
         if isinstance(operation, LoadWeights):
@@ -180,8 +180,9 @@ class Readiness:
     def _others(self, model: ModelRecord, checkpoint: CheckpointRef) -> list[ModelRecord]:
         return [other for other in self._state.registry.readers(checkpoint) if other is not model]
 
-    async def _make_room(self, model: ModelRecord, checkpoint: CheckpointRef, times: int) -> None:
-        full = await self._models.check_room(model, checkpoint.kind, times)
+    async def _make_room(self, model: ModelRecord, checkpoint: CheckpointRef, operation: Operation) -> None:
+        like, times = kept_size(operation, checkpoint, is_adapter=self._state.options.enable_lora)
+        full = await self._models.check_room(model, checkpoint.kind, like, times)
         if full is not None:
             raise CannotRun(full)
         if checkpoint == model.boundary:

@@ -52,10 +52,15 @@ class Release:
         waits = any(request.ticket.lane == model.lane and request.kind != RELEASE for request in requests)
         return not waits and (registry.has_left(model) or time.time() - registry.activity(model) > silence_of(model))
 
-    async def check_room(self, model: ModelRecord, kind: CheckpointKind, times: int = 1) -> Failure | None:
-        """Why there is no room for so many times one more checkpoint of a model; asked before every save."""
+    async def check_room(
+        self, model: ModelRecord, kind: CheckpointKind, like: CheckpointKind | None = None, times: int = 1
+    ) -> Failure | None:
+        """Why there is no room for one more checkpoint of a kind; asked before every save.
+
+        It takes so many times what one of the kind `like` does, by default its own.
+        """
         options = self._state.options
-        wanted = times * model.checkpoint_bytes.get(kind, 0)
+        wanted = times * model.checkpoint_bytes.get(like or kind, 0)
         try:
             await asyncio.to_thread(catalogue.check_room, options.folder, kind, options.storage_limit_bytes, wanted)
         except catalogue.StorageLimitError as problem:

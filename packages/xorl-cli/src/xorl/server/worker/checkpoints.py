@@ -16,7 +16,7 @@ from xorl.server.names import CheckpointKind, CheckpointRef, checkpoint_folder
 from xorl.server.operations import Saved
 from xorl.server.worker.base import Base
 from xorl.server.worker.models import SERVICE, Models, UnknownName
-from xorl.train.export import ModelExport
+from xorl.train.export import AdapterExport, ModelExport
 
 logger = logging.getLogger(__name__)
 
@@ -132,16 +132,18 @@ class SavedModels:
 
         self._models.hold(source, self.described(ref), read, has_optimizer=ref.kind == "weights")
 
-    def export(self, model_id: str, ref: CheckpointRef, dtype: str) -> Saved:
-        """Write the model, an adapter folded into the base, as Hugging Face's libraries read it."""
+    def export(self, model_id: str, ref: CheckpointRef, dtype: str, *, is_merged: bool) -> Saved:
+        """Write the model as Hugging Face's libraries read it, an adapter folded into the base or alone."""
         folder = self._folder(ref)
         if folder.exists():
             raise AlreadySaved(f"there is an export {ref.name!r} of model {ref.model_id!r} already")
         base = self._base
-        recipes = base.architecture.recipes(merge_qkv=base.local.model.merge_qkv)
-        ModelExport(base.model, recipes, base.architecture, DTYPES[dtype], self._models.adapter_files(model_id)).write(
-            folder
-        )
+        files = self._models.adapter_files(model_id)
+        if files is not None and not is_merged:
+            AdapterExport(files, base.architecture.spec).write(folder)
+        else:
+            recipes = base.architecture.recipes(merge_qkv=base.local.model.merge_qkv)
+            ModelExport(base.model, recipes, base.architecture, DTYPES[dtype], files).write(folder)
         return _saved(ref, folder)
 
     def _check_base(self, ref: CheckpointRef, saved: Mapping[str, JSON]) -> None:

@@ -304,7 +304,7 @@ class Worker:
     def save_full_weights(self, operation: SaveFullWeights, _: str) -> Saved:
         self._require(operation.model_id)
         ref = CheckpointRef(operation.model_id, "external_weights", operation.name)
-        return self.saved.export(operation.model_id, ref, operation.dtype)
+        return self.saved.export(operation.model_id, ref, operation.dtype, is_merged=operation.is_merged)
 
     def sync_weights(self, operation: SyncWeights, _: str) -> SyncResult:
         self._require(operation.model_id)
