@@ -323,7 +323,11 @@ def test_numbers_that_are_not_finite_reach_each_client_as_it_reads_them(client, 
         polled = client.post("/api/v1/retrieve_future", json=answer.json(), headers=headers)
         answers[seq_id] = polled
     assert answers[3].json()["metrics"]["grad_norm"] == float("inf")
-    assert msgspec.json.decode(answers[4].content)["metrics"] == {"learning_rate": 1e-4, "grad_norm_not_finite": 1.0}
+    assert msgspec.json.decode(answers[4].content)["metrics"] == {
+        "learning_rate": 1e-4,
+        "grad_norm_not_finite": 1.0,
+        "optimizer_step": 1.0,
+    }
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "..", ".x", "", "a\\b", "a\0b", "%2e%2e", "x" * 200])

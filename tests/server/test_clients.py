@@ -82,6 +82,9 @@ def test_one_client_trains(with_tinker):
         assert trained.loss_fn_outputs[1]["logprobs"].tolist() == [-15 / 64, -17 / 64]
         assert trained.metrics["loss:sum"] == pytest.approx((2.5 + 7 + 32) / 64)
         assert stepped.metrics["learning_rate"] == 0.5
+        # Loops log these metrics over a `step` of their own, from which they also go on.
+        assert stepped.metrics["optimizer_step"] == 1
+        assert "step" not in stepped.metrics
         assert seen.metrics["options:sum"] == 1
         with pytest.raises(tinker.RequestFailedError, match="there is no loss"):
             training.forward_backward(data, FAILING_LOSS).result()

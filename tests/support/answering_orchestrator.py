@@ -149,7 +149,7 @@ class AnsweringOrchestrator:
             case ForwardBackward():
                 return loss_of(operation)
             case OptimStep():
-                return OptimResult({"learning_rate": operation.learning_rate, "grad_norm": float("inf")})
+                return OptimResult({"learning_rate": operation.learning_rate, "grad_norm": float("inf"), "step": 1.0})
             case AbortGradients():
                 return GradientsAborted(operation.model_id, 0)
             case LoadWeights():

@@ -28,6 +28,8 @@ from xorl.server.operations import (
     Unloaded,
 )
 
+# Loops of that client put these metrics beside numbers of their own, of which `step` is one.
+_TINKER_NAMES = {"step": "optimizer_step"}
 _STOP_REASONS = {"stop": 0, "length": 1}
 _SAVED_TYPES = {
     "weights": "save_weights",
@@ -51,7 +53,9 @@ def result_json(result: Result, dialect: Dialect) -> JSON:
         case Unloaded():
             return {"type": "unload_model", "model_id": result.model_id}
         case OptimResult():
-            metrics = strict_metrics(result.metrics) if dialect == "tinker" else result.metrics
+            metrics = result.metrics
+            if dialect == "tinker":
+                metrics = strict_metrics({_TINKER_NAMES.get(name, name): value for name, value in metrics.items()})
             return {"type": "optim_step", "metrics": metrics, "info": {}}
         case GradientsAborted():
             return {"success": True, "model_id": result.model_id, "step": result.step, "info": {}}
