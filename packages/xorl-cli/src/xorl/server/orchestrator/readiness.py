@@ -90,7 +90,7 @@ class Readiness:
         if replaced is not None:
             await self._free_of_own(model, replaced, workers)
         if checkpoint is not None:
-            await self._make_room(model, checkpoint, kept_size(operation))
+            await self._make_room(model, checkpoint, operation)
         if isinstance(operation, CreateModel | LoadWeights) and operation.checkpoint is not None:
             self._require(operation.checkpoint)
         if isinstance(operation, LoadWeights):
