@@ -1,11 +1,13 @@
 """Starting ranks: which and where, whose failure is told, which exit code is the job's, and what signals do."""
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import pytest
 from ports import free_port
 from xorl.cli.failures import failure_of, report
 from xorl.cli.launch import LaunchFlags, LaunchPlan, launch, plan_launch
+from xorl.cli.signals import CLEAN_UP_S
 
 TINY_RANK = str(Path(__file__).with_name("tiny_rank.py"))
 TWO_RANKS = LaunchFlags(nproc_per_node=2)
@@ -172,21 +175,28 @@ def test_a_signal_while_ranks_wait_for_each_other_ends_them_at_once(capfd: pytes
 
 
 RANK_WITHOUT_LAUNCHER = """
-import sys, time
+import fcntl, os, signal, sys, time
 from pathlib import Path
 from xorl.cli.exit_codes import Terminated
 from xorl.cli.signals import stopping_with_parent, terminable
+launcher, mode = int(sys.argv[1]), sys.argv[2]
+fcntl.flock(alive := Path("alive").open("w"), fcntl.LOCK_EX)
+while mode == "slow" and os.getppid() == launcher:
+    Path("started").touch()
+    time.sleep(0.01)
 try:
-    with terminable(), stopping_with_parent():
+    with terminable(), stopping_with_parent(launcher):
         Path("started").touch()
+        if mode == "stuck":
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # as in torch, where no handler runs
         time.sleep(60)
 except Terminated:
-    Path("stopped").touch()
+    pass
 """
 DYING_LAUNCHER = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-subprocess.Popen([sys.executable, "-c", sys.argv[1]])
+subprocess.Popen([sys.executable, "-c", sys.argv[1], str(os.getpid()), sys.argv[2]])
 while not Path("started").exists():
     time.sleep(0.01)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -222,14 +232,20 @@ def test_a_signal_that_torch_swallows_while_it_is_imported_is_heard(number: str,
     assert (result.returncode, result.stderr.splitlines()[-1]) == (code, f"interrupted by {number}")
 
 
-def test_a_rank_stops_when_its_launcher_is_killed(tmp_path: Path) -> None:
-    # Would catch ranks that go on without anyone who sees them, holding their GPUs.
-    command = [sys.executable, "-c", DYING_LAUNCHER, RANK_WITHOUT_LAUNCHER]
+@pytest.mark.parametrize("mode", ["trains", "slow", "stuck"])
+def test_a_rank_stops_when_its_launcher_is_killed(mode: str, tmp_path: Path) -> None:
+    # Would catch ranks that go on without anyone who sees them, holding their GPUs and their output_dir: one that was
+    # still starting, and one that waits in torch for a launcher that is gone.
+    command = [sys.executable, "-c", DYING_LAUNCHER, RANK_WITHOUT_LAUNCHER, mode]
     assert subprocess.run(command, cwd=tmp_path, check=False, timeout=30).returncode == -signal.SIGKILL
-    deadline = time.monotonic() + PROMPT_S
-    while not (tmp_path / "stopped").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    deadline = time.monotonic() + PROMPT_S + CLEAN_UP_S
+    with (tmp_path / "alive").open() as alive:
+        while True:
+            with suppress(BlockingIOError):
+                fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 @pytest.mark.multi

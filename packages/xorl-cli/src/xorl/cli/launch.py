@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from xorl.cli.exit_codes import BY_SIGNAL, meaning_of
-from xorl.cli.failures import failure_of, noted_pids, noted_stop, report
+from xorl.cli.failures import failure_of, note_launcher, noted_pids, noted_stop, report
 
 DEFAULT_PORT = 29500  # torchrun's
 RANK_FOLDER_FLAG = "--rank-folder"
@@ -138,6 +138,7 @@ def launch(plan: LaunchPlan, command: Sequence[str], *, rank_folder_flag: str = 
     with tempfile.TemporaryDirectory(prefix="xorl_ranks_") as name:
         notes = Path(name) / "notes"
         notes.mkdir()
+        note_launcher(notes)
         config = LaunchConfig(
             min_nodes=plan.nnodes,
             max_nodes=plan.nnodes,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xorl.cli.exit_codes import BY_SIGNAL, OK, code_of, text_of
-from xorl.cli.failures import note_interruption, note_pid, note_stop, peer_has_failed, write_record
+from xorl.cli.failures import note_interruption, note_pid, note_stop, noted_launcher, peer_has_failed, write_record
 from xorl.cli.signals import leaving_failed_peers, stopping_with_parent, terminable
 
 
@@ -54,7 +54,7 @@ def run_rank(run: Callable[[], int], environment: RankEnvironment, *, folder: Pa
                 code = run()
             else:
                 note_pid(folder, environment.rank)
-                with stopping_with_parent():
+                with stopping_with_parent(noted_launcher(folder)):
                     code = run()
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  (the border of the process)
         return _failed(error, environment, with_traceback=with_traceback)

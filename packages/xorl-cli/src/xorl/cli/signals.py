@@ -10,6 +10,8 @@ from types import FrameType
 from xorl.cli.exit_codes import TERMINATED, Terminated
 
 PARENT_CHECK_S = 1.0
+# What cleans up ends in this time. A rank that waits in torch for others that are gone runs no handler of Python's.
+CLEAN_UP_S = 5.0
 
 
 @contextmanager
@@ -53,16 +55,22 @@ def import_torch() -> None:
 
 
 @contextmanager
-def stopping_with_parent() -> Iterator[None]:
-    """While entered, the end of the parent process acts as SIGTERM: a rank without its launcher would go on unseen."""
-    parent = os.getppid()
+def stopping_with_parent(parent: int) -> Iterator[None]:
+    """While entered, the end of the parent process acts as SIGTERM: a rank without its launcher would go on unseen.
+
+    `parent` is the launcher's process, which may have ended before this is entered. A rank that does not leave in
+    CLEAN_UP_S is ended, unless the training loop has taken the signal, to save.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
     left = threading.Event()
 
     def watch() -> None:
-        while not left.wait(PARENT_CHECK_S):
-            if os.getppid() != parent:
-                os.kill(os.getpid(), signal.SIGTERM)
+        while os.getppid() == parent:
+            if left.wait(PARENT_CHECK_S):
                 return
+        os.kill(os.getpid(), signal.SIGTERM)
+        if not left.wait(CLEAN_UP_S) and signal.getsignal(signal.SIGTERM) is handler:
+            os._exit(TERMINATED)
 
     threading.Thread(target=watch, name="xorl-parent", daemon=True).start()
     try:
