@@ -58,7 +58,7 @@ def prepare_command(ctx: typer.Context, config: ConfigPath, traceback: Traceback
 
     A run of the same configuration then starts with what is there.
     """
-    _run(lambda: _prepare(load_config(config, tuple(ctx.obj)).config), traceback)
+    _run(_prepare, config, ctx.obj, traceback)
 
 
 @app.command(name="inspect", cls=OverridesCommand, short_help="Show samples, and what of them is trained.")
@@ -78,7 +78,7 @@ def inspect_command(
     Trained text is green, masked text grey, special tokens bold; without colour trained text stands in [[ and ]].
     """
     colored = color is Color.always or (color is Color.auto and sys.stdout.isatty())
-    _run(lambda: _inspect(load_config(config, tuple(ctx.obj)).config, bin, num, tokens, held_out, colored), traceback)
+    _run(lambda read: _inspect(read, bin, num, tokens, held_out, colored), config, ctx.obj, traceback)
 
 
 @app.command(name="stats", cls=OverridesCommand, short_help="Lengths, masks, losses and duplicates.")
@@ -96,12 +96,14 @@ def stats_command(
 
     Of a stream (data.streaming) they are of the first documents, in the order of training.
     """
-    _run(lambda: _stats(load_config(config, tuple(ctx.obj)).config, html, documents, held_out), traceback)
+    _run(lambda read: _stats(read, html, documents, held_out), config, ctx.obj, traceback)
 
 
-def _run(command: Callable[[], None], with_traceback: bool) -> None:
+def _run(command: Callable[[Config], None], path: Path, overrides: Sequence[str], with_traceback: bool) -> None:
     def run() -> int:
-        command()
+        loaded = load_config(path, overrides)
+        with loaded.citing():
+            command(loaded.config)
         return 0
 
     raise typer.Exit(run_alone(run, with_traceback=with_traceback))

@@ -69,11 +69,16 @@ class Loaded(Generic[ConfigT]):
         try:
             yield
         except ValueError as error:
-            option, *_ = re.split(r"[^\w.]", str(error), maxsplit=1)
-            origin = self.origins.get(option, "")
+            origin = self._origin(re.split(r"[^\w.\[\]]", str(error), maxsplit=1)[0])
             if self.path is None or not origin.startswith(f"{self.path}:"):
                 raise
             raise ValueError(f"{origin}: {error}") from error
+
+    def _origin(self, written: str) -> str:
+        """Where an option's value is from, or that of the first option of an entry such as data.datasets[0]."""
+        option = re.sub(r"\[(\d+)\]", r".\1", written)
+        first = next((path for path in self.origins if path.startswith(f"{option}.")), option)
+        return self.origins.get(option if option in self.origins else first, "")
 
 
 LoadedConfig = Loaded[Config]

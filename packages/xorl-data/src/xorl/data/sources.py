@@ -118,10 +118,10 @@ def _place_of(entry: DatasetEntry, option: str) -> Path | None:
         return None
     path = Path(entry.path).expanduser()
     if not path.exists() and (_HUB_ID.fullmatch(entry.path) is None or _looks_local(entry.path)):
-        raise DataError(
-            f"{option}.path: {entry.path} does not exist (looked at {path.absolute()}), and it is not of the form "
-            "org/name of a Hub dataset"
-        )
+        message = f"{option}.path: {entry.path} does not exist (looked at {path.absolute()})"
+        if glob.has_magic(entry.path):
+            raise DataError(f"{message}. Name the folder there, and the pattern in {option}.data_files, with ds_type")
+        raise DataError(f"{message}, and it is not of the form org/name of a Hub dataset")
     return path
 
 
