@@ -12,7 +12,7 @@ from typer.core import TyperCommand
 from xorl.cli.exit_codes import code_of, text_of
 from xorl.config.fields import Section
 from xorl.config.local import Config
-from xorl.config.options import all_options
+from xorl.config.options import all_options, find_option
 from xorl.config.overrides import is_override, split_overrides
 from xorl.config.server import ServerConfig
 
@@ -39,6 +39,8 @@ class OverridesCommand(TyperCommand):
 
     def _known_flag(self, argument: str, flags: set[str]) -> str:
         """Returns a flag in the spelling with dashes. Raises ValueError for one that is not known."""
+        if "=" in argument and find_option(argument.split("=", 1)[0].removeprefix(self.prefix), self.root):
+            raise ValueError(f"{argument}: an option is given with two dashes: --{argument}")
         if not argument.startswith("--") or argument == "--" or is_override(argument):
             return argument
         name, equals, value = argument.partition("=")

@@ -31,17 +31,33 @@ ENDPOINT_LIST = "inference_endpoints"  # of the service
 OWNERS = {ENTRIES: ENTRY_LISTS[0], MEMBERS: MEMBER_LIST, f"{ENDPOINT_LIST}[]": ENDPOINT_LIST}
 # What other trainers call it, where the names are too unlike for a guess.
 OTHER_NAMES = {
+    "adapter": "enable_lora",
+    "alpha": "lora_alpha",
+    "base_model": "model_path",
     "batch_size": "micro_batch_size",
     "bf16": "enable_mixed_precision",
+    "cutoff_len": "sample_packing_sequence_len",
     "epochs": "num_train_epochs",
     "learning_rate": "lr",
+    "load_in_4bit": "enable_qlora",
+    "logging_steps": "wandb_log_interval",
     "lr_scheduler": "lr_decay_style",
     "lr_scheduler_type": "lr_decay_style",
+    "max_length": "sample_packing_sequence_len",
+    "max_seq_length": "sample_packing_sequence_len",
+    "model_name_or_path": "model_path",
+    "num_epochs": "num_train_epochs",
     "per_device_train_batch_size": "micro_batch_size",
+    "rank": "lora_rank",
+    "report_to": "use_wandb",
     "resume_from_checkpoint": "load_checkpoint_path",
+    "run_name": "wandb_name",
     "seq_len": "sample_packing_sequence_len",
     "sequence_len": "sample_packing_sequence_len",
+    "target_modules": "lora_target_modules",
+    "train_on_inputs": "train_on",
     "warmup_ratio": "lr_warmup_ratio",
+    "warmup_steps": "lr_warmup_ratio",
 }
 BOUNDS: tuple[tuple[type[BaseMetadata], str, str], ...] = (
     (Ge, "ge", ">="),
@@ -152,8 +168,8 @@ def sections(root: type[Section] = Config) -> tuple[str, ...]:
 def suggestion(path: str, root: type[Section] = Config) -> tuple[str, str | None]:
     """Returns what to say of an unknown option, and the path of the option that was probably meant.
 
-    Looks for the same name elsewhere, a like name in the option's own section, the name that other trainers give it,
-    and a like name elsewhere, in this order.
+    Looks for what other trainers call an option of its own section, the same name elsewhere, what they call one
+    elsewhere, a like name in its own section, and a like name elsewhere, in this order.
     """
     section, _, name = path.rpartition(".")
     options = all_options(root).values()
@@ -162,13 +178,15 @@ def suggestion(path: str, root: type[Section] = Config) -> tuple[str, str | None
     elsewhere = {option.name: option for option in reversed(options)}
     near = difflib.get_close_matches(name, here, n=1, cutoff=0.65)
     far = difflib.get_close_matches(name, elsewhere, n=1, cutoff=0.8)
-    if name in elsewhere:
+    other = OTHER_NAMES.get(name, "")
+    if name in elsewhere and other not in here:
         meant = elsewhere[name]
         return f"unknown option here; {name} belongs in {_place(meant)}: {meant.path}", meant.path
-    if near:
+    if other in here:
+        near = [other]
+    if near and (other in here or other not in elsewhere):
         meant_path = f"{section}.{near[0]}" if section else near[0]
         return f"unknown option; did you mean {meant_path}?", general_path(meant_path)
-    other = OTHER_NAMES.get(name)
     if other in elsewhere or far:
         meant = elsewhere[other if other in elsewhere else far[0]]
         return f"unknown option; did you mean {meant.path} (in {_place(meant)})?", meant.path
