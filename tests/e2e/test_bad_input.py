@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tiny_models import hf_config, write_config
 from xorl.train import output_dir
@@ -112,6 +114,13 @@ def gpt2_of_few_positions(folder: Path) -> list[str]:
     return ["--data.pad_to_multiple_of", "4"]
 
 
+def weights_of_another_model(folder: Path) -> list[str]:
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace("config_path", "model_path"))
+    save_file({"model.norm.weight": torch.ones(8)}, folder / "model" / "model.safetensors")
+    return []
+
+
 def checkpoint_that_was_half_deleted(folder: Path) -> list[str]:
     (folder / "output" / "checkpoints" / "global_step_2" / "metadata.json").unlink()
     return ["--train.load_checkpoint_path", "auto", "--train.max_steps", "4"]
@@ -166,6 +175,10 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "architecture that cannot be": (
         model_without_layers,
         ["config.yaml:2: model.config_path: ", "model/config.json: ", "num_hidden_layers must be at least 1, got 0"],
+    ),
+    "weights of another model": (
+        weights_of_another_model,
+        ["config.yaml:2: model.model_path: the weights are of another model", "model.norm.weight: [8] in the file"],
     ),
 }
 AFTER_A_RUN = {"checkpoint of another model", "checkpoint half deleted", "output holds a run"}

@@ -11,7 +11,7 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from xorl.ckpt import SafetensorsSource, WeightSource, load_weights, source_shapes
+from xorl.ckpt import CheckpointError, SafetensorsSource, WeightSource, load_weights, source_shapes
 from xorl.config import LoraConfig, ModelConfig, TrainConfig
 from xorl.config.fields import LoadWeightsMode
 from xorl.core.mesh import Mesh
@@ -293,6 +293,7 @@ def fill_base(
         logger.info("weights=random seed=%d parameters=%d", train.seed, num_parameters(module))
         return
     assert train.load_weights_mode not in ("auto", "safetensors"), "these names are resolved before"
+    option = f"{MODEL_PATH}: " if source is None else ""
     if source is None and train.load_weights_mode == "dcp":
         source = _start_of(model).weights()
     elif source is None:
@@ -302,7 +303,10 @@ def fill_base(
     recipes = architecture.recipes(merge_qkv=model.merge_qkv)
     # Of a checkpoint whole parameters are read, not rows, so one rank is to read them.
     mode = "broadcast" if train.load_weights_mode == "dcp" else train.load_weights_mode
-    report = load_weights(*base_targets(module, recipes, source, quantization), mode=mode)
+    try:
+        report = load_weights(*base_targets(module, recipes, source, quantization), mode=mode)
+    except CheckpointError as error:
+        raise CheckpointError(f"{option}{error}") from error
     logger.info("weights=%s mode=%s %s", model.model_path, train.load_weights_mode, report)
 
 
