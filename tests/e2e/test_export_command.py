@@ -110,7 +110,7 @@ def test_an_adapter_of_the_hub_is_not_exported_into_its_cache(tmp_path: Path, mo
     monkeypatch.setattr("xorl.ckpt.hub.snapshot_download", snapshot)
     result = CliRunner().invoke(app, ["org/adapter", "--merge"])
     assert result.exit_code == 2, result.stderr
-    assert "--output: org/adapter is no folder here" in result.stderr
+    assert "PATH: org/adapter is no folder here; if it is a Hub id, --output names the folder to make" in result.stderr
 
 
 def test_the_base_is_found_by_its_name(folders: Path, tmp_path: Path) -> None:

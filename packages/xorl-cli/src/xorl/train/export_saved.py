@@ -45,7 +45,7 @@ def export_saved(
     """
     if output is None and not Path(path).expanduser().is_dir():
         # What is beside the files of a repository is the Hub's cache.
-        raise ValueError(f"--output: {path} is no folder here, beside which to write; name a folder to make")
+        raise ValueError(f"PATH: {path} is no folder here; if it is a Hub id, --output names the folder to make")
     saved = open_saved(path, base, merge=merge)
     if merge and saved.adapter is None:
         raise ValueError(f"--merge: {saved.folder} holds no adapter; leave it out to export the model")
