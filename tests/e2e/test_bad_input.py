@@ -121,6 +121,12 @@ def weights_of_another_model(folder: Path) -> list[str]:
     return []
 
 
+def model_without_weights(folder: Path) -> list[str]:
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace("config_path", "model_path"))
+    return []
+
+
 def checkpoint_that_was_half_deleted(folder: Path) -> list[str]:
     (folder / "output" / "checkpoints" / "global_step_2" / "metadata.json").unlink()
     return ["--train.load_checkpoint_path", "auto", "--train.max_steps", "4"]
@@ -175,6 +181,10 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "architecture that cannot be": (
         model_without_layers,
         ["config.yaml:2: model.config_path: ", "model/config.json: ", "num_hidden_layers must be at least 1, got 0"],
+    ),
+    "model without weights": (
+        model_without_weights,
+        ["config.yaml:2: model.model_path: ", "model holds no model.safetensors"],
     ),
     "weights of another model": (
         weights_of_another_model,

@@ -135,7 +135,7 @@ def test_prefixes_buffers_and_a_tied_head_are_settled_by_the_view(architecture, 
         "transformer.h.0.attn.masked_bias": torch.zeros(()),
     }
     buffers = {name: tensor for name, tensor in buffers.items() if name.startswith(prefix)}
-    head = {"lm_head.weight": torch.zeros(13, 8)} if config.tie_word_embeddings else {}
+    head = {"lm_head.weight": wanted[spec.checkpoint_names.embedding]} if config.tie_word_embeddings else {}
     for strip in (False, True):
         stored = {
             name.removeprefix(prefix) if strip else name: tensor
@@ -147,6 +147,18 @@ def test_prefixes_buffers_and_a_tied_head_are_settled_by_the_view(architecture, 
             assert torch.equal(view.read(name), tensor)
             assert torch.equal(view.read(name, 1, 3), tensor[1:3])
             assert (view.shape(name), view.dtype(name)) == (tuple(tensor.shape), tensor.dtype)
+
+
+@pytest.mark.parametrize(("architecture", "hf_config"), CASES)
+def test_a_tied_head_that_differs_from_the_embedding_is_refused(architecture, hf_config):
+    # Catches a head of its own that is dropped, where transformers would keep it: the model trained is another one.
+    spec = SPECS[architecture]
+    config = spec.config_from_hf({**hf_config, "tie_word_embeddings": True})
+    embedding = torch.arange(13.0 * 8).view(13, 8)
+    for head in (embedding + 1, embedding[:12]):
+        source = MemorySource({spec.checkpoint_names.embedding: embedding, "lm_head.weight": head})
+        with pytest.raises(ValueError, match=r"lm_head.weight differs from .*tie_word_embeddings"):
+            spec.checkpoint_view(config, source)
 
 
 def test_an_untied_head_is_not_hidden():

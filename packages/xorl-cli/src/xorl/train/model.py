@@ -298,8 +298,11 @@ def fill_base(
         source = _start_of(model).weights()
     elif source is None:
         assert model.model_path is not None
-        files = SafetensorsSource(folder_of(MODEL_PATH, model.model_path))
-        source = architecture.spec.checkpoint_view(architecture.config, files)
+        folder = folder_of(MODEL_PATH, model.model_path)
+        try:
+            source = architecture.spec.checkpoint_view(architecture.config, SafetensorsSource(folder))
+        except ValueError as error:
+            raise ValueError(f"{MODEL_PATH}: {error}") from error
     recipes = architecture.recipes(merge_qkv=model.merge_qkv)
     # Of a checkpoint whole parameters are read, not rows, so one rank is to read them.
     mode = "broadcast" if train.load_weights_mode == "dcp" else train.load_weights_mode

@@ -127,7 +127,10 @@ SPEC = ModelSpec(
     hf_keys=hf_keys,
     make_recipes=recipes,
     checkpoint_names=CheckpointNames(
-        prefix="transformer.", head="lm_head.weight", ignored=r"\.attn\.(bias|masked_bias)$"
+        prefix="transformer.",
+        embedding="transformer.wte.weight",
+        head="lm_head.weight",
+        ignored=r"\.attn\.(bias|masked_bias)$",
     ),
     adapter_targets=("c_attn", "c_proj", "c_fc"),
 )

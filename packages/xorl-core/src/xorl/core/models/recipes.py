@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+ROWS_AT_ONCE = 8192  # of an embedding: some 100 MB
+
 
 class WeightSource(Protocol):
     """Where named tensors are read from, on the CPU."""
@@ -197,17 +199,22 @@ class CheckpointNames:
 
     Attributes:
         prefix: of the recipes' names; checkpoints of the bare trunk leave it out.
+        embedding: name of the embedding of tokens.
         head: name of the head's weight; in a checkpoint of a tied model it repeats the embedding.
         ignored: pattern (searched) of tensors that are no parameters, such as buffers of older releases.
     """
 
     prefix: str
+    embedding: str
     head: str
     ignored: str
 
 
 class CheckpointView:
-    """A `WeightSource` over another, under the names that the recipes use."""
+    """A `WeightSource` over another, under the names that the recipes use.
+
+    Raises ValueError for a head that is tied and differs from the embedding: one of the two would be lost.
+    """
 
     def __init__(self, source: WeightSource, names: CheckpointNames, *, tied: bool) -> None:
         self._source = source
@@ -217,6 +224,21 @@ class CheckpointView:
         self._actual: dict[str, str] = {
             names.prefix + name if bare and name != names.head else name: name for name in kept
         }
+        if tied and names.head in source.names() and names.embedding in self._actual:
+            self._require_same(names.head, self._actual[names.embedding])
+
+    def _require_same(self, head: str, embedding: str) -> None:
+        num_rows = self._source.shape(embedding)[0]
+        if self._source.shape(head) == self._source.shape(embedding) and all(
+            torch.equal(self._source.read(head, row, end).float(), self._source.read(embedding, row, end).float())
+            for row in range(0, num_rows, ROWS_AT_ONCE)
+            for end in [min(row + ROWS_AT_ONCE, num_rows)]
+        ):
+            return
+        raise ValueError(
+            f"{head} differs from {embedding}, and the model's config.json ties them (tie_word_embeddings: "
+            "true); train them apart with model.foundation: {tie_word_embeddings: false}, or take the wrong one out"
+        )
 
     def names(self) -> Collection[str]:
         return self._actual.keys()

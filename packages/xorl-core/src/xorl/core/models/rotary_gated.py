@@ -21,7 +21,9 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 # What the families that know sliding windows assume where their config.json is silent.
 DEFAULT_WINDOW = 4096
 DEFAULT_MAX_WINDOW_LAYERS = 28
-CHECKPOINT_NAMES = CheckpointNames(prefix="model.", head="lm_head.weight", ignored=r"\brotary_emb\.")
+CHECKPOINT_NAMES = CheckpointNames(
+    prefix="model.", embedding="model.embed_tokens.weight", head="lm_head.weight", ignored=r"\brotary_emb\."
+)
 
 
 def read_config(
