@@ -1,7 +1,8 @@
 """What clients ask of models and samplers, and what comes of it: operations and results, as they travel and are kept.
 
 PROTOCOL_VERSION of `messages` changes whenever one of these, or what it means, does; and so does JOURNAL_VERSION of
-`orchestrator.journal`, where they wait until nobody needs them.
+`orchestrator.journal`, where they wait until nobody needs them, but for a new field whose default is what older ones
+meant.
 """
 
 from __future__ import annotations
