@@ -11,12 +11,17 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from tiny_models import hf_config, write_config
 from xorl.cli.bench_config import SHAPES
 from xorl.config import ModelConfig, config_from_mapping
 from xorl.core.mesh import ParallelDims
+from xorl.train import build_run, train
 from xorl.train.bench_memory import memory_refusal
 from xorl.train.model import read_architecture
+from xorl.train.observe import Metrics
+from xorl.train.timing import StepTimer
 
 
 def test_a_shape_is_measured_beside_a_peer_on_two_ranks(tmp_path: Path) -> None:
@@ -107,3 +112,38 @@ def test_a_shape_that_cannot_fit_is_refused_with_the_numbers(tmp_path: Path) -> 
     assert refusal(31 * gib, shard_size=2) is None
     assert "of 2 ranks take 61.0 GiB" in str(refusal(31 * gib, sharing=2, shard_size=2))
     assert refusal(20 * gib, lora={"enable_lora": True}, train={"output_dir": str(tmp_path)}) is None
+
+
+class Recorder:
+    """A sink that keeps which steps were reported."""
+
+    def __init__(self) -> None:
+        self.steps: list[object] = []
+
+    def write(self, metrics: Metrics) -> None:
+        self.steps.append(metrics["step"])
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def test_the_last_step_is_reported_where_nothing_is_saved_after_it(tmp_path: Path) -> None:
+    # Catches a benchmark on GPUs that lacks its last step: they report one when the next one is launched.
+    write_config(tmp_path, hf_config())
+    data = {"datasets": [{"path": "dummy"}], "sample_packing_sequence_len": 64, "dataloader_num_workers": 0}
+    training = {"output_dir": str(tmp_path / "run"), "max_steps": 2, "use_wandb": False, "save_hf_weights": False}
+    run = build_run(
+        config_from_mapping(
+            {
+                "model": {"config_path": str(tmp_path)},
+                "data": {**data, "dataset_prepared_path": str(tmp_path / "data")},
+                "train": training,
+            }
+        ).config
+    )
+    recorder, late = Recorder(), torch.device("meta")
+    run.observer.device, run.observer.timer = late, StepTimer(late)
+    run.observer.sinks.append(recorder)
+    run.checkpoints.due = lambda step: False
+    train(run)
+    assert recorder.steps == [1, 2]

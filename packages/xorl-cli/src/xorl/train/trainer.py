@@ -44,6 +44,7 @@ def train(run: Run, *, saves_on_signal: bool = True) -> int:
                 return signal_number
             garbage.step(step)
             run.profiler.step(step)
+        observer.flush()
         run.checkpoints.export()
     return 0
 
