@@ -103,6 +103,8 @@ def test_help_groups_the_commands(xorl) -> None:
         (["train", "a.yaml", "--nnodes", "x"], "Invalid value for '--nnodes'"),
         (["train", "a.yaml", "--train.lr"], "--train.lr has no value"),
         (["train", "a.yaml", "train.lr=2"], "train.lr=2: an option is given with two dashes: --train.lr=2"),
+        (["bench", "a.yaml", "--profile", "train.lr=2"], "an option is given with two dashes: --train.lr=2"),
+        (["bench", "a.yaml", "--against", "train.fp8=rowise"], "did you mean rowwise?"),
         (["bench", "a.yaml", "--train.enable_profiling", "true"], "train.enable_profiling: of a benchmark, --profile"),
         (["train", "b.yaml"], "did you mean a.yaml?"),
         (["serve", "a.yaml"], "the options of the service are flat: write those of model at the top level"),

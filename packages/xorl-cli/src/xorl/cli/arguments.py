@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import sys
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import typer
@@ -31,16 +32,20 @@ class OverridesCommand(TyperCommand):
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
         overrides, rest = split_overrides(args)
         ctx.obj = overrides
-        flags = {flag for parameter in self.get_params(ctx) for flag in (*parameter.opts, *parameter.secondary_opts)}
-        return super().parse_args(ctx, [self._known_flag(argument, flags) for argument in rest])
+        parameters = self.get_params(ctx)
+        flags = {flag for parameter in parameters for flag in (*parameter.opts, *parameter.secondary_opts)}
+        switches = {flag for parameter in parameters if getattr(parameter, "is_flag", False) for flag in parameter.opts}
+        known = [self._known_flag(argument, flags) for argument in rest]
+        for before, argument in pairwise(["", *known]):
+            if before not in flags - switches:  # else its value, which may name an option
+                self._refuse_bare_option(argument)
+        return super().parse_args(ctx, known)
 
     def collect_usage_pieces(self, ctx: Context) -> list[str]:
         return [*super().collect_usage_pieces(ctx), f"[{self.usage} VALUE]..."]
 
     def _known_flag(self, argument: str, flags: set[str]) -> str:
         """Returns a flag in the spelling with dashes. Raises ValueError for one that is not known."""
-        if "=" in argument and find_option(argument.split("=", 1)[0].removeprefix(self.prefix), self.root):
-            raise ValueError(f"{argument}: an option is given with two dashes: --{argument}")
         if not argument.startswith("--") or argument == "--" or is_override(argument):
             return argument
         name, equals, value = argument.partition("=")
@@ -48,6 +53,11 @@ class OverridesCommand(TyperCommand):
         if flag not in flags:
             raise ValueError(f"there is no flag {name}{self._suggestion(flag, flags)}")
         return f"{flag}{equals}{value}"
+
+    def _refuse_bare_option(self, argument: str) -> None:
+        name, equals, _ = argument.partition("=")
+        if equals and find_option(name.removeprefix(self.prefix), self.root):
+            raise ValueError(f"{argument}: an option is given with two dashes: --{argument}")
 
     def _suggestion(self, flag: str, flags: set[str]) -> str:
         name = flag.removeprefix("--").replace("-", "_")
