@@ -94,18 +94,19 @@ def test_ranks_end_with_the_first_that_failed(tmp_path: Path) -> None:
     assert ended.returncode == 2, ended.stderr
 
 
-def test_a_child_ends_with_its_parent() -> None:
-    # Would catch workers that go on holding GPUs when the launcher was killed.
+@pytest.mark.parametrize("seconds", [0.0, 1.5])
+def test_a_child_ends_with_its_parent(seconds: float) -> None:
+    # Would catch workers that go on holding GPUs when the launcher was killed, be it while they start.
     code = (
-        "import subprocess, sys, time\n"
+        "import os, subprocess, sys, time\n"
         "child = subprocess.Popen([sys.executable, '-m', 'xorl.server.process', 'timeit', '-s', 'import time', "
-        "'time.sleep(60)'], start_new_session=True)\n"
+        "'time.sleep(60)'], start_new_session=True, env={**os.environ, 'XORL_PARENT': str(os.getpid())})\n"
         "print(child.pid, flush=True)\ntime.sleep(60)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
-    time.sleep(1.5)
+    time.sleep(seconds)
     parent.kill()
     parent.wait()
     deadline = time.monotonic() + 15

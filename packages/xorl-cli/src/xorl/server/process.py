@@ -12,6 +12,7 @@ import time
 
 from xorl.config.server import LogLevel
 
+PARENT_VARIABLE = "XORL_PARENT"  # of the environment: the process that starts this one
 PARENT_CHECK_S = 0.5
 GRACE_S = 20.0  # to save what is on its way; a process that waits in a collective never sees the signal
 
@@ -32,8 +33,11 @@ def begin_process(name: str, log_level: LogLevel, *, follows_parent: bool = True
 
 
 def follow_parent() -> None:
-    """Ends this process when its parent ends: by SIGTERM, and after a while at once."""
-    parent = os.getppid()
+    """Ends this process when its parent ends: by SIGTERM, and after a while at once.
+
+    A parent that says who it is may have ended before this is called. What it says is not for this process's children.
+    """
+    parent = int(os.environ.pop(PARENT_VARIABLE, os.getppid()))
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -17,6 +17,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from xorl.server.process import PARENT_VARIABLE
+
 BY_SIGNAL = 128
 
 
@@ -29,6 +31,7 @@ def run(num_ranks: int, arguments: Sequence[str]) -> int:
     if num_ranks > 1:
         # As torchrun does, so that ranks do not fight over cores.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ[PARENT_VARIABLE] = str(os.getpid())
     with tempfile.TemporaryDirectory(prefix="xorl_ranks_") as records:
         config = LaunchConfig(
             min_nodes=1,

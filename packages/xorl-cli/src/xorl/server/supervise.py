@@ -10,6 +10,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from xorl.server.process import PARENT_VARIABLE
+
 logger = logging.getLogger(__name__)
 
 BAD_INPUT = 2  # the exit code of a process that no second start would help
@@ -54,7 +56,7 @@ class Supervised:
         self.process = subprocess.Popen(
             self.command,
             stdin=subprocess.DEVNULL,
-            env=os.environ | dict(self.environment),
+            env=os.environ | dict(self.environment) | {PARENT_VARIABLE: str(os.getpid())},
             start_new_session=True,
             pass_fds=self.held,
         )
