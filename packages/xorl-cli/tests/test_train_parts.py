@@ -470,6 +470,27 @@ def test_a_receipt_that_cannot_be_written_is_told_with_its_file(tmp_path: Path) 
     assert not list(tmp_path.glob("receipt*"))
 
 
+def test_a_resume_says_which_accumulation_it_takes_in_place_of_the_options(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Catches an option changed for a resume that is passed over in a line which nobody reads.
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"input_ids": [1, 2]}) + "\n" for _ in range(16)))
+    mapping = {
+        "model": {"config_path": "unused"},
+        "data": {
+            "datasets": [{"path": str(tmp_path / "rows.jsonl")}],
+            "dataset_prepared_path": str(tmp_path / "data"),
+            "sample_packing_sequence_len": 2,
+        },
+        "train": {"output_dir": "unused", "micro_batch_size": 1, "gradient_accumulation_steps": 8, "max_steps": 2},
+    }
+    config = config_from_mapping(mapping).config
+    data = prepare_data(config, vocab_size=3)
+    assert plan_steps(config, data.train, 2, 4).bins_per_step == 4
+    (said,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "train.gradient_accumulation_steps is 2 in place of 8" in said.getMessage()
+
+
 def test_checkpoints_that_a_run_would_come_to_are_told_before_it_begins(tmp_path: Path) -> None:
     # Catches hours of training that end at a save, since the user had set `latest` back.
     checkpointer = Checkpointer(tmp_path)

@@ -161,8 +161,9 @@ def plan_steps(config: Config, data: PackedDocuments | Stream, dp_size: int, res
         accumulation = rescale_accumulation(
             resumed_bins_per_step, micro_batch_size=train.micro_batch_size, dp_size=dp_size
         )
-        logger.info(
-            "gradient_accumulation_steps=%d instead_of=%d keeps bins_per_step=%d of the checkpoint",
+        logger.warning(
+            "train.gradient_accumulation_steps is %d in place of %d: a resumed run keeps the %d bins a step of its "
+            "checkpoint, whatever the ranks and train.micro_batch_size",
             accumulation,
             train.gradient_accumulation_steps,
             resumed_bins_per_step,
