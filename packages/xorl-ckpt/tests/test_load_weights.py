@@ -66,6 +66,16 @@ def test_differences_are_listed_before_anything_is_written(source, recipes):
     assert all(param.isnan().all() for param in params.values())
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_codes_of_quantised_weights_are_not_taken_for_weights(dtype, tmp_path, hf_tensors, recipes):
+    # Catches a model that is trained from the codes of another one, whose scales are elsewhere or lost.
+    save_file(hf_tensors | {"k": hf_tensors["k"].to(dtype)}, tmp_path / "model.safetensors")
+    params = empty_params(recipes)
+    with pytest.raises(CheckpointError, match=r"of integers or fp8 \(1\): k \("):
+        load_weights(params, recipes, SafetensorsSource(tmp_path), mode="all_ranks")
+    assert all(param.isnan().all() for param in params.values())
+
+
 def test_tensors_nobody_wants_are_ignored_only_by_name(source, recipes):
     # Catches weights that are dropped in silence.
     del recipes["conv"], recipes["bias"], recipes["left"], recipes["right"]

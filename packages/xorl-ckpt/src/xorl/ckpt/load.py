@@ -40,6 +40,7 @@ LoadMode: TypeAlias = Literal["broadcast", "all_ranks"]
 # Large enough that a broadcast or a copy runs at full speed, small enough that pinning a few of them costs nothing:
 # a file of 1.6 GB in the page cache reaches two H200 at 13 GB/s by 10 MiB, and at 11 GB/s by 128 MiB.
 BUCKET_BYTES = 32 << 20
+_WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # A bucket opens with a byte that says whether rank 0 could read it; tensors in it start at multiples of this.
 _ALIGNMENT = 64
 
@@ -143,6 +144,7 @@ def load_weights(
         if reading is not None:
             wanted = recipes if broadcasting else {name: recipes[name] for name in params}
             ignored = _check_source(wanted, recipes, reading, ignore)
+            _check_dtypes(params, recipes, reading)
             dtypes = {name: _stored_dtype(recipe, reading) for name, recipe in wanted.items()}
         elif this_rank() == 0 or not broadcasting:
             raise CheckpointError(f"load_weights_mode {mode!r}: rank {this_rank()} was given no weights to read")
@@ -210,6 +212,20 @@ def _check_source(
 
 def _stored_dtype(recipe: WeightRecipe, source: WeightSource) -> torch.dtype:
     return functools.reduce(torch.promote_types, {source.dtype(name) for name in recipe.sources})
+
+
+def _check_dtypes(
+    params: Mapping[str, torch.Tensor | RowTarget], recipes: Mapping[str, WeightRecipe], source: WeightSource
+) -> None:
+    """Codes of quantised weights are no weights: nothing here knows their scales."""
+    plain = [name for name, param in params.items() if isinstance(param, torch.Tensor) and param.is_floating_point()]
+    stored = {name: source.dtype(name) for parameter in plain for name in recipes[parameter].sources}
+    codes = [f"{name} ({dtype_name(dtype)})" for name, dtype in stored.items() if dtype not in _WEIGHT_DTYPES]
+    if codes:
+        raise CheckpointError(
+            "the weights seem to be quantised, and nothing says how (quantization_config in config.json does); nothing "
+            f"was loaded. Take the unquantised model. Tensors of integers or fp8 ({len(codes)}): {_first(codes, ', ')}"
+        )
 
 
 def _pack(
