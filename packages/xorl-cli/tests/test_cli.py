@@ -217,6 +217,14 @@ def raising(error: BaseException) -> int:
     raise error
 
 
+def raising_beside(interruption: type[KeyboardInterrupt], error: Exception) -> int:
+    """As a library's lock that is released when a signal kept it from being taken."""
+    try:
+        raise interruption
+    finally:
+        raise error
+
+
 @pytest.mark.parametrize(
     ("error", "code", "shown"),
     [
@@ -227,6 +235,7 @@ def raising(error: BaseException) -> int:
         (lambda: raising(Diverged("step 5: loss nan")), 3, "error: step 5: loss nan"),
         (lambda: raising(KeyboardInterrupt), 130, "interrupted by SIGINT"),
         (lambda: raising(Terminated), 143, "interrupted by SIGTERM"),
+        (lambda: raising_beside(Terminated, RuntimeError("no lock")), 143, "interrupted by SIGTERM"),
     ],
 )
 def test_an_error_leads_to_its_exit_code(capsys: pytest.CaptureFixture[str], error, code: int, shown: str) -> None:
@@ -238,9 +247,12 @@ def test_an_error_leads_to_its_exit_code(capsys: pytest.CaptureFixture[str], err
 
 
 def test_a_failure_that_is_put_into_words_is_told_without_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    # Would catch forty lines of libraries around "the disk is full", and a machine's fault told as the user's.
-    assert run_alone(lambda: raising(CheckpointFailure("the disk is full")), with_traceback=False) == FAILURE
-    assert capsys.readouterr().err == "error: the disk is full\n"
+    # Would catch forty lines of libraries around "the disk is full", a machine's fault told as the user's, and a save
+    # that failed after a signal and is told as done.
+    full = CheckpointFailure("the disk is full")
+    for run in (lambda: raising(full), lambda: raising_beside(Terminated, full)):
+        assert run_alone(run, with_traceback=False) == FAILURE
+        assert capsys.readouterr().err == "error: the disk is full\n"
 
 
 def test_the_traceback_of_a_diverged_run_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

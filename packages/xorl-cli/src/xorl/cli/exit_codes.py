@@ -68,6 +68,19 @@ def is_known_failure(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and type(error).__module__.split(".")[0] == "xorl"
 
 
+def first_of(error: BaseException) -> BaseException:
+    """Returns the interruption that an error came of, or the error.
+
+    A signal may arrive in the middle of a library's own bookkeeping, which then fails on what it finds half done.
+    """
+    raised: BaseException | None = error
+    while raised is not None and code_of(error) == FAILURE and not is_known_failure(error):
+        if isinstance(raised, KeyboardInterrupt):
+            return raised
+        raised = raised.__context__
+    return error
+
+
 def text_of(error: BaseException, *, with_traceback: bool = False) -> str:
     """Returns what is printed of an error: its message where that says all, otherwise its traceback."""
     if isinstance(error, KeyboardInterrupt):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from xorl.cli.exit_codes import BY_SIGNAL, OK, code_of, text_of
+from xorl.cli.exit_codes import BY_SIGNAL, OK, code_of, first_of, text_of
 from xorl.cli.failures import note_interruption, note_pid, note_stop, noted_launcher, peer_has_failed, write_record
 from xorl.cli.signals import leaving_failed_peers, stopping_with_parent, terminable
 
@@ -35,7 +35,8 @@ def run_alone(run: Callable[[], int], *, with_traceback: bool) -> int:
     try:
         with terminable():
             return run()
-    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  (the border of the process)
+    except (Exception, KeyboardInterrupt) as raised:  # noqa: BLE001  (the border of the process)
+        error = first_of(raised)
         print(text_of(error, with_traceback=with_traceback), file=sys.stderr)
         return code_of(error)
 
@@ -57,7 +58,7 @@ def run_rank(run: Callable[[], int], environment: RankEnvironment, *, folder: Pa
                 with stopping_with_parent(noted_launcher(folder)):
                     code = run()
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  (the border of the process)
-        return _failed(error, environment, with_traceback=with_traceback)
+        return _failed(first_of(error), environment, with_traceback=with_traceback)
     if code > BY_SIGNAL and folder is not None:
         note_stop(folder, environment.rank, code)
         return OK
