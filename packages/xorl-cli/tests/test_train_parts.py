@@ -25,7 +25,6 @@ from xorl.core.runtime import GarbageCollection, Runtime
 from xorl.train import interrupt
 from xorl.train.build import profiler_of
 from xorl.train.checkpoints import SavePoints
-from xorl.train.data import PackedDocuments, plan_steps, prepare_data, write_receipt
 from xorl.train.devices import PEAK_BF16_FLOPS
 from xorl.train.engine import StepLosses, Update
 from xorl.train.interrupt import Interruption
@@ -182,102 +181,6 @@ def test_garbage_is_collected_when_it_is_due_and_not_before() -> None:
     assert gc.isenabled()
     with GarbageCollection(gc_steps=0, empty_cache_steps=0):
         assert gc.isenabled()
-
-
-@pytest.mark.parametrize("val_set_size", [1, 99])
-def test_split_that_leaves_nothing_to_train_or_to_evaluate_is_refused(val_set_size: int, tmp_path: Path) -> None:
-    # Catches a mean over no tokens, hours into the run.
-    rows = [{"input_ids": [1, 2], "labels": [-100, 2 if index else -100]} for index in range(100)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = {"datasets": [{"path": str(tmp_path / "rows.jsonl")}], "dataset_prepared_path": str(tmp_path / "prepared")}
-    refused = 0
-    for seed in range(300):  # which document is drawn is chance
-        mapping = {
-            "model": {"config_path": "unused"},
-            "data": {**data, "val_set_size": val_set_size, "dataset_num_proc": 1},
-            "train": {"output_dir": "unused", "seed": seed},
-        }
-        try:
-            prepare_data(config_from_mapping(mapping).config, vocab_size=3)
-        except ValueError as error:
-            refused += "has a trained token" in str(error)
-    assert 0 < refused < 30
-
-
-def test_shards_of_the_training_data_leave_test_datasets_whole(tmp_path: Path) -> None:
-    """Catches runs on other shards that are evaluated on other documents, a part of those that they name."""
-    for name, num in (("train", 40), ("test", 12)):
-        rows = [{"input_ids": [1, 2, index % 3]} for index in range(num)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    mapping = {
-        "model": {"config_path": "unused"},
-        "data": {
-            "datasets": [{"path": str(tmp_path / "train.jsonl")}],
-            "test_datasets": [{"path": str(tmp_path / "test.jsonl")}],
-            "dataset_prepared_path": str(tmp_path / "prepared"),
-            "dataset_num_proc": 1,
-            "dataset_shard_num": 4,
-            "dataset_shard_idx": 1,
-        },
-        "train": {"output_dir": "unused"},
-    }
-    data = prepare_data(config_from_mapping(mapping).config, vocab_size=3)
-    assert isinstance(data.train, PackedDocuments)
-    assert data.held_out is not None
-    assert (len(data.train.documents), len(data.held_out.documents)) == (10, 12)
-    # One prepared dataset in the place of both is still refused, though a shard of it is another part.
-    mapping["data"] |= {"skip_prepare_dataset": True, "test_datasets": mapping["data"]["datasets"]}
-    with pytest.raises(ValueError, match=r"would be trained on and be data\.test_datasets"):
-        prepare_data(config_from_mapping(mapping).config, vocab_size=3)
-
-
-@pytest.mark.parametrize(
-    ("accumulation", "drop_last", "max_steps", "left_out", "warned"),
-    [
-        (100, True, None, 49, True),
-        (100, False, None, 0, False),
-        (10, True, None, 9, True),
-        (4, True, None, 1, False),
-        (100, True, 1, 49, False),
-    ],
-)
-def test_bins_that_fill_no_step_are_said(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    accumulation: int,
-    drop_last: bool,
-    max_steps: int | None,
-    left_out: int,
-    warned: bool,
-) -> None:
-    """Catches a third of the data left out of every epoch without a line, of a receipt that says dropped=0."""
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"input_ids": [1, 2, 1]}) + "\n" for _ in range(149)))
-    mapping = {
-        "model": {"config_path": "unused"},
-        "data": {
-            "datasets": [{"path": str(tmp_path / "rows.jsonl")}],
-            "dataset_prepared_path": str(tmp_path / "prepared"),
-            "dataset_num_proc": 1,
-            "sample_packing_sequence_len": 4,
-            "dataloader_drop_last": drop_last,
-        },
-        "train": {
-            "output_dir": "unused",
-            "micro_batch_size": 1,
-            "gradient_accumulation_steps": accumulation,
-            "max_steps": max_steps,
-        },
-    }
-    config = config_from_mapping(mapping).config
-    data = prepare_data(config, vocab_size=3)
-    plan = plan_steps(config, data.train, 1, None)
-    said = [record.message for record in caplog.records if "data.dataloader_drop_last" in record.message]
-    assert len(said) == warned
-    assert all(f"leaves {left_out} of the 149 bins out" in message for message in said)
-    write_receipt(tmp_path / "receipt.json", data, plan)
-    steps = json.loads((tmp_path / "receipt.json").read_text())["train"]["steps"]
-    num = 149 // accumulation if drop_last else -(-149 // accumulation)
-    assert steps == {"bins_per_step": accumulation, "steps_per_epoch": num, "left_out_bins": left_out}
 
 
 META = torch.device("meta")  # reported one step late, as a GPU is
@@ -447,48 +350,6 @@ def test_metrics_that_cannot_be_written_do_not_end_a_run(tmp_path: Path, caplog:
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 4]
     assert [record.getMessage().count("metrics.jsonl") for record in caplog.records] == [1, 1]
     assert "lacks 2 lines" in caplog.text
-
-
-def test_a_receipt_that_cannot_be_written_is_told_with_its_file(tmp_path: Path) -> None:
-    # Catches forty lines of traceback around a full disk that do not say which disk.
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"input_ids": [1, 2, 1]}) + "\n")
-    mapping = {
-        "model": {"config_path": "unused"},
-        "data": {"datasets": [{"path": str(tmp_path / "rows.jsonl")}], "dataset_prepared_path": str(tmp_path / "data")},
-        "train": {"output_dir": "unused"},
-    }
-    config = config_from_mapping(mapping).config
-    data = prepare_data(config, vocab_size=3)
-    plan = plan_steps(config, data.train, 1, None)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (30, limits[1]))
-    try:
-        with pytest.raises(ValueError, match=r"train\.output_dir: .*receipt\.json cannot be written"):
-            write_receipt(tmp_path / "receipt.json", data, plan)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert not list(tmp_path.glob("receipt*"))
-
-
-def test_a_resume_says_which_accumulation_it_takes_in_place_of_the_options(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    # Catches an option changed for a resume that is passed over in a line which nobody reads.
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"input_ids": [1, 2]}) + "\n" for _ in range(16)))
-    mapping = {
-        "model": {"config_path": "unused"},
-        "data": {
-            "datasets": [{"path": str(tmp_path / "rows.jsonl")}],
-            "dataset_prepared_path": str(tmp_path / "data"),
-            "sample_packing_sequence_len": 2,
-        },
-        "train": {"output_dir": "unused", "micro_batch_size": 1, "gradient_accumulation_steps": 8, "max_steps": 2},
-    }
-    config = config_from_mapping(mapping).config
-    data = prepare_data(config, vocab_size=3)
-    assert plan_steps(config, data.train, 2, 4).bins_per_step == 4
-    (said,) = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert "train.gradient_accumulation_steps is 2 in place of 8" in said.getMessage()
 
 
 def test_checkpoints_that_a_run_would_come_to_are_told_before_it_begins(tmp_path: Path) -> None:
