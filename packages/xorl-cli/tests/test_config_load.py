@@ -455,6 +455,7 @@ def test_a_configuration_does_not_change(write) -> None:
         ("train.max_steps: too many", "train.max_steps: too many"),
         ("train.optimizer: no", "train.optimizer: no"),
         ("the learning rate is too high", "the learning rate is too high"),
+        ("data and model are of two kinds", "data and model are of two kinds"),
     ],
 )
 def test_what_is_found_later_has_its_place_in_the_file_too(message: str, told: str, write) -> None:

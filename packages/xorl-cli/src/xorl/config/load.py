@@ -77,8 +77,9 @@ class Loaded(Generic[ConfigT]):
     def _origin(self, written: str) -> str:
         """Where an option's value is from, or that of the first option of an entry such as data.datasets[0]."""
         option = re.sub(r"\[(\d+)\]", r".\1", written)
-        first = next((path for path in self.origins if path.startswith(f"{option}.")), option)
-        return self.origins.get(option if option in self.origins else first, "")
+        if written.endswith("]"):
+            return next((origin for path, origin in self.origins.items() if path.startswith(f"{option}.")), "")
+        return self.origins.get(option, "")
 
 
 LoadedConfig = Loaded[Config]
