@@ -130,7 +130,8 @@ def load_weights(
 
     Recipes must be the same on every rank and may be more than this rank's parameters. In broadcast mode only rank 0
     needs a `source`. Raises CheckpointError on every rank, before anything is written, when names or shapes do not fit:
-    that includes tensors of the source that no recipe uses, unless `ignore(name)` says that they are not wanted.
+    that includes tensors of the source that no recipe uses, unless `ignore(name)` says that they are not wanted, and
+    integers or fp8 where a parameter wants weights.
     """
     started = time.monotonic()
     broadcasting = mode == "broadcast" and num_ranks() > 1

@@ -73,12 +73,12 @@ def first_of(error: BaseException) -> BaseException:
 
     A signal may arrive in the middle of a library's own bookkeeping, which then fails on what it finds half done.
     """
+    if code_of(error) != FAILURE or is_known_failure(error):
+        return error
     raised: BaseException | None = error
-    while raised is not None and code_of(error) == FAILURE and not is_known_failure(error):
-        if isinstance(raised, KeyboardInterrupt):
-            return raised
+    while raised is not None and not isinstance(raised, KeyboardInterrupt):
         raised = raised.__context__
-    return error
+    return raised or error
 
 
 def text_of(error: BaseException, *, with_traceback: bool = False) -> str:

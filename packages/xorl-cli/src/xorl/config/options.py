@@ -178,23 +178,32 @@ def suggestion(path: str, root: type[Section] = Config) -> tuple[str, str | None
     elsewhere = {option.name: option for option in reversed(options)}
     near = difflib.get_close_matches(name, here, n=1, cutoff=0.65)
     far = difflib.get_close_matches(name, elsewhere, n=1, cutoff=0.8)
-    other = OTHER_NAMES.get(name, "")
-    if name in elsewhere and other not in here:
+    other = OTHER_NAMES.get(name)
+    if other in here:
+        return _meant_here(section, other)
+    if name in elsewhere:
         meant = elsewhere[name]
         return f"unknown option here; {name} belongs in {_place(meant)}: {meant.path}", meant.path
-    if other in here:
-        near = [other]
-    if near and (other in here or other not in elsewhere):
-        meant_path = f"{section}.{near[0]}" if section else near[0]
-        return f"unknown option; did you mean {meant_path}?", general_path(meant_path)
-    if other in elsewhere or far:
-        meant = elsewhere[other if other in elsewhere else far[0]]
-        return f"unknown option; did you mean {meant.path} (in {_place(meant)})?", meant.path
+    if other in elsewhere:
+        return _meant_elsewhere(elsewhere[other])
+    if near:
+        return _meant_here(section, near[0])
+    if far:
+        return _meant_elsewhere(elsewhere[far[0]])
     command = " ".join(filter(None, ("xorl config docs", "" if root is Config else "--service", general_path(section))))
     return (
         f"unknown option; `{command}` lists those there are" if here else "unknown option; see `xorl config docs`",
         None,
     )
+
+
+def _meant_here(section: str, name: str) -> tuple[str, str]:
+    path = f"{section}.{name}" if section else name
+    return f"unknown option; did you mean {path}?", general_path(path)
+
+
+def _meant_elsewhere(option: Option) -> tuple[str, str]:
+    return f"unknown option; did you mean {option.path} (in {_place(option)})?", option.path
 
 
 def suggest_choice(option: Option, value: str) -> str | None:
