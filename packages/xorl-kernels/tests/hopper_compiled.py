@@ -28,7 +28,7 @@ from triton.runtime import driver
 
 from xorl.kernels.fused import cross_entropy, heads, reference, rms_norm, swiglu, widened_sum
 from xorl.kernels.fused.reference import HeadNorms, HeadShape
-from xorl.kernels.optim import Noise, triton_lists, triton_updates
+from xorl.kernels.optim import Noise, triton_lists, triton_symmetric, triton_updates
 from xorl.kernels.quant import E4M3, E5M2, WeightNoise, blocks_triton, fp8_triton
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -269,6 +269,14 @@ def updates(count: int = 5000, dtypes: tuple[torch.dtype, ...] = (FP32, BF16)) -
         triton_lists.square_sum([empty(count, dtype=dtype), empty(count + 1, dtype=dtype)[1:]])
 
 
+def symmetric_products() -> None:
+    """By rows and by columns, with something added and without."""
+    for dtype, in_rows, is_added in product((BF16, FP16), (True, False), (True, False)):
+        x = empty(2, 576, 1536, dtype=dtype) if in_rows else empty(2, 1536, 576, dtype=dtype).mT
+        added = empty(2, 576, 576, dtype=dtype) if is_added else None
+        triton_symmetric.symmetric_product(x, added, alpha=2.0, beta=-1.0)
+
+
 def sums() -> None:
     """Of gradients as they travel, of two ranks and of eight."""
     for dtype, num_others in product((FP32, BF16), (1, 7)):
@@ -277,7 +285,7 @@ def sums() -> None:
         )
 
 
-CALLS = (losses, norms, split_heads, gated, fp8_casts, quantized_weights, updates, sums)
+CALLS = (losses, norms, split_heads, gated, fp8_casts, quantized_weights, updates, symmetric_products, sums)
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
@@ -326,6 +334,8 @@ def beyond_int32() -> None:
     blocks_triton.dequantize_nvfp4(*blocks_triton.quantize_nvfp4(x, wide, 16), wide, BF16, noise)
     blocks_triton.dequantize_block_fp8(*blocks_triton.quantize_block_fp8(x, 16), 16, BF16, noise)
     updates(x.numel(), (BF16,))
+    stacked = empty(BEYOND_INT32 // 2**24 + 1, 4096, 4096)
+    triton_symmetric.symmetric_product(stacked, stacked, alpha=1.0, beta=1.0)
 
 
 def test_no_integer_is_cut_to_32_bits() -> None:

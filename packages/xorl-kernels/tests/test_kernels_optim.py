@@ -11,7 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from xorl.kernels.optim import Noise, adamw_, descend_, momentum_, philox2x32, reference, round_stochastically
+from xorl.kernels.optim import (
+    Noise,
+    adamw_,
+    descend_,
+    momentum_,
+    philox2x32,
+    reference,
+    round_stochastically,
+    symmetric,
+)
 from xorl.kernels.optim.noise import draw
 
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
@@ -192,6 +201,26 @@ def assert_scaling_matches(kernels: object, device: str = "cpu") -> None:
         torch.testing.assert_close(got, wanted, rtol=2**-7 if dtype == torch.bfloat16 else 1e-6, atol=0)
 
 
+def assert_symmetric_products_match(dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+    """Of matrices in rows and in columns, smaller than a tile, of several, and with tiles cut by the end."""
+    # The interpreter is slow; a GPU has the tiles that are measured.
+    block, scale = ((16, 32, 16), 1) if device == "cpu" else ((128, 256, 64), 8)
+    generator = torch.Generator().manual_seed(0)
+    for (count, rows, summed), in_rows in product(((1, 8, 40), (2, 72, 24), (1, 96, 32)), (True, False)):
+        shape = (rows, summed) if in_rows else (summed, rows)
+        x = torch.randn(count, *(scale * size for size in shape), generator=generator).to(device, dtype)
+        x = x if in_rows else x.mT
+        added = torch.randn(count, scale * rows, scale * rows, generator=generator).to(device, dtype)
+        added = added + added.mT
+        for term, alpha, beta in ((None, 1.0, 1.0), (added, 2.0, -0.5)):
+            got = triton_symmetric.symmetric_product(x, term, alpha=alpha, beta=beta, block=block)
+            wide = symmetric.reference(x.double(), None if term is None else term.double(), alpha=alpha, beta=beta)
+            where = f"{list(x.shape)} in rows {in_rows} added {term is not None}"
+            tolerance = 1e-5 if dtype == torch.float32 else 2**-8
+            assert (got.double() - wide).norm() <= tolerance * wide.norm(), where
+            assert torch.equal(got, got.mT), where
+
+
 def test_triton_kernels_match_their_twins() -> None:
     # Catches an error in a kernel's arithmetic, masks or random bits; through Triton's interpreter.
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
@@ -259,8 +288,13 @@ def test_adamw_is_that_of_torch(dtype: torch.dtype, implementation: str) -> None
 
 
 if __name__ == "__main__":
-    from xorl.kernels.optim import triton_lists, triton_updates
+    from xorl.kernels.optim import triton_lists, triton_symmetric, triton_updates
 
     assert_kernels_match(triton_updates, *sys.argv[1:])
     assert_lists_match(triton_lists, *sys.argv[1:])
     assert_scaling_matches(triton_updates, *sys.argv[1:])
+    if sys.argv[1:]:
+        assert_symmetric_products_match(torch.bfloat16, *sys.argv[1:])
+        assert_symmetric_products_match(torch.float16, *sys.argv[1:])
+    else:
+        assert_symmetric_products_match()

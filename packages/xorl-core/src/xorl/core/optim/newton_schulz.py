@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from xorl.kernels.optim import symmetric_product
+
 # The quintic iteration of Keller Jordan's Muon (https://kellerjordan.github.io/posts/muon/), steep at zero: it takes
 # singular values to about [0.7, 1.2], not to one.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -17,20 +19,20 @@ def orthogonalise(matrices: Tensor, num_steps: int) -> Tensor:
     A matrix of zeros stays one.
     """
     a, b, c = COEFFICIENTS
-    is_tall = matrices.shape[-2] > matrices.shape[-1]
-    # The iteration costs least on the side with fewer rows.
-    x = matrices.mT if is_tall else matrices
+    x = matrices
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float32)
     # The spectral norm is at most this one, so it is at most one from here on.
     x = x / norm.clamp(min=EPS).to(x.dtype)
+    is_tall = x.shape[-2] > x.shape[-1]
     for _ in range(num_steps):
-        gram = torch.bmm(x, x.mT)  # [B, M, M], M the shorter side
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, polynomial, x, beta=a)
-    return x.mT if is_tall else x
+        # [B, S, S], S the shorter side, on which the iteration costs least.
+        gram = symmetric_product(x.mT if is_tall else x)
+        polynomial = symmetric_product(gram, gram, alpha=c, beta=b)
+        x = torch.baddbmm(x, x, polynomial, beta=a) if is_tall else torch.baddbmm(x, polynomial, x, beta=a)
+    return x
 
 
 def orthogonalisation_flops(rows: int, columns: int, num_steps: int) -> int:
-    """Floating-point operations of `orthogonalise` on one matrix."""
+    """Floating-point operations that `orthogonalise` needs on one matrix, of symmetric products those of a triangle."""
     short, long = sorted((rows, columns))
-    return num_steps * (4 * short * short * long + 2 * short**3)
+    return num_steps * (3 * short * short * long + short**3)

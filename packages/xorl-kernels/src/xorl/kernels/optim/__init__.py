@@ -1,6 +1,20 @@
-"""Optimizer updates in one pass over memory, rounded to bf16 as wanted, and sums of squares, each with a plain twin."""
+"""What optimizers compute, each with a plain twin.
+
+Updates in one pass over memory, rounded to bf16 as wanted; sums of squares; products of matrices with their transposes.
+"""
 
 from xorl.kernels.optim.noise import Noise, philox2x32, round_stochastically
+from xorl.kernels.optim.symmetric import symmetric_product
 from xorl.kernels.optim.updates import adamw_, descend_, momentum_, scale_, square_sum
 
-__all__ = ["Noise", "adamw_", "descend_", "momentum_", "philox2x32", "round_stochastically", "scale_", "square_sum"]
+__all__ = [
+    "Noise",
+    "adamw_",
+    "descend_",
+    "momentum_",
+    "philox2x32",
+    "round_stochastically",
+    "scale_",
+    "square_sum",
+    "symmetric_product",
+]

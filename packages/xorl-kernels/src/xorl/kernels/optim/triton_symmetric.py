@@ -1,0 +1,136 @@
+"""Products of matrices with their own transposes as a Triton kernel, which computes one triangle and writes both.
+
+Imported only where Triton is. `symmetric.py` has the contract and the plain twin.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from xorl.kernels.fused.device import launch
+
+# A tile of the result, and how much of the summed axis is read for it at a time. A tile is as wide as several are high.
+BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_SUMMED = 128, 256, 64
+NUM_WARPS = 8
+
+
+def symmetric_product(
+    x: Tensor,
+    added: Tensor | None,
+    *,
+    alpha: float,
+    beta: float,
+    block: tuple[int, int, int] = (BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_SUMMED),
+) -> Tensor:
+    """See `symmetric.symmetric_product`; x lies in rows or in columns, the elements of each beginning at 16 bytes."""
+    num_matrices, rows, summed = x.shape
+    block_rows, block_columns, block_summed = block
+    in_rows = x.stride(-1) == 1
+    # Blocks that reach over a matrix's end are filled with zeros, which a product does not notice.
+    panels = [
+        TensorDescriptor.from_tensor(x, [1, width, block_summed])
+        if in_rows
+        else TensorDescriptor.from_tensor(x.mT, [1, block_summed, width])
+        for width in (block_rows, block_columns)
+    ]
+    out = torch.empty(num_matrices, rows, rows, dtype=x.dtype, device=x.device)
+    num_columns = -(-rows // block_columns)
+    num_tiles = block_columns // block_rows * num_columns * (num_columns + 1) // 2
+    launch(
+        _symmetric_product,
+        (num_matrices * num_tiles,),
+        *panels,
+        added,
+        out,
+        num_tiles,
+        rows,
+        alpha,
+        beta,
+        SUMMED=summed,
+        IN_ROWS=in_rows,
+        BLOCK_ROWS=block_rows,
+        BLOCK_COLUMNS=block_columns,
+        BLOCK_SUMMED=block_summed,
+        num_warps=NUM_WARPS,
+    )
+    return out
+
+
+@triton.jit
+def _symmetric_product(
+    panels: tl.tensor_descriptor,
+    wide_panels: tl.tensor_descriptor,
+    added: tl.tensor | None,
+    out: tl.tensor,
+    num_tiles: int,
+    num_rows: int,
+    alpha: float,
+    beta: float,
+    SUMMED: tl.constexpr,
+    IN_ROWS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_SUMMED: tl.constexpr,
+) -> None:
+    """A program computes one tile that touches the lower triangle of one matrix."""
+    matrix = tl.program_id(0) // num_tiles
+    row, column = _corner(tl.program_id(0) % num_tiles, BLOCK_ROWS, BLOCK_COLUMNS)  # pyright: ignore[reportGeneralTypeIssues]
+    total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
+    for start in range(0, SUMMED, BLOCK_SUMMED):
+        if IN_ROWS:
+            left = panels.load([matrix, row, start]).reshape(BLOCK_ROWS, BLOCK_SUMMED)
+            right = wide_panels.load([matrix, column, start]).reshape(BLOCK_COLUMNS, BLOCK_SUMMED).T
+        else:
+            left = panels.load([matrix, start, row]).reshape(BLOCK_SUMMED, BLOCK_ROWS).T
+            right = wide_panels.load([matrix, start, column]).reshape(BLOCK_SUMMED, BLOCK_COLUMNS)
+        total = tl.dot(left, right, total)
+    rows = (row + tl.arange(0, BLOCK_ROWS))[:, None]
+    columns = (column + tl.arange(0, BLOCK_COLUMNS))[None, :]
+    inside = (rows < num_rows) & (columns < num_rows)
+    first = matrix.to(tl.int64) * num_rows * num_rows
+    out += first
+    if added is not None:
+        added += first
+    total *= alpha
+    if row >= column + BLOCK_COLUMNS:
+        _write(total, added, out, rows, columns, num_rows, beta, inside, inside)
+    else:
+        # On the diagonal. Every element has one writer, so that the result is the same each time.
+        lower, strictly_lower = inside & (rows >= columns), inside & (rows > columns)
+        _write(total, added, out, rows, columns, num_rows, beta, lower, strictly_lower)
+
+
+@triton.jit
+def _corner(tile: tl.tensor, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """The first row and column of a tile. They are numbered by bands as high as a tile is wide, each by its columns."""
+    per_square: tl.constexpr = BLOCK_COLUMNS // BLOCK_ROWS
+    square = tile // per_square
+    # Band b holds the squares from b (b + 1) / 2 on. The root may be off by its rounding.
+    band = ((tl.sqrt(8.0 * square.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
+    band = tl.where(band * (band + 1) // 2 > square, band - 1, band)
+    band = tl.where((band + 1) * (band + 2) // 2 <= square, band + 1, band)
+    row = band * BLOCK_COLUMNS + tile % per_square * BLOCK_ROWS
+    return row, (square - band * (band + 1) // 2) * BLOCK_COLUMNS
+
+
+@triton.jit
+def _write(
+    values: tl.tensor,
+    added: tl.tensor | None,
+    out: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    num_rows: tl.tensor,
+    beta: tl.tensor,
+    mask: tl.tensor,
+    mirrored_mask: tl.tensor,
+) -> None:
+    """Values of the lower triangle, with what is added to them, in their places and in those across the diagonal."""
+    offsets = rows * num_rows + columns
+    if added is not None:
+        values += beta * tl.load(added + offsets, mask=mask, other=0.0).to(tl.float32)
+    values = values.to(out.dtype.element_ty)  # pyright: ignore[reportAttributeAccessIssue]
+    tl.store(out + offsets, values, mask=mask)
+    tl.store(out + columns * num_rows + rows, values, mask=mirrored_mask)
