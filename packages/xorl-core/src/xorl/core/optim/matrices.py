@@ -186,14 +186,15 @@ class Exchange:
 
     def bring_back(self, batch: Tensor | None, dtype: torch.dtype) -> Tensor:
         """This rank's pieces of `everything`, joined, from the owners' batches."""
-        results: list[Tensor] = []
-        if batch is not None:
-            flat = batch.contiguous().view(-1)
-            parts = flat.split(
-                [self.piece(matrix, shard) for matrix in self._own for shard in range(self._grid.num_shards)]
-            )
-            results = [part for shard in range(self._grid.num_shards) for part in parts[shard :: self._grid.num_shards]]
-        joined = torch.cat(results) if results else torch.empty(0, dtype=dtype, device=self._grid.device)
+        if batch is None:
+            joined = torch.empty(0, dtype=dtype, device=self._grid.device)
+        elif self._grid.num_shards == 1:
+            joined = batch.view(-1)
+        else:
+            shards = range(self._grid.num_shards)
+            parts = batch.view(-1).split([self.piece(matrix, shard) for matrix in self._own for shard in shards])
+            # From matrix by matrix to shard by shard.
+            joined = torch.cat([part for shard in shards for part in parts[shard :: self._grid.num_shards]])
         return self._from_replicas(self._all_to_all(joined, self._to_owner, self._from_shard))
 
     def _all_to_all(self, sent: Tensor, sizes_out: Sequence[int], sizes_in: Sequence[int]) -> Tensor:

@@ -14,7 +14,7 @@ EPS = 1e-7
 
 
 def orthogonalise(matrices: Tensor, num_steps: int) -> Tensor:
-    """U V^T, about, of each U S V^T in `matrices` [B, M, N], in their dtype; sums are accumulated in fp32 on a GPU.
+    """U V^T, about, of each U S V^T in contiguous `matrices` [B, M, N], in their dtype; a GPU sums in fp32.
 
     A matrix of zeros stays one.
     """
