@@ -14,6 +14,7 @@ import gc
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -89,6 +90,22 @@ def timed(call: Callable[[], int], device: torch.device) -> tuple[float, int]:
     return time.perf_counter() - start, count
 
 
+def measure(name: str, generate: Generate, flags: argparse.Namespace, device: torch.device) -> None:
+    """Prints a row for each number of samples, after one that warms up."""
+    generator = torch.Generator().manual_seed(0)
+    for count in (0, *flags.samples):
+        prompts = torch.randint(0, 256, (count or 1, flags.prompt), generator=generator).tolist()
+        first_s, _ = timed(partial(generate, prompts, 1), device)
+        all_s, num_tokens = timed(partial(generate, prompts, flags.new), device)
+        growth_s = all_s - first_s
+        if count:
+            print(
+                f"| {name} | {count} | {first_s:.3f} | {all_s:.2f} | {growth_s / (flags.new - 1) * 1e3:.2f} | "
+                f"{(num_tokens - count) / growth_s:,.0f} |",
+                flush=True,
+            )
+
+
 def main() -> None:
     """Parses the command line, measures, and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -110,19 +127,7 @@ def main() -> None:
     if flags.peer:
         systems["transformers"] = lambda: theirs(flags.model, device)
     for name, build in systems.items():
-        generate = build()
-        generator = torch.Generator().manual_seed(0)
-        for count in (flags.samples[0], *flags.samples):
-            prompts = torch.randint(0, 256, (count, flags.prompt), generator=generator).tolist()
-            first_s, _ = timed(lambda: generate(prompts, 1), device)  # noqa: B023 - called at once
-            all_s, num_tokens = timed(lambda: generate(prompts, flags.new), device)  # noqa: B023
-            growth_s = all_s - first_s
-            row = (
-                f"| {name} | {count} | {first_s:.3f} | {all_s:.2f} | {growth_s / (flags.new - 1) * 1e3:.2f} | "
-                f"{(num_tokens - count) / growth_s:,.0f} |"
-            )
-            print(row, flush=True)
-        del generate
+        measure(name, build(), flags, device)
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()

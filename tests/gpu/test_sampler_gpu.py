@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -13,11 +13,12 @@ from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.models import Decoder, spec_for
 from xorl.core.nn import choose_kernels
 from xorl.core.parallel import ParallelModel, ParallelPolicy, parallelize
-from xorl.kernels.attention import AttentionRequest, CachedLayout, KeyValueCache, resolve_attention
+from xorl.kernels.attention import AttentionRequest, GrowthLayout, KeyValueCache, MixedLayout, resolve_attention
 from xorl.kernels.attention.cached import flash_cached_attention, plain_cached_attention
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import linear_cross_entropy
-from xorl.server.sampler import Sampler, SampleRequest
+from xorl.lora import AdapterBank, AdapterSpec
+from xorl.server.sampler import Sampler, SampleRequest, SampleResult
 
 pytestmark = pytest.mark.gpu
 
@@ -72,12 +73,46 @@ def test_flash_attention_reads_the_cache_as_the_plain_twin(lengths: list[int], w
     cache.values.normal_(generator=generator)
     blocks = iter(torch.randperm(64, generator=torch.Generator().manual_seed(1)).tolist())
     tables = [[next(blocks) for _ in range(-(-total // 16))] for total in totals]
-    layout = CachedLayout(cache, tables, lengths, totals, "cuda").of_layer(0)
+    layout = MixedLayout(cache, tables, lengths, totals, "cuda").of_layer(0)
     q = torch.randn(sum(lengths), 4, 64, device="cuda", generator=generator).bfloat16()
     keys, values = cache.keys[0], cache.values[0]
     flash = flash_cached_attention(q, keys, values, layout, scale=0.125, window=window)
     plain = plain_cached_attention(q, keys, values, layout, scale=0.125, window=window)
     torch.testing.assert_close(flash, plain, rtol=0.016, atol=8e-3)
+
+
+@pytest.mark.parametrize("window", [None, 1, 37])
+@pytest.mark.parametrize("shape", [(4, 2, 64), (32, 8, 128), (9, 3, 96), (2, 2, 256)], ids=str)
+@pytest.mark.parametrize("totals", [[1], [700, 1, 64], [16 * (index % 40) + 5 for index in range(200)]], ids=len)
+def test_paged_attention_reads_the_cache_as_the_plain_twin(
+    totals: list[int], shape: tuple[int, int, int], window: int | None
+) -> None:
+    # Catches what Triton's interpreter cannot show: layouts of products, and few and many programs for a sequence.
+    heads, kv_heads, head_dim = shape
+    num_blocks = sum(-(-total // 16) for total in totals)
+    device = torch.device("cuda")
+    cache = KeyValueCache(
+        num_layers=1,
+        num_blocks=num_blocks,
+        block_size=16,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=torch.bfloat16,
+        device=device,
+    )
+    generator = torch.Generator("cuda").manual_seed(0)
+    cache.keys.normal_(generator=generator)
+    cache.values.normal_(generator=generator)
+    blocks = iter(torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1)).tolist())
+    tables = [[next(blocks) for _ in range(-(-total // 16))] for total in totals]
+    mixed = MixedLayout(cache, tables, [1] * len(totals), totals, device).of_layer(0)
+    growth = GrowthLayout(cache, mixed.tables.t(), mixed.positions).of_layer(0)
+    assert torch.equal(growth.new_rows, mixed.new_rows)
+    q = torch.randn(len(totals), heads, head_dim, device=device, generator=generator).bfloat16()
+    keys, values = cache.keys[0], cache.values[0]
+    found = growth.attend(q, keys, values, scale=0.125, window=window)
+    plain = plain_cached_attention(q.double(), keys.double(), values.double(), mixed, scale=0.125, window=window)
+    torch.testing.assert_close(found.double(), plain, rtol=0.016, atol=8e-3)
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
@@ -87,13 +122,60 @@ def test_sampled_logprobs_are_the_trainers(mesh: Mesh, dtype: torch.dtype, limit
     model = place(mesh, dtype, compiled=compiled)
     sampler = Sampler(model, device=torch.device("cuda"), cache_tokens=2048, max_step_tokens=64)
     requests = [SampleRequest(tuple(range(length)), 50, seed=length, num_samples=2) for length in (1, 33, 130)]
-    for request, result in zip(requests, sampler.run(requests), strict=True):
+    check_logprobs(model, requests, sampler.run(requests), limit)
+
+
+def check_logprobs(
+    model: ParallelModel, requests: Sequence[SampleRequest], results: Sequence[SampleResult], limit: float
+) -> None:
+    """The samples' log-probabilities are what the decoder without a cache gives their tokens."""
+    assert isinstance(model.module, Decoder)
+    for request, result in zip(requests, results, strict=True):
         for sample in result.samples:
+            assert len(sample.tokens) == request.max_tokens
             tokens = torch.tensor(request.prompt + sample.tokens, device="cuda")
             labels = torch.cat([tokens[1:], tokens.new_full((1,), -100)])
-            assert isinstance(model.module, Decoder)
             with torch.no_grad():
                 layout = SequenceLayout.from_lengths([len(tokens)], "cuda")
                 _, wanted = model.module(tokens, layout, lambda h, w, y=labels: linear_cross_entropy(h, w, y))
             difference = wanted[len(request.prompt) - 1 : -1].cpu() - torch.from_numpy(sample.logprobs)
             assert difference.abs().max() <= limit
+
+
+def test_recorded_growth_follows_the_weights(mesh: Mesh) -> None:
+    # Catches recorded passes that go on with weights, tables or a cache of before, rows of fewer samples than were
+    # recorded, samples that begin while others grow, and a cache that was dropped and made anew.
+    model = place(mesh, torch.bfloat16, compiled=False)
+    sampler = Sampler(model, device=torch.device("cuda"), cache_tokens=2048, max_running=6)
+    requests = [SampleRequest(tuple(range(5 * count)), 7 * count, seed=count) for count in range(1, 10)]
+    for number in range(3):
+        if number:
+            with torch.no_grad():
+                for parameter in model.module.parameters():
+                    parameter.mul_(1.1)
+            sampler.weights_changed(number)
+        if number == 2:
+            sampler.forget()
+        check_logprobs(model, requests, sampler.run(requests), 0.08)
+        assert sampler._growth is not None
+        assert sorted(rows for rows, _ in sampler._growth._recorded) == [1, 2, 4, 8]
+
+
+def test_recorded_growth_is_each_adapters(mesh: Mesh) -> None:
+    # Catches a pass recorded for one adapter that serves another, alone or mixed, and one that was changed since.
+    model = place(mesh, torch.bfloat16, compiled=False)
+    bank = AdapterBank(model.module, num_resident=2, max_rank=8, device="cuda")
+    sampler = Sampler(model, device=torch.device("cuda"), cache_tokens=2048, bank=bank)
+    for seed, name in enumerate(("a", "b")):
+        bank.add(name, AdapterSpec(rank=8, alpha=16), seed=seed)
+        for adapter in bank.adapters(name).values():
+            adapter.pair.B.data.normal_(std=0.02, generator=torch.Generator("cuda").manual_seed(seed))
+    for names in (("a",), ("b",), (None,), ("a", "b", None), ("b",), ("a", "b")):
+        requests = [SampleRequest((1, 2, 3), 20, seed=index, adapter=name) for index, name in enumerate(names)]
+        for request, result in zip(requests, sampler.run(requests), strict=True):
+            bank.activate([(request.adapter, 3 + request.max_tokens)])
+            check_logprobs(model, [request], [result], 0.08)
+        if names == (None,):
+            for adapter in bank.adapters("b").values():
+                adapter.pair.B.data.mul_(-2)
+            sampler.weights_changed(1, "b")

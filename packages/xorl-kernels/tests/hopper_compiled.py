@@ -26,6 +26,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.compiler.errors import CompilationError
 from triton.runtime import driver
 
+from xorl.kernels.attention import paged_triton
 from xorl.kernels.fused import cross_entropy, heads, reference, rms_norm, swiglu, widened_sum
 from xorl.kernels.fused.reference import HeadNorms, HeadShape
 from xorl.kernels.optim import Noise, triton_lists, triton_symmetric, triton_updates
@@ -277,6 +278,16 @@ def symmetric_products() -> None:
         triton_symmetric.symmetric_product(x, added, alpha=2.0, beta=-1.0)
 
 
+def paged() -> None:
+    """Of few sequences, whose keys are shared out, and of many; with a window and without."""
+    for dtype, count, (num_heads, kv_heads, head_dim), window in product(
+        (BF16, FP16), (2, 256), ((32, 8, 128), (9, 3, 96)), (None, 100)
+    ):
+        q, keys = empty(count, num_heads, head_dim, dtype=dtype), empty(1024, kv_heads, head_dim, dtype=dtype)
+        tables, lengths = empty(40, count, dtype=torch.int64), empty(count, dtype=torch.int64)
+        paged_triton.paged_attention(q, keys, keys, tables, lengths, block_size=16, scale=0.1, window=window)
+
+
 def sums() -> None:
     """Of gradients as they travel, of two ranks and of eight."""
     for dtype, num_others in product((FP32, BF16), (1, 7)):
@@ -285,7 +296,7 @@ def sums() -> None:
         )
 
 
-CALLS = (losses, norms, split_heads, gated, fp8_casts, quantized_weights, updates, symmetric_products, sums)
+CALLS = (losses, norms, split_heads, gated, fp8_casts, quantized_weights, updates, symmetric_products, paged, sums)
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
@@ -336,6 +347,9 @@ def beyond_int32() -> None:
     updates(x.numel(), (BF16,))
     stacked = empty(BEYOND_INT32 // 2**24 + 1, 4096, 4096)
     triton_symmetric.symmetric_product(stacked, stacked, alpha=1.0, beta=1.0)
+    q, keys = empty(2, 32, 128), empty(BEYOND_INT32 // 1024 + 1, 8, 128)
+    tables, lengths = empty(2**20, 2, dtype=torch.int64), empty(2, dtype=torch.int64)
+    paged_triton.paged_attention(q, keys, keys, tables, lengths, block_size=16, scale=0.1, window=None)
 
 
 def test_no_integer_is_cut_to_32_bits() -> None:

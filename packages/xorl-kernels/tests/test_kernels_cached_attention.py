@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from xorl.kernels.attention import CachedLayout, KeyValueCache, cached_attention, eager_attention
+from xorl.kernels.attention import KeyValueCache, MixedLayout, cached_attention, eager_attention
 from xorl.kernels.layout import SequenceLayout
 
 BLOCK = 4
@@ -50,7 +50,7 @@ def test_pieces_are_as_the_whole(num_kv_heads: int, window: int | None, dtype: t
         rows = [torch.arange(starts[i] + done[i], starts[i] + done[i] + counts[i]) for i in which]
         tokens = torch.cat(rows)
         done = [before + count for before, count in zip(done, counts, strict=True)]
-        layout = CachedLayout(
+        layout = MixedLayout(
             cache, [TABLES[i] for i in which], [counts[i] for i in which], [done[i] for i in which], CPU
         )
         torch.testing.assert_close(layout.positions, positions_of(tokens, starts))
@@ -69,7 +69,7 @@ def positions_of(tokens: Tensor, starts: list[int]) -> Tensor:
 
 def test_packed_rows_are_the_rows_of_all_tokens() -> None:
     # Catches the kernels of GPUs reading other rows than the plain twin does.
-    layout = CachedLayout(make_cache(1, torch.float32), TABLES, [1, 2, 14], LENGTHS, CPU)
+    layout = MixedLayout(make_cache(1, torch.float32), TABLES, [1, 2, 14], LENGTHS, CPU)
     padded = layout.padded_rows()
     wanted = torch.cat([row[:length] for row, length in zip(padded, LENGTHS, strict=True)])
     assert torch.equal(layout.packed_rows(), wanted)

@@ -6,6 +6,8 @@ bf16 is left to tests/gpu: in the interpreter it is not what a GPU computes.
 import pytest
 import torch
 
+from xorl.kernels.attention import KeyValueCache, MixedLayout, paged_triton
+from xorl.kernels.attention.cached import plain_cached_attention
 from xorl.kernels.fused import cross_entropy, device, heads, partial, reference, rms_norm, swiglu, widened_sum
 from xorl.kernels.fused.reference import HeadNorms, HeadShape
 from xorl.kernels.testing import TOLERANCES, assert_close, assert_matches_reference, nan_poisoned_empty
@@ -260,3 +262,50 @@ def test_widened_sum(num_others, count, dtype):
     assert widened_sum.widened_sum_(out[:count], first, others).data_ptr() == out.data_ptr()
     assert torch.equal(out[:count], reference.widened_sum_(torch.empty(count), first, others))
     assert out[count].isnan()
+
+
+@pytest.mark.parametrize("programs_per_processor", [0, 8])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "window", "totals"),
+    [(4, 2, 64, None, [1, 37, 130]), (8, 2, 96, 20, [5, 90]), (2, 2, 32, None, [64]), (3, 1, 16, 1, [16, 17, 33])],
+)
+def test_paged_attention(monkeypatch, heads, kv_heads, head_dim, window, totals, programs_per_processor):
+    # Catches blocks that are read in another order, a window or a last block that is off by one, query heads that read
+    # another key head, parts that are joined by wrong weights, and parts without keys.
+    monkeypatch.setattr(paged_triton, "PROGRAMS_PER_PROCESSOR", programs_per_processor)
+    blocks = iter(torch.randperm(32, generator=torch.Generator().manual_seed(1)).tolist())
+    tables = [[next(blocks) for _ in range(-(-total // 16))] for total in totals]
+    cache = KeyValueCache(
+        num_layers=1,
+        num_blocks=32,
+        block_size=16,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    keys, values = (randn(*cache.keys[0].shape, seed=seed) for seed in (2, 3))
+    layout = MixedLayout(cache, tables, [1] * len(totals), totals, "cpu")
+    q = randn(len(totals), heads, head_dim)
+    wanted = plain_cached_attention(q, keys, values, layout, scale=0.125, window=window)
+    # No other sequence's keys, and none past a sequence's end, may be in what it gives.
+    read = {
+        16 * table[place // 16] + place % 16
+        for table, total in zip(tables, totals, strict=True)
+        for place in range(total)
+    }
+    unread = [row for row in range(len(keys)) if row not in read]
+    keys[unread], values[unread] = float("nan"), float("nan")
+    with nan_poisoned_empty():
+        found = paged_triton.paged_attention(
+            q,
+            keys,
+            values,
+            layout.tables.t(),
+            layout.total_lengths,
+            block_size=16,
+            scale=0.125,
+            window=window,
+            block_keys=16,
+        )
+    assert_close("attended", found, wanted, TOLERANCES[torch.float32])

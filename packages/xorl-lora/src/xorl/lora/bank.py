@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -201,11 +201,12 @@ class AdapterBank:
         self._pages.drop(name)
         del self._entries[name]
 
-    def activate(self, runs: Sequence[tuple[str | None, int]]) -> None:
+    def activate(self, runs: Sequence[tuple[str | None, int]]) -> Hashable:
         """Say whose the tokens of the next forward pass are: (adapter, number of tokens) along the row.
 
         None stands for the base alone. It holds until the next call; a backward pass must come before that. Gradients,
-        where there are any, add up until `step` or `zero_grad`.
+        where there are any, add up until `step` or `zero_grad`. Returns what tells passes apart that launch other
+        kernels or read other memory: of two calls with equal results, one's pass serves the other.
 
         Raises ValueError for an adapter that is not there, one whose tokens are not neighbours, and for more adapters
         than are on the device at once.
@@ -221,11 +222,11 @@ class AdapterBank:
         numbered = [(self._base_slot if name is None else self._resident[name], length) for name, length in runs]
         alone = numbered[0][0] if len(numbered) == 1 else None
         self._slots.choose(alone, frozenset(place for name in wanted for place in self._entries[name].places))
-        if alone is not None:
-            return
-        for target, source in zip(self._groups, TokenGroups.of(numbered, self._base_slot + 1), strict=True):
-            on_gpu = target.device.type == "cuda"
-            target.copy_(source.pin_memory() if on_gpu else source, non_blocking=on_gpu)
+        if alone is None:
+            for target, source in zip(self._groups, TokenGroups.of(numbered, self._base_slot + 1), strict=True):
+                on_gpu = target.device.type == "cuda"
+                target.copy_(source.pin_memory() if on_gpu else source, non_blocking=on_gpu)
+        return self._slots.chosen
 
     @torch.no_grad()
     def step(

@@ -63,7 +63,7 @@ class Slots:
         # By layer, which places are on it; and by slot, each layer's leaves, made once they are needed.
         self._indices: dict[Linear, list[int]] = {}
         self._alone: dict[int, dict[Linear, tuple[SlotPair, ...]]] = {}
-        self._chosen: tuple[int | None, frozenset[int]] | None = None
+        self.chosen: tuple[int | None, frozenset[int]] | None = None
         # By what tells kinds of layers apart: their names, how many values each place has, and its kind.
         self._kinds: dict[Callable[[str], str], tuple[list[str], Tensor, Tensor]] = {}
         self.steps = torch.zeros(num_slots, device=device)
@@ -86,7 +86,7 @@ class Slots:
         A head that none of them is on is computed without, which spares the gradient of its weight. Other layers are
         only where there is no adapter at all: compiled code would be another for each set of places.
         """
-        if (slot, places) == self._chosen:
+        if (slot, places) == self.chosen:
             return
         if slot is not None and slot not in self._alone:
             self._alone[slot] = {
@@ -98,7 +98,7 @@ class Slots:
             is_head = self.places[indices[0]].site.is_head
             is_spared = not places or (is_head and not any(index in places for index in indices))
             layer.adapter.alone = () if is_spared else None if slot is None else self._alone[slot][layer]
-        self._chosen = slot, places
+        self.chosen = slot, places
 
     def names(self, spec: AdapterSpec, places: Sequence[int]) -> Names:
         """The tensors of an adapter on these places."""

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from xorl.core.models import Decoder, DecoderConfig
 from xorl.core.parallel import ParallelModel
-from xorl.kernels.attention import CachedLayout, KeyValueCache
+from xorl.kernels.attention import KeyValueCache, MixedLayout, growth_refusal
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import wide_logits
 from xorl.lora import AdapterBank
 from xorl.server.sampler.blocks import BlockPool
 from xorl.server.sampler.draw import Drawn, DrawRule, draw, uniform_number
+from xorl.server.sampler.growth import Growth, may_record
 from xorl.server.sampler.request import Sample, SampleRequest, SampleResult, TopLogprobs
 from xorl.server.sampler.schedule import Continuation, Piece, Schedule
 from xorl.server.sampler.score import PromptScores
@@ -88,6 +89,10 @@ class Sampler:
         self._pool = BlockPool(cache_tokens // BLOCK_SIZE, BLOCK_SIZE)
         self._limit, self._limited_by = _limit(decoder.config, self._pool.num_blocks * BLOCK_SIZE)
         self._cache: KeyValueCache | None = None
+        self._growth: Growth | None = None
+        self._max_running = max_running
+        # Ranks that gather parameters take part in each other's passes, so that all make one in a step.
+        self._may_split = may_record(model)
         self._schedule = Schedule(
             self._pool,
             max_running=max_running,
@@ -137,7 +142,7 @@ class Sampler:
         # The tokens of an adapter must be neighbours.
         pieces.sort(key=_adapter_order)
         try:
-            drawn = self._forward(pieces) if pieces else self._forward_nothing()
+            drawn = self._compute(pieces) if pieces else self._forward_nothing()
         except BaseException:
             # Blocks have names of what was not computed.
             self.forget()
@@ -175,6 +180,8 @@ class Sampler:
             self._schedule.retract(continuation)
         if adapter is None:
             self._pool.forget_all()
+            if self._growth is not None:
+                self._growth.forget_recorded()
 
     def forget(self) -> None:
         """Free the memory of the cache and of gathered parameters.
@@ -183,7 +190,7 @@ class Sampler:
         """
         self._schedule.retract_all()
         self._pool.forget_all()
-        self._cache = None
+        self._cache = self._growth = None
         self._model.drop_gathered()
 
     def _check(self, request: SampleRequest) -> None:
@@ -208,26 +215,58 @@ class Sampler:
     def _root(self, adapter: str | None) -> bytes:
         return repr((adapter, self._num_changes[None], self._num_changes[adapter])).encode()
 
-    def _forward(self, pieces: Sequence[Piece]) -> Mapping[Piece, tuple[Drawn, int]]:
-        """Compute the pieces; for each that ends with the newest token and needs another, where it was drawn."""
+    def _compute(self, pieces: Sequence[Piece]) -> dict[Piece, tuple[Drawn, int]]:
+        """Compute the pieces; for each that ends with the newest token and needs another, where it was drawn.
+
+        Those that merely grow are computed first, and by themselves where there are others: they need nothing of these,
+        and samples that begin may share what they write.
+        """
         if self._cache is None:
             self._cache = self._make_cache()
-        layout = CachedLayout(
-            self._cache,
+            if growth_refusal(self._device, self._cache.keys.dtype) is None:
+                self._growth = self._make_growth(self._cache)
+        growing = [piece for piece in pieces if piece.grows]
+        others = [piece for piece in pieces if not piece.grows]
+        if self._growth is None or (others and not self._may_split):
+            growing, others = [], list(pieces)
+        drawn: dict[Piece, tuple[Drawn, int]] = {}
+        with self._model.generation(keep_gathered=self._keep_gathered):
+            if growing and self._growth is not None:
+                drawn |= self._grow(growing, self._growth)
+            if others:
+                drawn |= self._forward(others, self._cache)
+        return drawn
+
+    def _grow(self, pieces: Sequence[Piece], growth: Growth) -> Mapping[Piece, tuple[Drawn, int]]:
+        choice = None
+        if self._bank is not None:
+            runs = _runs(pieces)
+            adapter, length = runs.pop()
+            choice = self._bank.activate([*runs, (adapter, length + growth.num_rows(len(pieces)) - len(pieces))])
+        logits = growth.logits(
+            [piece.continuation.tokens[piece.start] for piece in pieces],
+            [piece.continuation.blocks for piece in pieces],
+            [piece.stop for piece in pieces],
+            choice,
+        )
+        return self._draw(logits, pieces)
+
+    def _forward(self, pieces: Sequence[Piece], cache: KeyValueCache) -> Mapping[Piece, tuple[Drawn, int]]:
+        layout = MixedLayout(
+            cache,
             tables=[piece.continuation.blocks for piece in pieces],
             new=[piece.stop - piece.start for piece in pieces],
             totals=[piece.stop for piece in pieces],
             device=self._device,
         )
         tokens = [token for piece in pieces for token in piece.continuation.tokens[piece.start : piece.stop]]
-        with self._model.generation(keep_gathered=self._keep_gathered):
-            if self._bank is not None:
-                self._bank.activate(_runs(pieces))
-            return self._model.forward(
-                torch.tensor(tokens, device=self._device),
-                layout,
-                loss=lambda hidden, weight: self._read(hidden, weight, pieces, layout.offsets.tolist()),
-            )
+        if self._bank is not None:
+            self._bank.activate(_runs(pieces))
+        return self._model.forward(
+            torch.tensor(tokens, device=self._device),
+            layout,
+            loss=lambda hidden, weight: self._read(hidden, weight, pieces, layout.offsets.tolist()),
+        )
 
     def _forward_nothing(self) -> Mapping[Piece, tuple[Drawn, int]]:
         """Take part in the collectives of a pass in which this rank has nothing to do: a token that nobody reads."""
@@ -263,10 +302,14 @@ class Sampler:
         if not ends:
             return MappingProxyType({})
         rows = hidden[torch.tensor(list(ends.values()), device=hidden.device)]
-        rules = [_rule(piece.continuation) for piece in ends]
-        num_top = max(piece.continuation.request.top_sample_logprobs for piece in ends)
-        drawn = draw(wide_logits(rows, weight), rules, num_top)
-        return {piece: (drawn, row) for row, piece in enumerate(ends)}
+        return self._draw(wide_logits(rows, weight), list(ends))
+
+    def _draw(self, logits: Tensor, pieces: Sequence[Piece]) -> Mapping[Piece, tuple[Drawn, int]]:
+        """A token for each piece, from its row of logits [R, V]."""
+        rules = [_rule(piece.continuation) for piece in pieces]
+        num_top = max(piece.continuation.request.top_sample_logprobs for piece in pieces)
+        drawn = draw(logits, rules, num_top)
+        return {piece: (drawn, row) for row, piece in enumerate(pieces)}
 
     def _advance(self, pieces: Sequence[Piece], drawn: Mapping[Piece, tuple[Drawn, int]]) -> list[SampleResult]:
         """Append what was drawn, let go of what is finished, and collect the requests that are."""
@@ -320,13 +363,17 @@ class Sampler:
         config = self._decoder.config
         return KeyValueCache(
             num_layers=config.num_layers,
-            num_blocks=self._pool.num_blocks,
+            # One more, where passes of growth put what nobody reads.
+            num_blocks=self._pool.num_blocks + 1,
             block_size=BLOCK_SIZE,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             dtype=self._decoder.compute_dtype,
             device=self._device,
         )
+
+    def _make_growth(self, cache: KeyValueCache) -> Growth:
+        return Growth(self._model, cache, max_samples=self._max_running, max_tokens=self._limit, device=self._device)
 
 
 def _limit(config: DecoderConfig, cache_tokens: int) -> tuple[int, str]:

@@ -39,11 +39,15 @@ class Continuation:
 
 
 class Piece(NamedTuple):
-    """Tokens [start, stop) of a continuation, which the next pass takes."""
+    """Tokens [start, stop) of a continuation, which the next pass takes.
+
+    grows: it is one token that was sampled, and needs nothing of what else the pass computes.
+    """
 
     continuation: Continuation
     start: int
     stop: int
+    grows: bool = False
 
     @property
     def is_last(self) -> bool:
@@ -97,7 +101,9 @@ class Schedule:
                 if continuation not in self.running:
                     break
             else:
-                pieces.append(self._piece(continuation, count))
+                piece = self._piece(continuation, count)
+                grows = continuation.num_sampled > 0 and count == 1 and piece.is_last
+                pieces.append(piece._replace(grows=grows))
                 left -= count
         while left > 0 and self.waiting and self._admit(self.waiting[0]):
             continuation = self.waiting.popleft()

@@ -60,14 +60,17 @@ class Rotary:
         self.head_dim = head_dim
         # Explicitly on the CPU: the model may be under construction on the meta device.
         self.inv_freq = ROPE_KINDS[config.kind](config, head_dim)  # [C / 2]
+        self._on_device: dict[torch.device, Tensor] = {}
 
     def tables(self, layout: SequenceLayout, device: torch.device) -> RopeTables:
         """Tables for the tokens of `layout`, on `device`."""
-        inv_freq = self.inv_freq
         if self.config.kind == "dynamic" and layout.max_seqlen > self.config.trained_length:
-            inv_freq = self._inv_freq_by_token(layout)  # [T, C / 2]
-        # A blocking copy would wait for everything queued on the device.
-        inv_freq = inv_freq.to(device, non_blocking=True)
+            # A blocking copy would wait for everything queued on the device.
+            inv_freq = self._inv_freq_by_token(layout).to(device, non_blocking=True)  # [T, C / 2]
+        else:
+            if device not in self._on_device:
+                self._on_device[device] = self.inv_freq.to(device)
+            inv_freq = self._on_device[device]
         angles = layout.positions[:, None].float() * inv_freq  # [T, C / 2]
         factor = self.config.attention_factor
         return angles.cos() * factor, angles.sin() * factor

@@ -1,7 +1,14 @@
 """Attention over packed rows: the contract, and the backends by name."""
 
 from xorl.kernels.attention.backends import ATTENTION, resolve_attention
-from xorl.kernels.attention.cached import CachedLayout, KeyValueCache, cached_attention
+from xorl.kernels.attention.cached import (
+    CachedLayout,
+    GrowthLayout,
+    KeyValueCache,
+    MixedLayout,
+    cached_attention,
+    growth_refusal,
+)
 from xorl.kernels.attention.interface import AttentionFn, AttentionRequest
 from xorl.kernels.attention.reference import eager_attention
 from xorl.kernels.attention.sdpa import sdpa_attention
@@ -11,9 +18,12 @@ __all__ = [
     "AttentionFn",
     "AttentionRequest",
     "CachedLayout",
+    "GrowthLayout",
     "KeyValueCache",
+    "MixedLayout",
     "cached_attention",
     "eager_attention",
+    "growth_refusal",
     "resolve_attention",
     "sdpa_attention",
 ]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 
 from xorl.kernels.attention.interface import AttentionRequest
 from xorl.kernels.attention.native import native_refusal
+from xorl.kernels.fused.device import triton_refusal
 from xorl.kernels.layout import SequenceLayout
 
 
@@ -36,12 +38,92 @@ class KeyValueCache:
         device: torch.device,
     ) -> None:
         self.block_size = block_size
+        self.num_blocks = num_blocks
         shape = (2, num_layers, num_blocks * block_size, num_kv_heads, head_dim)
         self.keys, self.values = torch.empty(shape, dtype=dtype, device=device).unbind()
 
 
 class CachedLayout(SequenceLayout):
     """New tokens of several sequences end to end in one row; each sees those of its own sequence before it.
+
+    Those before it are in a cache, where the new ones are written before any is read.
+
+    Attributes:
+        cache: where keys and values are.
+        new_rows: [T] int64, the rows of the cache that the new tokens have.
+    """
+
+    cache: KeyValueCache
+    new_rows: Tensor
+    layer: int = 0
+
+    def of_layer(self, index: int) -> Self:
+        """This layout, with the keys and values of one layer."""
+        layout = copy.copy(self)
+        layout.layer = index
+        return layout
+
+    def write(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep the new tokens' k and v, [T, G, C]; returns those of all tokens of the cache, [E * B, G, C] each."""
+        keys, values = self.cache.keys[self.layer], self.cache.values[self.layer]
+        keys[self.new_rows] = k
+        values[self.new_rows] = v
+        return keys, values
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, *, scale: float, window: int | None) -> Tensor:
+        """Attention [T, H, C] of q [T, H, C] over what `write` returned."""
+        raise NotImplementedError
+
+
+class GrowthLayout(CachedLayout):
+    """One new token of each of S sequences; CUDA, bf16 and fp16.
+
+    What differs from pass to pass is in the two tensors alone, so a pass may be recorded and run again when they have
+    changed.
+
+    Args:
+        cache: where keys and values are.
+        tables: [W, S] int64, the blocks of each sequence, down its column, in the order of its tokens.
+        positions: [S] int64, of the new tokens.
+    """
+
+    def __init__(self, cache: KeyValueCache, tables: Tensor, positions: Tensor) -> None:
+        count = positions.shape[0]
+        sequences = torch.arange(count, device=positions.device)
+        ends = torch.arange(count + 1, dtype=torch.int32, device=positions.device)
+        super().__init__(ends, positions, (1,) * count)
+        self.cache = cache
+        self.tables = tables
+        self.total_lengths = positions + 1
+        self.new_rows = tables[positions // cache.block_size, sequences] * cache.block_size
+        self.new_rows += positions % cache.block_size
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, *, scale: float, window: int | None) -> Tensor:
+        """By a kernel that reads the blocks where they are."""
+        # Triton is there where torch has a GPU to run it on, and not on every machine without one.
+        from xorl.kernels.attention.paged_triton import paged_attention  # noqa: PLC0415
+
+        return paged_attention(
+            q.contiguous(),
+            keys,
+            values,
+            self.tables,
+            self.total_lengths,
+            block_size=self.cache.block_size,
+            scale=scale,
+            window=window,
+        )
+
+
+def growth_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why a `GrowthLayout` cannot be used, or None when it can."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"the kernel is for bf16 and fp16, and this is {dtype}"
+    return triton_refusal(device.type)
+
+
+class MixedLayout(CachedLayout):
+    """Any number of new tokens of each sequence.
 
     A sequence of N tokens of which n are new brings the last n; the keys of the others are in the cache.
 
@@ -71,7 +153,6 @@ class CachedLayout(SequenceLayout):
         positions = torch.cat(ranges)
         super().__init__(torch.tensor(starts, dtype=torch.int32).to(device), positions.to(device), new)
         self.cache = cache
-        self.layer = 0
         self.totals = tuple(totals)
         self.max_seqlen = max(totals)
         longest = max(len(table) for table in tables)
@@ -84,18 +165,11 @@ class CachedLayout(SequenceLayout):
         # Made once for all layers, whose layouts are copies of this one.
         self._read_rows: dict[str, Tensor] = {}
 
-    def of_layer(self, index: int) -> CachedLayout:
-        """This layout, with the keys and values of one layer."""
-        layout = copy.copy(self)
-        layout.layer = index
-        return layout
-
-    def write(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep the new tokens' k and v, [T, G, C]; returns those of all tokens of the cache, [E * B, G, C] each."""
-        keys, values = self.cache.keys[self.layer], self.cache.values[self.layer]
-        keys[self.new_rows] = k
-        values[self.new_rows] = v
-        return keys, values
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, *, scale: float, window: int | None) -> Tensor:
+        """By FlashAttention where it runs, and else by `scaled_dot_product_attention`."""
+        request = AttentionRequest(q.device.type, q.dtype, q.shape[-1], window, deterministic=False)
+        attend = plain_cached_attention if native_refusal(request) else flash_cached_attention
+        return attend(q, keys, values, self, scale=scale, window=window)
 
     def packed_rows(self) -> Tensor:
         """Rows of the cache with all tokens of all sequences, end to end, [sum of N]."""
@@ -128,13 +202,11 @@ def cached_attention(
     Since all are written before any is read, one sequence may read what another one writes in the same pass.
     """
     keys, values = layout.write(k, v)
-    request = AttentionRequest(q.device.type, q.dtype, q.shape[-1], window, deterministic=False)
-    attend = plain_cached_attention if native_refusal(request) else flash_cached_attention
-    return attend(q, keys, values, layout, scale=scale, window=window)
+    return layout.attend(q, keys, values, scale=scale, window=window)
 
 
 def plain_cached_attention(
-    q: Tensor, keys: Tensor, values: Tensor, layout: CachedLayout, *, scale: float, window: int | None
+    q: Tensor, keys: Tensor, values: Tensor, layout: MixedLayout, *, scale: float, window: int | None
 ) -> Tensor:
     """By `scaled_dot_product_attention`: sequences with one new token together, padded, and each other one alone.
 
@@ -163,7 +235,7 @@ def plain_cached_attention(
 
 
 def flash_cached_attention(
-    q: Tensor, keys: Tensor, values: Tensor, layout: CachedLayout, *, scale: float, window: int | None
+    q: Tensor, keys: Tensor, values: Tensor, layout: MixedLayout, *, scale: float, window: int | None
 ) -> Tensor:
     """By the FlashAttention 2 that torch carries, all sequences in one launch, on keys gathered end to end.
 

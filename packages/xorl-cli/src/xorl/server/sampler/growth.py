@@ -1,0 +1,145 @@
+"""Passes in which each of several samples grows by one token: most of generation.
+
+Such a pass is a thousand small kernels, which the host takes several times as long to launch as the GPU to run. Where
+the model's memory stays in place a pass is recorded once (a CUDA graph), for each number of samples that is a power of
+two, and run again for all that follow, with rows that nobody reads where fewer samples grow.
+
+Shapes: N samples, M samples at most, W blocks at most, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from xorl.core.models import Decoder
+from xorl.core.parallel import ParallelModel
+from xorl.kernels.attention import GrowthLayout, KeyValueCache
+from xorl.kernels.linear_ce import wide_logits
+
+logger = logging.getLogger(__name__)
+
+# Recorded passes at once: some sizes, for some adapters that are sampled from in turn.
+MAX_RECORDED = 32
+
+
+class Growth:
+    """Growth on one device, over one cache.
+
+    Args:
+        model: whose module is a Decoder, and whose parameters stay where they are in memory.
+        cache: whose last block is no sample's: rows that fill a recorded pass up are written there.
+        max_samples: M, rounded up to a power of two.
+        max_tokens: of one sample.
+        device: where the model computes; see `growth_refusal`.
+    """
+
+    def __init__(
+        self, model: ParallelModel, cache: KeyValueCache, *, max_samples: int, max_tokens: int, device: torch.device
+    ) -> None:
+        decoder = model.module
+        assert isinstance(decoder, Decoder)
+        self._decoder = decoder
+        self._forward = model.forward
+        self._cache = cache
+        self._may_record = may_record(model)
+        room = _power_of_2(max_samples)
+        max_blocks = -(-max_tokens // cache.block_size)
+        # Pinned, so that what a pass is told is on its way while the host goes on.
+        self._numbers = torch.zeros(2, room, dtype=torch.int64).pin_memory()  # tokens and positions
+        self._tables = torch.zeros(max_blocks, room, dtype=torch.int64).pin_memory()
+        self._device_numbers = self._numbers.to(device)
+        self._device_tables = self._tables.to(device)
+        # Recorded passes share the memory in which they compute, but for what they leave here.
+        self._logits = torch.empty(room, decoder.config.vocab_size, device=device) if self._may_record else None
+        self._memory = torch.cuda.graph_pool_handle()
+        self._recorded: OrderedDict[Hashable, torch.cuda.CUDAGraph] = OrderedDict()
+
+    def num_rows(self, num_samples: int) -> int:
+        """Rows of the pass in which so many samples grow."""
+        return _power_of_2(num_samples) if self._may_record else num_samples
+
+    def logits(
+        self, tokens: Sequence[int], tables: Sequence[Sequence[int]], totals: Sequence[int], choice: Hashable
+    ) -> Tensor:
+        """Logits [N, V] fp32 behind the newest tokens, until the next call.
+
+        Args:
+            tokens: the newest one of each sample.
+            tables: the blocks of each sample, with room for its newest token.
+            totals: tokens of each sample.
+            choice: what distinguishes this pass from others of as many rows: which adapters it runs through.
+        """
+        num_samples = len(tokens)
+        num_rows = self.num_rows(num_samples)
+        self._tell(tokens, tables, totals, num_rows)
+        if not self._may_record:
+            return self._pass(num_rows)
+        key = (num_rows, choice)
+        if key in self._recorded:
+            self._recorded.move_to_end(key)
+        else:
+            try:
+                self._record(key, num_rows)
+            except RuntimeError as problem:
+                # An operation of this model waits for the device, say. It is slower so, and as right.
+                logger.warning("event=generation_not_recorded rows=%d why=%s", num_rows, str(problem).splitlines()[0])
+                self._may_record = False
+                return self._pass(num_rows)[:num_samples]
+        self._recorded[key].replay()
+        assert self._logits is not None
+        return self._logits[:num_samples]
+
+    def forget_recorded(self) -> None:
+        """The model's memory may have moved."""
+        self._recorded.clear()
+
+    def _tell(
+        self, tokens: Sequence[int], tables: Sequence[Sequence[int]], totals: Sequence[int], num_rows: int
+    ) -> None:
+        """Put what the pass is about onto the device; rows behind the samples write to the cache's last block."""
+        count = len(tokens)
+        numbers, host_tables = self._numbers.numpy(), self._tables.numpy()
+        numbers[:, count:num_rows] = 0
+        numbers[0, :count] = tokens
+        numbers[1, :count] = totals
+        numbers[1, :count] -= 1
+        for column, table in enumerate(tables):
+            host_tables[: len(table), column] = table
+        host_tables[0, count:num_rows] = self._cache.num_blocks - 1
+        longest = max(len(table) for table in tables)
+        self._device_numbers.copy_(self._numbers, non_blocking=True)
+        self._device_tables[:longest].copy_(self._tables[:longest], non_blocking=True)
+
+    def _pass(self, num_rows: int) -> Tensor:
+        tokens, positions = self._device_numbers[:, :num_rows].unbind()
+        layout = GrowthLayout(self._cache, self._device_tables[:, :num_rows], positions)
+        return self._forward(tokens, layout, loss=wide_logits)
+
+    def _record(self, key: Hashable, num_rows: int) -> None:
+        # Libraries take the memory that they keep, and kernels are compiled, before anything is recorded.
+        self._pass(num_rows)
+        torch.cuda.current_stream().synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            logits = self._pass(num_rows)
+            assert self._logits is not None
+            self._logits[:num_rows].copy_(logits)
+        self._recorded[key] = graph
+        if len(self._recorded) > MAX_RECORDED:
+            self._recorded.popitem(last=False)
+
+
+def may_record(model: ParallelModel) -> bool:
+    """Whether a model's parameters stay where they are: not where they are sharded, or cast to fp8 for training."""
+    is_sharded = any(isinstance(module, FSDPModule) for module in model.module.modules())
+    return not is_sharded and model.fp8_weights is None
+
+
+def _power_of_2(number: int) -> int:
+    return 1 << (number - 1).bit_length()

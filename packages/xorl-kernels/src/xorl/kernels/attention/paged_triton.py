@@ -1,0 +1,190 @@
+"""Paged attention as a Triton kernel: one query of each sequence over its keys in blocks, which stay where they are.
+
+Imported only where Triton is. `cached.py` has the contract; `plain_cached_attention` is the plain twin. The keys of a
+sequence are shared out among several programs, so that few sequences keep a GPU busy too, and the parts are joined by
+their log-sum-exps (Flash-Decoding, Dao et al., 2023).
+
+Shapes: S sequences, W blocks of the longest table, B tokens of a block, E blocks of the cache, H query heads, G
+key/value heads, C channels of a head, P parts.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from xorl.kernels.fused.device import NUM_PROCESSORS, launch, power_of_2
+
+# Keys that a program reads at a time.
+BLOCK_KEYS = 64
+# Rows of the smallest matrix product: as many query heads as share a key head, filled up.
+LEAST_ROWS = 16
+MAX_PARTS = 32
+PROGRAMS_PER_PROCESSOR = 8
+
+
+def paged_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    *,
+    block_size: int,
+    scale: float,
+    window: int | None,
+    block_keys: int = BLOCK_KEYS,
+) -> Tensor:
+    """Attention [S, H, C] of the last token of each sequence over all its tokens.
+
+    Nothing depends on what is in tables and lengths but what is computed: the launches are the same, so that a pass may
+    be recorded.
+
+    Args:
+        q: [S, H, C], contiguous.
+        keys, values: [E * B, G, C], contiguous.
+        tables: [W, S] int64, the blocks of each sequence, down its column.
+        lengths: [S] int64, tokens of each sequence, at least one.
+        block_size: B.
+        scale: multiplies the scores.
+        window: how many tokens, itself included, a token sees; None for all.
+        block_keys: keys that a program reads at a time.
+    """
+    num_sequences, num_heads, head_dim = q.shape
+    num_kv_heads = keys.shape[1]
+    group = num_heads // num_kv_heads
+    wanted = -(-PROGRAMS_PER_PROCESSOR * NUM_PROCESSORS // (num_sequences * num_kv_heads))
+    num_parts = min(power_of_2(wanted), MAX_PARTS)
+    out = torch.empty_like(q)
+    parts = out if num_parts == 1 else q.new_empty(num_parts, *q.shape, dtype=torch.float32)
+    sums = q.new_empty(num_parts, num_sequences, num_heads, dtype=torch.float32)
+    block_channels = power_of_2(head_dim)
+    launch(
+        _attend,
+        (num_sequences, num_kv_heads, num_parts),
+        q,
+        keys,
+        values,
+        tables,
+        lengths,
+        parts,
+        sums,
+        tables.stride(0),
+        tables.stride(1),
+        num_sequences,
+        num_kv_heads,
+        scale,
+        NUM_PARTS=num_parts,
+        WINDOW=window,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        BLOCK_HEADS=max(power_of_2(group), LEAST_ROWS),
+        BLOCK_CHANNELS=block_channels,
+        BLOCK_KEYS=block_keys,
+        num_warps=4,
+    )
+    if num_parts > 1:
+        launch(
+            _join,
+            (num_sequences * num_heads,),
+            parts,
+            sums,
+            out,
+            num_sequences * num_heads,
+            NUM_PARTS=num_parts,
+            HEAD_DIM=head_dim,
+            BLOCK_CHANNELS=block_channels,
+            num_warps=4,
+        )
+    return out
+
+
+@triton.jit
+def _attend(
+    q: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    tables: tl.tensor,
+    lengths: tl.tensor,
+    parts: tl.tensor,
+    sums: tl.tensor,
+    row_stride: tl.int64,  # pyright: ignore[reportInvalidTypeForm]
+    sequence_stride: tl.int64,  # pyright: ignore[reportInvalidTypeForm]
+    num_sequences: int,
+    num_kv_heads: int,
+    scale: float,
+    NUM_PARTS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_CHANNELS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+) -> None:
+    """A program attends for the query heads of one key head of one sequence, to one part of its keys."""
+    sequence, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(lengths + sequence)
+    first = length * 0
+    if WINDOW is not None:  # pyright: ignore[reportUnnecessaryComparison]
+        first = tl.maximum(length - WINDOW, 0)
+    steps = tl.cdiv(length - first, BLOCK_KEYS)
+    steps_of_part = tl.cdiv(steps, NUM_PARTS)
+    start = first + part * steps_of_part * BLOCK_KEYS
+    stop = tl.minimum(start + steps_of_part * BLOCK_KEYS, length)
+    heads = tl.arange(0, BLOCK_HEADS)
+    channels = tl.arange(0, BLOCK_CHANNELS)
+    # Where a query or a result of [S, H, C] lies.
+    row = (sequence * num_kv_heads + kv_head) * GROUP + heads
+    places = row[:, None] * HEAD_DIM + channels[None, :]
+    is_query = (heads[:, None] < GROUP) & (channels[None, :] < HEAD_DIM)
+    query = tl.load(q + places, mask=is_query, other=0.0)
+    table = tables + sequence * sequence_stride
+    largest = tl.full((BLOCK_HEADS,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_HEADS,), tl.float32)
+    weighted = tl.zeros((BLOCK_HEADS, BLOCK_CHANNELS), tl.float32)
+    while start < stop:
+        positions = start + tl.arange(0, BLOCK_KEYS)
+        is_key = positions < stop
+        blocks = tl.load(table + positions // BLOCK_SIZE * row_stride, mask=is_key, other=0)
+        rows = blocks * BLOCK_SIZE + positions % BLOCK_SIZE
+        offsets = ((rows * num_kv_heads + kv_head) * HEAD_DIM)[:, None] + channels[None, :]
+        is_read = is_key[:, None] & (channels[None, :] < HEAD_DIM)
+        key = tl.load(keys + offsets, mask=is_read, other=0.0)
+        value = tl.load(values + offsets, mask=is_read, other=0.0)
+        scores = tl.where(is_key[None, :], tl.dot(query, key.T) * scale, float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+        shrink = tl.exp(largest - new_largest)
+        weights = tl.exp(scores - new_largest[:, None])
+        total = total * shrink + tl.sum(weights, axis=1)
+        weighted = weighted * shrink[:, None] + tl.dot(weights.to(value.dtype), value)
+        largest = new_largest
+        start += BLOCK_KEYS
+    # A part without keys weighs nothing beside the others.
+    weighted = weighted / tl.where(total > 0, total, 1.0)[:, None]
+    offset = part.to(tl.int64) * num_sequences * num_kv_heads * GROUP
+    tl.store(parts + offset * HEAD_DIM + places, weighted.to(parts.dtype.element_ty), mask=is_query)  # pyright: ignore[reportAttributeAccessIssue]
+    tl.store(sums + offset + row, largest + tl.log(total), mask=heads < GROUP)
+
+
+@triton.jit
+def _join(
+    parts: tl.tensor,
+    sums: tl.tensor,
+    out: tl.tensor,
+    num_rows: int,
+    NUM_PARTS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_CHANNELS: tl.constexpr,
+) -> None:
+    """The mean of the parts of one query head, each weighted by its sum."""
+    row = tl.program_id(0)
+    numbers, channels = tl.arange(0, NUM_PARTS), tl.arange(0, BLOCK_CHANNELS)
+    offsets = numbers.to(tl.int64) * num_rows + row
+    exponents = tl.load(sums + offsets)
+    weights = tl.exp(exponents - tl.max(exponents, axis=0))
+    is_channel = channels < HEAD_DIM
+    each = tl.load(parts + offsets[:, None] * HEAD_DIM + channels[None, :], mask=is_channel[None, :], other=0.0)
+    mean = tl.sum(each * weights[:, None], axis=0) / tl.sum(weights, axis=0)
+    tl.store(out + row * HEAD_DIM + channels, mean.to(out.dtype.element_ty), mask=is_channel)  # pyright: ignore[reportAttributeAccessIssue]
