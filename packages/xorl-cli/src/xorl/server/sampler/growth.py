@@ -98,6 +98,8 @@ class Growth:
     def forget_recorded(self) -> None:
         """The model's memory may have moved."""
         self._recorded.clear()
+        # Torch does not let a pool that nothing uses any more be used again.
+        self._memory = torch.cuda.graph_pool_handle()
 
     def _tell(
         self, tokens: Sequence[int], tables: Sequence[Sequence[int]], totals: Sequence[int], num_rows: int
