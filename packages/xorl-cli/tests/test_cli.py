@@ -177,8 +177,11 @@ def test_a_number_of_ranks_that_does_not_fit_is_refused_before_they_start(xorl) 
     # Would catch a job that fails on every rank with an error of torch's.
     result = xorl("train", "a.yaml", "--nproc_per_node=3", "--train.data_parallel_shard_size", "2")
     assert result.code == BAD_INPUT
-    assert "3 processes cannot be arranged as train.data_parallel_shard_size 2" in result.err
+    told = "train.data_parallel_shard_size: 3 processes cannot be arranged as train.data_parallel_shard_size 2"
+    assert f"error: {told}" in result.err
     assert "launching:" not in result.err
+    Path("b.yaml").write_text(SOUND.replace("train: {", "train: {data_parallel_shard_size: 2, "))
+    assert f"error: b.yaml:3: {told}" in xorl("train", "b.yaml", "--nproc_per_node=3").err
 
 
 @pytest.mark.parametrize(

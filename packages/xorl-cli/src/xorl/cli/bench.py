@@ -163,7 +163,8 @@ def _start(
     # One rank needs no launcher, whether or not it was asked for.
     nproc = None if nproc_per_node == 1 and (is_single_process or num_gpus() < 2) else nproc_per_node
     plan = plan_launch(LaunchFlags(nproc), num_gpus=num_gpus(), is_single_process=is_single_process)
-    check_world_size(loaded.config, plan.world_size if plan else 1)
+    with loaded.citing():
+        check_world_size(loaded.config, plan.world_size if plan else 1)
     if plan is None:
         return _bench(path, overrides, flags)
     arguments = [str(path), *overrides, *flags.arguments(), *(["--traceback"] if with_traceback else [])]

@@ -66,10 +66,12 @@ def _start(path: Path, overrides: tuple[str, ...], flags: LaunchFlags, with_trac
     """Launches the ranks, or is the only one."""
     loaded = load_config(path, overrides)
     if flags.nproc_per_node is not None:
-        check_world_size(loaded.config, flags.nproc_per_node * (flags.nnodes or 1))
+        with loaded.citing():
+            check_world_size(loaded.config, flags.nproc_per_node * (flags.nnodes or 1))
     is_single_process = loaded.config.train.data_parallel_mode == "none"
     plan = plan_launch(flags, num_gpus=num_gpus(), is_single_process=is_single_process)
-    check_world_size(loaded.config, plan.world_size if plan else 1)
+    with loaded.citing():
+        check_world_size(loaded.config, plan.world_size if plan else 1)
     if plan is None:
         return _train(loaded)
     arguments = [str(path), *overrides, *(["--traceback"] if with_traceback else [])]
@@ -82,7 +84,8 @@ def _join(path: Path, overrides: tuple[str, ...], flags: LaunchFlags, world_size
     if flags.given():
         raise ValueError(f"{', '.join(flags.given())}: this process was started as a rank, and starts none itself")
     loaded = load_config(path, overrides)
-    check_world_size(loaded.config, world_size)
+    with loaded.citing():
+        check_world_size(loaded.config, world_size)
     return _train(loaded)
 
 

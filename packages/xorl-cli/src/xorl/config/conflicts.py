@@ -447,7 +447,7 @@ CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
 
 
 def check_world_size(config: Config, world_size: int) -> None:
-    """Raises ValueError when that many processes cannot be arranged as the parallel sizes say."""
+    """Raises ValueError, which begins with an option, when so many processes cannot be arranged as the sizes say."""
     train = config.train
     started = f"{world_size} process{'' if world_size == 1 else 'es'}"
     if train.data_parallel_mode == "none" and world_size > 1:
@@ -466,6 +466,7 @@ def check_world_size(config: Config, world_size: int) -> None:
     fixed = math.prod(max(size, 1) for size in sizes.values())
     is_open = -1 in sizes.values()
     if world_size % fixed if is_open else world_size != fixed:
-        shown = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "sizes that are all 1"
+        named = {name: size for name, size in sizes.items() if size > 1} or data_sizes
+        shown = " x ".join(f"{name} {size}" for name, size in named.items())
         wanted = f"a multiple of {fixed}" if is_open else f"{fixed}, or set a data-parallel size to -1 for the rest"
-        raise ValueError(f"{started} cannot be arranged as {shown}: start {wanted}")
+        raise ValueError(f"{next(iter(named))}: {started} cannot be arranged as {shown}: start {wanted}")
