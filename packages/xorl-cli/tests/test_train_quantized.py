@@ -129,6 +129,7 @@ def build(folder, mesh, *, merge_qkv=True, random=False, **lora):
     ("entries", "told"),
     [
         ({"rope_thetaa": 5.0}, "rope_thetaa is no entry of .*config.json, and changes nothing that Qwen3ForCausalLM"),
+        ({"attention_dropout": 0.1}, "model.foundation: attention_dropout: 0.1: models train without dropout"),
         ({"num_attention_heads": 0}, "model.foundation: .*num_attention_heads"),
         ({"num_hidden_layers": "2"}, "model.foundation: .*num_hidden_layers"),
     ],

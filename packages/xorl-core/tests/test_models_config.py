@@ -138,13 +138,14 @@ def test_windows_follow_layer_types_or_the_first_windowed_layer():
     assert read("Qwen3ForCausalLM", **on, layer_types=layer_types).windows == (None, 16, None, 16)
 
 
-def test_dropout_is_noted_and_unknown_keys_are_named(caplog):
+def test_dropout_and_unknown_keys_are_warned_of(caplog):
     """Catches a key that is silently ignored; dropout is the one that is known and not applied."""
-    with caplog.at_level(logging.INFO, logger="xorl.core.models.hf_config"):
+    with caplog.at_level(logging.WARNING, logger="xorl.core.models.hf_config"):
         read("GPT2LMHeadModel", resid_pdrop=0.1, attn_pdrop=0.0, summary_type="cls_index", eos_token_id=3)
         read("LlamaForCausalLM", attention_multiplier=2.0, use_cache=True, unset=None)
     assert [record.getMessage() for record in caplog.records] == [
-        "dropout=off (training runs without dropout; the model's config.json has resid_pdrop=0.1)",
+        "GPT2LMHeadModel: config.json asks for dropout (resid_pdrop: 0.1), which is not applied: models "
+        "train without it here",
         "LlamaForCausalLM: config.json keys that change nothing here: attention_multiplier",
     ]
 

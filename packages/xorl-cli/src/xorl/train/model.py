@@ -15,7 +15,7 @@ from xorl.ckpt import CheckpointError, SafetensorsSource, WeightSource, load_wei
 from xorl.config import LoraConfig, ModelConfig, TrainConfig
 from xorl.config.fields import LoadWeightsMode
 from xorl.core.mesh import Mesh
-from xorl.core.models import Decoder, DecoderConfig, spec_for
+from xorl.core.models import DROPOUT_KEYS, Decoder, DecoderConfig, spec_for
 from xorl.core.nn import FusedKernel, choose_kernels
 from xorl.core.parallel import (
     ParallelModel,
@@ -93,6 +93,10 @@ def _start_of(config: ModelConfig) -> StartingCheckpoint:
 def _with_entries(architecture: Architecture, entries: Mapping[str, object], file: Path) -> Architecture:
     """The architecture of a config.json in which `entries` replace or join what `file` says."""
     hf_config = {**architecture.hf_config, **entries}
+    asked = [f"{name}: {entries[name]}" for name in DROPOUT_KEYS if entries.get(name)]
+    if asked:
+        told = "models train without dropout here; set it to 0, or leave it out"
+        raise ValueError(f"model.foundation: {', '.join(asked)}: {told}")
     try:
         spec = spec_for(hf_config)
         config = spec.config_from_hf(hf_config)

@@ -7,10 +7,12 @@ from xorl.core.models import gpt2, llama, qwen2, qwen3
 from xorl.core.models.decoder import Decoder
 from xorl.core.models.decoder_config import DecoderConfig
 from xorl.core.models.flops import matmul_parameters, training_flops
+from xorl.core.models.hf_config import DROPOUT_KEYS
 from xorl.core.models.recipes import LogicalModule, RowTarget, WeightRecipe, WeightSource
 from xorl.core.models.spec import ModelSpec
 
 __all__ = [
+    "DROPOUT_KEYS",
     "SPECS",
     "Decoder",
     "DecoderConfig",

@@ -23,7 +23,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     hidden_size, num_heads, num_layers = hf.positive("n_embd"), hf.positive("n_head"), hf.positive("n_layer")
     if hidden_size % num_heads:
         raise ValueError(f"{ARCHITECTURE}: n_embd: {hidden_size} must be a multiple of n_head: {num_heads}")
-    hf.note_dropout("resid_pdrop", "embd_pdrop", "attn_pdrop")
+    hf.warn_of_dropout()
     config = DecoderConfig(
         vocab_size=hf.positive("vocab_size"),
         hidden_size=hidden_size,

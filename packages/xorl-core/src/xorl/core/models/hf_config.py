@@ -22,6 +22,8 @@ sep_token_id task_specific_params tokenizer_class torch_dtype transformers_versi
 use_cache use_return_dict
 """
 INERT_KEYS = frozenset(_INERT.split())
+# What asks for dropout, under the names of all families.
+DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop")
 
 
 class HFConfig:
@@ -85,11 +87,12 @@ class HFConfig:
         if self.has(key) and self._values[key]:
             raise ValueError(f"{self._architecture}: {key}: {self._values[key]!r} is not supported: {reason}")
 
-    def note_dropout(self, *keys: str) -> None:
+    def warn_of_dropout(self) -> None:
         """Training runs without dropout; say so where the config asks for some."""
-        asked = [f"{key}={self._values[key]}" for key in keys if self.has(key) and self._values[key]]
+        asked = ", ".join(f"{key}: {self._values[key]}" for key in DROPOUT_KEYS if self.has(key) and self._values[key])
         if asked:
-            logger.info("dropout=off (training runs without dropout; the model's config.json has %s)", " ".join(asked))
+            told = "%s: config.json asks for dropout (%s), which is not applied: models train without it here"
+            logger.warning(told, self._architecture, asked)
 
     def finish(self, inert: Collection[str] = ()) -> None:
         """Warn of keys that nobody read and that are not known to be harmless."""

@@ -43,7 +43,7 @@ def read_config(
     hidden_size = hf.positive("hidden_size")
     head_dim = hf.positive("head_dim", default_head_dim or hidden_size // num_heads)
     max_position_embeddings = hf.positive("max_position_embeddings")
-    hf.note_dropout("attention_dropout")
+    hf.warn_of_dropout()
     return DecoderConfig(
         vocab_size=hf.positive("vocab_size"),
         hidden_size=hidden_size,
