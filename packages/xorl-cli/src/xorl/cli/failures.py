@@ -17,7 +17,6 @@ from xorl.cli.exit_codes import BAD_INPUT, BY_SIGNAL, DIVERGED, INTERRUPTED, TER
 
 ERROR_FILE = "error.json"
 INTERRUPTED_FILE = "interrupted"  # beside it
-LAUNCHER_FILE = "launcher"
 MAX_OTHERS = 3  # other failures shown, a line each
 # A signal that no one in the job sends: whoever it hits fell first, whatever the others then say.
 FATAL_SIGNALS = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
@@ -69,16 +68,6 @@ def peer_has_failed(error_file: Path | None) -> bool:
     # torch gives each rank a folder beside the others.
     peers = (folder for folder in error_file.parent.parent.iterdir() if folder != error_file.parent)
     return any((folder / name).exists() for folder in peers for name in (ERROR_FILE, INTERRUPTED_FILE))
-
-
-def note_launcher(folder: Path) -> None:
-    """Tells the ranks that this process starts them."""
-    _write(folder / LAUNCHER_FILE, str(os.getpid()))
-
-
-def noted_launcher(folder: Path) -> int:
-    """Returns the process that started the ranks."""
-    return int((folder / LAUNCHER_FILE).read_text())
 
 
 def note_pid(folder: Path, rank: int) -> None:

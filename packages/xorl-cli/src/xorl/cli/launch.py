@@ -5,7 +5,6 @@ import os
 import shlex
 import signal
 import sys
-import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -14,7 +13,8 @@ from pathlib import Path
 from types import FrameType
 
 from xorl.cli.exit_codes import BY_SIGNAL, meaning_of
-from xorl.cli.failures import failure_of, note_launcher, noted_pids, noted_stop, report
+from xorl.cli.failures import failure_of, noted_pids, noted_stop, report
+from xorl.cli.rank_folder import NOTES, rank_folder
 
 DEFAULT_PORT = 29500  # torchrun's
 RANK_FOLDER_FLAG = "--rank-folder"
@@ -135,10 +135,8 @@ def launch(plan: LaunchPlan, command: Sequence[str], *, rank_folder_flag: str = 
     _quieten_launcher()
     if plan.nproc_per_node > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, so that ranks do not fight over cores
-    with tempfile.TemporaryDirectory(prefix="xorl_ranks_") as name:
-        notes = Path(name) / "notes"
-        notes.mkdir()
-        note_launcher(notes)
+    with rank_folder() as folder:
+        notes = folder / NOTES
         config = LaunchConfig(
             min_nodes=plan.nnodes,
             max_nodes=plan.nnodes,
@@ -149,7 +147,7 @@ def launch(plan: LaunchPlan, command: Sequence[str], *, rank_folder_flag: str = 
             rdzv_endpoint=plan.rdzv_endpoint,
             rdzv_configs={} if plan.node_rank is None else {"rank": plan.node_rank},
             max_restarts=0,
-            logs_specs=DefaultLogsSpecs(log_dir=str(Path(name) / "records")),
+            logs_specs=DefaultLogsSpecs(log_dir=str(folder / "records")),
             local_addr="localhost" if plan.is_standalone else None,
             signals_to_handle=",".join(number.name for number in LEFT_TO_TORCH),
         )

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xorl.cli.exit_codes import BY_SIGNAL, OK, code_of, first_of, text_of
-from xorl.cli.failures import note_interruption, note_pid, note_stop, noted_launcher, peer_has_failed, write_record
+from xorl.cli.failures import note_interruption, note_pid, note_stop, peer_has_failed, write_record
+from xorl.cli.rank_folder import kept_for_rank
 from xorl.cli.signals import leaving_failed_peers, stopping_with_parent, terminable
 
 
@@ -52,17 +53,17 @@ def run_rank(run: Callable[[], int], environment: RankEnvironment, *, folder: Pa
     try:
         with terminable(), leaving_failed_peers(lambda: peer_has_failed(environment.error_file)):
             if folder is None:
-                code = run()
-            else:
+                return run()
+            with kept_for_rank(folder) as launcher:
                 note_pid(folder, environment.rank)
-                with stopping_with_parent(noted_launcher(folder)):
+                with stopping_with_parent(launcher):
                     code = run()
+                if code <= BY_SIGNAL:
+                    return code
+                note_stop(folder, environment.rank, code)
+                return OK
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  (the border of the process)
         return _failed(first_of(error), environment, with_traceback=with_traceback)
-    if code > BY_SIGNAL and folder is not None:
-        note_stop(folder, environment.rank, code)
-        return OK
-    return code
 
 
 def _failed(error: BaseException, environment: RankEnvironment, *, with_traceback: bool) -> int:
