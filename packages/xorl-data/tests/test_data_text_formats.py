@@ -284,6 +284,10 @@ def test_what_a_tokenizer_lacks_is_said(text_options, tmp_path, write_jsonl, wri
         prepare([DatasetEntry(path, type="chat")], bare)
     with pytest.raises(DataError, match=r"model.tokenizer_path: .* holds no tokenizer that can be loaded"):
         prepare([DatasetEntry(path, type="chat")], replace(text_options, tokenizer_folder=tmp_path / "none"))
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(DataError, match=r"model.tokenizer_path: .*weights holds no tokenizer; give"):
+        prepare([DatasetEntry(path, type="auto")], replace(text_options, tokenizer_folder=tmp_path / "weights"))
     with pytest.raises(DataError, match=r"model.tokenizer_path: .*needs a tokenizer"):
         prepare([DatasetEntry(path, type="chat")], replace(text_options, tokenizer_folder=None))
     with pytest.raises(DataError, match=r"chat_template: no.jinja is no file .*the tokenizer's templates are: default"):

@@ -126,6 +126,11 @@ def load_tokenizer(folder: Path) -> TextTokenizer:
     special = dict(loaded.special_tokens_map)
     added = loaded.added_tokens_decoder.values()
     special_texts = frozenset(str(token) for token in added if token.special)
+    if core.get_vocab().keys() <= special_texts:
+        # Of some families transformers makes one from no file at all, which encodes every text as nothing.
+        raise DataError(
+            f"{_OPTION}: {folder} holds no tokenizer; give a folder with a tokenizer.json, or the model's id"
+        )
     with_special = core.encode("a").ids
     bos = loaded.bos_token_id
     return _remember(
