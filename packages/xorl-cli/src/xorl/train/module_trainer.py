@@ -263,8 +263,9 @@ class Trainer:
         if not (math.isfinite(loss_sum) and math.isfinite(grad_norm)):
             self.optimizer.zero_grad(set_to_none=True)
             raise DivergedError(
-                f"step {self.step + 1}: the loss is {loss_sum / max(1.0, trained)}, the gradient's norm {grad_norm}. "
-                "The update was not applied. Lower learning_rate or look at this step's data"
+                self.step + 1,
+                f"the loss is {loss_sum / max(1.0, trained)}, the gradient's norm {grad_norm}. "
+                "The update was not applied. Lower learning_rate or look at this step's data",
             )
         if not trained:
             raise ValueError(f"loader: no token of step {self.step + 1} is trained; all labels are {IGNORE}")

@@ -27,7 +27,12 @@ ItemT = TypeVar("ItemT")
 
 
 class DivergedError(RuntimeError):
-    """The loss or the gradient norm is not finite. An update by a gradient that is not was not applied."""
+    """The loss or the gradient norm of a step is not finite. An update by a gradient that is not was not applied."""
+
+    def __init__(self, step: int, told: str) -> None:
+        super().__init__(f"step {step}: {told}")
+        self.step = step
+        self.told = told
 
 
 class Sink(Protocol):
@@ -228,10 +233,8 @@ class Observer:
         self.write(metrics)
         if skipped or not math.isfinite(loss_sum):
             outcome = "The update was not applied" if skipped else "The run stops"
-            raise DivergedError(
-                f"step {pending.step}: loss {metrics['loss']}, gradient norm {norm}. {outcome}, and this step is "
-                "not saved. Lower train.lr or look at the step's data"
-            )
+            told = f"loss {metrics['loss']}, gradient norm {norm}. {outcome}, and this step is not saved"
+            raise DivergedError(pending.step, told)
 
     @contextmanager
     def pause(self) -> Iterator[None]:

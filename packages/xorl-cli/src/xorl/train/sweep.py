@@ -259,4 +259,4 @@ class _Report:
                         step,
                     )
         if steps and all(member.diverged for member in members.values()):
-            raise DivergedError(f"step {steps[-1][0]}: no member has a finite loss and gradient; lower train.lr")
+            raise DivergedError(steps[-1][0], "no member has a finite loss and gradient; lower train.lr")

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 from xorl.core.runtime import GarbageCollection
 from xorl.train.build import Run
+from xorl.train.diverged import LossesOfBins
 from xorl.train.evaluate import evaluate
 from xorl.train.interrupt import Interruption
 
@@ -17,13 +18,14 @@ def train(run: Run, *, saves_on_signal: bool = True) -> int:
     also where a former process was stopped before it could. Raises DivergedError where the loss or the gradient is not
     finite. Without `saves_on_signal` a signal acts at once, as it does outside of training.
     """
-    engine, observer = run.engine, run.observer
+    engine, observer, losses_of_bins = run.engine, run.observer, LossesOfBins(run.loader)
     if run.start_step == 0:
         _evaluate(run, 0)
     with (
         Interruption() if saves_on_signal else nullcontext() as interruption,
         GarbageCollection(run.gc_steps, run.empty_cache_steps) as garbage,
         run.profiler,
+        losses_of_bins.named(),
     ):
         observer.start()
         for index, batches in observer.fetched(run.loader.steps(start=run.start_step)):
@@ -31,7 +33,7 @@ def train(run: Run, *, saves_on_signal: bool = True) -> int:
             lr = run.schedule(step)
             for prepare in run.before_step:
                 prepare(step)
-            losses = engine.forward_backward(batches, run.loss_fn)
+            losses = engine.forward_backward(batches, run.loss_fn, losses_of_bins.of_step(step))
             update = engine.optim_step(lr, divisor=losses.num_trained_tokens.clamp(min=1))
             observer.step(step, losses, update, lr=lr)
             signal_number = 0 if interruption is None else interruption.agreed()

@@ -155,6 +155,12 @@ class StreamLoader:
             size = self._micro_batch_size
             yield step, [self._batch(members[at : at + size]) for at in range(0, per_step, size)]
 
+    def bins_of_micro_batches(self, step: int) -> list[np.ndarray]:
+        """The bins of each of this rank's micro-batches in `step`, as `stream_bins` numbers them."""
+        first = step * self._plan.bins_per_step + self._dp_rank
+        own = np.arange(first, (step + 1) * self._plan.bins_per_step, self._dp_size)
+        return [own[at : at + self._micro_batch_size] for at in range(0, len(own), self._micro_batch_size)]
+
     def _batch(self, members: Sequence[StreamBin]) -> PackedBatch:
         documents = [document for member in members for document in member.documents]
         batch = collate(documents, pad_to_multiple_of=self._pad_to_multiple_of, extra_names=self._stream.extra_names)

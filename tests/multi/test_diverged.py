@@ -1,0 +1,83 @@
+"""A run that diverges says at which step, and which of its bins to look at."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tiny_models import hf_config, write_config
+from xorl.cli.app import main
+from xorl.config import load_config
+from xorl.train import DivergedError, build_run, train
+
+POISON = 63
+CONFIG = """
+model: {{config_path: {folder}/model}}
+data:
+  datasets: [{{path: {folder}/train.jsonl}}]
+  streaming: {streaming}
+  dataset_prepared_path: {folder}/prepared
+  sample_packing_sequence_len: 32
+  dataloader_num_workers: 0
+  pad_to_multiple_of: 8
+train:
+  output_dir: {folder}/output
+  data_parallel_mode: ddp
+  micro_batch_size: 1
+  gradient_accumulation_steps: 4
+  max_steps: 3
+  enable_mixed_precision: false
+  save_hf_weights: false
+  log_format: structured
+  use_wandb: false
+"""
+
+
+def error_of(config: Path, poison: int | None) -> str:
+    """What ends a run on a model that computes NaN from a token, and from every one if it is None."""
+    run = build_run(load_config(config).config)
+    embedding = run.engine.model.module.get_submodule("model.embed_tokens").get_parameter("weight")
+    with torch.no_grad():
+        embedding[slice(None) if poison is None else poison] = math.nan
+    with pytest.raises(DivergedError) as raised:
+        train(run)
+    return str(raised.value)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("streaming", ["true", "false"])
+def test_bins_of_a_step_that_diverged_are_named(
+    streaming: str, tmp_path: Path, run_ranks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Catches a run of weeks that ends with the number of a step, whose order of data nobody knows; bins that are those
+    # of one rank alone, or that are counted otherwise than where they can be looked at.
+    with (tmp_path / "train.jsonl").open("w") as file:
+        for number in range(60):
+            ids = [(number + place) % 50 for place in range(20)]
+            file.write(json.dumps({"input_ids": [*ids, POISON] if number % 6 == 0 else [*ids, 0]}) + "\n")
+    write_config(tmp_path / "model", hf_config())
+    config = tmp_path / "config.yaml"
+    config.write_text(CONFIG.format(folder=tmp_path, streaming=streaming))
+    told = set(run_ranks(lambda: error_of(config, POISON), 2))
+    assert len(told) == 1
+    found = re.fullmatch(
+        r"step (\d): loss nan, .*not saved\. The loss of (\d) of its 8 bins is not finite \(([\d, ]+)\).* --bin \d+.*",
+        told.pop(),
+    )
+    assert found is not None
+    bins = found[3].split(", ")
+    assert len(bins) == int(found[2]) < 8
+    for number in bins:
+        monkeypatch.setattr(sys, "argv", ["xorl", "data", "inspect", str(config), "--bin", number])
+        with pytest.raises(SystemExit):
+            main()
+        assert f" {POISON} " in capsys.readouterr().out
+    (tmp_path / "output" / "metrics.jsonl").unlink()
+    told = set(run_ranks(lambda: error_of(config, None), 2))
+    assert re.fullmatch("step 1: .* The loss of none of its 8 bins is finite: lower train.lr", told.pop())
