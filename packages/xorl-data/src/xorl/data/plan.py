@@ -51,9 +51,9 @@ class DataPlan:
             raise DataError("there are no bins to train on")
         if self.drop_last and self.num_bins < self.bins_per_step:
             raise DataError(
-                f"the data fills {self.num_bins} bins and one optimizer step takes {self.bins_per_step} "
-                "(train.micro_batch_size * train.gradient_accumulation_steps * data-parallel size), so that "
-                "data.dataloader_drop_last: true leaves no step: lower one of them, lower "
+                f"train.gradient_accumulation_steps: one optimizer step takes {self.bins_per_step} bins (times "
+                f"train.micro_batch_size and the data-parallel size), and the data fills {self.num_bins}, so that "
+                "data.dataloader_drop_last: true leaves no step: lower one of these, lower "
                 "data.sample_packing_sequence_len, add data, or set data.dataloader_drop_last: false"
             )
 
@@ -158,8 +158,8 @@ def rescale_accumulation(bins_per_step: int, *, micro_batch_size: int, dp_size: 
     micro_batches = f"train.micro_batch_size {_listed(micro_sizes)} on this size" if micro_sizes else ""
     ranks = f"data-parallel size {_listed(sizes)} with train.micro_batch_size {micro_batch_size}" if sizes else ""
     raise DataError(
-        f"the run trains on {bins_per_step} bins a step, which data-parallel size {dp_size} with "
-        f"train.micro_batch_size {micro_batch_size} does not divide ({bins_per_step} / {per_round}); what works: "
+        f"train.load_checkpoint_path: its run has {bins_per_step} bins a step, which data-parallel size {dp_size} "
+        f"with train.micro_batch_size {micro_batch_size} does not divide ({bins_per_step} / {per_round}); what works: "
         + (" or ".join(filter(None, (ranks, micro_batches))) or "train.micro_batch_size 1 on a size that divides it")
     )
 
