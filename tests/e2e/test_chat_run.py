@@ -6,11 +6,15 @@ import json
 import os
 from pathlib import Path
 
+from transformers import AutoTokenizer
+
 from workspace import ROOT
+from xorl.train.export_saved import export_saved
 
 
 def test_the_chat_example_trains_and_leaves_a_receipt(tmp_path: Path, run_command) -> None:
-    # Catches formats that work alone and not under the command, and a run that does not say what became of its data.
+    # Catches formats that work alone and not under the command, a run that does not say what became of its data,
+    # and a model that is served with another template than it was trained with.
     folders = ["--train.output_dir", str(tmp_path / "out"), "--data.dataset_prepared_path", str(tmp_path / "prepared")]
     steps = ["--train.max_steps", "6", "--train.data_parallel_mode", "none", "--train.log_format", "structured"]
     result = run_command("configs/local/chat.yaml", *folders, *steps, prepare=lambda: os.chdir(ROOT))
@@ -27,3 +31,8 @@ def test_the_chat_example_trains_and_leaves_a_receipt(tmp_path: Path, run_comman
     assert receipt["train"]["plan_hash"]
     assert 0 < receipt["held_out"]["fill"] <= 1
     assert "receipt train bins=" in result.stderr
+    # The tokenizer has no template of its own: the one of the data is in every export.
+    exported = export_saved(str(tmp_path / "out"), str(tmp_path / "exported"))
+    for folder in (tmp_path / "out" / "checkpoints" / "global_step_6" / "hf", exported):
+        template = AutoTokenizer.from_pretrained(folder).chat_template
+        assert template == (ROOT / "configs" / "local" / "chat.jinja").read_text()

@@ -40,6 +40,7 @@ TOKENIZER_FILES = (
 )
 _COPIED_FILES = (*TOKENIZER_FILES, "generation_config.json")
 _CONFIG_FILE, CARD_FILE = "config.json", "README.md"
+_TEMPLATE_FILE = "chat_template.jinja"  # comes before one in tokenizer_config.json
 MAX_SHARD_BYTES = 5e9
 
 
@@ -64,6 +65,7 @@ def export_hf(
     hf_config: Mapping[str, object],
     dtype: torch.dtype | None = None,
     tokenizer_folder: Path | None = None,
+    chat_template: str | None = None,
     max_shard_bytes: float = MAX_SHARD_BYTES,
     model_card: str | None = None,
     whole: Callable[[str], torch.Tensor] | None = None,
@@ -71,8 +73,9 @@ def export_hf(
     """Collective: write safetensors, their index, config.json and the tokenizer's files; returns the folder.
 
     `dtype` None keeps each parameter's own. `hf_config` is written as it is, except for its dtype, which becomes that
-    of the weights. Tied weights are absent, as they are in `params`. `model_card` becomes README.md. `whole` is as in
-    `parameter_groups`. Raises CheckpointError if the folder exists and is not empty: nothing is written into it.
+    of the weights. `chat_template` takes the place of the tokenizer's own. Tied weights are absent, as they are in
+    `params`. `model_card` becomes README.md. `whole` is as in `parameter_groups`. Raises CheckpointError if the folder
+    exists and is not empty: nothing is written into it.
     """
     with agreed(f"export to {folder}"):
         groups = parameter_groups(params, recipes, dtype=dtype, whole=whole)
@@ -83,6 +86,7 @@ def export_hf(
             groups,
             hf_config=hf_config,
             tokenizer_folder=tokenizer_folder,
+            chat_template=chat_template,
             max_shard_bytes=max_shard_bytes,
             model_card=model_card,
         )
@@ -97,6 +101,7 @@ def write_model(
     *,
     hf_config: Mapping[str, object],
     tokenizer_folder: Path | None = None,
+    chat_template: str | None = None,
     max_shard_bytes: float = MAX_SHARD_BYTES,
     model_card: str | None = None,
 ) -> None:
@@ -106,7 +111,7 @@ def write_model(
         write_tensor_file(folder / shard.file, shard.groups)
     with agreed(f"export to {folder}"):
         if this_rank() == 0:
-            _write_rest(folder, shards, hf_config, tokenizer_folder, model_card)
+            _write_rest(folder, shards, hf_config, tokenizer_folder, chat_template, model_card)
             _check(folder, shards)
 
 
@@ -224,6 +229,7 @@ def _write_rest(
     shards: Sequence[_Shard],
     hf_config: Mapping[str, object],
     tokenizer_folder: Path | None,
+    chat_template: str | None,
     model_card: str | None,
 ) -> None:
     groups = [group for shard in shards for group in shard.groups]
@@ -246,6 +252,8 @@ def _write_rest(
     if tokenizer_folder is not None:
         present = (name for name in _COPIED_FILES if (tokenizer_folder / name).is_file())
         files |= {name: (tokenizer_folder / name).read_bytes() for name in present}
+    if chat_template is not None:
+        files[_TEMPLATE_FILE] = chat_template.encode()
     for name, content in files.items():
         (folder / name).write_bytes(content)
         sync_file(folder / name)

@@ -17,12 +17,16 @@ CONFIG_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
 
 @dataclass(frozen=True)
 class Architecture:
-    """What is known of a model before any weight: its family, its shape and the Hugging Face configuration."""
+    """What is known of a model before any weight: its family, its shape and the Hugging Face configuration.
+
+    `chat_template` is what it is trained with where that is not its tokenizer's own.
+    """
 
     spec: ModelSpec
     config: DecoderConfig
     hf_config: Mapping[str, object]
     tokenizer_folder: Path | None
+    chat_template: str | None = None
 
     def recipes(self, *, merge_qkv: bool) -> Mapping[str, WeightRecipe]:
         """How the parameters are named and laid out in Hugging Face's files."""

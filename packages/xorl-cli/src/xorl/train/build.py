@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -43,6 +43,7 @@ from xorl.train.data import (
     StreamState,
     build_loader,
     build_stream_loader,
+    chat_template_of,
     eval_plan,
     plan_steps,
     prepare_data,
@@ -126,6 +127,8 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None) -> Run:
         require_resumable(resumed, manifest, config.model, architecture)
     with phases("data", f"prepared_path={config.data.dataset_prepared_path}"):
         data = prepared_for(config, architecture)
+        template = chat_template_of(config.data, architecture.tokenizer_folder) or architecture.chat_template
+        architecture = replace(architecture, chat_template=template)
 
     with phases("join", f"world_size={runtime.world_size()}"):
         place = runtime.init()

@@ -73,6 +73,7 @@ def describe_model(model: ModelConfig, architecture: Architecture, scheme: Quant
         "hf_config": cast(Mapping[str, JSON], architecture.hf_config),
         "merge_qkv": model.merge_qkv,
         "tokenizer": None if tokenizer is None else str(tokenizer.absolute()),
+        "chat_template": architecture.chat_template,
         "quantization": None if scheme is None else cast("dict[str, JSON]", asdict(scheme)),
     }
 
@@ -192,7 +193,8 @@ def read_note(folder: Path, manifest: Manifest) -> ModelNote:
     if tokenizer is not None and not tokenizer.is_dir():
         logger.warning("tokenizer=%s, which the checkpoint names, is not there any more", tokenizer)
         tokenizer = None
-    architecture = Architecture(spec, spec.config_from_hf(hf_config), hf_config, tokenizer)
+    template = cast("str | None", noted.get("chat_template"))
+    architecture = Architecture(spec, spec.config_from_hf(hf_config), hf_config, tokenizer, template)
     stored = cast("Mapping[str, JSON] | None", noted.get("quantization"))
     scheme = None
     if stored is not None:

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from xorl.config import Config, DatasetEntryConfig
+from xorl.config import Config, DataConfig, DatasetEntryConfig
 from xorl.core.mesh import Mesh
 from xorl.data import (
     Bins,
@@ -23,12 +23,14 @@ from xorl.data import (
     PrepareOptions,
     Receipt,
     StepLoader,
+    load_tokenizer,
     pack,
     prepare,
     rescale_accumulation,
     special_ids,
     split_documents,
 )
+from xorl.data.formats.template import load_template
 from xorl.data.push import push_documents
 from xorl.data.stream import Stream, StreamLoader, StreamOptions, StreamPlan, Tally, judge_beginning, open_stream
 
@@ -147,6 +149,22 @@ def prepare_data(
             )
     train = _pack(config, documents)
     return RunData(train, None if held_out is None else _pack(config, held_out, held_out=True))
+
+
+def chat_template_of(data: DataConfig, tokenizer_folder: Path | None) -> str | None:
+    """The chat template that the training data names, which is then the model's; None where it names none, or several.
+
+    With several no one of them is what the model expects, and its tokenizer's own stays.
+    """
+    named = {entry.chat_template for entry in data.datasets if entry.type == "chat" or entry.chat_template}
+    if named <= {None} or tokenizer_folder is None or data.skip_prepare_dataset:
+        return None
+    if len(named) > 1:
+        shown = ", ".join(sorted(name or "the tokenizer's own" for name in named))
+        logger.warning("chat_template: conversations are rendered by several (%s); exports keep the tokenizer's", shown)
+        return None
+    tokenizer = load_tokenizer(tokenizer_folder)
+    return load_template("data.datasets[0].chat_template", named.pop(), tokenizer, with_tools=False).source
 
 
 def plan_steps(config: Config, data: PackedDocuments | Stream, dp_size: int, resumed_bins_per_step: int | None) -> Plan:

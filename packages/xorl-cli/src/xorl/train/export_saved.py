@@ -94,6 +94,7 @@ def _write_model(folder: Path, saved: SavedModel, dtype: torch.dtype | None) -> 
         source_groups(weights, dtype_of=stored.__getitem__),
         hf_config=architecture.spec.config_to_hf(architecture.config, architecture.hf_config),
         tokenizer_folder=architecture.tokenizer_folder,
+        chat_template=architecture.chat_template,
     )
     return min(stored.values(), key=lambda held: held.itemsize)
 
