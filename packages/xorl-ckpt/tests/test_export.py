@@ -73,6 +73,21 @@ def test_files_of_the_tokenizer_come_along_and_no_others(params, recipes, tmp_pa
     assert (folder / "tokenizer.json").read_text() == '"tokenizer.json"'
 
 
+@pytest.mark.parametrize("trained_with", [None, "own"])
+def test_chat_templates_come_along_or_give_way_to_the_one_trained_with(trained_with, params, recipes, tmp_path):
+    # Catches a template for tools that is lost, and one that comes before the template that a model was trained with.
+    tokenizer = tmp_path / "tokenizer"
+    (tokenizer / "additional_chat_templates").mkdir(parents=True)
+    (tokenizer / "chat_template.jinja").write_text("default")
+    (tokenizer / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    folder = export_hf(
+        params, recipes, tmp_path / "hf", hf_config=CONFIG, tokenizer_folder=tokenizer, chat_template=trained_with
+    )
+    found = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.jinja")}
+    further = {"additional_chat_templates/tool_use.jinja": "tools"} if trained_with is None else {}
+    assert found == {"chat_template.jinja": trained_with or "default", **further}
+
+
 def test_existing_folder_is_not_written_into(params, recipes, tmp_path):
     # Catches an export that mixes with an older one of more files.
     export_hf(params, recipes, tmp_path / "hf", hf_config=CONFIG)

@@ -24,8 +24,10 @@ from xorl.ckpt.tensor_file import TensorGroup, write_tensor_file
 
 logger = logging.getLogger(__name__)
 
-# What a tokenizer of transformers is made of; anything else in its folder is not the model's.
+# What a tokenizer of transformers is made of, as patterns; anything else in its folder is not the model's.
+_FURTHER_TEMPLATES = "additional_chat_templates/*.jinja"  # of other names than default, such as tool_use
 TOKENIZER_FILES = (
+    _FURTHER_TEMPLATES,
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
@@ -250,11 +252,13 @@ def _write_rest(
     if model_card is not None:
         files[CARD_FILE] = model_card.encode()
     if tokenizer_folder is not None:
-        present = (name for name in _COPIED_FILES if (tokenizer_folder / name).is_file())
-        files |= {name: (tokenizer_folder / name).read_bytes() for name in present}
+        patterns = [name for name in _COPIED_FILES if chat_template is None or name != _FURTHER_TEMPLATES]
+        present = [file for pattern in patterns for file in tokenizer_folder.glob(pattern) if file.is_file()]
+        files |= {str(file.relative_to(tokenizer_folder)): file.read_bytes() for file in present}
     if chat_template is not None:
         files[_TEMPLATE_FILE] = chat_template.encode()
     for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
         sync_file(folder / name)
 

@@ -28,7 +28,7 @@ class DatasetEntryConfig(Section):
     chat_template: str | None = Field(
         default=None,
         description="Chat template of type chat: a Jinja file, or one of the tokenizer's templates by name. null means "
-        "the tokenizer's own.",
+        "the tokenizer's own. Where all conversations have one and the same, exported models have it too.",
     )
     chat_template_kwargs: dict[str, bool | int | float | str] = Field(
         default={},
