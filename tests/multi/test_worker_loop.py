@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from sockets import ipc_address
-from worker_ranks import datum, service_config
+from worker_ranks import KINDS, ask, datum, done, service_config
 from xorl.core import runtime
 from xorl.server.channel import BlockingServer, ChannelClient
 from xorl.server.messages import Done, Health, HealthResult, Result, ShutDown, Shutdown, Work
@@ -21,6 +22,7 @@ from xorl.server.operations import (
     Failure,
     ForwardBackward,
     LossResult,
+    ModelCreated,
     OptimResult,
     OptimStep,
     Sample,
@@ -28,11 +30,22 @@ from xorl.server.operations import (
     Saved,
     SaveWeights,
     SaveWeightsForSampler,
+    UnloadModel,
 )
 from xorl.server.worker import serve
 from xorl.server.worker.base import build_base
 from xorl.server.worker.operations import Worker
 from xorl.server.worker.selftest import self_test
+
+
+def failing_once_done(method: Callable[..., None]) -> Callable[..., None]:
+    """Does what it is to do, and fails then."""
+
+    def do_and_fail(*given: object, **named: object) -> None:
+        method(*given, **named)
+        raise OSError("a broken disk")
+
+    return do_and_fail
 
 
 async def ask_all(address: str, works: list[Work], answers: list[Result]) -> None:
@@ -160,13 +173,8 @@ def test_a_checkpoint_that_one_rank_cannot_read_is_held_by_none(tmp_path: Path, 
         sampler = CheckpointSampler(CheckpointRef("m", "sampler_weights", "s"))
         sample = Sample(sampler, datum(4, 1).tokens, max_tokens=1)
         hold = worker.saved.hold
-
-        def hold_and_fail(source: str, ref: CheckpointRef) -> None:
-            hold(source, ref)
-            raise OSError("a broken disk")
-
         if runtime.global_rank() == 1:
-            worker.saved.hold = hold_and_fail
+            worker.saved.hold = failing_once_done(hold)
         failed = worker.run(Work(["3"], [sample]))
         worker.saved.hold = hold
         return [*failed, *worker.run(Work(["4"], [sample]))]
@@ -175,3 +183,50 @@ def test_a_checkpoint_that_one_rank_cannot_read_is_held_by_none(tmp_path: Path, 
     assert isinstance(failed, Failure)
     assert "rank 1: a broken disk" in failed.message
     assert isinstance(sampled, SampleResult)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("fails", ["create", "load"])
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_model_that_one_rank_cannot_make_is_on_none(kind: str, fails: str, tmp_path: Path, run_ranks) -> None:
+    # Catches a name that is taken until the workers start anew, by a model that no client was given.
+    ref = CheckpointRef("m", "weights", "a")
+
+    def run() -> list[Result]:
+        config = service_config(tmp_path, **KINDS[kind], data_parallel_shard_size=2)
+        worker = Worker(build_base(config, runtime.init("cpu")))
+        done(worker, CreateModel("m"), SaveWeights("m", "a"), UnloadModel("m"))
+        owner = worker.models if fails == "create" else worker.saved
+        method = getattr(owner, fails)
+        if runtime.global_rank() == 1:
+            setattr(owner, fails, failing_once_done(method))
+        failed = ask(worker, CreateModel("n", checkpoint=ref))
+        setattr(owner, fails, method)
+        return [*failed, *ask(worker, CreateModel("n", checkpoint=ref))]
+
+    (failed, created), _ = run_ranks(run, 2)
+    assert isinstance(failed, Failure)
+    assert "rank 1: a broken disk" in failed.message
+    assert isinstance(created, ModelCreated)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_weights_that_one_rank_cannot_keep_are_kept_by_none(kind: str, tmp_path: Path, run_ranks) -> None:
+    # Catches ranks that part: what one of them then forgets as its oldest weights, another one still samples from.
+    kept = SaveWeightsForSampler("m", None, sampler_id="s")
+
+    def run() -> list[bool]:
+        config = service_config(tmp_path, **KINDS[kind], data_parallel_shard_size=2)
+        worker = Worker(build_base(config, runtime.init("cpu")))
+        done(worker, CreateModel("m"))
+        keep = worker.models.keep
+        if runtime.global_rank() == 1:
+            worker.models.keep = failing_once_done(keep)
+        ask(worker, kept)
+        found = [worker.models.is_held("m#s")]
+        worker.models.keep = keep
+        done(worker, kept)
+        return [*found, worker.models.is_held("m#s")]
+
+    assert run_ranks(run, 2) == [[False, True]] * 2

@@ -158,10 +158,14 @@ class AdapterBank:
             raise ValueError(f"there is an adapter {name!r} already")
         entry = _Entry(spec, self._fitting(spec))
         slot = self._enter(name, entry)
-        for place in (self._slots.places[index] for index in entry.places):
-            part, _ = self._slots.views(VALUE, slot, place, spec)
-            key = key_of(seed, f"{place.site.name}.lora_A", part.shape)
-            fill_uniform_(part, bound=initial_bound(part.shape[1]), key=key, shape=part.shape, offset=(0, 0))
+        try:
+            for place in (self._slots.places[index] for index in entry.places):
+                part, _ = self._slots.views(VALUE, slot, place, spec)
+                key = key_of(seed, f"{place.site.name}.lora_A", part.shape)
+                fill_uniform_(part, bound=initial_bound(part.shape[1]), key=key, shape=part.shape, offset=(0, 0))
+        except BaseException:
+            self.remove(name)
+            raise
 
     def restore(self, name: str, snapshot: AdapterSnapshot) -> None:
         """An adapter as it was in `snapshot`, optimizer and all, new or in place of the one of this name.

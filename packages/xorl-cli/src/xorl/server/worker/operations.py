@@ -48,7 +48,7 @@ from xorl.server.worker.base import Base
 from xorl.server.worker.calls import Call, read_call
 from xorl.server.worker.checkpoints import AlreadySaved, SavedModels
 from xorl.server.worker.full import WholeModel
-from xorl.server.worker.models import Models, UnknownName
+from xorl.server.worker.models import Models, UnknownName, source_name
 from xorl.server.worker.passes import PassRunner
 from xorl.server.worker.sampling import Sampling
 from xorl.server.worker.syncing import Syncing
@@ -193,14 +193,18 @@ class Worker:
         model_id, start = operation.model_id, operation.checkpoint
         if model_id in self._progress:
             raise ValueError(f"there is a model {model_id!r} already")
-        saved = None if start is None else self.saved.described(start)
-        self.models.create(model_id, operation.lora, saved)
         progress = Progress()
         try:
-            if start is not None:
-                progress.num_steps = self.saved.load(model_id, start, with_optimizer=operation.with_optimizer)
+            # A rank that fails alone must not leave the model on the others, nor meet them in half a collective.
+            with all_or_none("making the model"):
+                saved = None if start is None else self.saved.described(start)
+                self.models.create(model_id, operation.lora, saved)
+            with all_or_none("reading the checkpoint"):
+                if start is not None:
+                    progress.num_steps = self.saved.load(model_id, start, with_optimizer=operation.with_optimizer)
         except BaseException:
-            self.models.remove(model_id)
+            if model_id in self.models.names:
+                self.models.remove(model_id)
             raise
         self._progress[model_id] = progress
         self._changed(model_id)
@@ -286,8 +290,14 @@ class Worker:
         if operation.name is None:
             if operation.sampler_id is None:
                 raise ValueError("weights are kept for a sampler by its id, or saved under a name: give one of them")
-            self.models.keep(operation.model_id, operation.sampler_id)
-            self.sampling.changed(self.models.kept(operation.model_id, operation.sampler_id))
+            source = source_name(operation.model_id, operation.sampler_id)
+            try:
+                with all_or_none("keeping the weights"):
+                    self.models.keep(operation.model_id, operation.sampler_id)
+            except BaseException:
+                self.models.release(source)
+                raise
+            self.sampling.changed(source)
             return Saved(None, operation.sampler_id)
         ref = CheckpointRef(operation.model_id, "sampler_weights", operation.name)
         saved = self.saved.save(
