@@ -2,6 +2,7 @@
 
 import io
 import tarfile
+import time
 from datetime import UTC, datetime, timedelta
 
 import httpx
@@ -10,6 +11,7 @@ import pytest
 from answering_orchestrator import served
 from xorl.server.api import checkpoint_routes
 from xorl.server.api.archive import Archive
+from xorl.server.names import CheckpointRef
 
 FILES = {
     "adapter_config.json": b"{}",
@@ -17,19 +19,22 @@ FILES = {
     "empty": b"",
     f"training_state/{'long-' * 30}/rank0.bin": bytes(512),
 }
+OVER = "over"
 ARCHIVE = "/api/v1/training_runs/m:train:0/checkpoints/weights/one.2/archive"
 
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory):
     outputs = tmp_path_factory.mktemp("outputs")
-    folder = outputs / "weights" / "m~train~0" / "one.2"
-    for name, content in FILES.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
-    (outputs / "secret").write_bytes(b"secret")
-    (folder / "link").symlink_to(outputs / "secret")
-    with served(outputs) as (url, _), httpx.Client(base_url=url, timeout=30) as client:
+    with served(outputs) as (url, orchestrator), httpx.Client(base_url=url, timeout=30) as client:
+        for checkpoint in ("one.2", OVER):
+            orchestrator.saved(CheckpointRef("m:train:0", "weights", checkpoint))
+        folder = outputs / "weights" / "m~train~0" / "one.2"
+        for name, content in FILES.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+        (outputs / "secret").write_bytes(b"secret")
+        (folder / "link").symlink_to(outputs / "secret")
         yield client
 
 
@@ -70,6 +75,18 @@ def test_archives_are_refused_without_their_signature(client, monkeypatch):
     assert {asked: client.get(asked).status_code for asked in refused} == refused
     monkeypatch.setattr(checkpoint_routes, "_URLS_LAST_S", -1)
     assert client.get(client.get(ARCHIVE).headers["location"]).status_code == 410
+
+
+def test_a_checkpoint_whose_time_is_over_is_not_fetched_any_more(client):
+    """Catches URLs, given out before or after, of what is only not deleted yet."""
+    place = ARCHIVE.replace("one.2", OVER).removesuffix("archive")
+    urls = client.get(f"{place}external_weights_urls").json()["urls"]
+    given = [client.get(f"{place}archive").headers["location"], *urls.values()]
+    assert [client.get(url).status_code for url in given] == [200, 200]
+    assert client.put(f"{place}ttl", json={"ttl_seconds": 1}).status_code == 204
+    time.sleep(1.1)
+    asked = [*given, f"{place}archive", f"{place}external_weights_urls"]
+    assert [client.get(url).status_code for url in asked] == [404] * 4
 
 
 def test_a_file_that_shrinks_while_it_is_sent_cuts_the_archive_short(tmp_path):

@@ -263,8 +263,9 @@ class AnsweringOrchestrator:
         return Ok()
 
     async def on_GetWeightsInfo(self, asked: GetWeightsInfo):
-        found = asked.checkpoint in self.checkpoints
-        return WeightsInfo("tiny", LORA, 7, 1) if found else Rejected(404, "there is no such checkpoint")
+        found = self.checkpoints.get(asked.checkpoint)
+        is_there = found is not None and (found.expires is None or found.expires > time.time())
+        return WeightsInfo("tiny", LORA, 7, 1) if is_there else Rejected(404, "there is no such checkpoint")
 
     async def on_ListTrainingRuns(self, asked: ListTrainingRuns):
         runs = [await self.on_GetTrainingRun(GetTrainingRun(one)) for one in self.models]

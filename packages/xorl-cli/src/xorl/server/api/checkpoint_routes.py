@@ -211,14 +211,10 @@ async def _list(request: Request, wanted: ListCheckpoints) -> Response:
 
 
 async def _folder(request: Request, ref: CheckpointRef) -> Path:
-    info = await api_of(request).orchestrator.info()
-    try:
-        folder = checkpoint_folder(Path(info.output_dir), ref)
-    except ValueError as problem:
-        raise Refusal(400, str(problem)) from None
-    if not folder.is_dir():
-        raise Refusal(404, f"there is no checkpoint {ref.uri(dialect_of(request))}")
-    return folder
+    """Of a checkpoint that is there for clients: the files of one whose time is over may lie there a while longer."""
+    orchestrator = api_of(request).orchestrator
+    await orchestrator.ask(GetWeightsInfo(ref), WeightsInfo)
+    return checkpoint_folder(Path((await orchestrator.info()).output_dir), ref)
 
 
 def _files(folder: Path) -> list[str]:
