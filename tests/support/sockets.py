@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-from xorl.server.channel import private_ipc_address
+from xorl.server.channel import private_ipc_address, remove_private
 
 
 @contextmanager
@@ -17,4 +15,4 @@ def ipc_address(name: str) -> Iterator[str]:
     try:
         yield address
     finally:
-        shutil.rmtree(Path(address.removeprefix("ipc://")).parent)
+        remove_private(address)

@@ -1,5 +1,6 @@
 """The launcher: what it refuses before anything starts, who is started again, and that nothing is left behind."""
 
+import json
 import os
 import signal
 import socket
@@ -188,6 +189,24 @@ def test_what_a_killed_launcher_left_is_waited_for_and_removed(tmp_path: Path, m
         child.start()
     launcher.hold_folder(tmp_path).close()
     assert (child.pid, left.exists()) == (None, False)
+
+
+def test_the_socket_that_killed_workers_left_is_removed_by_the_next_ones(tmp_path: Path, monkeypatch) -> None:
+    # Would catch a folder more in the temporary one for each time that workers started by hand are killed.
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    config = loaded(tmp_path).config
+    file = workers_file(config)
+    assert file is not None
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    others = tmp_path / "xorl-service-abc"
+    others.mkdir()
+    for pid, stays in ((os.getpid(), True), (ended.pid, False)):
+        address = bind_address(config, num_hosts=1)
+        for left in (address, f"ipc://{others}/workers"):
+            file.write_text(json.dumps({"address": left, "has_keys": False, "pid": pid}))
+            publish(config, "ipc:///tmp/x")
+        assert (Path(address.removeprefix("ipc://")).parent.exists(), others.exists()) == (stays, True)
 
 
 def test_the_plan_is_what_is_started(tmp_path: Path) -> None:

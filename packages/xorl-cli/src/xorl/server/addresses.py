@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 
 from xorl.config import ServerConfig
-from xorl.server.channel import ChannelKeys, check_address, private_ipc_address
+from xorl.server.channel import ChannelKeys, check_address, private_ipc_address, remove_private
+from xorl.server.process import is_running
 
 logger = logging.getLogger(__name__)
 
@@ -71,13 +72,27 @@ def channel_keys(config: ServerConfig, address: str) -> ChannelKeys | None:
 
 
 def publish(config: ServerConfig, address: str) -> None:
-    """Tell a launcher that connects where the first worker, this process, listens, and whether with keys."""
+    """Tell a launcher that connects where the first worker, this process, listens, and whether with keys.
+
+    The socket's folder of the worker before it is removed where that was killed.
+    """
     file = service_folder(config) / WORKERS_FILE
+    _remove_left(file, address)
     fresh = file.with_suffix(".tmp")
     has_keys = channel_keys(config, address) is not None
     place = {"address": reachable(address, socket.gethostname()), "has_keys": has_keys, "pid": os.getpid()}
     fresh.write_text(json.dumps(place))
     fresh.replace(file)
+
+
+def _remove_left(file: Path, address: str) -> None:
+    try:
+        left = json.loads(file.read_text())
+        if left["address"] != address and not is_running(left["pid"]):
+            remove_private(left["address"])
+    except (OSError, ValueError, KeyError, TypeError):
+        # There was none, or its file was not written whole.
+        return
 
 
 def workers_file(config: ServerConfig) -> Path | None:

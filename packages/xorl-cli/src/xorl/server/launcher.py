@@ -43,8 +43,9 @@ from xorl.server.addresses import (
     service_folder,
     workers_file,
 )
+from xorl.server.channel import remove_private
 from xorl.server.channel.wire import is_loopback
-from xorl.server.process import GRACE_S, begin_process
+from xorl.server.process import GRACE_S, begin_process, is_running
 from xorl.server.supervise import BAD_INPUT, ProcessFailed, Supervised
 from xorl.server.survey import check_model, count_gpus
 
@@ -171,7 +172,7 @@ def make_plan(
             check_listening("worker_bind_address", host.strip("[]"), int(port))
         else:
             # Its folder would be one more to remove.
-            Path(bind.removeprefix("ipc://")).parent.rmdir()
+            remove_private(bind)
             bind = f"ipc://{folder / 'workers'}"
         address = reached_from_here(config, bind)
         has_keys = channel_keys(config, bind) is not None
@@ -252,7 +253,7 @@ def hold_folder(folder: Path) -> IO[str]:
 
     def may_end() -> bool:
         holder = _holder(file)
-        return holder is not None and not _runs(holder.pid)
+        return holder is not None and not is_running(holder.pid)
 
     try:
         lock_within(LEFT_S, file, taken, advice="stop it, or choose another --server.output_dir", may_end=may_end)
@@ -286,16 +287,6 @@ def _holder(file: IO[str]) -> Holder | None:
     file.seek(0)
     parts = file.read().split()
     return Holder(int(parts[0]), parts[1], parts[2]) if len(parts) == len(Holder._fields) else None
-
-
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 def _count_workers(config: ServerConfig, gpus: int) -> int:

@@ -49,6 +49,17 @@ def follow_parent() -> None:
     threading.Thread(target=watch, name="xorl-parent", daemon=True).start()
 
 
+def is_running(pid: int) -> bool:
+    """Whether this host has a process of that id."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
 def main() -> None:
     """`python -m xorl.server.process MODULE ARGUMENT...`: runs another's module as a process of the service."""
     del sys.argv[0]

@@ -4,7 +4,15 @@ from xorl.server.channel.blocking import BlockingServer, Received
 from xorl.server.channel.client import ChannelClient
 from xorl.server.channel.keys import ChannelKeys
 from xorl.server.channel.server import ChannelServer
-from xorl.server.channel.wire import ChannelError, Limits, PeerLost, VersionMismatch, check_address, private_ipc_address
+from xorl.server.channel.wire import (
+    ChannelError,
+    Limits,
+    PeerLost,
+    VersionMismatch,
+    check_address,
+    private_ipc_address,
+    remove_private,
+)
 
 __all__ = [
     "BlockingServer",
@@ -18,4 +26,5 @@ __all__ = [
     "VersionMismatch",
     "check_address",
     "private_ipc_address",
+    "remove_private",
 ]

@@ -10,7 +10,6 @@ import argparse
 import atexit
 import logging
 import os
-import shutil
 import signal
 import sys
 import time
@@ -21,7 +20,7 @@ from xorl.config import ServerConfig, load_server_config
 from xorl.config.overrides import split_overrides
 from xorl.core import runtime
 from xorl.server.addresses import bind_address, channel_keys, publish
-from xorl.server.channel import BlockingServer, ChannelKeys
+from xorl.server.channel import BlockingServer, ChannelKeys, remove_private
 from xorl.server.messages import Work
 from xorl.server.process import begin_process
 from xorl.server.supervise import BAD_INPUT
@@ -62,14 +61,14 @@ def run(config: ServerConfig, address: str, keys: ChannelKeys | None) -> None:
     runtime.shutdown()
 
 
-def remove_at_end(folder: Path) -> None:
-    """Removes a folder when this process ends in order: by itself, or by SIGTERM."""
+def remove_at_end(address: str) -> None:
+    """Removes a private address's folder when this process ends in order: by itself, or by SIGTERM."""
     owner = os.getpid()
 
     def remove() -> None:
         # What it forks inherits this.
         if os.getpid() == owner:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_private(address)
 
     def end(number: int, frame: object) -> None:
         remove()
@@ -98,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif runtime.global_rank() == 0:
             address = bind_address(config, num_hosts=runtime.num_hosts())
             if address.startswith("ipc://"):
-                remove_at_end(Path(address.removeprefix("ipc://")).parent)
+                remove_at_end(address)
             run(config, address, channel_keys(config, address))
         else:
             run(config, "", None)
