@@ -202,6 +202,10 @@ def test_one_client_saves_samples_and_keeps_house(with_tinker):
             assert answer.prompt_logprobs == [None, -2 / 64, -3 / 64]
             assert answer.topk_prompt_logprobs[1:] == [[(2, -2 / 64), (3, -3 / 64)], [(3, -3 / 64), (4, -4 / 64)]]
             assert sampler.compute_logprobs(prompt).result() == [None, -2 / 64, -3 / 64]
+            scored = sampler.sample(
+                prompt, 1, types.SamplingParams(max_tokens=0), include_prompt_logprobs=True
+            ).result()
+            assert (scored.sequences, scored.prompt_logprobs) == ([], [None, -2 / 64, -3 / 64])
         asked = next(one.operation for one in orchestrator.submits if isinstance(one.operation, Sample))
         assert (asked.seed, asked.temperature, asked.top_k, asked.top_p) == (5, 0.5, 4, 0.5)
         assert (asked.stop_strings, asked.stop_ids, asked.ignore_end) == (("x",), (), False)

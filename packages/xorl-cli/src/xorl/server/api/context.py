@@ -96,8 +96,9 @@ async def future(request: Request, read: Callable[[bytes, ServiceInfo], Ordered]
     request_id, ordered = await submitted(request, read)
     answer: dict[str, str | list[str]] = {"request_id": request_id}
     if isinstance(ordered.operation, Sample):
-        # A retry gets the first one's id, and so the same names.
-        answer["sample_sequence_ids"] = [f"{request_id}:{index}" for index in range(ordered.operation.num_samples)]
+        # A retry gets the first one's id, and so the same names. Who asks about the prompt alone gets no sample.
+        num_sequences = 0 if ordered.operation.max_tokens == 0 else ordered.operation.num_samples
+        answer["sample_sequence_ids"] = [f"{request_id}:{index}" for index in range(num_sequences)]
     else:
         answer["model_id"] = ordered.operation.model_id
     return json_response(answer)
