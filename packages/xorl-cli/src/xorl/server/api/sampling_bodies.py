@@ -66,6 +66,7 @@ class SampleBody(msgspec.Struct, frozen=True):
                 )
         params = self.sampling_params
         strings, ids, ignore_end = stops(params.stop)
+        tokens_array(ids, vocab_size, "stop")
         return checked(
             Sample(
                 self._sampler(),
@@ -153,6 +154,8 @@ class GenerateBody(msgspec.Struct, frozen=True):
         if not prompt_ids:
             raise ValueError("the prompt is empty")
         strings = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop or ())
+        ids = tuple(params.stop_token_ids or ())
+        tokens_array(ids, vocab_size, "stop_token_ids")
         asks_prompt = self.return_logprob and self.logprob_start_len >= 0
         return checked(
             Sample(
@@ -165,7 +168,7 @@ class GenerateBody(msgspec.Struct, frozen=True):
                 top_p=params.top_p,
                 seed=params.seed if params.sampling_seed is None else params.sampling_seed,
                 stop_strings=strings,
-                stop_ids=tuple(params.stop_token_ids or ()),
+                stop_ids=ids,
                 ignore_end=params.ignore_eos,
                 prompt_logprobs=asks_prompt,
                 topk_prompt_logprobs=self.top_logprobs_num if asks_prompt else 0,
