@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -61,6 +63,36 @@ def test_a_sample_without_a_limit_takes_the_room_that_there_is(tmp_path: Path, r
             assert ("sampler_cache_tokens" in refused.message) == (limit < 128)
 
     run_ranks(run, 1)
+
+
+@pytest.mark.multi
+def test_samples_of_one_request_are_dealt_to_ranks_and_are_those_of_one_rank(tmp_path: Path, run_ranks) -> None:
+    """Catches ranks that stand by while one computes all samples, and samples with other seeds or in another order."""
+    many = Sample(
+        BaseSampler(), tokens(20), num_samples=11, max_tokens=6, seed=3, ignore_end=True, prompt_logprobs=True
+    )
+    works = [[many], [many, many], [msgspec.structs.replace(many, max_tokens=0)]]
+
+    def run(num_ranks: int) -> tuple[list[list[SampleResult]], list[int]]:
+        worker = worker_of(service_config(tmp_path, **shards(num_ranks), **ADAPTERS))
+        found, computed = list[list[SampleResult]](), [0]
+        worker.base.module.register_forward_pre_hook(lambda _, given: computed.append(computed.pop() + len(given[0])))
+        for operations in works:
+            found.append([one for one in ask(worker, *operations) if isinstance(one, SampleResult)])
+            computed.append(0)
+        return found, computed
+
+    [(alone, all_tokens)] = run_ranks(lambda: run(1), 1)
+    by_rank = run_ranks(lambda: run(2), 2)
+    for found, _ in by_rank:
+        for one, other in zip(chain.from_iterable(alone), chain.from_iterable(found), strict=True):
+            samples = [[sequence.tokens.numpy().tolist() for sequence in result.sequences] for result in (one, other)]
+            assert samples[0] == samples[1]
+            assert other.prompt_logprobs is not None
+    # Of the first work each rank has five or six samples, and the prompt; of the second one request.
+    (first, second), (both, _) = ([computed[index] for _, computed in by_rank] for index in (0, 1))
+    assert max(first, second) < 0.7 * all_tokens[0]
+    assert both < 0.7 * all_tokens[1]
 
 
 @pytest.mark.multi

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -88,6 +89,15 @@ class SampleRequest:
         """Whether the prompt's own tokens have to be scored."""
         return self.prompt_logprobs or self.top_prompt_logprobs > 0 or self.target_tokens is not None
 
+    def shares(self, num_shares: int) -> list[SampleRequest]:
+        """Requests for these very samples, each for some of them, in order; the first also asks about the prompt."""
+        bounds = [self.num_samples * index // num_shares for index in range(num_shares + 1)]
+        alone = replace(self, prompt_logprobs=False, top_prompt_logprobs=0, target_tokens=None)
+        return [
+            replace(alone if start else self, seed=self.seed + start, num_samples=stop - start)
+            for start, stop in pairwise(bounds)
+        ]
+
 
 class TopLogprobs(NamedTuple):
     """The K most likely tokens at each place, most likely first: token_ids [N, K] int32, logprobs [N, K] fp32."""
@@ -135,3 +145,8 @@ class SampleResult:
     top_prompt_logprobs: TopLogprobs | None
     target_logprobs: NDArray[np.float32] | None
     num_cached_tokens: int
+
+    @classmethod
+    def of_shares(cls, results: Sequence[SampleResult]) -> SampleResult:
+        """The result of a request by those of its `shares`, in their order."""
+        return replace(results[0], samples=tuple(chain.from_iterable(result.samples for result in results)))

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from itertools import chain, islice
 
 import numpy as np
 import torch
@@ -38,6 +39,8 @@ from xorl.server.worker.together import all_or_none
 # Of a device's memory, the share that the cache of keys and values may take; and never more than so many contexts.
 CACHE_SHARE = 0.1
 CACHE_CONTEXTS = 64
+# Samples for which it is worth to compute their prompt once more, on a rank that would have nothing to do.
+MIN_SHARE = 4
 
 
 class Sampling:
@@ -128,9 +131,11 @@ class Sampling:
                 self.changed()
                 self._current = sources[0]
             self._has_gathered = True
+            # The sampler deals them to the ranks in turn: where these are more than the requests, some would have none.
+            shared = [_shares(request, self._base.mesh.dp_size // len(requests)) for request in requests]
             pending: list[int] = []
             try:
-                pending.extend(self._sampler.submit(request) for request in requests)
+                pending.extend(self._sampler.submit(share) for share in chain.from_iterable(shared))
                 found: dict[int, Sampled] = {}
                 while self._sampler.num_pending:
                     found |= {result.request_id: result for result in self._sampler.step()}
@@ -140,7 +145,8 @@ class Sampling:
                 self._sampler.forget()
                 self._base.model.recover()
                 raise
-        return [_result(found[request_id]) for request_id in pending]
+        results = map(found.__getitem__, pending)
+        return [_result(Sampled.of_shares(list(islice(results, len(shares))))) for shares in shared]
 
     def check(self, request: SampleRequest) -> None:
         """Raise ValueError for what this model cannot continue."""
@@ -187,6 +193,12 @@ class Sampling:
             return any(string in text for string in strings)
 
         return is_end
+
+
+def _shares(request: SampleRequest, max_shares: int) -> list[SampleRequest]:
+    """A request in as many parts as are worth it."""
+    num_samples = request.num_samples if request.max_tokens else 1
+    return request.shares(max(min(max_shares, num_samples // MIN_SHARE), 1))
 
 
 def _cache_tokens(base: Base) -> int:
