@@ -76,6 +76,23 @@ async def test_creations_are_requests_like_others_to_a_service_that_is_full_or_h
 
 
 @in_a_loop
+async def test_a_model_of_a_client_that_names_no_seed_begins_alike_each_time(tmp_path):
+    """Catches a script that gives other numbers each time, by a client that cannot name a seed."""
+    begun = []
+    for seed in (1, 1, 2):
+        chosen = options(tmp_path / str(len(begun)), seed=seed)
+        chosen.folder.mkdir(parents=True)
+        async with serving(chosen) as (client, counting):
+            for name in ("default", "other", "default"):
+                await client.do(CreateModel(name, lora=LoraSpec(rank=8)), session=None)
+                begun.append(counting.models[name].weights)
+                await client.do(UnloadModel(name), 1)
+    first, other, *_ = begun
+    assert begun[:6] == [first, other, first] * 2
+    assert len({first, other, *begun[6:8]}) == 4
+
+
+@in_a_loop
 async def test_a_model_without_a_session_counts_as_one(tmp_path):
     """Catches clients without sessions that have as many models as they like."""
     chosen = options(tmp_path, max_sessions=2)

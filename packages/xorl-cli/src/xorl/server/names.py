@@ -1,4 +1,4 @@
-"""Names that clients give and what they stand for: checkpoints as URIs, their folders, ids of models and samplers.
+"""Names that clients give and what they stand for: checkpoints as URIs, their folders, models, samplers, seeds.
 
 A client sends names, never paths. What is not made of the characters below is refused, so a name is always one part
 of a path that neither climbs nor hides; `checkpoint_folder` looks once more, after links are resolved.
@@ -6,6 +6,7 @@ of a path that neither climbs nor hides; `checkpoint_folder` looks once more, af
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path
 from typing import Annotated, Literal, get_args
@@ -111,3 +112,8 @@ def checkpoint_folder(output_dir: Path, ref: CheckpointRef) -> Path:
     if not folder.resolve().is_relative_to((output_dir / ref.kind).resolve()):
         raise ValueError(f"checkpoint {ref.kind}/{ref.name} of model {ref.model_id} leads out of the output folder")
     return folder
+
+
+def seed_of(model_id: str, seed: int) -> int:
+    """Of a model whose client names none, under the service's seed: no other model has it."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{model_id}".encode(), digest_size=6).digest(), "big")

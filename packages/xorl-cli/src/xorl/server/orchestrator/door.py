@@ -11,6 +11,7 @@ import time
 from msgspec.structs import replace
 
 from xorl.server.messages import Accepted, Ok, Rejected, Submit, Tombstone
+from xorl.server.names import seed_of
 from xorl.server.operations import CreateModel, Failure, LoraSpec, ModelCreated, ModelOperation, Sample, SessionSampler
 from xorl.server.orchestrator.calls import (
     OWN_PREFIX,
@@ -223,12 +224,14 @@ class Door:
 
     def _completed(self, operation: CreateModel) -> CreateModel:
         """With what the client left open decided, so that it can be done again and give the same."""
-        if not self._state.options.enable_lora:
+        options = self._state.options
+        if not options.enable_lora:
             return replace(operation, lora=None)
         if operation.lora is None and operation.checkpoint is not None:
             return operation
         lora = operation.lora or LoraSpec()
-        return replace(operation, lora=lora if lora.seed is not None else replace(lora, seed=secrets.randbits(31)))
+        seed = seed_of(operation.model_id, options.seed) if lora.seed is None else lora.seed
+        return replace(operation, lora=replace(lora, seed=seed))
 
     def _model(self, operation: ModelOperation) -> ModelRecord:
         model = self._state.registry.models.get(operation.model_id)

@@ -37,6 +37,7 @@ class OrchestratorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     storage_limit_bytes: int = 10 * 10**12
     idle_session_timeout_s: float = 7200.0
     skip_initial_checkpoint: bool = False
+    seed: int = 0
     worker_connection_timeout_s: float = 120.0
     worker_max_retries: int = 3
     max_queued: int = 20_000

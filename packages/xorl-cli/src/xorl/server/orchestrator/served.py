@@ -41,6 +41,7 @@ def options_of(
         storage_limit_bytes=config.storage_limit_bytes,
         idle_session_timeout_s=config.idle_session_timeout,
         skip_initial_checkpoint=config.skip_initial_checkpoint,
+        seed=config.seed,
         worker_connection_timeout_s=config.worker_connection_timeout,
         worker_max_retries=config.worker_max_retries,
         max_queued=config.max_queued_requests,

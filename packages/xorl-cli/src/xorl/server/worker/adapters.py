@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 from collections import OrderedDict
@@ -20,6 +19,7 @@ from xorl.core.nn import Linear
 from xorl.lora import Adam, AdapterBank, AdapterSnapshot, AdapterSpec
 from xorl.lora.snapshot import STATES
 from xorl.lora.targets import Site, resolve, sites_of
+from xorl.server.names import seed_of
 from xorl.server.operations import LoraSpec
 from xorl.server.worker.base import Base
 from xorl.server.worker.models import UnknownName, kept_source, source_name
@@ -124,7 +124,7 @@ class AdapterModels:
             model = _from_json(saved)
         else:
             lora = lora or LoraSpec()
-            seed = _seed_of(model_id, self._base.local.train.seed) if lora.seed is None else lora.seed
+            seed = seed_of(model_id, self._base.local.train.seed) if lora.seed is None else lora.seed
             model = AdapterModel(self._spec(lora), seed)
         if saved is not None and _shape_of(_from_json(saved).spec) != _shape_of(model.spec):
             raise ValueError(
@@ -361,11 +361,6 @@ def _target_names(all_names: Iterable[str], chosen: Sequence[Site]) -> tuple[str
         suffixes = (".".join(parts[start:]) for start in range(len(parts) - 1, -1, -1))
         names[next(s for s in suffixes if not any(_is_target(other, s) for other in others))] = None
     return tuple(names)
-
-
-def _seed_of(model_id: str, seed: int) -> int:
-    """One that no other model has, and every rank finds."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{model_id}".encode(), digest_size=6).digest(), "big")
 
 
 def _shape_of(spec: AdapterSpec) -> tuple[object, ...]:
