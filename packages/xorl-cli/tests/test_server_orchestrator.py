@@ -338,7 +338,7 @@ async def test_workers_that_stay_away_end_requests_with_an_error_and_lose_no_mod
 @in_a_loop
 async def test_a_model_whose_creation_fails_since_the_workers_are_gone_can_be_created_again(tmp_path, begun):
     """Catches a model that is `creating` for ever: not there, not to be made, and listed."""
-    chosen = options(tmp_path, worker_connection_timeout_s=0.5)
+    chosen = options(tmp_path, worker_connection_timeout_s=2.0)
     create = CreateModel(MODEL, lora=LoraSpec(rank=8, seed=0))
     async with running(chosen) as client:
         await client.orchestrator.answer(CreateSession(SESSION))
