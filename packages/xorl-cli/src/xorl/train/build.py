@@ -111,10 +111,10 @@ EngineMaker = Callable[[Config, Architecture, Mesh, torch.device], Engine]
 
 
 def build_run(config: Config, *, make_engine: EngineMaker | None = None) -> Run:
-    """Build everything in this process's part of the job; collective, and it prepares the data before it joins.
+    """Build this process's part of the job. Collective; the data is prepared before this process joins the others.
 
-    make_engine takes the place of `build_engine`. Raises ValueError for what the user can mend, RunComplete where the
-    run is already done.
+    make_engine replaces `build_engine`. Raises ValueError for what the user can correct, RunComplete if the run has
+    taken all its steps already.
     """
     train, phases = config.train, Phases()
     output_dir, checkpointer, resumed = begin(train)
@@ -122,18 +122,16 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None) -> Run:
         config = config.model_copy(update={"model": at_one_checkpoint(config.model)})
     architecture = read_architecture(config.model, train.load_weights_mode)
     _check(config, architecture)
-    manifest = None if resumed is None else read_manifest(resumed)
-    if resumed is not None and manifest is not None:
+    manifest = None
+    if resumed is not None:
+        manifest = read_manifest(resumed)
         require_resumable(resumed, manifest, config.model, architecture)
     with phases("data", f"prepared_path={config.data.dataset_prepared_path}"):
         data = prepared_for(config, architecture)
         template = chat_template_of(config.data, architecture.tokenizer_folder) or architecture.chat_template
         architecture = replace(architecture, chat_template=template)
 
-    with phases("join", f"world_size={runtime.world_size()}"):
-        place = runtime.init()
-        runtime.seed_everything(train.seed, place.rank)
-        mesh = Mesh(parallel_dims(config, place.world_size), place.device.type)
+    place, mesh = join(config, phases)
     require_agreement("train.output_dir / load_checkpoint_path", str(resumed))
     if train.load_weights_mode == "dcp":
         require_agreement("model.model_path", str(config.model.model_path))
@@ -142,10 +140,9 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None) -> Run:
     require_agreement("data", f"training {plan.hash} of {plan.num_steps} steps, held out {held_out_content}")
     if place.is_main and not isinstance(data.train, Stream):
         write_receipt(output_dir / RECEIPT, data, plan)
-    if resumed is not None and manifest is not None and manifest.step >= plan.num_steps:
+    if resumed is not None and manifest is not None:
         lacks_export = train.save_hf_weights and resumed.parent == checkpointer.root and not is_exported(resumed)
-        if manifest.step > plan.num_steps or not lacks_export:
-            raise RunComplete(resumed)
+        require_work_left(resumed, manifest.step, plan.num_steps, lacks_export=lacks_export)
 
     if train.recompute_policy == "auto":
         with phases("probe", "recompute_policy=auto"):
@@ -160,12 +157,6 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None) -> Run:
     if resumed is not None:
         with phases("resume", f"path={resumed}"):
             start_step = checkpoints.restore(resumed)
-    hidden_size = architecture.config.hidden_size
-    held_out = None
-    if data.held_out is not None:
-        held_out = build_loader(
-            config, data.held_out, eval_plan(config, data.held_out, mesh.dp_size), mesh, hidden_size
-        )
     head_options = head_options_of(config.model, train)
     return Run(
         runtime=place,
@@ -173,7 +164,7 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None) -> Run:
         loss_fn=partial(cross_entropy, **head_options),
         score_fn=partial(score_tokens, **head_options),
         loader=loader,
-        eval_loader=held_out,
+        eval_loader=eval_loader_of(config, data, mesh, architecture.config.hidden_size),
         schedule=schedule_of(config, plan),
         observer=Observer(
             place.device, place.world_size, sinks_of(config, output_dir, plan, start_step, place), engine.timer
@@ -194,7 +185,7 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None) -> Run:
 
 
 def _check(config: Config, architecture: Architecture) -> None:
-    """Raise ValueError for what is no matter of data, which may take hours to prepare."""
+    """Raise ValueError for everything that can be found out without the data, whose preparation may take hours."""
     if config.lora.sweep:
         raise ValueError("lora.sweep: `xorl train` trains its members; this is for one adapter: leave the option out")
     train, device = config.train, torch.device(runtime.own_device_type())
@@ -203,8 +194,22 @@ def _check(config: Config, architecture: Architecture) -> None:
     weight_decays(trained, train.weight_decay, train.no_decay_modules, train.no_decay_params)
 
 
+def join(config: Config, phases: Phases) -> tuple[Runtime, Mesh]:
+    """Collective: joins the other processes of the job, seeds the generators, and arranges the processes in a mesh."""
+    with phases("join", f"world_size={runtime.world_size()}"):
+        place = runtime.init()
+        runtime.seed_everything(config.train.seed, place.rank)
+        return place, Mesh(parallel_dims(config, place.world_size), place.device.type)
+
+
+def require_work_left(resumed: Path, saved_step: int, num_steps: int, *, lacks_export: bool) -> None:
+    """Raise RunComplete if no step is left to train after the checkpoint, nor its export to be written."""
+    if saved_step > num_steps or (saved_step == num_steps and not lacks_export):
+        raise RunComplete(resumed)
+
+
 def prepared_for(config: Config, architecture: Architecture) -> RunData:
-    """The run's data, prepared, of lengths that the model takes; raises ValueError otherwise."""
+    """The run's data, prepared. Raises ValueError if a document is too long for the model."""
     data = prepare_data(config, architecture.config.vocab_size, architecture.tokenizer_folder, architecture.hf_config)
     check_lengths(data, architecture.config, config.data.pad_to_multiple_of)
     return data
@@ -219,7 +224,7 @@ def _loader(
     manifest: Manifest | None,
     hidden_size: int,
 ) -> tuple[Loader, StreamState | None]:
-    """The loader of what is trained on and, of a stream, what tells a checkpoint where it stands."""
+    """The loader of the training data and, of a stream, the state that checkpoints keep of it."""
     if not isinstance(data.train, Stream):
         assert isinstance(plan, DataPlan), "plan_steps gives the plan of what it is given"
         return build_loader(config, data.train, plan, mesh, hidden_size), None
@@ -232,12 +237,22 @@ def _loader(
     write = partial(write_receipt, Path(config.train.output_dir) / RECEIPT, data, plan)
     stream = StreamState(data.train, loader, mesh, place.device, before=before, write=write)
     if place.is_main:
-        stream.write_receipt()  # a run that ends before its next checkpoint has one, too: that of the last
+        stream.write_receipt()  # so that a run which ends before its first checkpoint has one too
     return loader, stream
 
 
+def eval_loader_of(config: Config, data: RunData, mesh: Mesh, hidden_size: int) -> StepLoader | None:
+    """The loader of the held-out data; None if there are none."""
+    if data.held_out is None:
+        return None
+    return build_loader(config, data.held_out, eval_plan(config, data.held_out, mesh.dp_size), mesh, hidden_size)
+
+
 def require_agreement(option: str, found: str) -> None:
-    """Collective. Ranks that found different things would wait in different collectives, or train on a mixture."""
+    """Collective: raise ValueError unless all ranks found the same.
+
+    Otherwise they would wait for each other in different collectives, or train on a mixture of data.
+    """
     if not runtime.all_ranks_agree(found):
         raise ValueError(
             f"{option}: not every node sees the same files: rank {runtime.global_rank()} found {found}, others "
@@ -246,7 +261,7 @@ def require_agreement(option: str, found: str) -> None:
 
 
 def check_lengths(data: RunData, model: DecoderConfig, pad_to_multiple_of: int) -> None:
-    """Raises ValueError for documents that the model has no positions for: the first would end the run when met."""
+    """Raises ValueError for documents longer than the model's learned positions: the first one would end the run."""
     if model.rope is None and pad_to_multiple_of > model.max_position_embeddings:
         raise ValueError(
             f"data.pad_to_multiple_of: {pad_to_multiple_of}, more than the model's {model.max_position_embeddings} "
@@ -270,7 +285,7 @@ def check_lengths(data: RunData, model: DecoderConfig, pad_to_multiple_of: int) 
 
 
 def _longest_document(data: PackedDocuments | Stream) -> int:
-    """In tokens; of a stream, the most that it lets pass."""
+    """In tokens; for a stream, its limit."""
     if isinstance(data, Stream):
         return max(entry.form.limit for entry in data.entries)
     return int(data.documents.lengths.max())
@@ -288,7 +303,7 @@ def parallel_dims(config: Config, world_size: int) -> ParallelDims:
 
 
 def plan_of(config: Config, data: RunData, mesh: Mesh, saved: DataIdentity | None) -> Plan:
-    """The order of the bins; raises CheckpointError where it is not `saved`, that of the checkpoint to resume from."""
+    """The order of the bins. Raises CheckpointError if it differs from `saved`, the order in the checkpoint."""
     plan = plan_steps(config, data.train, mesh.dp_size, None if saved is None else saved.bins_per_step)
     if saved is not None and saved != DataIdentity.of(plan):
         raise CheckpointError(
@@ -405,7 +420,7 @@ def _checkpoints(
 
 
 def _before_step(config: Config, engine: Engine) -> tuple[Callable[[int], None], ...]:
-    """What is called with the number of each step, from 1, before it; each is collective."""
+    """Functions to call before each step, with its number (from 1); each is collective."""
     lora, model = config.lora, engine.model.module
     calls: list[Callable[[int], None]] = []
     # A peer of a benchmark has none of our adapters, and none of our layers.
@@ -424,7 +439,7 @@ def _before_step(config: Config, engine: Engine) -> tuple[Callable[[int], None],
 
 
 def sinks_of(config: Config, output_dir: Path, plan: Plan, start_step: int, place: Runtime) -> list[Sink]:
-    """Where the metrics of a run go; nowhere but in the main process."""
+    """Where the metrics of a run are written to. Only the main process writes them."""
     if not place.is_main:
         return []
     train = config.train
@@ -450,7 +465,7 @@ def sinks_of(config: Config, output_dir: Path, plan: Plan, start_step: int, plac
 
 
 def profiler_of(config: Config, place: Runtime, start_step: int, num_steps: int) -> Profiler:
-    """What records traces, in the processes that are to."""
+    """The profiler, which records traces only in the processes that the options name."""
     train = config.train
     if train.enable_profiling and train.profile_start_step > num_steps:
         logger.warning(

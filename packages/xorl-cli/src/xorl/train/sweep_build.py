@@ -25,18 +25,19 @@ from xorl.train.architecture import Architecture
 from xorl.train.bank_engine import BankEngine
 from xorl.train.build import (
     RECEIPT,
-    RunComplete,
-    parallel_dims,
+    eval_loader_of,
+    join,
     plan_of,
     prepared_for,
     profiler_of,
     require_agreement,
+    require_work_left,
     schedule_of,
     sinks_of,
 )
 from xorl.train.checkpoint_model import describe_model
 from xorl.train.checkpoints import SavePoints
-from xorl.train.data import DataIdentity, PackedDocuments, RunData, build_loader, eval_plan, write_receipt
+from xorl.train.data import DataIdentity, PackedDocuments, RunData, build_loader, write_receipt
 from xorl.train.model import build_model, check_model, head_options_of, read_architecture
 from xorl.train.observe import MetricsFile, Observer
 from xorl.train.output_dir import begin
@@ -49,9 +50,9 @@ logger = logging.getLogger(__name__)
 
 
 def build_sweep(config: Config) -> Sweep:
-    """Build everything in this process's part of the job; collective, and it prepares the data before it joins.
+    """Build this process's part of the job. Collective; the data is prepared before this process joins the others.
 
-    Raises ValueError for what the user can mend, RunComplete where every member has taken all its steps.
+    Raises ValueError for what the user can correct, RunComplete if every member has taken all its steps already.
     """
     train, phases = config.train, Phases()
     output_dir, checkpointer, resumed = begin(train)
@@ -61,19 +62,15 @@ def build_sweep(config: Config) -> Sweep:
     _adapters_of(own, architecture, check_model(architecture, config.model, train, config.lora, device))
     with phases("data", f"prepared_path={config.data.dataset_prepared_path}"):
         data = {name: prepared_for(member, architecture) for name, member in own.items()}
-    with phases("join", f"world_size={runtime.world_size()}"):
-        place = runtime.init()
-        runtime.seed_everything(train.seed, place.rank)
-        mesh = Mesh(parallel_dims(config, place.world_size), place.device.type)
+    place, mesh = join(config, phases)
     require_agreement("train.output_dir / load_checkpoint_path", str(resumed))
     manifest = None if resumed is None else read_manifest(resumed)
     plans = _plans(own, data, mesh, manifest)
     require_agreement("data", f"training {[(name, plan.hash, plan.num_steps) for name, plan in plans.items()]}")
     num_steps = max(plan.num_steps for plan in plans.values())
-    if manifest is not None and resumed is not None and manifest.step >= num_steps:
+    if manifest is not None and resumed is not None:
         lacks_export = train.save_hf_weights and not all(member_adapter(output_dir, name).exists() for name in own)
-        if manifest.step > num_steps or not lacks_export:
-            raise RunComplete(resumed)
+        require_work_left(resumed, manifest.step, num_steps, lacks_export=lacks_export)
     with phases("model", f"architecture={architecture.spec.architecture} device={place.device}"):
         engine = _build_engine(config, own, architecture, mesh, place.device)
     saving = _saving(config, checkpointer, engine, place, plans, architecture)
@@ -183,14 +180,11 @@ def _member(
 ) -> Member:
     hidden_size = architecture.config.hidden_size
     assert isinstance(data.train, PackedDocuments), "a sweep does not stream"
-    held_out = data.held_out
     return Member(
         name,
         config,
         loader=build_loader(config, data.train, plan, mesh, hidden_size),
-        eval_loader=None
-        if held_out is None
-        else build_loader(config, held_out, eval_plan(config, held_out, mesh.dp_size), mesh, hidden_size),
+        eval_loader=eval_loader_of(config, data, mesh, hidden_size),
         schedule=schedule_of(config, plan),
         num_steps=plan.num_steps,
         metrics=MetricsFile(Path(config.train.output_dir) / MEMBERS / name / "metrics.jsonl", start_step)
