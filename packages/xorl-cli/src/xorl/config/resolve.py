@@ -1,4 +1,7 @@
-"""Defaults that follow another option or the machine, filled in once a configuration is known to be valid."""
+"""Defaults that depend on another option or on the machine, filled in once a configuration is known to be valid."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from xorl.config.environment import dataset_num_proc
 from xorl.config.local import Config
@@ -6,50 +9,65 @@ from xorl.config.local import Config
 GROUP_SIZES = {"nvfp4": 16, "block_fp8": 128, "nf4": 64}
 
 
+class Default(NamedTuple):
+    """The value of an option that was left open. reason: shown by `xorl config show`; "" shows none."""
+
+    path: str
+    value: object
+    reason: str
+
+
 def resolve(config: Config) -> tuple[Config, dict[str, str]]:
-    """Returns the configuration with these defaults filled in, and for each of them why it is what it is.
+    """Returns the configuration with these defaults filled in, and the reason for each of them.
 
-    Raises ValueError when the environment names something that cannot be.
+    Raises ValueError if an environment variable has a value that is not possible.
     """
-    model, data, train, lora = config.model, config.data, config.train, config.lora
-    values: dict[str, object] = {}
-    reasons: dict[str, str] = {}
+    defaults = [*_model_defaults(config), *_data_defaults(config), *_train_defaults(config), *_lora_defaults(config)]
+    changes: dict[str, dict[str, object]] = {"model": {}, "data": {}, "train": {}, "lora": {}}
+    for default in defaults:
+        section, option = default.path.split(".")
+        changes[section][option] = default.value
+    sections = {name: getattr(config, name).model_copy(update=change) for name, change in changes.items()}
+    return config.model_copy(update=sections), {default.path: default.reason for default in defaults if default.reason}
 
-    def follow(path: str, value: object, reason: str) -> None:
-        values[path] = value
-        reasons[path] = reason
 
-    # A checkpoint has neither file, and says itself what its model is and where its tokenizer was.
-    folder = None if train.load_weights_mode == "dcp" else model.model_path
+def _model_defaults(config: Config) -> Iterator[Default]:
+    model = config.model
+    # A checkpoint has neither file: it says itself what its model is and where its tokenizer was.
+    folder = None if config.train.load_weights_mode == "dcp" else model.model_path
+    config_path = model.config_path or folder
     if model.config_path is None and folder is not None:
-        follow("model.config_path", folder, "default, model.model_path")
-    if model.tokenizer_path is None and (model.config_path or folder) is not None:
-        follow("model.tokenizer_path", model.config_path or folder, "default, model.config_path")
-    if data.dataset_num_proc is None:
-        follow("data.dataset_num_proc", *dataset_num_proc())
-    if data.dataloader_num_workers == 0 and data.dataloader_prefetch_factor is not None:
-        follow("data.dataloader_prefetch_factor", None, "default, data.dataloader_num_workers is 0")
-    if train.reshard_after_forward is None and train.data_parallel_mode == "fsdp2":
-        follow("train.reshard_after_forward", train.enable_full_shard, "default, train.enable_full_shard")
-    if train.param_dtype is None:
-        is_frozen_in_half = (lora.enable_lora or lora.enable_qlora) and train.enable_mixed_precision
-        reason = "default, lora.enable_lora" if lora.enable_lora or lora.enable_qlora else ""
-        follow("train.param_dtype", "bf16" if is_frozen_in_half else "fp32", reason)
-    if train.load_checkpoint_path == "":
-        follow("train.load_checkpoint_path", None, "")
-    if train.load_weights_mode in ("auto", "safetensors"):
-        follow("train.load_weights_mode", "broadcast", "")
-    if lora.enable_qlora and not lora.enable_lora:
-        follow("lora.enable_lora", True, "default, lora.enable_qlora")
-    if lora.enable_qlora and lora.quant_group_size is None:
-        follow(
-            "lora.quant_group_size", GROUP_SIZES[lora.quant_format], f"default, lora.quant_format {lora.quant_format}"
-        )
+        yield Default("model.config_path", folder, "default, model.model_path")
+    if model.tokenizer_path is None and config_path is not None:
+        yield Default("model.tokenizer_path", config_path, "default, model.config_path")
 
-    sections = {
-        name: section.model_copy(
-            update={path.split(".")[1]: value for path, value in values.items() if path.startswith(f"{name}.")}
-        )
-        for name, section in (("model", model), ("data", data), ("train", train), ("lora", lora))
-    }
-    return config.model_copy(update=sections), {path: reason for path, reason in reasons.items() if reason}
+
+def _data_defaults(config: Config) -> Iterator[Default]:
+    data = config.data
+    if data.dataset_num_proc is None:
+        yield Default("data.dataset_num_proc", *dataset_num_proc())
+    if data.dataloader_num_workers == 0 and data.dataloader_prefetch_factor is not None:
+        yield Default("data.dataloader_prefetch_factor", None, "default, data.dataloader_num_workers is 0")
+
+
+def _train_defaults(config: Config) -> Iterator[Default]:
+    train, lora = config.train, config.lora
+    if train.reshard_after_forward is None and train.data_parallel_mode == "fsdp2":
+        yield Default("train.reshard_after_forward", train.enable_full_shard, "default, train.enable_full_shard")
+    if train.param_dtype is None:
+        has_adapters = lora.enable_lora or lora.enable_qlora
+        dtype = "bf16" if has_adapters and train.enable_mixed_precision else "fp32"
+        yield Default("train.param_dtype", dtype, "default, lora.enable_lora" if has_adapters else "")
+    if train.load_checkpoint_path == "":
+        yield Default("train.load_checkpoint_path", None, "")
+    if train.load_weights_mode in ("auto", "safetensors"):
+        yield Default("train.load_weights_mode", "broadcast", "")
+
+
+def _lora_defaults(config: Config) -> Iterator[Default]:
+    lora = config.lora
+    if lora.enable_qlora and not lora.enable_lora:
+        yield Default("lora.enable_lora", True, "default, lora.enable_qlora")
+    if lora.enable_qlora and lora.quant_group_size is None:
+        size = GROUP_SIZES[lora.quant_format]
+        yield Default("lora.quant_group_size", size, f"default, lora.quant_format {lora.quant_format}")
