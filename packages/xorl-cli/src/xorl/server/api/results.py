@@ -11,9 +11,9 @@ from google.protobuf.message import Message as ProtobufMessage
 from xorl.server.api.protobuf import DTYPES, MESSAGES
 from xorl.server.api.reply import JSON, Floats
 from xorl.server.arrays import Array
-from xorl.server.messages import Result
 from xorl.server.names import Dialect
 from xorl.server.operations import (
+    ClientResult,
     Failure,
     GradientsAborted,
     Loaded,
@@ -38,8 +38,8 @@ _SAVED_TYPES = {
 }
 
 
-def result_json(result: Result, dialect: Dialect) -> JSON:
-    """One result. Only a failure has `error`, by which both clients know it."""
+def result_json(result: ClientResult, dialect: Dialect) -> JSON:
+    """The JSON of one result. Only that of a failure has `error`: both clients recognise failures by it."""
     match result:
         case Failure():
             return {"error": result.message, "category": result.category, "status": result.status}
@@ -66,7 +66,6 @@ def result_json(result: Result, dialect: Dialect) -> JSON:
             return {"type": "load_weights", "model_id": result.model_id, "path": path, "step": result.num_steps}
         case SyncResult():
             return sync_json(result)
-    raise RuntimeError(f"a client does not get a {type(result).__name__}")
 
 
 def loss_json(result: LossResult) -> JSON:
