@@ -205,23 +205,11 @@ class TokenBatch:
 def read_batch(batch: Batch, context_length: int | None) -> TokenBatch:
     """Accepts token ids [B, S] alone, (ids, labels), or a mapping with input_ids and perhaps labels.
 
-    Labels are taken as they are: already shifted, so that labels[b, s] is the token after input_ids[b, s]. Without
-    labels they are made from the ids: the last position of a row is not trained, nor one whose next token
-    `attention_mask` calls padding. Raises ValueError that says what came.
+    Labels that are given must be shifted already: labels[b, s] is the token after input_ids[b, s]. Labels that are not
+    given are made from the ids; the last position of each row is not trained, nor one whose next token is padding by
+    `attention_mask`. Raises ValueError for anything else.
     """
-    extras: dict[str, Tensor] = {}
-    labels: Tensor | None = None
-    if isinstance(batch, Tensor):
-        ids = batch
-    elif isinstance(batch, Mapping):
-        extras = dict(batch)
-        if "input_ids" not in extras:
-            raise ValueError(f"loader: a batch has {sorted(extras)}, and input_ids is wanted (and labels, if not ids)")
-        ids, labels = extras.pop("input_ids"), extras.pop("labels", None)
-    elif len(batch) in (1, 2):
-        ids, labels = batch[0], batch[1] if len(batch) == 2 else None
-    else:
-        raise ValueError(f"loader: a batch has {len(batch)} parts, and ids or (ids, labels) is wanted")
+    ids, labels, extras = _parts_of(batch)
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
         what = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
         raise ValueError(f"loader: input_ids came as {what}, and integers [rows, positions] are wanted")
@@ -234,6 +222,20 @@ def read_batch(batch: Batch, context_length: int | None) -> TokenBatch:
     elif labels.shape != ids.shape:
         raise ValueError(f"loader: labels are {list(labels.shape)} and input_ids {list(ids.shape)}; they must be alike")
     return TokenBatch(ids, labels.long(), extras)
+
+
+def _parts_of(batch: Batch) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+    """(input_ids, labels if there are any, other entries of a mapping)."""
+    if isinstance(batch, Tensor):
+        return batch, None, {}
+    if isinstance(batch, Mapping):
+        extras = dict(batch)
+        if "input_ids" not in extras:
+            raise ValueError(f"loader: a batch has {sorted(extras)}, and input_ids is wanted (and labels, if not ids)")
+        return extras.pop("input_ids"), extras.pop("labels", None), extras
+    if len(batch) not in (1, 2):
+        raise ValueError(f"loader: a batch has {len(batch)} parts, and ids or (ids, labels) is wanted")
+    return batch[0], batch[1] if len(batch) == 2 else None, {}
 
 
 def refuse_unshifted(batch: TokenBatch) -> None:

@@ -49,26 +49,14 @@ class AdapterSpec:
 
     def __post_init__(self) -> None:
         for name, rank in {"rank": self.rank, **_named("rank_pattern", self.rank_pattern)}.items():
-            if rank < 1:
-                raise ValueError(f"{name} must be at least 1, got {rank}")
+            _check_rank(name, rank)
         for name, alpha in {"alpha": self.alpha, **_named("alpha_pattern", self.alpha_pattern)}.items():
-            if not (math.isfinite(alpha) and alpha > 0):
-                raise ValueError(f"{name} must be a finite number above 0, got {alpha}")
-            if alpha > LARGEST_ALPHA:
-                raise ValueError(f"{name} must be at most {LARGEST_ALPHA:g}, got {alpha}")
+            _check_alpha(name, alpha)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout}")
-        if isinstance(self.targets, str):
-            if self.targets != "all-linear":
-                raise ValueError(f"targets must be 'all-linear' or a tuple of names, got the string {self.targets!r}")
-        elif not self.targets or "" in self.targets:
-            raise ValueError(f"targets must hold at least one name and no empty one, got {self.targets!r}")
-        for option, patterns in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
-            for pattern in patterns:
-                try:
-                    re.compile(pattern)
-                except re.error as error:
-                    raise ValueError(f"{option}: {pattern!r} is no regular expression: {error}") from error
+        _check_targets(self.targets)
+        _check_expressions("rank_pattern", self.rank_pattern)
+        _check_expressions("alpha_pattern", self.alpha_pattern)
 
     def rank_of(self, name: str) -> int:
         """The rank of the adapter on the layer `name`."""
@@ -107,3 +95,31 @@ def fits(pattern: str, name: str) -> bool:
 
 def _named(option: str, values: Mapping[str, ValueT]) -> dict[str, ValueT]:
     return {f"{option}[{key!r}]": value for key, value in values.items()}
+
+
+def _check_rank(name: str, rank: int) -> None:
+    if rank < 1:
+        raise ValueError(f"{name} must be at least 1, got {rank}")
+
+
+def _check_alpha(name: str, alpha: float) -> None:
+    if not (math.isfinite(alpha) and alpha > 0):
+        raise ValueError(f"{name} must be a finite number above 0, got {alpha}")
+    if alpha > LARGEST_ALPHA:
+        raise ValueError(f"{name} must be at most {LARGEST_ALPHA:g}, got {alpha}")
+
+
+def _check_targets(targets: tuple[str, ...] | str) -> None:
+    if isinstance(targets, str):
+        if targets != "all-linear":
+            raise ValueError(f"targets must be 'all-linear' or a tuple of names, got the string {targets!r}")
+    elif not targets or "" in targets:
+        raise ValueError(f"targets must hold at least one name and no empty one, got {targets!r}")
+
+
+def _check_expressions(option: str, patterns: Mapping[str, object]) -> None:
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{option}: {pattern!r} is no regular expression: {error}") from error

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from xorl.server.arrays import Array
 from xorl.server.endpoints.answers import Candidate, Interrupted, OtherWeights, logprobs, tokens, top_table
 from xorl.server.endpoints.engine import EngineError
 from xorl.server.operations import Sample, SampledSequence, SampleResult
@@ -66,9 +67,10 @@ def _sglang_params(operation: Sample, limit: int, index: int) -> dict[str, objec
 
 
 def sglang_result(operation: Sample, prompt: Sequence[int], answer: object, version: str) -> SampleResult:
-    """What /generate answered with weights of a version.
+    """The samples in an answer of /generate.
 
-    Raises EngineError for what it should not answer, and OtherWeights where they were of another version.
+    Raises EngineError for an answer that does not fit the request, OtherWeights if it was computed with weights of
+    another version, Interrupted if the server ended the request early.
     """
     try:
         generated = msgspec.convert(answer if isinstance(answer, list) else [answer], list[_Generated])
@@ -76,39 +78,36 @@ def sglang_result(operation: Sample, prompt: Sequence[int], answer: object, vers
         raise EngineError(f"/generate: not an answer of SGLang's: {error}") from error
     if len(generated) != operation.num_samples:
         raise EngineError(f"/generate: {len(generated)} samples, and {operation.num_samples} were wanted")
-    sequences: list[SampledSequence] = []
-    for one in generated:
-        meta = one.meta_info
-        if meta.weight_version not in (None, version):
-            raise OtherWeights(meta.weight_version)
-        reason = (meta.finish_reason or {}).get("type")
-        if reason not in ("stop", "length"):
-            raise Interrupted(str(meta.finish_reason))
-        if [token for _, token, _ in meta.output_token_logprobs] != one.output_ids:
-            raise EngineError("/generate: log-probabilities are not those of the tokens")
-        top = None
-        if operation.topk_sample_logprobs:
-            top = top_table(meta.output_top_logprobs or [], operation.topk_sample_logprobs)
-        sequences.append(
-            SampledSequence(
-                tokens=tokens(one.output_ids),
-                logprobs=logprobs([value for value, _, _ in meta.output_token_logprobs]),
-                stop_reason="length" if reason == "length" else "stop",
-                top_logprobs=top,
-            )
-        )
-    first = generated[0].meta_info
-    prompt_logprobs = None
-    if operation.prompt_logprobs:
-        given = first.input_token_logprobs or []
-        if len(given) != len(prompt):
-            raise EngineError(f"/generate: {len(given)} log-probabilities of a prompt of {len(prompt)} tokens")
-        prompt_logprobs = logprobs([None, *(value for value, _, _ in given[1:])])
+    sequences = [_sequence(one, operation.topk_sample_logprobs, version) for one in generated]
+    # What is said of the prompt is the same for all samples.
+    meta, num_top = generated[0].meta_info, operation.topk_prompt_logprobs
     return SampleResult(
         sequences=sequences,
-        prompt_logprobs=prompt_logprobs,
-        topk_prompt_logprobs=top_table((first.input_top_logprobs or [])[1:], operation.topk_prompt_logprobs)
-        if operation.topk_prompt_logprobs
-        else None,
-        num_cached_tokens=first.cached_tokens,
+        prompt_logprobs=_prompt_logprobs(meta, len(prompt)) if operation.prompt_logprobs else None,
+        topk_prompt_logprobs=top_table((meta.input_top_logprobs or [])[1:], num_top) if num_top else None,
+        num_cached_tokens=meta.cached_tokens,
     )
+
+
+def _sequence(one: _Generated, num_top: int, version: str) -> SampledSequence:
+    meta = one.meta_info
+    if meta.weight_version not in (None, version):
+        raise OtherWeights(meta.weight_version)
+    reason = (meta.finish_reason or {}).get("type")
+    if reason not in ("stop", "length"):
+        raise Interrupted(str(meta.finish_reason))
+    if [token for _, token, _ in meta.output_token_logprobs] != one.output_ids:
+        raise EngineError("/generate: log-probabilities are not those of the tokens")
+    return SampledSequence(
+        tokens=tokens(one.output_ids),
+        logprobs=logprobs([value for value, _, _ in meta.output_token_logprobs]),
+        stop_reason="length" if reason == "length" else "stop",
+        top_logprobs=top_table(meta.output_top_logprobs or [], num_top) if num_top else None,
+    )
+
+
+def _prompt_logprobs(meta: _Meta, prompt_len: int) -> Array:
+    given = meta.input_token_logprobs or []
+    if len(given) != prompt_len:
+        raise EngineError(f"/generate: {len(given)} log-probabilities of a prompt of {prompt_len} tokens")
+    return logprobs([None, *(value for value, _, _ in given[1:])])

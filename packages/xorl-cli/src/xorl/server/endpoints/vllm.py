@@ -62,7 +62,10 @@ def vllm_request(operation: Sample, prompt: Sequence[int], limit: int, model: st
 
 
 def vllm_result(operation: Sample, prompt: Sequence[int], answer: object) -> SampleResult:
-    """What /v1/completions answered. Raises EngineError for what it should not answer."""
+    """The samples in an answer of /v1/completions.
+
+    Raises EngineError for an answer that does not fit the request, Interrupted if the server ended the request early.
+    """
     try:
         choices = sorted(msgspec.convert(answer, _VllmAnswer).choices, key=lambda choice: choice.index)
     except msgspec.ValidationError as error:

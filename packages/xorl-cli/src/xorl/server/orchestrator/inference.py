@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 import msgspec
@@ -18,6 +20,7 @@ from xorl.server.operations import (
     CheckpointSampler,
     Sample,
     SampleResult,
+    SamplerRef,
     SnapshotSampler,
     SyncResult,
     SyncWeights,
@@ -49,6 +52,13 @@ class Added(msgspec.Struct, frozen=True):
 
     asked: AddEndpoint
     state: EndpointState
+
+
+class _Weights(NamedTuple):
+    """Weights that an endpoint has to hold: see `EndpointSampler.sample`."""
+
+    version: str | None = None
+    adapter: tuple[str, Path] | None = None
 
 
 class Inference:
@@ -200,40 +210,38 @@ class Inference:
         return None
 
     async def sample(self, operation: Sample) -> SampleResult | None:
-        """The samples of an operation whose sampler is found; None where it is the workers' to make them."""
-        sampler, adapter = operation.sampler, None
-        version: str | None = None
-        match sampler:
-            case BaseSampler():
-                pass
-            case CheckpointSampler(checkpoint=checkpoint) if self._options.enable_lora:
-                if checkpoint.kind != "sampler_weights":
-                    return None
-                record = self._registry.checkpoints.get(checkpoint_key(checkpoint))
-                if record is None or record.version is None:
-                    return None
-                # Never the name of others: what a server computed for a name may be used again.
-                adapter = (
-                    re.sub("[^A-Za-z0-9._-]", "-", record.version),
-                    checkpoint_folder(self._options.folder, checkpoint),
-                )
-            case CheckpointSampler(checkpoint=checkpoint):
-                record = self._registry.checkpoints.get(checkpoint_key(checkpoint))
-                if record is None or record.version is None:
-                    return None
-                version = record.version
-            case SnapshotSampler():
-                version = self._registry.samplers[sampler.sampler_id].version
-                if version is None:
-                    return None
-            case _:
-                return None
+        """The samples that an endpoint drew; None if the workers have to draw them."""
+        wanted = self._weights_of(operation.sampler)
+        if wanted is None:
+            return None
         try:
-            return await self._sampler.sample(operation, version=version, adapter=adapter)
+            return await self._sampler.sample(operation, version=wanted.version, adapter=wanted.adapter)
         except EngineError as problem:
             # Engines lack what the workers have: adapters on heads, or rows of a rank.
             logger.warning("event=endpoint_refused_sample taken_by=workers why=%r", str(problem))
             return None
+
+    def _weights_of(self, sampler: SamplerRef) -> _Weights | None:
+        """The weights that an endpoint has to hold to sample in place of the workers; None if none can hold them."""
+        match sampler:
+            case BaseSampler():
+                return _Weights()
+            case SnapshotSampler():
+                version = self._registry.samplers[sampler.sampler_id].version
+                return None if version is None else _Weights(version=version)
+            case CheckpointSampler(checkpoint=checkpoint):
+                record = self._registry.checkpoints.get(checkpoint_key(checkpoint))
+                if record is None or record.version is None:
+                    return None
+                if not self._options.enable_lora:
+                    return _Weights(version=record.version)
+                if checkpoint.kind != "sampler_weights":
+                    return None
+                # A name that no other weights ever have: a server may reuse what it computed for a name.
+                name = re.sub("[^A-Za-z0-9._-]", "-", record.version)
+                return _Weights(adapter=(name, checkpoint_folder(self._options.folder, checkpoint)))
+            case _:
+                return None
 
     def _changed(self) -> None:
         self._is_stale = True

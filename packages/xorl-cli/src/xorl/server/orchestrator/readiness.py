@@ -68,23 +68,16 @@ class Readiness:
         return operation
 
     async def prepare(self, ticket: Ticket, operation: Operation, workers: Incarnation) -> Operation:
-        """The operation as the workers get it. Raises CannotRun where it has ended, and CheckpointInUse."""
+        """The operation as the workers get it.
+
+        Raises CannotRun if it ends without them, CheckpointInUse if it would write over what other models need.
+        """
         if isinstance(operation, Sample):
-            sampler = self._resolve(operation.sampler, workers)
-            if isinstance(sampler, CheckpointSampler):
-                self._require(sampler.checkpoint)
-            return replace(operation, sampler=sampler)
+            return self._with_weights(operation, workers)
         model = self._state.model_of(ticket)
         if model is None or not model.is_there:
             raise CannotRun(Failure("user", 410, "the model was unloaded or created anew before this ran"))
-        if isinstance(operation, CreateModel):
-            await self._make_way(model, workers)
-            await self._make_place(model, workers)
-        else:
-            if model.state == "creating":
-                raise CannotRun(Failure("user", 404, f"model {model.model_id} has not been created"))
-            if not isinstance(operation, UnloadModel):
-                await self._make_present(model, workers)
+        await self._bring(model, operation, workers)
         checkpoint = saved_as(operation)
         replaced = checkpoint if isinstance(operation, SaveWeights) and operation.overwrite else None
         if replaced is not None:
@@ -98,11 +91,27 @@ class Readiness:
             model.loads = [*{*model.loads, operation.checkpoint}]
             await self._state.journal.put([stored(model)])
         if replaced is not None and self._others(model, replaced):
-            # The last question, after which the workers get it at once: who loads it from now on does so after it.
+            # The last check, directly before the workers get the operation: who loads it from now on does so after it.
             raise CheckpointInUse(model, replaced)
         if isinstance(operation, SyncWeights):
             return self._with_receivers(operation, model, ticket)
         return operation
+
+    def _with_weights(self, operation: Sample, workers: Incarnation) -> Sample:
+        sampler = self._resolve(operation.sampler, workers)
+        if isinstance(sampler, CheckpointSampler):
+            self._require(sampler.checkpoint)
+        return replace(operation, sampler=sampler)
+
+    async def _bring(self, model: ModelRecord, operation: Operation, workers: Incarnation) -> None:
+        """Have the workers hold what the operation works on: its model, or for a new model, room for it."""
+        if isinstance(operation, CreateModel):
+            await self._make_way(model, workers)
+            await self._make_place(model, workers)
+        elif model.state == "creating":
+            raise CannotRun(Failure("user", 404, f"model {model.model_id} has not been created"))
+        elif not isinstance(operation, UnloadModel):
+            await self._make_present(model, workers)
 
     async def check_begin(self, request: OpenRequest, operation: Operation, workers: str) -> None:
         """Before a save is given to workers: nobody's checkpoint is in its way.

@@ -141,31 +141,33 @@ def _message(item: object, number: int) -> tuple[Message, bool | None]:
     role = _ROLES[spoken]
     flag = _flag(fields, role, number)
     content = fields.pop(content_field, None)
-    message: Message = {"role": role, **{key: value for key, value in fields.items() if key not in _OURS}}
-    if spoken == "function_call":
-        message["tool_calls"] = [_tool_call(_json_object(content, f"message {number}"), number)]
-        content = None
-    elif "function_call" in message:
-        if message.get("tool_calls"):
-            raise DataError(f"message {number} has both tool_calls and function_call; leave one out")
-        message["tool_calls"] = [_tool_call(message.pop("function_call"), number)]
-    elif "tool_calls" in message:
-        calls = message["tool_calls"]
-        if not isinstance(calls, list):
-            raise DataError(f"message {number}: tool_calls is {type(calls).__name__}, want a list")
-        message["tool_calls"] = [_tool_call(call, number) for call in calls]
-    if not message.get("tool_calls", True):
-        del message["tool_calls"]
-    content = _text(
-        content, number, may_be_missing="tool_calls" in message or any(key in message for key in _REASONING)
-    )
-    message = {"role": role, "content": content, **{k: v for k, v in message.items() if k != "role"}}
+    if spoken == "function_call":  # ShareGPT's: the content is the call
+        fields["tool_calls"], content = [_json_object(content, f"message {number}")], None
+    _read_calls_(fields, number)
+    may_be_missing = any(key in fields for key in ("tool_calls", *_REASONING))
+    message: Message = {"role": role, "content": _text(content, number, may_be_missing=may_be_missing)}
+    message |= {key: value for key, value in fields.items() if key not in _OURS}
     reasoning = next((message[key] for key in _REASONING if key in message), None)
     if reasoning is not None:
         if not isinstance(reasoning, str):
             raise DataError(f"message {number}: its reasoning is {type(reasoning).__name__}, want a string")
         message = {"thinking": reasoning, **message, REASONING: reasoning}
     return message, flag
+
+
+def _read_calls_(fields: dict[str, object], number: int) -> None:
+    """Have `tool_calls` hold the calls in one shape, also those of OpenAI's older `function_call`; absent if none."""
+    if "function_call" in fields:
+        if fields.get("tool_calls"):
+            raise DataError(f"message {number} has both tool_calls and function_call; leave one out")
+        fields["tool_calls"] = [fields.pop("function_call")]
+    calls = fields.get("tool_calls", [])
+    if not isinstance(calls, list):
+        raise DataError(f"message {number}: tool_calls is {type(calls).__name__}, want a list")
+    if calls:
+        fields["tool_calls"] = [_tool_call(call, number) for call in calls]
+    else:
+        fields.pop("tool_calls", None)
 
 
 def _flag(fields: Mapping[str, object], role: str, number: int) -> bool | None:
