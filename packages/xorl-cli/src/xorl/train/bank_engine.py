@@ -1,4 +1,4 @@
-"""BankEngine: what one call of training does where many adapters share one model; `Engine` trains one model."""
+"""BankEngine: the steps of training for many adapters that share one base model; `Engine` is for a single model."""
 
 from __future__ import annotations
 

@@ -142,12 +142,12 @@ def open_start(option: str, path: str, *, for_adapters: str) -> StartingCheckpoi
 
 
 def require_resumable(folder: Path, manifest: Manifest, model: ModelConfig, architecture: Architecture) -> None:
-    """Raise ValueError where a run would go on from a checkpoint with another model, or over another base.
+    """Raise ValueError if a run would resume from the checkpoint of another model, or over another base.
 
-    Names and shapes of parameters are compared when they are loaded; this is about what they do not tell.
+    Names and shapes of parameters are compared when they are loaded; this compares what they do not show.
     """
     if MODEL not in manifest.info:
-        return  # saved by other code, which says nothing
+        return  # saved by other code, which recorded no model
     note, option = read_note(folder, manifest), "train.load_checkpoint_path"
     _require_same(option, folder, note, architecture, "the section model")
     if note.weights_in(folder) is not None:

@@ -1,4 +1,4 @@
-"""Engine: what one call of training does, the same under the local loop and the service."""
+"""Engine: the steps of training (forward, backward, optimizer step), the same for the local loop and the service."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from xorl.lora import Adam
 from xorl.train.timing import StepTimer
 
 OnOutput = Callable[[int, LossOutput], None]
-"""Takes the number of a micro-batch of this rank and what the loss gave for it, on the device."""
+"""(index of a micro-batch of this rank, its loss output, on the device) -> None."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class StepLosses:
 class Update:
     """What an optimizer step did: scalars on the device, the same on every rank.
 
-    grad_norm: of the divided gradient, before clipping. skipped: 1 where it was not finite and nothing was changed.
-    norms: of the undivided gradient, by kind of layer, where they were asked for.
+    grad_norm: of the divided gradient, before clipping. skipped: 1 if it was not finite, and nothing was changed.
+    norms: of the undivided gradient by kind of layer, if they were asked for.
     """
 
     grad_norm: Tensor
@@ -67,11 +67,13 @@ class ModelState:
 
 
 class Engine:
-    """A placed model and its optimizer, one that scales gradients and skips steps on the device (`build_optimizer`).
+    """A placed model and its optimizer, which must be one of `build_optimizer`: it scales gradients on the device.
 
-    flops: what training on documents of the given lengths takes, in floating-point operations.
-    Gradients are sums over every token of every call since the last `optim_step`, whatever the split into calls,
-    micro-batches and ranks; only `optim_step` divides them. `timer` says where the time between two `optim_step` goes.
+    Gradients are sums over all tokens of all calls since the last `optim_step`, however these are split into calls,
+    micro-batches and ranks; only `optim_step` divides them. `timer` measures where the time of a step goes.
+
+    Args:
+        flops: lengths of documents -> floating-point operations of training on them.
     """
 
     def __init__(
@@ -96,10 +98,10 @@ class Engine:
     def forward_backward(
         self, batches: Iterable[PackedBatch], loss_fn: LossFn, on_output: OnOutput | None = None
     ) -> StepLosses:
-        """Add the gradient of the summed loss over `batches` on all ranks; collective.
+        """Add the gradient of the loss, summed over the tokens of `batches` on all ranks.
 
-        Every rank must bring the same number of micro-batches. `on_output` is called with the number of each and what
-        the loss gave for it, once its backward pass is queued.
+        Collective: every rank must pass the same number of micro-batches. `on_output` is called for each of them once
+        its backward pass is queued.
         """
         self.model.train()
         pending = list(batches)
@@ -128,12 +130,10 @@ class Engine:
         return self._call(batch, loss_fn)
 
     def optim_step(self, lr: float, divisor: Tensor | float) -> Update:
-        """Divide the accumulated gradient by `divisor` and clip it, both as the optimizer reads it; step and zero it.
+        """Divide the accumulated gradient by `divisor`, clip it, take an optimizer step, and clear the gradient.
 
-        lr is the schedule's, which the optimizer's groups scale.
-
-        A gradient that is not finite changes nothing: the optimizer reads the flag on the device, so the host need not
-        wait for it.
+        lr is the learning rate of the schedule; each group of the optimizer multiplies it by its own scale. A gradient
+        that is not finite changes nothing: the optimizer reads the flag on the device, so the host need not wait.
         """
         return self._step(lr, divisor, self._max_grad_norm)
 
@@ -144,10 +144,10 @@ class Engine:
         max_grad_norm: float | None,
         kind_of: Callable[[str], str] | None = None,
     ) -> Update:
-        """`optim_step` with hyperparameters of its own, which no later step remembers; None clips nothing.
+        """`optim_step` with hyperparameters for this step alone. A `max_grad_norm` of None does not clip.
 
-        Of an optimizer that has no such parameters, it takes what it has: lr and weight_decay always. `kind_of` asks
-        for norms by kind of layer, which it tells of a parameter's name.
+        An optimizer takes those of `adam` that it has; all have lr and weight_decay. `kind_of` (name of a parameter ->
+        kind of layer), if given, asks for gradient norms by kind of layer.
         """
         own = {"betas": adam.betas, "eps": adam.eps, "weight_decay": adam.weight_decay}
         for group in self.optimizer.param_groups:
@@ -158,15 +158,15 @@ class Engine:
         return Update(update.grad_norm, update.skipped, norms)
 
     def zero_grad(self) -> None:
-        """Forget what was accumulated."""
+        """Drop the accumulated gradient."""
         self.optimizer.zero_grad(set_to_none=True)
 
     @contextmanager
     def gradients_kept(self) -> Iterator[None]:
-        """Around `forward_backward`: should it fail, gradients are what they were, and the model can compute again.
+        """Around `forward_backward`: if it raises, restore the earlier gradients and make the model usable again.
 
-        It copies the gradients that there are, so it is for those who cannot start again. Every rank must fail, or
-        none: another would wait for this one in the pass.
+        This costs a copy of the gradients, so it is for callers that cannot simply start anew. Either every rank must
+        fail or none: the others would wait for this one in a collective.
         """
         earlier = [None if p.grad is None else p.grad.detach().clone() for p in self._parameters]
         try:
@@ -203,11 +203,11 @@ class Engine:
         self.model.drop_gathered()
         self.optimizer.zero_grad(set_to_none=True)
         self.timer.mark("optimizer")
-        # Beside gradients in host memory they are there too.
+        # Gradients in host memory have their norm there too.
         return Update(norm.to(self.device), skipped.to(self.device))
 
     def state(self, *, trained_only: bool = False) -> dict[str, ModelState | OptimizerState]:
-        """What a checkpoint holds; `trained_only` leaves frozen parameters out."""
+        """The parts of a checkpoint, by name; `trained_only` leaves frozen parameters out."""
         module = self.model.module
         return {
             "model": ModelState(module, trained_only=trained_only),
@@ -226,7 +226,7 @@ class Engine:
 
 
 def call_model(model: ParallelModel, batch: PackedBatch, loss_fn: LossFn, device: torch.device) -> LossOutput:
-    """The loss of one micro-batch on this rank, which autograd follows where it is on."""
+    """The loss of one micro-batch on this rank; differentiable if gradients are enabled."""
     batch = batch.to(device, non_blocking=True)
     layout = SequenceLayout(batch.cu_seqlens, batch.positions, batch.lengths)
     targets = {"labels": batch.labels, "positions": batch.positions, **batch.extras}
@@ -234,7 +234,7 @@ def call_model(model: ParallelModel, batch: PackedBatch, loss_fn: LossFn, device
 
 
 def to_device(numbers: Sequence[float] | Sequence[Sequence[float]], device: torch.device) -> Tensor:
-    """Numbers as fp64 on the device, for which the host does not wait."""
-    # From pageable memory the copy would make the host wait for all work queued before it.
+    """Numbers as fp64 on the device, copied without making the host wait."""
+    # A copy from pageable memory would make the host wait for all work queued before it.
     values = torch.tensor(numbers, dtype=torch.float64, pin_memory=device.type == "cuda")
     return values.to(device, non_blocking=True)

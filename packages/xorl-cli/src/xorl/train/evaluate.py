@@ -27,12 +27,12 @@ class Scorer(Protocol):
 
 
 def evaluate(engine: Scorer, loader: StepLoader, score_fn: LossFn = score_tokens) -> dict[str, float]:
-    """Score the whole held-out set once with `score_tokens`, or it with options of its own; collective.
+    """Score the whole held-out set once. Collective. `score_fn` is `score_tokens`, perhaps with options bound.
 
     Returns eval_loss (nats, mean over trained tokens), eval_token_accuracy (fraction of trained tokens that are the
-    model's first choice), eval_accuracy (fraction of documents of which every trained token is, which is what greedy
-    decoding would get right) and eval_num_tokens. Both fractions are NaN where the loss is: a token whose logits are
-    NaN has no first choice.
+    model's first choice), eval_accuracy (fraction of documents whose trained tokens are all the model's first choice,
+    so that greedy decoding would get them right) and eval_num_tokens. Both fractions are NaN if the loss is: a token
+    whose logits are NaN has no first choice.
     """
     sums = torch.zeros(5, dtype=torch.float64, device=engine.device)
     for _, batches in loader.steps():

@@ -76,7 +76,7 @@ def read_architecture(config: ModelConfig, load_weights_mode: LoadWeightsMode = 
 
 
 def at_one_checkpoint(config: ModelConfig) -> ModelConfig:
-    """The same with the checkpoint to start from named by its own folder: the newest of a run may soon be another."""
+    """The same, with the checkpoint to start from named by its own folder, since a run may soon have a newer one."""
     return config.model_copy(update={"model_path": str(_start_of(config).folder)})
 
 
@@ -116,7 +116,7 @@ def _with_entries(architecture: Architecture, entries: Mapping[str, object], fil
 
 @dataclass(frozen=True)
 class KeptDtypes:
-    """What parameters are kept in: beside adapters, which are fp32, frozen ones may be in half precision."""
+    """The dtypes of parameters: adapters are fp32, frozen parameters beside them may be in half precision."""
 
     trained: torch.dtype
     frozen: torch.dtype
@@ -129,7 +129,7 @@ class KeptDtypes:
 
 
 def head_options_of(model: ModelConfig, train: TrainConfig) -> dict[str, bool]:
-    """How losses and scores are to compute logits."""
+    """The options of losses and scores that say how logits are computed."""
     return {"logits_fp32": model.lm_head_fp32, "whole_logits": train.ce_mode == "eager"}
 
 
@@ -142,10 +142,10 @@ def build_model(
     device: torch.device,
     fill_: Callable[[nn.Module], None] | None = None,
 ) -> ParallelModel:
-    """Build, place and fill the model; collective where it is placed on several ranks. `fill_` replaces its weights.
+    """Build, place and fill the model; collective if it is placed on several ranks. `fill_` replaces its weights.
 
-    Parameters come into being on the meta device and are placed before they have memory, so that no rank ever holds
-    more than its part; `train.init_device` cpu or cuda fills them first, whole, on that device.
+    Parameters are created on the meta device and placed before they get memory, so no rank ever holds more than its
+    part. With `train.init_device` cpu or cuda they are filled first, whole, on that device.
     """
     config = architecture.config
     assert train.recompute_policy != "auto" or not train.enable_gradient_checkpointing, "decided before"
@@ -196,9 +196,10 @@ def build_model(
 def check_model(
     architecture: Architecture, model: ModelConfig, train: TrainConfig, lora: LoraConfig, device: torch.device
 ) -> Decoder:
-    """`sketch_model`, for a run on such a device; raises what `build_model` would raise of anything but weights.
+    """`sketch_model`, and all checks for a run on `device` that need no weights.
 
-    It allocates nothing on the device and imports no kernels: data are prepared after it, by processes that fork.
+    Raises what `build_model` would raise later. It allocates nothing on the device and imports no kernels, since the
+    data is prepared after it, by processes that fork.
     """
     sketch = sketch_model(architecture, model, train, lora)
     _require_device(train, device)
@@ -213,10 +214,10 @@ def check_model(
 
 
 def sketch_model(architecture: Architecture, model: ModelConfig, train: TrainConfig, lora: LoraConfig) -> Decoder:
-    """The model that `build_model` would build, on the meta device and with plain kernels: what its shape alone tells.
+    """The model that `build_model` would build, but on the meta device and with plain kernels.
 
-    Raises ValueError that names the option for adapters, quantised weights and layers that do not go with the model,
-    which so can be known before data are prepared.
+    So what its shapes alone tell is known before data is prepared: ValueError names the option for adapters, quantised
+    weights and layers that do not fit the model.
     """
     num_layers = architecture.config.num_layers
     if train.recompute_num_layers is not None and train.recompute_num_layers > num_layers:
@@ -248,7 +249,7 @@ def _adapt_(
 
 
 def _check_adapter(start: AdapterFolder, architecture: Architecture, model: ModelConfig) -> None:
-    """Raise ValueError where the adapter to go on from is for another base."""
+    """Raise ValueError if the adapter to start from was made for another base."""
     option = "model.config_path" if model.model_path is None else MODEL_PATH
     recipes = architecture.recipes(merge_qkv=model.merge_qkv)
     check_shapes(start, option, str(model.model_path or model.config_path), source_shapes(recipes))

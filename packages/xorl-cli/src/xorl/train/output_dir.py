@@ -1,4 +1,4 @@
-"""The folder that a run writes to: whose it is, and which checkpoint in it is gone on from."""
+"""The folder that a run writes to: its lock, and the checkpoint in it from which the run continues."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ LEFT_S = 30.0
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """While entered, no other run writes to `folder`: each would remove what the other saves, and cut its metrics back.
+    """Hold the lock of `folder`: two runs in it would delete each other's checkpoints and cut each other's metrics.
 
-    Raises ValueError where another run has it. A file system that knows no locks is left as it is.
+    Raises ValueError if another run holds it. A file system without locks only gets a warning.
     """
     prepare_root(folder, OPTION)
     path = folder / LOCK_FILE
@@ -62,9 +62,9 @@ def _lock(file: IO[bytes], folder: Path) -> None:
 
 
 def begin(train: TrainConfig) -> tuple[Path, Checkpointer, Path | None]:
-    """What comes before any data: (output_dir, checked; its checkpoints; the one to go on from, or None).
+    """The start of a run, before any data: (output_dir, its checkpoints, the checkpoint to resume from or None).
 
-    Raises ValueError for what the user can mend.
+    Raises ValueError for what the user can correct.
     """
     if train.enable_full_determinism:
         runtime.enable_determinism()
@@ -76,9 +76,10 @@ def begin(train: TrainConfig) -> tuple[Path, Checkpointer, Path | None]:
 
 
 def resume_from(checkpointer: Checkpointer, option: str | None) -> Path | None:
-    """The checkpoint that `train.load_checkpoint_path` asks for; None starts fresh.
+    """The checkpoint that `train.load_checkpoint_path` asks for; None starts from scratch.
 
-    Raises CheckpointError where the run would later meet checkpoints that it did not write: they are never overwritten.
+    Raises CheckpointError if the run would later reach the steps of checkpoints that it did not write: a checkpoint is
+    never overwritten.
     """
     latest = checkpointer.latest()
     if option == "auto":
@@ -98,7 +99,7 @@ def resume_from(checkpointer: Checkpointer, option: str | None) -> Path | None:
 
 
 def _require_none_ahead(root: Path, resumed: Path | None) -> None:
-    """Raises CheckpointError for what the run would only meet when it has come to its step, hours later."""
+    """Raises CheckpointError now for a folder that the run would only collide with at its step, hours later."""
     begun = 0 if resumed is None else step_of(resumed) or 0
     for folder in root.glob("global_step_*"):
         if (step_of(folder) or 0) > begun:

@@ -1,4 +1,4 @@
-"""The training loop."""
+"""The training loop. What a step does is in engine.py; what the loop is given is built by build.py."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from xorl.train.interrupt import Interruption
 
 
 def train(run: Run, *, saves_on_signal: bool = True) -> int:
-    """Train from where `run` stands to its last step; collective. Returns the signal that ended it early, or 0.
+    """Train from `run.start_step` to the last step. Collective. Returns the signal that ended it early, or 0.
 
-    Whatever ends it in order, the last step taken is saved; after the last step of the run the model is exported too,
-    also where a former process was stopped before it could. Raises DivergedError where the loss or the gradient is not
-    finite. Without `saves_on_signal` a signal acts at once, as it does outside of training.
+    A signal ends the run after the current step, which is saved; without `saves_on_signal`, a signal acts at once.
+    After the last step the model is exported, also if an earlier process was stopped before it could do so. Raises
+    DivergedError if the loss or the gradient is not finite.
     """
     engine, observer, losses_of_bins = run.engine, run.observer, LossesOfBins(run.loader)
     if run.start_step == 0:
