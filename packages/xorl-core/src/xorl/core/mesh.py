@@ -1,6 +1,6 @@
-"""ParallelDims, the frozen degrees of parallelism, and Mesh, the processes arranged by them.
+"""ParallelDims, the degrees of parallelism, and Mesh, the processes arranged by them.
 
-An axis that is not used has size 1 and is still there, so no caller asks whether an axis exists.
+An axis that is not used has size 1 but exists, so no caller has to ask whether an axis exists.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 DataParallelMode = Literal["none", "ddp", "fsdp2"]
 
-# Outermost first: neighbours in the rank order share the innermost axes, which talk the most.
+# Outermost first: the innermost axes communicate the most, and connect ranks that are neighbours.
 AXES = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp")
 
 
@@ -59,8 +59,8 @@ class ParallelDims:
     ) -> ParallelDims:
         """Turn the options into degrees for `world_size` processes.
 
-        A size of -1 takes what is left: all of it for `shard_size` under fsdp2, 1 for `replicate_size` unless
-        `shard_size` is given. Raises ValueError that names the options where the product is not the world size.
+        A size of -1 takes what is left: for `shard_size` under fsdp2 all of it, for `replicate_size` 1, unless
+        `shard_size` is given. Raises ValueError, which names the options, if the product is not the world size.
         """
         for option, size in (("shard", shard_size), ("replicate", replicate_size)):
             if size < 1 and size != -1:

@@ -52,12 +52,12 @@ def world_size() -> int:
 
 
 def num_hosts() -> int:
-    """How many hosts the job's processes are on, which all have as many of them."""
+    """The number of hosts of the job, each of which runs the same number of processes."""
     return world_size() // int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size())))
 
 
 def own_device_type() -> Literal["cpu", "cuda"]:
-    """On which kind of device `init` will put this process; taken is none yet."""
+    """The kind of device on which `init` will put this process. Does not touch the device."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -65,7 +65,7 @@ def init(device_type: Literal["auto", "cpu", "cuda"] = "auto", *, timeout_s: flo
     """Choose the device and join the default process group (NCCL on GPUs, gloo on CPU); collective.
 
     A process that torchrun did not start becomes a group of one, so that no later code needs a special case.
-    Raises RuntimeError where the host has fewer GPUs than processes.
+    Raises RuntimeError if the host has fewer GPUs than processes.
     """
     if device_type == "auto":
         device_type = own_device_type()
@@ -92,7 +92,7 @@ def init(device_type: Literal["auto", "cpu", "cuda"] = "auto", *, timeout_s: flo
 
 
 def use_expandable_segments() -> None:
-    """Let CUDA memory grow and shrink in place, unless the user has set up torch's allocator by its own variables.
+    """Let CUDA's memory segments grow and shrink, unless the user has set torch's own variables for its allocator.
 
     Micro-batches differ in length, and segments of fixed size end up in pieces too small for the next one. Later calls
     than the first allocation concern new segments alone.
@@ -102,7 +102,7 @@ def use_expandable_segments() -> None:
 
 
 def missing_compiler(device_type: str) -> str | None:
-    """What torch.compile needs on this kind of device and does not find, or None."""
+    """The compiler that torch.compile needs for this kind of device and that is missing; None if it is there."""
     if device_type == "cuda":
         # Triton builds the code that launches its kernels.
         names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
@@ -116,7 +116,7 @@ def missing_compiler(device_type: str) -> str | None:
 
 
 def use_compile_cache(torch_default: str) -> Path:
-    """Keep compiled code where it outlives the process and a restart of the machine, by version; returns the folder.
+    """Keep compiled code, by version, in a folder that outlives the process and a reboot; returns the folder.
 
     TORCHINDUCTOR_CACHE_DIR is torch's own variable: a folder that the user has set there stays. Torch sets it too, to
     `torch_default`, a temporary folder, as soon as it looks for one.
@@ -137,7 +137,7 @@ def use_compile_cache(torch_default: str) -> Path:
 
 
 def shutdown() -> None:
-    """Leave the process group, all ranks together: one that leaves early aborts a peer still in a collective."""
+    """Leave the process group, all ranks together: a rank that leaves early aborts peers still in a collective."""
     if dist.is_initialized():
         dist.barrier(device_ids=[torch.cuda.current_device()] if torch.cuda.is_initialized() else None)
         gc.collect()
@@ -145,7 +145,7 @@ def shutdown() -> None:
 
 
 def all_ranks_agree(text: str) -> bool:
-    """Whether every rank brings the same text; the answer is the same on all of them. Collective."""
+    """Whether all ranks pass the same text; all get the same answer. Collective."""
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
     extremes = torch.tensor([digest, -digest])
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
@@ -196,9 +196,9 @@ def refuse_launch_blocking() -> None:
 
 
 class GarbageCollection:
-    """Collects garbage every `gc_steps` steps, on all ranks at the same step, and never in between.
+    """Collects Python's garbage every `gc_steps` steps, on all ranks at the same step, and never in between.
 
-    An automatic collection stalls one rank at a time, and every other rank waits for it in the next collective.
+    Automatic collections stall one rank at a time, and all others wait for that rank in the next collective.
     """
 
     def __init__(self, gc_steps: int, empty_cache_steps: int) -> None:

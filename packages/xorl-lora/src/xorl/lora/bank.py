@@ -1,7 +1,7 @@
-"""AdapterBank: many adapters over one frozen base, each trained by an optimizer of its own, mixed in one pass.
+"""AdapterBank: many adapters over one frozen base, mixed in one pass, each trained by its own optimizer.
 
-Each process has a bank of its own, whole: what its tokens add to the gradients is its own until `step` sums one
-adapter's over all. Which adapters are on the device is a matter of each process too.
+Each process has a whole bank. The gradients of its own tokens stay in it until `step` sums those of one adapter over
+all processes. Which adapters are on the device is up to each process, too.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class _Entry:
 class AdapterBank:
     """Adapters on the linear layers of `model`, which it freezes, by the names that they were added under.
 
-    At most `num_resident` adapters are on the device, with gradients and optimizer state 16 bytes a value; what is
-    needed comes back by itself, and the one that was not used for longest leaves for it.
+    At most `num_resident` adapters are on the device; with gradients and optimizer state they take 16 bytes per value.
+    An adapter that is needed comes back by itself, in the place of the least recently used one.
 
     Args:
         model: placed, sharded or replicated already, and not run yet; nn.Linear layers become layers that take
@@ -206,11 +206,11 @@ class AdapterBank:
         del self._entries[name]
 
     def activate(self, runs: Sequence[tuple[str | None, int]]) -> Hashable:
-        """Say whose the tokens of the next forward pass are: (adapter, number of tokens) along the row.
+        """Set whose the tokens of the following forward passes are: (adapter, number of tokens) along the row.
 
-        None stands for the base alone. It holds until the next call; a backward pass must come before that. Gradients,
-        where there are any, add up until `step` or `zero_grad`. Returns what tells passes apart that launch other
-        kernels or read other memory: of two calls with equal results, one's pass serves the other.
+        None means the base alone. This holds until the next call; the backward pass must come before that. Gradients
+        add up until `step` or `zero_grad`. Returns a key: passes of equal keys launch the same kernels on the same
+        memory.
 
         Raises ValueError for an adapter that is not there, one whose tokens are not neighbours, and for more adapters
         than are on the device at once.
@@ -277,13 +277,13 @@ class AdapterBank:
         return StepOutcome(norm, skipped, norms)
 
     def zero_grad(self, name: str) -> None:
-        """Forget what was accumulated for one adapter."""
+        """Drop the accumulated gradient of one adapter."""
         self._slots.zero_gradient(self._load(name))
         self._entries[name].has_gradient = False
 
     @contextmanager
     def gradients_kept(self, names: Collection[str]) -> Iterator[None]:
-        """Around forward and backward passes: should they fail, these adapters' gradients are what they were before."""
+        """Around forward and backward passes: if they raise, restore the earlier gradients of these adapters."""
         earlier = {
             name: self._slots.gradient(self._load(name), self._entries[name].places).clone()
             for name in names

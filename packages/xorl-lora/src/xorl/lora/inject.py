@@ -1,4 +1,4 @@
-"""Adapters into a module, and their parameters out of it and back, under the names of checkpoints."""
+"""Puts adapters into a module, and reads and loads their parameters under the names that checkpoints have."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from xorl.lora.targets import Site, modules_to_save, plain, resolve
 
 @dataclass(frozen=True)
 class Adapter:
-    """One adapter where it stands.
+    """One adapter in a model.
 
     Attributes:
-        name: the adapted layer's in a checkpoint; a layer that stacks several has an adapter for each.
-        pair: its parameters, which are DTensors where the model is sharded.
-        layer: the layer that it stands on, whose own output features [pair.start, pair.stop) it adapts.
-        path: the full name of that layer, without what wraps it.
+        name: of the adapted layer in a checkpoint. A module that stacks several such layers has an adapter for each.
+        pair: its parameters, which are DTensors if the model is sharded.
+        layer: the module that it adapts, in the output features [pair.start, pair.stop).
+        path: the full name of that module, without wrappers.
     """
 
     name: str
@@ -85,12 +85,12 @@ class Adapter:
 def inject(model: nn.Module, spec: AdapterSpec, *, seed: int = 0) -> tuple[str, ...]:
     """Put an adapter on each layer that `spec` names, in place, and freeze every parameter that `spec` does not train.
 
-    The outputs do not change. nn.Linear and nn.Embedding become layers of the same parameters that take adapters;
-    layers of xorl's decoder stay what they are. Adapters on the meta device get their values from `init_adapters`, once
-    they have memory; others have them at once.
+    The model's outputs do not change. nn.Linear and nn.Embedding are replaced by layers with the same parameters that
+    take adapters; layers of xorl's decoder take them as they are. Adapters on the meta device get their values from
+    `init_adapters`, once they have memory; others have them at once.
 
     Returns:
-        The names of the adapted layers, as checkpoints know them.
+        The names of the adapted layers in checkpoints.
 
     Raises ValueError, before anything is changed, if a target does not fit or `model` already has adapters.
     """
@@ -142,11 +142,11 @@ def _adapt_(model: nn.Module, path: str, sites: list[Site], spec: AdapterSpec) -
 
 @torch.no_grad()
 def init_adapters(model: nn.Module, *, seed: int, generation: int = 0) -> None:
-    """Give every adapter the values that it starts with, sharded or whole, so that it adds nothing.
+    """Give every adapter, sharded or whole, its initial values, with which it adds nothing to the model's outputs.
 
-    A is uniform, in +-1/sqrt(I), and B zero; beside an embedding A is zero and B normal. A value depends on the seed,
-    the generation (how often this was done), the layer's name, the shape and its index alone: not on ranks, devices,
-    the other adapters or torch's global generator.
+    A is uniform in +-1/sqrt(I) and B is zero; for an embedding, A is zero and B normal. A value depends only on the
+    seed, the generation (how often this was done), the layer's name, the shape and the index: not on ranks, devices,
+    other adapters or torch's global generator.
     """
     suffix = f"/{generation}" if generation else ""
     for adapter in adapters(model).values():
@@ -176,7 +176,7 @@ def adapters(model: nn.Module) -> dict[str, Adapter]:
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of all adapters: `{layer}.lora_A` and so on, the same names however the model is wrapped.
 
-    What `modules_to_save` trains is not among them: that are parameters of the model's own.
+    What `modules_to_save` trains is not among them: those are parameters of the model itself.
     """
     return {
         f"{name}.{leaf}": parameter

@@ -1,6 +1,6 @@
-"""What adapters are like: their size, their scale and the names of the layers that they go on. Nothing is changed here.
+"""AdapterSpec: which layers get an adapter, and of what rank and scale. Only a description: no module is touched here.
 
-Which layers a model has, and which of them a name means, stands in targets.py.
+Which layers of a model a name means is found in targets.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 ValueT = TypeVar("ValueT", int, float)
-# Scales are kept in fp32, whose largest number is 3.4e38; no rank makes them larger than alpha.
+# Scales are kept in fp32, whose largest number is 3.4e38; a scale is at most alpha, whatever the rank.
 LARGEST_ALPHA = 1e38
 
 
@@ -23,16 +23,16 @@ class AdapterSpec:
     Attributes:
         rank: inner width of the adapters, at least 1.
         alpha: the adapters' output is multiplied by alpha / rank, so alpha need not change with the rank.
-        targets: names of layers, or "all-linear". A name stands for every layer whose dotted name is that name or ends
-            in it, in whole parts: `q_proj` for `layers.0.q_proj`, but not for `layers.0.seq_proj`.
-        dropout: share of an adapter's inputs that are zeroed in training, the others being scaled up.
+        targets: names of layers, or "all-linear". A name means every layer whose dotted name is that name or ends with
+            it, in whole parts: `q_proj` means `layers.0.q_proj`, but not `layers.0.seq_proj`.
+        dropout: the fraction of an adapter's inputs that is zeroed in training; the others are scaled up.
         use_rslora: multiply by alpha / sqrt(rank), so that the updates do not shrink with the rank (Kalajdzievski,
             2023, arXiv:2312.03732).
         use_dora: train the norms of the rows of the adapted weight apart from their directions (Liu et al., 2024,
             arXiv:2402.09353). Not for embeddings.
-        rank_pattern, alpha_pattern: rank and alpha of the layers whose names end, in whole parts, in what a regular
-            expression matches; the first that matches counts.
-        modules_to_save: names of modules, as in targets, that are trained whole beside the adapters.
+        rank_pattern, alpha_pattern: regular expression -> rank or alpha of the layers whose names end, in whole parts,
+            with a match of it. The first expression that matches counts.
+        modules_to_save: names of modules, as in targets, whose own weights are trained beside the adapters.
 
     Raises ValueError for values out of range.
     """
@@ -63,16 +63,16 @@ class AdapterSpec:
         return _by_pattern(self.rank_pattern, name, self.rank)
 
     def alpha_of(self, name: str) -> float:
-        """Its alpha."""
+        """The alpha of the adapter on the layer `name`."""
         return _by_pattern(self.alpha_pattern, name, self.alpha)
 
     def scale_of(self, name: str) -> float:
-        """What its output is multiplied by."""
+        """The factor on the output of the adapter on the layer `name`."""
         rank = self.rank_of(name)
         return self.alpha_of(name) / (math.sqrt(rank) if self.use_rslora else rank)
 
     def check_patterns(self, names: Sequence[str]) -> None:
-        """Raise ValueError for a pattern that means none of the adapted layers."""
+        """Raise ValueError for a pattern that matches none of the adapted layers."""
         for option, patterns in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
             for pattern in patterns:
                 if not any(fits(pattern, name) for name in names):
@@ -80,7 +80,7 @@ class AdapterSpec:
 
 
 def is_named(name: str, target: str) -> bool:
-    """Whether `name` is `target` or ends in it, in whole parts."""
+    """Whether `name` is `target` or ends with it, in whole parts."""
     return name == target or name.endswith(f".{target}")
 
 
@@ -89,7 +89,7 @@ def _by_pattern(patterns: Mapping[str, ValueT], name: str, default: ValueT) -> V
 
 
 def fits(pattern: str, name: str) -> bool:
-    """Whether `name` ends, in whole parts, in what a regular expression matches."""
+    """Whether `name` ends, in whole parts, with a match of a regular expression."""
     return re.fullmatch(rf"(.*\.)?({pattern})", name) is not None
 
 

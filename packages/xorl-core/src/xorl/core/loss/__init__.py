@@ -1,4 +1,4 @@
-"""Losses: functions of the last hidden states and the head weight, always a sum over tokens; and their table."""
+"""Losses: functions of the last hidden states and the head's weight, always a sum over tokens, in a table by name."""
 
 from xorl.core.loss.cross_entropy import cross_entropy, score_tokens, weighted_cross_entropy
 from xorl.core.loss.metrics import (

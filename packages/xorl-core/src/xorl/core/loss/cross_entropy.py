@@ -32,8 +32,9 @@ def cross_entropy(
         targets: labels [T] int64, already shifted; nothing else is read.
         logits_fp32: keep logits in fp32, or round them to the dtype of `hidden` first; the softmax and the sum are
             fp32 either way.
-        whole_logits: plain torch on the logits of all tokens at once, [T, V], in place of the fused kernel, which holds
-            those of a chunk and takes the gradient in the forward pass. Only `sum` may be backpropagated then, once.
+        whole_logits: use plain torch on the logits of all tokens at once, [T, V]. The default is a fused kernel that
+            holds the logits of one chunk of tokens and takes the gradient in the forward pass, so that only `sum` can
+            be backpropagated, once.
     """
     labels_alone = {"labels": targets["labels"]}
     return weighted_cross_entropy(hidden, head_weight, labels_alone, logits_fp32=logits_fp32, whole_logits=whole_logits)
@@ -49,8 +50,8 @@ def weighted_cross_entropy(
 ) -> LossOutput:
     """Sum of -weight * log p(label): `weights` [T] in `targets` are any real numbers, and 1 where there are none.
 
-    Others as for `cross_entropy`. A token of weight 0 is not trained, and has its log-probability all the same.
-    Labels and weights may be [T, K]: the sum is over all K, and a token is trained where one of them is.
+    Other arguments as for `cross_entropy`. A token of weight 0 is not trained, but its log-probability is returned.
+    Labels and weights may be [T, K]: the sum is over all K, and a token counts as trained if one of its labels is.
     """
     labels, weights = targets["labels"], targets.get("weights")
     if labels.dim() == 2:
@@ -75,7 +76,7 @@ def weighted_cross_entropy(
 def _several_labels(
     hidden: Tensor, head_weight: Tensor, labels: Tensor, weights: Tensor | None, *, logits_fp32: bool
 ) -> LossOutput:
-    """`weighted_cross_entropy` with labels [T, K]. Logits exist for a chunk of tokens, in both passes."""
+    """`weighted_cross_entropy` with labels [T, K]. Both passes hold the logits of one chunk of tokens at a time."""
     size = chunk_rows(len(hidden), torch.float32.itemsize * head_weight.shape[0])
     parts = [
         checkpoint(_label_logprobs, *chunk, head_weight, logits_fp32, use_reentrant=False, preserve_rng_state=False)

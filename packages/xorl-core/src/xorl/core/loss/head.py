@@ -16,10 +16,10 @@ from xorl.kernels.linear_ce import linear_cross_entropy
 def token_logprobs(
     hidden: Tensor, head_weight: Tensor, labels: Tensor, *, logits_fp32: bool, whole_logits: bool
 ) -> Tensor:
-    """log p(label) [T] in fp32 (fp64 for fp64), to be differentiated in any way; 0 where the label is -100.
+    """log p(label) [T] in fp32 (fp64 for fp64), differentiable; 0 where the label is -100.
 
-    Arguments as for `cross_entropy`. A head that is trained costs one matrix product more than `cross_entropy` does,
-    since its logits are computed again in the backward pass; for a frozen one it is the same number.
+    Arguments as for `cross_entropy`. With a trained head this takes one matrix product more than `cross_entropy`, since
+    the logits are computed again in the backward pass; with a frozen head it takes as many.
     """
     if whole_logits:
         logits = full_logits(hidden, head_weight, logits_fp32)

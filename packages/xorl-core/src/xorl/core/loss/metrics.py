@@ -1,8 +1,8 @@
-"""Metrics of losses: scalars on the device that add up over micro-batches and ranks, and are read once at the end.
+"""Metrics of losses: scalars on the device that are combined over micro-batches and ranks, and read once at the end.
 
-A name says how its values are put together: `name:sum`, `name:min`, `name:max` and `name:mean`, where a mean is a sum
-over trained tokens until `read_metrics` divides it by `valid_tokens:sum`, the number of them. So means weigh tokens
-alike, however these are split. Scalars are fp64.
+The name of a metric says how its values are combined: `name:sum`, `name:min`, `name:max` or `name:mean`. A mean is kept
+as a sum over trained tokens until `read_metrics` divides it by their number, `valid_tokens:sum`, so every token has the
+same weight, however tokens are split into micro-batches. Scalars are fp64.
 """
 
 from __future__ import annotations

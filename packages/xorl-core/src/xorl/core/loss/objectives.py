@@ -1,6 +1,7 @@
-"""The formulas of policy-gradient losses. r is a token's ratio of probabilities, A its advantage, of T tokens each.
+"""The formulas of policy-gradient losses, as functions of the log-probabilities of T tokens.
 
-Each docstring has the loss of a token; a loss is the sum of them. sg stops the gradient.
+Each docstring gives the loss of one token. r is the token's ratio: its probability under the model over that under the
+policy that sampled it. A is its advantage, p its probability under the model, and sg stops the gradient.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from xorl.core.loss.policy import PolicyOptions, PolicyTokens, document_mean, ex
 
 @dataclass(frozen=True)
 class ClipOptions(PolicyOptions):
-    """The smallest and the largest ratio: ratios themselves, not distances from 1.
+    """The bounds of the clipped ratio: ratios themselves, not distances from 1.
 
-    Inputs of these names give each token its own.
+    Inputs with the names of these options give each token bounds of its own.
     """
 
     clip_low_threshold: float = 0.8
@@ -30,7 +31,7 @@ class ClipOptions(PolicyOptions):
 
 @dataclass(frozen=True)
 class CispoOptions(ClipOptions):
-    """Wider than those of `ppo`: the ratio only weighs the gradient here, and does not stop it."""
+    """The bounds of `ppo`, with wider defaults: here the ratio only weights the gradient and does not stop it."""
 
     clip_low_threshold: float = 0.0
     clip_high_threshold: float = 4.0
@@ -38,7 +39,7 @@ class CispoOptions(ClipOptions):
 
 @dataclass(frozen=True)
 class GspoOptions(ClipOptions):
-    """Those of `ppo`, around the ratio of a whole document."""
+    """The bounds of `ppo`, applied to the ratio of a whole document."""
 
     @property
     def counted_by(self) -> tuple[str, ...]:
@@ -49,10 +50,11 @@ class GspoOptions(ClipOptions):
 class ClippedPolicyOptions(PolicyOptions):
     """Distances `eps_clip` and `eps_clip_high` of the clipped ratio from 1, and three corrections, off by default.
 
-    eps_clip_c: the largest loss at a negative advantage, in units of it (https://arxiv.org/abs/1912.09729).
-    use_tis: multiply by the ratio of `logprobs` to `rollout_logprobs`, which an inference engine computed, cut to
-        [tis_clip_low, tis_clip_high] (https://fengyao.notion.site/off-policy-rl). The ratio does not move with the
-        model, whose own change since `logprobs` is r.
+    eps_clip_c: dual clipping: at a negative advantage the loss is at most eps_clip_c * |A|
+        (https://arxiv.org/abs/1912.09729).
+    use_tis: truncated importance sampling: multiply by the ratio of `logprobs` to `rollout_logprobs`, which an
+        inference engine computed, cut to [tis_clip_low, tis_clip_high] (https://fengyao.notion.site/off-policy-rl).
+        This ratio is constant; how far the model moved since `logprobs` is r.
     icepop_beta: leave out tokens whose ratio is outside [1/beta, beta] (https://arxiv.org/abs/2602.15763).
     """
 
@@ -90,7 +92,7 @@ class DroOptions(PolicyOptions):
 class DrgrpoOptions(PolicyOptions):
     """Distances of the clipped ratio from 1, and a penalty on the divergence from a reference policy.
 
-    beta: of the penalty; 0 asks for no `ref_logprobs`.
+    beta: weight of the penalty; with 0, `ref_logprobs` is not needed.
     kl_type: how the divergence of a token is estimated (http://joschu.net/blog/kl-approx.html).
     ratio_type: of a token, or the geometric mean over the trained tokens of its document.
     """
@@ -137,7 +139,7 @@ def gspo(tokens: PolicyTokens, options: GspoOptions) -> tuple[Tensor, dict[str, 
 
 
 def policy_loss(tokens: PolicyTokens, options: ClippedPolicyOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    """`ppo`, at a negative advantage no more than -c A, times the weights of TIS and of IcePop."""
+    """The loss of `ppo`, at most -c A if A is negative, times the weights of TIS and of IcePop."""
     ratio = exp_of_log_ratio(tokens.log_ratio())
     loss, clipped = _clipped(ratio, tokens.advantages, 1 - options.eps_clip, 1 + options.eps_clip_high)
     means: dict[str, Tensor] = {}
@@ -195,7 +197,7 @@ def drgrpo(tokens: PolicyTokens, options: DrgrpoOptions) -> tuple[Tensor, dict[s
 
 
 def _thresholds(tokens: PolicyTokens, options: ClipOptions) -> tuple[Tensor, Tensor]:
-    """The options, or in their place what came with each token under their names: [T] each."""
+    """(low, high), [T] each: from the inputs of these names if there are any, else from the options."""
     names = ("clip_low_threshold", "clip_high_threshold")
     low, high = (
         tokens.known(name) if name in tokens.targets else torch.full_like(tokens.advantages, getattr(options, name))
@@ -206,7 +208,7 @@ def _thresholds(tokens: PolicyTokens, options: ClipOptions) -> tuple[Tensor, Ten
 
 def _clipped(ratio: Tensor, advantages: Tensor, low: Tensor | float, high: Tensor | float) -> tuple[Tensor, Tensor]:
     """(-min(r A, clip(r) A), whether clipping made a difference), [T] each."""
-    # torch takes numbers and tensors, and its stubs not the one or the other.
+    # torch takes numbers as well as tensors here, but its stubs do not allow a union of both.
     clipped = ratio.clamp(low, high)  # pyright: ignore[reportCallIssue, reportArgumentType]
     free, bounded = -ratio * advantages, -clipped * advantages
     return torch.maximum(free, bounded), bounded > free

@@ -1,4 +1,4 @@
-"""The contract of a loss."""
+"""What a loss is: the type of the function, and of what it returns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class TokenValues(NamedTuple):
 
     trained: [T] bool, the tokens that count.
     means: [T] by name, averaged over the tokens that count.
-    ratio: [T], of probabilities, of which mean and extremes are given; None where a loss has none.
+    ratio: [T], the ratio of probabilities, reported by its mean and extremes; None if the loss has none.
     """
 
     trained: Tensor
@@ -29,11 +29,12 @@ class LossOutput(NamedTuple):
     sum: scalar, summed over the trained tokens; what is backpropagated.
     per_token: [T] fp32, the terms of the sum: 0 where nothing is trained.
     metrics: scalars named `name:reduction`; see `metrics.py`. `score_tokens` puts a value per token there instead.
-    logprobs: [T] fp32, log p(label) whatever the token's weight, 0 where the label is -100; [T, K] where there are K
-        labels for each token; None where a loss that xorl does not compute gives none.
-    values: what `metrics` are made of, for those who want them of a part of the tokens; None where there are none.
+    logprobs: [T] fp32, log p(label) whatever the token's weight, 0 where the label is -100; [T, K] if each token has
+        K labels; None from losses outside of xorl that do not compute it.
+    values: what `metrics` are made of, to compute them for a part of the tokens; None if the loss gives none.
 
-    Only `sum` has a gradient. A NamedTuple, so that wrappers which look for tensors in a module's output find them.
+    Only `sum` has a gradient. This is a NamedTuple so that wrappers which look for tensors in a module's output, as
+    FSDP2 and DDP do, find them.
     """
 
     sum: Tensor
@@ -48,7 +49,7 @@ LossFn = Callable[[Tensor, Tensor, Mapping[str, Tensor]], LossOutput]
 
 
 class HeadLoss(Protocol):
-    """A loss in the table: a `LossFn` that may be told how to compute logits; see `cross_entropy`."""
+    """A loss in the table: a `LossFn` with options for how the logits are computed; see `cross_entropy`."""
 
     def __call__(
         self,

@@ -1,7 +1,7 @@
-"""What the losses of policy gradients have in common: their inputs, which tokens count, and their metrics.
+"""What all policy-gradient losses have in common: their inputs, which tokens are trained, and their metrics.
 
-The model's log-probabilities are the only thing differentiated, so each loss is an `Objective`, a formula in them, and
-torch takes its gradient. T tokens of one or more packed documents.
+Only the model's log-probabilities are differentiated, so each loss is an `Objective`, a formula in them, of which torch
+takes the gradient. T tokens of one or more packed documents.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from xorl.core.loss.head import token_logprobs
 from xorl.core.loss.metrics import token_metrics
 from xorl.core.loss.output import IGNORE, LossOutput, TokenValues
 
-# Beyond this a ratio says nothing but that the policies have parted, and its products would overflow.
+# A larger ratio only says that the policies have diverged, and products of it would overflow.
 MAX_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """What an objective is a function of. Where `trained` is False everything else is 0.
+    """The arguments of an objective. Where `trained` is False, all other values are 0.
 
     logprobs: [T] fp32, of the model; differentiable.
     sampled: [T], of the policy that drew the tokens.
@@ -39,7 +39,7 @@ class PolicyTokens:
     targets: Mapping[str, Tensor]
 
     def known(self, name: str) -> Tensor:
-        """[T], an input by name, 0 where nothing is trained."""
+        """[T], an input by its name, 0 at tokens that are not trained."""
         return self.targets[name].masked_fill(~self.trained, 0.0)
 
     def log_ratio(self) -> Tensor:
@@ -49,18 +49,21 @@ class PolicyTokens:
 
 @dataclass(frozen=True)
 class PolicyOptions:
-    """What every such loss takes: `compute_kl_stats` gives the divergence from the policy that drew the tokens."""
+    """The options of every policy-gradient loss.
+
+    compute_kl_stats: report estimates of the divergence from the policy that sampled the tokens.
+    """
 
     compute_kl_stats: bool = True
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Inputs that these options ask for, besides those of every such loss."""
+        """Inputs that are required with these options, besides those of every policy-gradient loss."""
         return ()
 
     @property
     def counted_by(self) -> tuple[str, ...]:
-        """Inputs which, where they are not 0, make a token count whose advantage and log-probability are both 0."""
+        """Inputs that mark a token as trained where they are not 0, even if its advantage and log-probability are 0."""
         return ()
 
 
@@ -71,12 +74,13 @@ Objective = Callable[[PolicyTokens, OptionsT], tuple[Tensor, dict[str, Tensor]]]
 
 @dataclass(frozen=True)
 class PolicyLoss(Generic[OptionsT]):
-    """A loss over an objective, called like `cross_entropy`.
+    """The loss of an objective, called like `cross_entropy`.
 
-    targets: labels [T] int64, already shifted; logprobs [T], of the policy that drew the labels, or old_logprobs where
-        there are these; advantages [T]; and what the objective reads besides. `weights` [T] multiply the loss, and
-        where they are 0 a token is not trained. Without them that is so where advantage and log-probability are both 0,
-        which is how clients write a prompt, and so is what `options.counted_by` names.
+    targets: labels [T] int64, already shifted; logprobs [T] of the policy that sampled the labels, replaced by
+        old_logprobs if there are any; advantages [T]; and whatever else the objective reads. `weights` [T], if given,
+        multiply the loss, and a token of weight 0 is not trained. Without weights, a token is not trained if its
+        advantage, its log-probability and the inputs in `options.counted_by` are all 0, which is how clients write a
+        prompt.
     """
 
     name: str
@@ -92,7 +96,7 @@ class PolicyLoss(Generic[OptionsT]):
         logits_fp32: bool = True,
         whole_logits: bool = False,
     ) -> LossOutput:
-        """Raises ValueError where `targets` lacks what the loss needs."""
+        """Raises ValueError if `targets` lacks an input that the loss needs."""
         self.check_inputs(targets)
         labels, advantages = targets["labels"], targets["advantages"]
         sampled = targets["old_logprobs" if "old_logprobs" in targets else "logprobs"]
@@ -121,7 +125,7 @@ class PolicyLoss(Generic[OptionsT]):
         return LossOutput(per_token.sum(), per_token.detach(), metrics, logprobs.detach(), values)
 
     def check_inputs(self, names: Collection[str]) -> None:
-        """Raise ValueError where the loss needs an input that is not among `names`."""
+        """Raise ValueError if the loss needs an input that is not among `names`."""
         if "old_logprobs" in names:
             names = {*names, "logprobs"}
         missing = [name for name in ("logprobs", "advantages", *self.options.needs) if name not in names]
@@ -133,14 +137,14 @@ class PolicyLoss(Generic[OptionsT]):
 
 
 def exp_of_log_ratio(log_ratio: Tensor) -> Tensor:
-    """exp, of at most MAX_LOG_RATIO in either direction; the gradient stays that of a ratio of this size."""
+    """exp(log_ratio), limited to exp(+-MAX_LOG_RATIO); beyond that, its gradient is the limited value and not 0."""
     return (log_ratio + (log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) - log_ratio).detach()).exp()
 
 
 def document_mean(values: Tensor, trained: Tensor, positions: Tensor) -> Tensor:
     """[T], for each token the mean of `values` over the trained tokens of its document; differentiable.
 
-    positions: [T], 0 at the first token of each document. Added up in fp64, so that the order does not show.
+    positions: [T], 0 at the first token of each document. Sums are fp64, so that their order makes no difference.
     """
     document = (positions == 0).cumsum(0) - 1
     sums = torch.zeros(len(values), dtype=torch.float64, device=values.device)

@@ -1,4 +1,4 @@
-"""The losses by name, and their options as a client gives them."""
+"""The table of losses by name, and the options that clients may give."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ LOSSES: Mapping[str, HeadLoss] = MappingProxyType(
 
 
 def loss_named(name: str, options: Mapping[str, object] = MappingProxyType({})) -> HeadLoss:
-    """The loss of that name with these options, others at their defaults.
+    """The loss of that name with these options; options that are left out have their defaults.
 
-    Numbers may stand for switches, 0 and 1, since one of the protocols has no other values.
+    Switches may also be given as 0 and 1, since one of the protocols carries only numbers.
 
     Raises:
         ValueError: there is no such loss or option, or the loss cannot take the value.
@@ -53,7 +53,7 @@ def loss_named(name: str, options: Mapping[str, object] = MappingProxyType({})) 
 
 
 def check_inputs(loss: HeadLoss, names: Collection[str]) -> None:
-    """Raise ValueError where the loss needs an input that is not among `names`, the fields of a datum."""
+    """Raise ValueError if the loss needs an input that is not among `names`, the fields of a datum."""
     if isinstance(loss, PolicyLoss):
         loss.check_inputs(names)
 

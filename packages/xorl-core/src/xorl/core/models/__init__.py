@@ -1,4 +1,4 @@
-"""Models by the name of their architecture. A new family is one file beside this and one line in the table."""
+"""The table of models by architecture. A new family is one file beside this one, and its spec in `SPECS`."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -1,4 +1,4 @@
-"""The one decoder that all families are: embedding, layers of attention and feed-forward, norm, head.
+"""The decoder that all model families share: embedding, layers of attention and feed-forward, norm, head.
 
 Shapes: T tokens, D model width, V vocabulary.
 """
@@ -40,15 +40,15 @@ def _whole(parameter: Tensor) -> tuple[Tensor, Sequence[int]]:
 class Decoder(nn.Module):
     """A causal language model over packed rows.
 
-    With a `CachedLayout` the row has the new tokens of sequences whose other tokens' keys and values are in a cache:
-    generation, which has no gradient.
+    For generation it takes a `CachedLayout`: the row then holds only new tokens, and the keys and values of the earlier
+    tokens of their sequences are in a cache. There is no gradient.
 
-    The embedding's output is cast to `compute_dtype` and every layer follows the dtype of its input, so the dtype of
-    the parameters is free. It has no dropout of its own; adapters may have some.
+    The embedding's output is cast to `compute_dtype` and every layer follows the dtype of its input, so parameters may
+    have any dtype. There is no dropout, except in adapters.
 
     Attributes:
         config: what was built.
-        logical: for each module with a weight, the modules of a checkpoint that it is made of, in order of their rows.
+        logical: for each module with a weight, the modules of a checkpoint that it stacks, in the order of their rows.
         compute_dtype: dtype of activations; set it before the first forward pass.
     """
 
@@ -109,8 +109,8 @@ class Decoder(nn.Module):
     ) -> ResultT | Tensor:
         """Logits [T, V] of input_ids [T], or what `loss(hidden [T, D], head_weight [V, D])` returns.
 
-        The loss is called in here so that whoever gathers parameters around `forward` has the head's gathered too. An
-        adapter of the head makes both of its operands wider than D.
+        The loss is called inside of `forward` so that FSDP2, which gathers parameters around it, has gathered the head
+        too. With an adapter on the head, both arguments of the loss are wider than D.
         """
         hidden = self.model(input_ids, layout, self.compute_dtype)
         if self.lm_head is not None:
@@ -126,7 +126,7 @@ class Decoder(nn.Module):
         device: torch.device | None = None,
         targets: Mapping[str, RowTarget] = MappingProxyType({}),
     ) -> None:
-        """Give every parameter but those of adapters its initial value, in place, on whatever device it is.
+        """Give every parameter, except those of adapters, its initial value, in place, on the device where it is.
 
         Weights are normal with standard deviation `initializer_range` (smaller by sqrt(2 * num_layers) for the
         projections into the residual stream where the config says so), norms one, biases zero. A value depends only on
@@ -138,8 +138,8 @@ class Decoder(nn.Module):
             local_part: parameter -> (the part of it that this process holds, the index at which that part begins). The
                 default is for whole parameters.
             device: where values are computed. None means where each parameter is.
-            targets: what takes the values of a weight that is kept in another form (`Linear.stored`), by its name. With
-                some, the call is collective.
+            targets: by name, receivers of the values of weights that are kept in another form (`Linear.stored`), such
+                as quantised. If there are any, the call is collective.
         """
         for name, target in targets.items():
             first, last = target.rows
@@ -170,7 +170,7 @@ class Decoder(nn.Module):
 
 
 class Head(Linear):
-    """From hidden states [T, D] to logits [T, V], or to what a loss makes of both operands of that product."""
+    """From hidden states [T, D] to logits [T, V]; or, given a loss, to what it makes of hidden states and weight."""
 
     @overload
     def forward(self, x: Tensor, loss: None = None) -> Tensor: ...
@@ -220,8 +220,8 @@ class DecoderTrunk(nn.Module):
         rope = None if self.rotary is None else self.rotary.tables(layout, input_ids.device)
         for index, layer in enumerate(self.layers):
             if torch.is_grad_enabled() and not hidden.requires_grad:
-                # Above frozen ones: the first layer that is trained is compiled and recomputed as the others are, and
-                # the reentrant form gives no gradient to a layer whose input has none.
+                # The first trained layer above frozen ones. Its input needs a gradient as that of every other layer, so
+                # that it is compiled alike, and since reentrant recomputation gives no gradient otherwise.
                 hidden.requires_grad_(any(parameter.requires_grad for parameter in layer.parameters()))
             hidden = layer(hidden, layout.of_layer(index), rope)
         _, normed = self.norm(hidden)

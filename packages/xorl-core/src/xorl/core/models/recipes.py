@@ -1,7 +1,6 @@
-"""How checkpoint tensors make one native parameter and come out of it again, bit for bit.
+"""Recipes: how the tensors of a checkpoint make one native parameter, and how they are recovered from it bit for bit.
 
-The protocols are what a checkpoint reader offers and what a recipe does, written down on this side as well: this
-package imports no reader.
+The protocols repeat what xorl.ckpt offers and expects, since this package does not import it.
 """
 
 import re
@@ -33,8 +32,8 @@ class WeightRecipe(Protocol):
     """One native parameter of `shape`, made of the checkpoint tensors named in `sources`.
 
     Attributes:
-        join_dim: None where the parameter holds its sources whole. Else the source is shared: every parameter that
-            names it holds a part, and the parts, in the order of the recipes, join along this dim.
+        join_dim: None if the parameter holds its sources whole. Otherwise several parameters share one source: each
+            holds a part of it, and the parts, in the order of the recipes, are joined along this dim.
     """
 
     @property
@@ -56,7 +55,7 @@ class WeightRecipe(Protocol):
 
 
 class RowTarget(Protocol):
-    """A parameter that takes its rows in another form than it keeps them in.
+    """Takes the rows of a parameter that keeps them in another form, such as quantised.
 
     Attributes:
         shape: of the whole parameter as recipes have it.
@@ -74,17 +73,17 @@ class RowTarget(Protocol):
     def device(self) -> torch.device: ...
 
     def put(self, start: int, rows: Tensor) -> None:
-        """Take rows from row `start` on, which is that after the last that came; `rows` may be overwritten later."""
+        """Take the next rows, which begin at row `start`. The caller may overwrite `rows` afterwards."""
         ...
 
     def finish(self) -> None:
-        """All rows came. Collective: every process calls it, those that take no rows too."""
+        """Called after the last rows. Collective: every process calls it, even one that takes no rows."""
         ...
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Checkpoint tensors stacked along dim 0; a single one is itself.
+    """One checkpoint tensor as it is, or several of them stacked along dim 0.
 
     Attributes:
         sources: names, in the order of their rows.
@@ -156,12 +155,12 @@ class Part:
 
 @dataclass(frozen=True)
 class LogicalModule:
-    """A module of the checkpoint, of which a native module holds the weight, or stacks several.
+    """A module as the checkpoint names it. A native module holds the weight of one, or stacks those of several.
 
     Attributes:
         name: dotted, as in the checkpoint.
-        num_rows: rows of its weight in the native one (of a vector, entries).
-        is_whole: False where other native modules hold other rows of it.
+        num_rows: how many rows of the native weight are its own (for a vector: entries).
+        is_whole: False if other native modules hold other rows of it.
     """
 
     name: str
@@ -198,10 +197,10 @@ class CheckpointNames:
     """How the names in a checkpoint may differ from those the recipes use.
 
     Attributes:
-        prefix: of the recipes' names; checkpoints of the bare trunk leave it out.
-        embedding: name of the embedding of tokens.
+        prefix: the prefix of the recipes' names, which checkpoints of a model without its head leave out.
+        embedding: name of the token embedding.
         head: name of the head's weight; in a checkpoint of a tied model it repeats the embedding.
-        ignored: pattern (searched) of tensors that are no parameters, such as buffers of older releases.
+        ignored: regular expression, searched in names, of tensors that are not parameters, such as old buffers.
     """
 
     prefix: str

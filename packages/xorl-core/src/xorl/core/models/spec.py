@@ -1,4 +1,4 @@
-"""What a decoder is (`DecoderConfig`) and what a family of models brings to make one (`ModelSpec`)."""
+"""`ModelSpec`: everything a model family defines to become a `Decoder`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -36,8 +36,8 @@ class ModelSpec:
     def config_to_hf(self, config: DecoderConfig, hf: Mapping[str, object] | None = None) -> dict[str, object]:
         """The mapping for a config.json of this model.
 
-        `hf`, the mapping that `config` was read from, is kept as it is where it still describes `config`; where it
-        does not (or is None), the keys that do are written over it.
+        `hf` is the mapping that `config` was read from. It is kept as it is if it still describes `config`; otherwise,
+        the keys that describe `config` are written over it.
         """
         identity = {"architectures": [self.architecture], "model_type": self.model_type}
         if hf is not None and self.config_from_hf(hf) == config:
@@ -50,9 +50,9 @@ class ModelSpec:
         return Decoder(config, merge_qkv=merge_qkv, kernels=kernels, logical=logical)
 
     def recipes(self, config: DecoderConfig, *, merge_qkv: bool) -> dict[str, WeightRecipe]:
-        """For each native parameter, how it is made of checkpoint tensors and taken apart into them again."""
+        """For each native parameter, the recipe that makes it of checkpoint tensors and takes it apart again."""
         return self.make_recipes(config, merge_qkv)
 
     def checkpoint_view(self, config: DecoderConfig, source: WeightSource) -> WeightSource:
-        """`source` under the names of the recipes: prefixes settled; buffers, and the head of tied models, left out."""
+        """`source` under the names of the recipes, without old buffers and without the head of a tied model."""
         return CheckpointView(source, self.checkpoint_names, tied=config.tie_word_embeddings)

@@ -1,4 +1,4 @@
-"""The law of order: what is done to a model before it trains, and in which order."""
+"""parallelize(): everything that is done to a model before it trains, in the one order that works."""
 
 from __future__ import annotations
 
@@ -25,15 +25,23 @@ from xorl.core.parallel.stored import gather_as_stored, sharding_of_bytes
 
 @dataclass(frozen=True)
 class ParallelPolicy:
-    """What to do to a model. Defaults change nothing but its placement.
+    """What to do to a model. The defaults shard it and change nothing else.
 
-    param_dtype is the dtype sharded parameters are gathered in (None: their own); gradients are always reduced in
-    fp32. reshard_after_forward frees gathered parameters between forward and backward (ZeRO-3); without it they are
-    kept (ZeRO-2). unit_modules are further class names, or last parts of module paths, sharded as units of their own.
-    cpu_offload keeps sharded parameters, gradients and optimizer state in host memory; what computes is gathered on the
-    device. activation_offload_limit, when not None, moves what layers save for the backward pass to host memory, but
-    for this many bytes of what they save last. compile_backend, when not None, compiles every layer. fp8 is how
-    the linear layers inside the layers multiply. recompute is for the first recompute_num_layers (None: all) layers.
+    Attributes:
+        fp8: how the linear layers inside the decoder's layers multiply.
+        param_dtype: the dtype in which sharded parameters are gathered (None: their own). Gradients are always reduced
+            in fp32.
+        reshard_after_forward: free gathered parameters between forward and backward pass (ZeRO-3), or keep them
+            (ZeRO-2).
+        forward_prefetch: gather each unit's parameters while the unit before it computes.
+        unit_modules: class names, or last parts of module paths, of further modules to shard as units of their own.
+        cpu_offload: keep sharded parameters, gradients and optimizer state in host memory. Parameters are gathered on
+            the device to compute.
+        recompute, recompute_num_layers: what the first so many layers (None: all) compute again in the backward pass.
+        reentrant_recompute: use torch's older form of recomputation.
+        compile_backend: compile every layer with it; None compiles nothing.
+        activation_offload_limit: move what layers save for the backward pass to host memory, except for the last so
+            many bytes of it; None moves nothing.
     """
 
     data_parallel_mode: DataParallelMode = "fsdp2"
@@ -68,16 +76,16 @@ class ParallelModel:
 
     def train(self, mode: bool = True) -> None:
         """Put every module into training mode, or into evaluation mode; as nn.Module has it."""
-        # There are a thousand of them, for which a device that has nothing to do would wait milliseconds.
+        # There are a thousand modules: visiting them takes milliseconds, in which an idle device would wait.
         if self.module.training != mode:
             self.module.train(mode)
 
     @contextmanager
     def accumulation(self, *, is_last: bool) -> Iterator[None]:
-        """Around the forward and backward of one micro-batch: replicas exchange gradients at the last one only.
+        """Around the forward and backward pass of one micro-batch: replicas exchange gradients only at the last one.
 
-        Whole replicas in half precision exchange them at each, since what they exchange is in the parameters' dtype,
-        and sums of several micro-batches are not kept in that.
+        DDP with parameters in half precision exchanges them at every micro-batch: it exchanges in the parameters'
+        dtype, in which the sum over several micro-batches must not be kept.
         """
         forward = self.forward
         if isinstance(forward, FSDPModule):
@@ -88,10 +96,10 @@ class ParallelModel:
 
     @contextmanager
     def generation(self, *, keep_gathered: bool) -> Iterator[None]:
-        """Around forward passes without backward ones, in evaluation mode and by layers that are not compiled.
+        """Around forward passes for generation: in evaluation mode, without gradients, and with uncompiled layers.
 
-        So nothing is compiled for what generation brings, and nothing is lost that training compiled. keep_gathered
-        leaves sharded parameters gathered from pass to pass, until training or `drop_gathered` frees them.
+        So the shapes of generation compile nothing, and what was compiled for training is kept. keep_gathered leaves
+        sharded parameters gathered from pass to pass, until training or `drop_gathered` frees them.
         """
         self.train(False)
         with (
@@ -108,18 +116,18 @@ class ParallelModel:
         )
 
     def recover(self) -> None:
-        """After a pass that failed on every rank: the next one begins as if that one had not been; it adds nothing."""
+        """Clean up after a pass that failed on every rank, so that the next pass can run."""
         if isinstance(self.forward, DistributedDataParallel):
-            # Else it would wait for the gradients that never came.
+            # Otherwise it would wait for gradients that never came.
             self.forward.reducer._reset_state()
         abandon_pass(self.module)
         if self.fp8_weights is not None:
             self.fp8_weights.invalidate()
 
     def drop_gathered(self) -> None:
-        """Free gathered copies of sharded parameters, which a forward pass without a backward one may leave.
+        """Free gathered copies of sharded parameters, which a forward pass without a backward pass may leave behind.
 
-        To be called when the parameters change: the next forward pass would compute with the old values.
+        Call it when the parameters have changed: the next forward pass would compute with the old values.
         """
         if self.fp8_weights is not None:
             self.fp8_weights.invalidate()
