@@ -1,8 +1,8 @@
-"""What the service's processes say to each other: the requests that carry operations and results.
+"""The messages between the service's processes that carry operations and results.
 
-API -> orchestrator: Submit, Poll, Cancel and the queries of `queries`. Orchestrator -> worker: Work, answered by Done.
-How they travel is `channel`'s. PROTOCOL_VERSION changes whenever a message here, in `queries` or in `operations`, or
-what one means, does.
+API -> orchestrator: Submit, Poll, Cancel, and the queries in `queries`. Orchestrator -> worker: Work, answered by Done.
+`channel` transports them. Whoever changes a message here, in `queries` or in `operations`, or what one means, raises
+PROTOCOL_VERSION.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PROTOCOL_VERSION = 4
 
 
 class Health(Message, frozen=True):
-    """How the workers are; the first thing that is asked of them."""
+    """Ask how the workers are; the first message they get."""
 
 
 class Shutdown(Message, frozen=True):
@@ -24,7 +24,7 @@ class Shutdown(Message, frozen=True):
 
 
 class HealthResult(Message, frozen=True):
-    """Of Health: how many ranks there are, and the memory of each one's GPU; none where there are no GPUs."""
+    """Result of Health: the number of ranks, and the memory of each rank's GPU (empty without GPUs)."""
 
     world_size: int
     gpu_bytes_used: list[int]
@@ -32,7 +32,7 @@ class HealthResult(Message, frozen=True):
 
 
 class ShutDown(Message, frozen=True):
-    """Of Shutdown."""
+    """Result of Shutdown."""
 
 
 Operation = ClientOperation | Health | Shutdown
@@ -40,7 +40,7 @@ Result = ClientResult | HealthResult | ShutDown
 
 
 class Work(Message, frozen=True):
-    """Operations to run as one: several ForwardBackward or several Sample, of any models; anything else comes alone."""
+    """Operations to run together: several ForwardBackward or several Sample, of any models; others only alone."""
 
     ids: list[str]
     operations: list[Operation]
@@ -54,19 +54,20 @@ class Work(Message, frozen=True):
 
 
 class Done(Message, frozen=True):
-    """Of Work: the result of each operation, in their order."""
+    """Answer to Work: the result of each operation, in their order."""
 
     ids: list[str]
     results: list[Result]
 
 
 class Submit(Message, frozen=True):
-    """Take an operation on. Accepted means that it is journaled and survives a crash.
+    """Accept an operation. The answer Accepted means that it is in the journal and survives a crash.
 
-    request_id: a proposal, random; the same proposal again (the API lost the answer) is the same request. key: the
-    natural key, the same in every retry of the client; None where it has none. The same key and body_hash is the same
-    request, whose id is answered; the same key with another body_hash is Rejected(400). Keys of a model are forgotten
-    when it is created anew. seq_id: the place in the model's order; None is behind what has been submitted.
+    request_id: a random id that the API proposes; sent again (the API lost the answer), it means the same request.
+    key: the natural key, the same in every retry of the client; None if it has none. A key that is known already means
+    the same request if body_hash is the same too, and its id is answered; with another body_hash it is Rejected(400).
+    The keys of a model are forgotten when it is created anew.
+    seq_id: the number of the operation in its model's order; None puts it behind everything submitted so far.
     """
 
     request_id: str
@@ -79,34 +80,34 @@ class Submit(Message, frozen=True):
 
 
 class Tombstone(Message, frozen=True):
-    """This seq_id of the model was refused at the door and will not come; answered by Ok."""
+    """The API refused the request with this seq_id of the model, so it will never come. Answered by Ok."""
 
     model_id: str
     seq_id: int
 
 
 class Accepted(Message, frozen=True):
-    """Of Submit: the id to poll, the proposed one or, for a retry, the first one's."""
+    """Answer to Submit: the id to poll, which is the proposed one or, for a retry, that of the first request."""
 
     request_id: str
 
 
 class Rejected(Message, frozen=True):
-    """Of Submit, or of a query that cannot be answered: the HTTP status and what to do."""
+    """Answer to a Submit or a query that is refused: the HTTP status, and what the client can do."""
 
     status: int
     message: str
 
 
 class Poll(Message, frozen=True):
-    """The result of a request; answered at once when there is one, and after wait_s (of at most 30) otherwise."""
+    """Ask for the result of a request. Answered as soon as there is one, or after wait_s (at most 30)."""
 
     request_id: str
     wait_s: float
 
 
 class Pending(Message, frozen=True):
-    """Of Poll: not yet. position: how many of any client's requests are before it; None where it runs."""
+    """Answer to Poll: no result yet. position: how many requests, of all clients, are before it; None if it runs."""
 
     request_id: str
     queue_state: Literal["active", "paused_capacity", "paused_rate_limit"] = "active"
@@ -115,7 +116,7 @@ class Pending(Message, frozen=True):
 
 
 class Finished(Message, frozen=True):
-    """Of Poll. dialect: of the Submit, whose client's form the answer takes. It can be asked for again for a while."""
+    """Answer to Poll: the result, which can be polled again for a while. dialect: of the client that submitted it."""
 
     request_id: str
     dialect: Dialect
@@ -123,14 +124,14 @@ class Finished(Message, frozen=True):
 
 
 class Unknown(Message, frozen=True):
-    """Of Poll: there is no such request. was_known: there was, and its result is not kept any more."""
+    """Answer to Poll: no such request. was_known: there was one, but its result is not kept any more."""
 
     request_id: str
     was_known: bool = False
 
 
 class Cancel(Message, frozen=True):
-    """Forget a request that has not begun; answered by Ok either way."""
+    """Drop a request if it has not begun. Answered by Ok either way."""
 
     request_id: str
 

@@ -1,8 +1,8 @@
-"""What clients ask of models and samplers, and what comes of it: operations and results, as they travel and are kept.
+"""Operations that clients ask of models and samplers, and their results, as they are sent and kept in the journal.
 
-PROTOCOL_VERSION of `messages` changes whenever one of these, or what it means, does; and so does JOURNAL_VERSION of
-`orchestrator.journal`, where they wait until nobody needs them, but for a new field whose default is what older ones
-meant.
+Whoever changes one of them, or what it means, raises PROTOCOL_VERSION in `messages`, and JOURNAL_VERSION in
+`orchestrator.journal`, which keeps them on disk. A new field whose default means what older messages meant needs only
+the former.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from xorl.server.names import CheckpointKind, CheckpointRef
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Base of everything that is sent: immutable, told apart by its class's name, without unknown fields.
+    """Base of everything that is sent: immutable, tagged with its class's name, and strict about unknown fields.
 
-    Subclasses repeat `frozen`, which type checkers want.
+    Subclasses repeat `frozen` since type checkers need it.
     """
 
 
 class LoraSpec(Message, frozen=True):
-    """The adapter that a client asks for; None is the service's own setting. train_* choose among target modules."""
+    """The adapter that a client asks for. None takes the service's own setting; train_* choose among target modules."""
 
     rank: int | None = None
     alpha: float | None = None
@@ -35,11 +35,11 @@ class LoraSpec(Message, frozen=True):
 
 
 class CreateModel(Message, frozen=True):
-    """Make a model over the base: an adapter by `lora`, or the one full model where the service trains no adapters.
+    """Make a model over the base: an adapter as `lora` says, or the one full model if the service trains full weights.
 
-    The API sends what the client asked for; the orchestrator sends None for `lora` where the service trains full
-    weights. With `checkpoint` it begins there, and with_optimizer takes the optimizer's state and step count along;
-    `lora` None then means the checkpoint's own.
+    The API sends what the client asked for; the orchestrator replaces `lora` by None if the service trains full
+    weights. With a `checkpoint` the model starts from it, with_optimizer also from its optimizer's state and step
+    count, and a `lora` of None means the adapter in the checkpoint.
     """
 
     model_id: str
@@ -51,13 +51,13 @@ class CreateModel(Message, frozen=True):
 
 
 class UnloadModel(Message, frozen=True):
-    """Forget a model and free what it holds; checkpoints stay."""
+    """Remove a model and free what it holds; its checkpoints stay."""
 
     model_id: str
 
 
 class ForwardBackward(Message, frozen=True):
-    """Add the gradient of the SUM of a loss over the data, or with forward_only, only compute the loss."""
+    """Add the gradient of the SUM of a loss over the data; with forward_only, compute the loss alone."""
 
     model_id: str
     data: list[Datum]
@@ -67,9 +67,9 @@ class ForwardBackward(Message, frozen=True):
 
 
 class OptimStep(Message, frozen=True):
-    """One step of AdamW, or of the optimizer of full weights, on the accumulated gradient, which is then zero.
+    """One step of AdamW, or of the service's optimizer of full weights, with the accumulated gradient, and clear it.
 
-    Weight decay is decoupled. grad_clip_norm: the global norm to clip at; 0 is no clipping.
+    Weight decay is decoupled. grad_clip_norm: the global norm to clip to; 0 does not clip.
     """
 
     model_id: str
@@ -88,7 +88,7 @@ class AbortGradients(Message, frozen=True):
 
 
 class SaveWeights(Message, frozen=True):
-    """Save what training goes on from: weights, optimizer, step count. ttl_s: delete it after so long; None, never."""
+    """Save weights, optimizer and step count, to continue training from. ttl_s: when to delete it; None: never."""
 
     model_id: str
     name: str
@@ -98,7 +98,7 @@ class SaveWeights(Message, frozen=True):
 
 
 class LoadWeights(Message, frozen=True):
-    """Put a model where a checkpoint, its own or another's, was; with `optimizer`, its optimizer too."""
+    """Load a checkpoint of this or another model: weights, and with `optimizer` also the optimizer's state."""
 
     model_id: str
     checkpoint: CheckpointRef
@@ -106,9 +106,9 @@ class LoadWeights(Message, frozen=True):
 
 
 class SaveWeightsForSampler(Message, frozen=True):
-    """Keep a model's weights to sample from: in a checkpoint of this name, or in memory where name is None.
+    """Keep a model's weights to sample from: in a checkpoint of this name, or in memory if name is None.
 
-    sampler_id: the sampling session that samples from them, where the client asked for one; always with name None.
+    sampler_id: the sampling session that will use them, if the client asked for one; required if name is None.
     """
 
     model_id: str
@@ -119,10 +119,10 @@ class SaveWeightsForSampler(Message, frozen=True):
 
 
 class SaveFullWeights(Message, frozen=True):
-    """Export a model as Hugging Face's libraries read it (kind external_weights).
+    """Export a model for Hugging Face's libraries (kind external_weights).
 
-    is_merged: an adapter folded into the base; otherwise the adapter alone, PEFT's two files in fp32. Full weights are
-    the same either way. dtype: of whole models.
+    is_merged: merge an adapter into the base; otherwise export the adapter alone, as PEFT's two files in fp32. For full
+    weights it makes no difference. dtype: of the weights of whole models.
     """
 
     model_id: str
@@ -137,13 +137,13 @@ class BaseSampler(Message, frozen=True):
 
 
 class SessionSampler(Message, frozen=True):
-    """Sample from what a sampling session is of; the orchestrator says what that is before workers see it."""
+    """Sample from the weights of a sampling session. The orchestrator replaces it before the workers see it."""
 
     sampling_session_id: str
 
 
 class NamedSampler(Message, frozen=True):
-    """Sample from the newest sampler checkpoint of that name; the orchestrator finds it before workers see it."""
+    """Sample from the newest sampler checkpoint of that name. The orchestrator replaces it, too."""
 
     name: str
 
@@ -165,13 +165,13 @@ SamplerRef = BaseSampler | SessionSampler | NamedSampler | SnapshotSampler | Che
 
 
 class Sample(Message, frozen=True):
-    """Continue a prompt num_samples times, and say how likely its tokens are. P tokens of the prompt.
+    """Continue a prompt num_samples times, and return log-probabilities. P tokens of the prompt.
 
-    prompt: int32 [P]. max_tokens: None is as many as the context has room for. top_k: None is all. seed: of the first
-    sample, sample i has seed + i; None is a random one. stop_ids: single tokens. ignore_end: go on after the model's
-    end token, which otherwise stops, whatever else does. topk_*: how many of the most likely tokens to return at each
-    place.
-    target_prompt_tokens: int64 [P - 1, K], tokens asked about at the places 1, 2, ...; -1 asks nothing.
+    prompt: int32 [P]. max_tokens: None fills the context. top_k: None considers all tokens. seed: of the first sample;
+    sample i has seed + i; None draws one. stop_ids: single tokens. ignore_end: do not stop at the model's end token.
+    topk_*: how many of the most likely tokens to return at each position.
+    target_prompt_tokens: int64 [P - 1, K], further tokens whose log-probabilities to return at the positions 1, 2, ...
+    of the prompt; -1 asks for none.
     """
 
     sampler: SamplerRef
@@ -201,16 +201,17 @@ class Endpoint(Message, frozen=True):
 
 
 class BlockFp8(Message, frozen=True):
-    """Linear layers in E4M3 with a scale for each block of 128 x 128, but for modules that `exclude` names."""
+    """Linear layers in E4M3 with a scale for each block of 128 x 128, except for the modules in `exclude`."""
 
     exclude: tuple[str, ...] = ()
 
 
 class SyncWeights(Message, frozen=True):
-    """Send a model's weights to endpoints. The orchestrator fills in what it knows where that is None: `endpoints`,
-    `weight_version`, and `quantization`, without which weights are sent as the model computes with them.
+    """Send a model's weights to inference endpoints.
 
-    master_address, master_port: where the group of senders and receivers meets; "" and 0 choose.
+    The orchestrator fills in `endpoints`, `weight_version` and `quantization` if they are None. If no quantization is
+    set, weights are sent in the dtype that the model computes in. master_address, master_port: where the process group
+    of senders and receivers meets; "" and 0 choose.
     """
 
     model_id: str
@@ -241,7 +242,7 @@ ClientOperation = ModelOperation | Sample
 
 
 class Failure(Message, frozen=True):
-    """Why there is no result. status: the HTTP status that says it, 4xx for `user`. Nothing was changed."""
+    """Why there is no result; nothing was changed. status: the HTTP status, 4xx for the category `user`."""
 
     category: Literal["user", "server"]
     status: int
@@ -249,9 +250,9 @@ class Failure(Message, frozen=True):
 
 
 class ModelCreated(Message, frozen=True):
-    """Of CreateModel. lora_rank None: full weights. num_steps: optimizer steps taken, of a checkpoint.
+    """Result of CreateModel. lora_rank is None for full weights. num_steps: optimizer steps of the loaded checkpoint.
 
-    checkpoint_bytes: about what a checkpoint of it takes, by kind.
+    checkpoint_bytes: about how large a checkpoint of the model will be, by kind.
     """
 
     model_id: str
@@ -262,16 +263,16 @@ class ModelCreated(Message, frozen=True):
 
 
 class Unloaded(Message, frozen=True):
-    """Of UnloadModel."""
+    """Result of UnloadModel."""
 
     model_id: str
 
 
 class LossResult(Message, frozen=True):
-    """Of ForwardBackward: fields by name (logprobs; elementwise_loss), each with one array per datum in their order.
+    """Result of ForwardBackward: fields by name (logprobs, elementwise_loss), each one array per datum, in order.
 
-    Arrays are float32 of the shape of the datum's target_tokens. metrics: named `name:reduction`, reduction one of
-    sum, mean, min, max; `loss:sum` is always there.
+    Arrays are float32, of the shape of the datum's target_tokens. metrics: named `name:reduction`, where reduction is
+    sum, mean, min or max; `loss:sum` is always there.
     """
 
     loss_fn_output_type: str
@@ -280,20 +281,20 @@ class LossResult(Message, frozen=True):
 
 
 class OptimResult(Message, frozen=True):
-    """Of OptimStep; free names: grad_norm, learning_rate, step, skipped ..."""
+    """Result of OptimStep: grad_norm, learning_rate, step, skipped and others, by name."""
 
     metrics: dict[str, float]
 
 
 class GradientsAborted(Message, frozen=True):
-    """Of AbortGradients. step: optimizer steps the model has taken."""
+    """Result of AbortGradients. step: how many optimizer steps the model has taken."""
 
     model_id: str
     step: int
 
 
 class Saved(Message, frozen=True):
-    """Of the Save operations. checkpoint: None for what is in memory, then sampler_id names it."""
+    """Result of the Save operations. checkpoint is None for weights kept in memory, which sampler_id names."""
 
     checkpoint: CheckpointRef | None
     sampler_id: str | None = None
@@ -302,7 +303,7 @@ class Saved(Message, frozen=True):
 
 
 class Loaded(Message, frozen=True):
-    """Of LoadWeights."""
+    """Result of LoadWeights."""
 
     model_id: str
     checkpoint: CheckpointRef
@@ -310,14 +311,14 @@ class Loaded(Message, frozen=True):
 
 
 class TopLogprobs(Message, frozen=True):
-    """The K most likely tokens at each of N places: token_ids int32 [N, K], logprobs float32 [N, K]."""
+    """The K most likely tokens at each of N positions: token_ids int32 [N, K], logprobs float32 [N, K]."""
 
     token_ids: Array
     logprobs: Array
 
 
 class SampledSequence(Message, frozen=True):
-    """One continuation: tokens int32 [N], logprobs float32 [N], versions of the weights at its first and last token."""
+    """One sample: tokens int32 [N], logprobs float32 [N], the versions of the weights at its first and last token."""
 
     tokens: Array
     logprobs: Array
@@ -327,10 +328,10 @@ class SampledSequence(Message, frozen=True):
 
 
 class SampleResult(Message, frozen=True):
-    """Of Sample, sequences in the order of their seeds. P tokens of the prompt.
+    """Result of Sample: sequences in the order of their seeds. P tokens of the prompt.
 
-    prompt_logprobs: float32 [P], NaN at the first. topk_prompt_logprobs: of the P - 1 places after the first.
-    target_prompt_logprobs: float32 [P - 1, K], NaN where nothing was asked.
+    prompt_logprobs: float32 [P], NaN at the first. topk_prompt_logprobs: of the P - 1 positions after the first.
+    target_prompt_logprobs: float32 [P - 1, K], NaN where none was asked for.
     """
 
     sequences: list[SampledSequence]
@@ -341,7 +342,7 @@ class SampleResult(Message, frozen=True):
 
 
 class EndpointSynced(Message, frozen=True):
-    """What became of one endpoint in a sync. weights: what it holds now; with mixed ones it stays paused."""
+    """How a sync ended for one endpoint. weights: what it holds now; with mixed weights it stays paused."""
 
     host: str
     port: int
@@ -351,7 +352,7 @@ class EndpointSynced(Message, frozen=True):
 
 
 class SyncResult(Message, frozen=True):
-    """Of SyncWeights."""
+    """Result of SyncWeights."""
 
     success: bool
     message: str

@@ -1,4 +1,4 @@
-"""The one process of the service that knows every request: it keeps, orders, hands out and remembers."""
+"""The process that knows every request: it journals requests, orders them, hands them to workers, keeps results."""
 
 from xorl.server.orchestrator.options import OrchestratorOptions
 from xorl.server.orchestrator.orchestrator import Orchestrator

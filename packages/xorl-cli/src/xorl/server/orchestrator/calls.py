@@ -1,4 +1,4 @@
-"""What the orchestrator has to know of each operation: whose it is, what it costs, what it can share a pass with."""
+"""What the orchestrator knows of each operation: its model, its cost, what it can share a pass with, what it saves."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _encoder = msgspec.msgpack.Encoder()
 _operation_decoder = msgspec.msgpack.Decoder(ClientOperation)
 _result_decoder = msgspec.msgpack.Decoder(ClientResult)
 
-# What a token of a forward_backward takes on the wire, about: tokens, targets and two or three floats. Costs are bytes.
+# Costs are bytes of a forward_backward's body, in which a token takes about this: its id, its target, 2 or 3 floats.
 BYTES_PER_TOKEN = 24
-# A step or a save keeps the workers about as long as some thousands of tokens.
+# A step or a save takes the workers about as long as some thousands of tokens.
 COST_OF_OTHERS = 64 * 1024.0
-# A sample without a limit goes on to the end of the context, mostly not.
+# The assumed length of a sample without a limit, which could fill the context but mostly does not.
 SAMPLE_TOKENS = 1024
-# Kinds of requests that the service makes itself, beside the names of operations.
+# Kinds of requests that the service makes itself; all other kinds are names of operations.
 RELEASE = "Release"
 AFTER_STEP = "SyncAfterStep"
 # Names of checkpoints that the service makes for itself.
@@ -44,27 +44,27 @@ OWN_PREFIX = "own-"
 
 
 def encode(message: Operation | Result) -> bytes:
-    """As it stands in the journal."""
+    """The form in which the journal keeps an operation or a result."""
     return _encoder.encode(message)
 
 
 def decode_operation(body: bytes) -> ClientOperation:
-    """What `encode` made of an operation."""
+    """The inverse of `encode`, for an operation."""
     return _operation_decoder.decode(body)
 
 
 def decode_result(body: bytes) -> ClientResult:
-    """What `encode` made of a result."""
+    """The inverse of `encode`, for a result."""
     return _result_decoder.decode(body)
 
 
 def model_of(operation: Operation) -> str | None:
-    """The model whose order the operation keeps."""
+    """The model in whose order the operation runs; None if it belongs to none."""
     return operation.model_id if isinstance(operation, ModelOperation) else None
 
 
 def cost_of(operation: Operation, size: int) -> float:
-    """The workers' time that it takes, in bytes of a forward_backward that takes as long; size: of its body."""
+    """How long it takes the workers, in bytes of a forward_backward that takes as long. size: bytes of its body."""
     if isinstance(operation, ForwardBackward):
         return float(size)
     if isinstance(operation, Sample):
@@ -74,9 +74,9 @@ def cost_of(operation: Operation, size: int) -> float:
 
 
 def share_of(operation: Operation) -> str | None:
-    """Operations of the same share can be one pass; None comes alone."""
+    """Operations with the same key can share a pass; one with None runs alone."""
     if isinstance(operation, ForwardBackward):
-        # Inputs that only some of them have would have to be made up for the others.
+        # The inputs must be the same: missing ones would have to be made up.
         names = sorted({name for datum in operation.data for name in datum.arrays})
         parts = (operation.loss_fn, sorted(operation.loss_params.items()), names, operation.forward_only)
         return "loss:" + _digest(parts)
@@ -86,7 +86,7 @@ def share_of(operation: Operation) -> str | None:
 
 
 def tail_of(operation: Operation) -> tuple[str, bool] | None:
-    """(model, whether no gradient is left after it) of an operation that changes its model; None for others."""
+    """For an operation that changes its model: (model, whether it leaves no gradient behind). None for others."""
     if isinstance(operation, ForwardBackward):
         return None if operation.forward_only else (operation.model_id, False)
     if isinstance(operation, OptimStep | AbortGradients | LoadWeights):
@@ -107,9 +107,10 @@ def saved_as(operation: Operation) -> CheckpointRef | None:
 
 
 def kept_size(operation: Operation, checkpoint: CheckpointRef, *, is_adapter: bool) -> tuple[CheckpointKind, int]:
-    """What it saves takes about so many times what is kept as the size of that kind.
+    """(kind, factor): what the operation saves takes about factor times the size that is on record for that kind.
 
-    Of exports that is the size of a whole model in bf16; an adapter alone is no larger than one to sample from.
+    For exports the size on record is that of a whole model in bf16; an exported adapter alone is as large as one that
+    is saved to sample from.
     """
     if not isinstance(operation, SaveFullWeights):
         return checkpoint.kind, 1
@@ -119,7 +120,7 @@ def kept_size(operation: Operation, checkpoint: CheckpointRef, *, is_adapter: bo
 
 
 def failed(request_id: str, result: Result, now: float) -> Outcome:
-    """The end of a request that changed nothing."""
+    """The outcome of a request that changed nothing."""
     return Outcome(request_id, encode(result), now)
 
 

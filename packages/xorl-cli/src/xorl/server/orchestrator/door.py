@@ -1,4 +1,4 @@
-"""Requests as they come: checked against what there is, journaled, queued; and the numbers that will not come."""
+"""Takes new requests: checks them, writes them to the journal, and queues them; also notes numbers that never come."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class Refused(Exception):
-    """A request that is not taken; the HTTP status and what to do."""
+    """A request that is refused: the HTTP status, and what the client can do."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -41,14 +41,14 @@ class Refused(Exception):
 
 
 class Door:
-    """Takes requests: each is in the journal before it is accepted, and in the scheduler once it is there."""
+    """Takes requests. Each is in the journal before it is accepted, and in the scheduler right after."""
 
     def __init__(self, state: State) -> None:
         self._state = state
         self._creating = asyncio.Lock()
 
     def reopen(self) -> list[Ticket]:
-        """Queue what the journal holds without a result; returns what cannot run any more."""
+        """Queue the requests that have no result in the journal; returns those that cannot run any more."""
         state, stale = self._state, []
         for model in state.registry.models.values():
             if model.is_there:
@@ -65,7 +65,7 @@ class Door:
         return stale
 
     async def submit(self, submit: Submit) -> Accepted | Rejected:
-        """Accept a request, durably; answers its first id for a retry."""
+        """Accept a request, durably. For a retry, answers the id of the first request."""
         try:
             return await self._submit(submit)
         except Refused as refused:
@@ -74,7 +74,7 @@ class Door:
             return Rejected(507, f"the request cannot be kept: {problem}; make room on the service's disk")
 
     async def submit_own(self, operation: ModelOperation, kind: str | None = None) -> str | None:
-        """Queue a request of the service itself behind what has arrived for its model; None where it cannot be kept."""
+        """Queue a request of the service's own behind those of its model; None if the journal cannot take it."""
         model = self._state.registry.models[operation.model_id]
         request_id = f"{OWN_PREFIX}{secrets.token_hex(8)}"
         try:
@@ -85,7 +85,7 @@ class Door:
         return request_id
 
     async def reject(self, tombstone: Tombstone) -> Ok | Rejected:
-        """Let a model go on past a number that was refused at the door."""
+        """Note that the API refused a number of a model, so that the model's later requests do not wait for it."""
         state = self._state
         model = state.registry.models.get(tombstone.model_id)
         if model is None or not model.is_there or not state.scheduler.admits(model.lane, tombstone.seq_id):
@@ -128,7 +128,7 @@ class Door:
         return await self._keep(_submission(submit.request_id, operation, model.client, model.lane, submit=submit))
 
     def _check_open(self) -> None:
-        """Whether any request is taken that is not here already."""
+        """Raise Refused if no new requests are taken at the moment."""
         state = self._state
         if len(state.scheduler) >= state.options.max_queued:
             raise Refused(429, f"{len(state.scheduler)} requests are waiting, no more are taken: send it again later")
@@ -151,7 +151,7 @@ class Door:
         return Accepted(written.request_id)
 
     def _find(self, submit: Submit) -> Written | None:
-        """The request of which this one is a retry."""
+        """The request of which this one is a retry, if it is one."""
         return None if submit.key is None else self._state.journal.find_key(submit.key, submit.body_hash)
 
     async def _create(self, operation: CreateModel, submit: Submit) -> Accepted:

@@ -1,4 +1,4 @@
-"""What the end of a request changes in what is known: its model's record, its tail, checkpoints and samplers."""
+"""What the end of a request changes in the records: its model, the model's tail, checkpoints and samplers."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from xorl.server.orchestrator.state import State
 
 
 class Effects:
-    """Makes the outcome of a request, which the journal keeps in one transaction, and changes records with it."""
+    """Makes the outcome of a request, which the journal writes in one transaction, and updates the records for it."""
 
     def __init__(self, state: State) -> None:
         self._state = state
 
     def of(self, ticket: Ticket, operation: Operation, result: Result, workers: str | None, seconds: float) -> Outcome:
-        """The outcome of a request that took the workers of that name so long."""
+        """The outcome of a request. workers: the name of those that ran it, for so many seconds."""
         now, model = time.time(), self._state.model_of(ticket)
         if model is None:
             return Outcome(ticket.request_id, encode(result), now)
@@ -66,7 +66,7 @@ class Effects:
     def saved(
         self, model: ModelRecord, operation: Operation, result: Saved, workers: str | None, *, is_own: bool
     ) -> list[Record]:
-        """What is known of a model and its checkpoint once it is saved; the model's own record is changed alone."""
+        """Update the model's record after a save, and return the records of what was saved."""
         if isinstance(operation, SaveWeightsForSampler) and operation.sampler_id is not None:
             return [self._snapshot(model, operation.sampler_id, workers)]
         checkpoint = saved_as(operation)
@@ -119,7 +119,7 @@ class Effects:
             model.lora = replace(self._asked(model.create), rank=result.lora_rank, alpha=result.lora_alpha)
 
     def _asked(self, create: CreateModel) -> LoraSpec:
-        """The adapter that a client asked for, or where the model begins with a checkpoint's, who made that."""
+        """The adapter that the client asked for, or, of a model made from a checkpoint, the adapter saved in it."""
         if create.lora is None and create.checkpoint is not None:
             record = self._state.registry.checkpoints.get(checkpoint_key(create.checkpoint))
             return (None if record is None else record.lora) or LoraSpec()

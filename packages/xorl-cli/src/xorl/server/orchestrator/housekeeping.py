@@ -48,7 +48,7 @@ class Housekeeping:
                 logger.error("event=housekeeping_failed why=%r", str(problem))
 
     async def tick(self, now: float) -> None:
-        """What is due at `now`, seconds since 1970."""
+        """Do everything that is due at `now`, seconds since 1970."""
         await self._give_up_on_workers()
         await self._give_up_on_gaps(now)
         await self._release_idle(now)
@@ -67,7 +67,7 @@ class Housekeeping:
         await state.fail(state.scheduler.drain(), Failure("server", 503, message))
 
     async def _give_up_on_gaps(self, now: float) -> None:
-        """What waits for a number that nobody will send fails: to run it would be to leave something out."""
+        """Fail the requests behind a number that nobody will send: running them would leave something out."""
         state, gaps = self._state, self._state.scheduler.gaps()
         keys = [(lane, gap.seq) for lane, gap in gaps.items()]
         self._gaps = {key: self._gaps.get(key, now) for key in keys}

@@ -1,9 +1,13 @@
-"""The journal: every request from when it is acknowledged until nobody can need it, on disk before anybody is told.
+"""The journal: keeps every request on disk, from before it is acknowledged until nobody can need it any more.
 
-Tables: requests (one row each), operations (their bodies, until they have run and cannot be needed again), results,
-tail (what changed a model since its boundary, in the order in which it ran: what `recovery` runs again), records (the
-latest state of sessions, models, samplers ...). A lane is one life of a model. Bodies are bytes: what they mean is not
-known here.
+Tables:
+- requests: one row for each.
+- operations: the bodies of requests, until they have run and cannot be needed again.
+- results.
+- tail: the requests that changed a model since its boundary, in the order in which they ran; `recovery` replays them.
+- records: the latest state of sessions, models, samplers and so on.
+
+A lane stands for a model from its creation to its end. Bodies are bytes, whose meaning is not known here.
 """
 
 from __future__ import annotations
@@ -17,9 +21,9 @@ from typing import Literal
 from xorl.server.names import Dialect
 from xorl.server.orchestrator.commit import GroupCommit, connect
 
-# Another one whenever these tables are others, or what stands in them is or means something else: the operations and
-# results of `operations`, and the records of `registry` and `inference`. What processes say to each other beside these
-# may change, and a service goes on with the requests and models that it had before.
+# Raise it whenever these tables change, or what is stored in them or means: the operations and results of `operations`,
+# and the records of `registry` and `inference`. All other messages between processes may change without it, and a
+# service continues with the requests and models that it had before.
 JOURNAL_VERSION = 3
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS requests(
@@ -39,7 +43,7 @@ CREATE TABLE IF NOT EXISTS tail(
 CREATE INDEX IF NOT EXISTS tail_by_lane ON tail(lane, position);
 CREATE TABLE IF NOT EXISTS records(kind TEXT, name TEXT, body BLOB NOT NULL, PRIMARY KEY(kind, name)) WITHOUT ROWID;
 """
-# Whoever submits meanwhile waits for it.
+# Submissions wait while this many are pruned.
 PRUNED_AT_ONCE = 1000
 
 
@@ -54,9 +58,9 @@ class Record:
 
 @dataclass(frozen=True)
 class Submission:
-    """A request as it comes. key: the same for every retry of it. share: what it can share a pass with. See `Ticket`.
+    """A new request. key: the same for every retry of it. share: the group with which it can share a pass (`Ticket`).
 
-    records: kept with it. ends_lane: whose keys, numbers and tail mean nothing from now on.
+    records: written with it. ends_lane: a lane whose keys, numbers and tail are void from now on.
     """
 
     request_id: str
@@ -163,25 +167,25 @@ class Journal:
     # --- writing ---
 
     async def submit(self, submission: Submission) -> Written:
-        """Keep a request and its records, unless it is here already."""
+        """Write a request and its records, unless the request is known already."""
         return await self._commit.write(lambda connection: _submit(connection, submission))
 
     async def finish(self, outcomes: Sequence[Outcome]) -> None:
-        """Keep results and what comes with them; a second result of a request changes nothing."""
+        """Write results and the records that come with them; a second result of a request changes nothing."""
         await self._commit.write(lambda connection: _finish(connection, outcomes))
 
     async def reject(self, lane: str, seq: int) -> None:
-        """Keep that a number of a lane will not come."""
+        """Write that a number of a lane will never come."""
         statement = "INSERT OR IGNORE INTO tombstones VALUES(?, ?)"
         await self._commit.write(lambda connection: _execute(connection, statement, (lane, seq)))
 
     async def put(self, records: Iterable[Record]) -> None:
-        """Keep or remove records."""
+        """Write or remove records."""
         kept = list(records)
         await self._commit.write(lambda connection: _put(connection, kept))
 
     async def begin(self, request_ids: Sequence[str], workers: str) -> None:
-        """These requests are about to be given to workers; other ones than before, which are lost, are an attempt."""
+        """Write that workers are about to get these requests. Other workers than before count as another attempt."""
         statement = (
             "UPDATE requests SET attempts = attempts + (begun_by IS NOT NULL AND begun_by != ?), begun_by = ?"
             " WHERE id = ?"
@@ -190,12 +194,12 @@ class Journal:
         await self._commit.write(lambda connection: _execute_many(connection, statement, rows))
 
     async def settle(self, lane: str, records: Iterable[Record]) -> None:
-        """A checkpoint holds a lane's model, but for what came after the last request that settled."""
+        """Write that a checkpoint holds a lane's model, except for what came after the last request that settled."""
         kept = list(records)
         await self._commit.write(lambda connection: (_cut_tail(connection, lane, "settled"), _put(connection, kept)))
 
     async def mark_retrieved(self, request_ids: Iterable[str], now: float) -> None:
-        """These results were asked for and sent."""
+        """Write that these results were fetched."""
         statement = "UPDATE requests SET retrieved = ? WHERE id = ? AND retrieved IS NULL"
         rows = [(now, request_id) for request_id in request_ids]
         await self._commit.write(lambda connection: _execute_many(connection, statement, rows))
@@ -234,7 +238,7 @@ class Journal:
         return [number for (number,) in rows]
 
     def num_settled(self, lane: str) -> int:
-        """How many requests of a tail a checkpoint of now would hold: those before the gradient that is left."""
+        """How many requests of a tail a checkpoint made now would hold: all but those of the pending gradient."""
         last = "SELECT max(position) FROM tail WHERE lane = ? AND settles"
         statement = f"SELECT count(*) FROM tail WHERE lane = ? AND position <= ({last})"
         (count,) = self._reader.execute(statement, (lane, lane)).fetchone()

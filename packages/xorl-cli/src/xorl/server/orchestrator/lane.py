@@ -13,10 +13,14 @@ FIRST_SEQ = 1
 class Ticket:
     """A request as the scheduler sees it.
 
-    lane: the model whose order it keeps; None where any order will do. seq: its number in that order; None puts it
-    behind what arrived before it. client: among whom the workers are shared. group: what it can share a pass with,
-    None for nothing. cost: its share of the workers' time, in any unit that is the same for all. arrival: a number
-    that grows from request to request. size: bytes of its body.
+    Attributes:
+        lane: the model in whose order it runs; None if the order does not matter.
+        seq: its number in that order; None puts it behind everything that arrived before it.
+        client: whose share of the workers' time it takes.
+        group: requests of one group can share a pass; None runs alone.
+        cost: how much of the workers' time it takes, in any unit that is the same for all.
+        arrival: a number that grows from request to request.
+        size: bytes of its body.
     """
 
     request_id: str
@@ -31,16 +35,16 @@ class Ticket:
 
 @dataclass(frozen=True)
 class Gap:
-    """A number that a lane waits for, and the requests behind it."""
+    """A missing number, for which a lane waits, and the requests that wait behind it."""
 
     seq: int
     waiting: tuple[Ticket, ...]
 
 
 class Lane:
-    """Requests of one model. At most one is running; numbered ones run in the order of their numbers, each once.
+    """The requests of one model. At most one runs at a time; those with numbers run in their order, once each.
 
-    A number that was rejected when it was sent (a tombstone) is passed over; one that never came holds back all above.
+    A number that was refused (a tombstone) is passed over. A number that has not arrived holds back all later ones.
     """
 
     def __init__(self, next_seq: int = FIRST_SEQ) -> None:
@@ -56,7 +60,7 @@ class Lane:
         return self._next
 
     def admits(self, seq: int | None) -> bool:
-        """Whether a request of this number can still run: nothing else has had it."""
+        """Whether a request with this number can still run: the number is not taken yet."""
         return seq is None or (seq >= self._next and seq not in self._numbered and seq not in self._tombstones)
 
     def add(self, ticket: Ticket) -> None:
@@ -74,7 +78,7 @@ class Lane:
             self._pass_tombstones()
 
     def head(self) -> Ticket | None:
-        """What can run now."""
+        """The request that can run now, if any."""
         if self.running is not None:
             return None
         ready = [self._numbered[self._next]] if self._next in self._numbered else []
@@ -100,7 +104,7 @@ class Lane:
         self.running = None
 
     def put_back(self) -> None:
-        """The running request is to run again, before all others."""
+        """Queue the running request again, before all others."""
         ticket = self.running
         assert ticket is not None, "nothing runs"
         self.running = None
@@ -113,13 +117,13 @@ class Lane:
             self._numbered[ticket.seq] = ticket
 
     def gap(self) -> Gap | None:
-        """What the lane waits for, if it holds numbered requests and the next one is not among them."""
+        """The gap, if the lane holds numbered requests but not the next number."""
         if not self._numbered or self._next in self._numbered or self.running is not None:
             return None
         return Gap(self._next, tuple(self._numbered[seq] for seq in sorted(self._numbered)))
 
     def clear(self) -> list[Ticket]:
-        """Take everything queued out and wait for what comes after it; returns it in its order."""
+        """Remove everything that is queued and return it in order; the lane then waits for later numbers."""
         tickets = [self._numbered[seq] for seq in sorted(self._numbered)] + list(self._unnumbered)
         if self._numbered:
             self._next = max(self._numbered) + 1
@@ -131,7 +135,7 @@ class Lane:
 
     @property
     def is_pristine(self) -> bool:
-        """Whether no number has come, run or been passed over."""
+        """Whether the lane has never seen a number."""
         return self._next == FIRST_SEQ and not self._numbered and not self._tombstones
 
     def _pass_tombstones(self) -> None:

@@ -1,4 +1,4 @@
-"""Orchestrator: the one process that knows every request, made of the parts of this room."""
+"""Orchestrator: puts the parts of this package together, starts and stops them, and answers the API."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ QUERIES: dict[type[Message], Callable[[State, Any], Awaitable[Message]]] = {
 class Orchestrator:
     """Answers the API and drives the workers, from `start` to `stop`, in one event loop.
 
-    address: where it listens, once it has started.
+    address: where it listens, once it is started.
     """
 
     def __init__(self, options: OrchestratorOptions, *, limits: Limits | None = None) -> None:
@@ -88,7 +88,7 @@ class Orchestrator:
         self.address = options.api_address
 
     async def start(self) -> None:
-        """Take up what the journal holds, and listen."""
+        """Continue with what the journal holds, and listen."""
         options = self._options
         keys = None if options.keys is None else ChannelKeys.load(Path(options.keys))
         wake = asyncio.Event()
@@ -137,11 +137,11 @@ class Orchestrator:
             task.add_done_callback(stop_if_broken)
 
     async def save_models(self) -> None:
-        """Before `stop`, while the workers are still there: so that the next start need run nothing again."""
+        """Save what the workers hold, before `stop`, so that the next start need not run anything again."""
         await self.runner.save_models()
 
     async def stop(self) -> None:
-        """Close; what has not ended is taken up by the next start."""
+        """Close. The next start continues with the requests that have not ended."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""What has to be so before a request can run: its model is on the workers, a save has room, a sampler is found."""
+"""What must be true before a request can run: its model is on the workers, a save has room, a sampler is found."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class CannotRun(Exception):
 
 
 class CheckpointInUse(Exception):
-    """A save over a checkpoint that other models are made again from; they are to be saved elsewhere before it."""
+    """A save would overwrite a checkpoint from which other models would be made again: save those elsewhere first."""
 
     def __init__(self, model: ModelRecord, checkpoint: CheckpointRef) -> None:
         super().__init__(checkpoint.uri("xorl"))
@@ -52,14 +52,14 @@ class CheckpointInUse(Exception):
 
 
 class Readiness:
-    """Brings requests to where workers can run them."""
+    """Makes sure that the workers can run a request, before they get it."""
 
     def __init__(self, state: State, models: Release) -> None:
         self._state = state
         self._models = models
 
     def over_initial(self, operation: Operation) -> Operation:
-        """The operation; a save under the name that the service's own checkpoint of the start has, as one over that."""
+        """The operation, but a save under the name of the service's own initial checkpoint may overwrite that one."""
         checkpoint = saved_as(operation)
         if isinstance(operation, SaveWeights) and checkpoint is not None:
             record = self._state.registry.checkpoints.get(checkpoint_key(checkpoint))
@@ -114,10 +114,10 @@ class Readiness:
             await self._make_present(model, workers)
 
     async def check_begin(self, request: OpenRequest, operation: Operation, workers: str) -> None:
-        """Before a save is given to workers: nobody's checkpoint is in its way.
+        """Called just before the workers get a save: raises CannotRun if a checkpoint of that name exists already.
 
-        What other workers that are gone may have saved for it is removed. It is the request's own: whether there was
-        such a checkpoint was asked before it began.
+        If the request was begun by workers that are gone, a checkpoint there is their work for this same request,
+        since its name was free when it first began: it is removed.
         """
         checkpoint = saved_as(operation)
         if checkpoint is None or (isinstance(operation, SaveWeights) and operation.overwrite):
@@ -130,7 +130,7 @@ class Readiness:
             await asyncio.to_thread(catalogue.delete, folder, checkpoint)
 
     async def _make_way(self, model: ModelRecord, workers: Incarnation) -> None:
-        """Take an earlier model of that id off the workers, and keep that this is done before the new one is there."""
+        """Take an earlier model of the same id off the workers, and record that before the new one is made."""
         if not model.replaces:
             return
         await workers.run(Work([f"make-way-{secrets.token_hex(8)}"], [UnloadModel(model.model_id)]))
@@ -157,7 +157,7 @@ class Readiness:
         state.tally.count("requests_run_again_total", again)
 
     async def _make_place(self, model: ModelRecord, workers: Incarnation) -> None:
-        """Where full weights are trained one model has the base; another one goes if its client has gone."""
+        """With full weights, a single model has the base. Another one is set aside if its client has gone."""
         if self._state.options.enable_lora:
             return
         for other in self._state.registry.models.values():
@@ -174,10 +174,11 @@ class Readiness:
                 raise CannotRun(failure)
 
     async def _free_of_own(self, model: ModelRecord, checkpoint: CheckpointRef, workers: Incarnation) -> None:
-        """Before a model writes over a checkpoint: nothing but its boundary may be there of what it is made from.
+        """Save a model elsewhere before it overwrites a checkpoint that its creation or its tail reads.
 
-        Its tail cannot be told from the one without the save then. And a model that has to wait until others are saved
-        is no reader itself meanwhile, so that two never wait for each other.
+        After a crash, nobody could tell whether these have to read the old or the new checkpoint. It is also saved if
+        it reads any checkpoint while other models need the one to be overwritten: a model that waits until others are
+        saved must not be one that they wait for.
         """
         start = None if model.boundary is not None else model.create.checkpoint
         reads = {start, *model.loads} - {None}

@@ -1,7 +1,7 @@
-"""A model that the workers do not hold is made again: from its boundary, and what changed it since, in that order.
+"""Makes a model again that the workers do not hold: from its boundary, then by replaying what changed it since.
 
-One way for three cases: the workers were lost, the whole service was started again, or the model was released while
-its client was idle. Nothing is made again before a request needs it.
+This serves three cases: the workers died, the whole service was started again, or the model was released while its
+client was idle. A model is only made again when a request needs it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class RecoveryError(Exception):
 
 
 async def restore(model: ModelRecord, journal: Journal, workers: Incarnation) -> int:
-    """Make the model as it was after the last request that ended; returns how many requests ran again.
+    """Make the model as it was after the last request that ended. Returns how many requests were run again.
 
-    Raises RecoveryError, and WorkersLost where the workers are lost again. Either way nothing half made stays: it
-    begins by unloading what there is, and only at the end is the model said to be there.
+    Raises RecoveryError, or WorkersLost if the workers die again. A model that is half made does no harm then: the next
+    attempt begins by unloading it, and only at the end does the record say that the workers hold the model.
     """
     started = time.monotonic()
     # Its answer does not matter: there may be none to unload.
@@ -64,10 +64,10 @@ def _creation(model: ModelRecord) -> CreateModel:
 
 
 def _after_boundary(model: ModelRecord, created: ModelCreated, journal: Journal) -> Sequence[int]:
-    """The requests that the boundary does not hold.
+    """The requests of the tail that the boundary does not hold.
 
-    Where the boundary was being overwritten by a newer save of itself, which may have come to its end or not, the
-    steps in it tell which of the two it is.
+    If the boundary was just being overwritten by a newer save, which may have finished or not, its number of steps
+    tells which of the two it is.
     """
     numbers = journal.tail(model.lane)
     if not model.is_overwriting or created.num_steps == model.boundary_steps:

@@ -1,4 +1,4 @@
-"""What the service knows of sessions, models and samplers: in memory to ask, in the journal to survive."""
+"""The records of sessions, models, samplers and checkpoints: in memory to be asked, in the journal to survive."""
 
 from __future__ import annotations
 
@@ -24,19 +24,23 @@ class SessionRecord(msgspec.Struct):
 
 
 class ModelRecord(msgspec.Struct):
-    """A model: what it is, where its state is, and from where it can be made again.
+    """A model: what it is, where its state is, and from what it can be made again.
 
-    generation: counts how often a model of this id was created. create: the operation that made it, its seed chosen.
-    state: creating, until the workers have made it; ready; released, when it was saved and taken off the workers, and
-    comes back when it is called; unloaded or failed, when there is none any more. workers: the incarnation that holds
-    it, None for none.
-    weights_id: another one whenever its weights change.
-    replaces: the workers may still hold the one before it.
-    boundary: the checkpoint from which the journal's tail makes the model again, None for its creation; boundary_steps:
-    the optimizer steps in it. is_overwriting: a newer state is being saved over the boundary. loads: the checkpoints
-    that the tail loads. num_steps: steps taken so far. tail_s: the workers' time that the tail took; save_s: that of
-    its last save.
-    checkpoint_bytes: what the last checkpoint took, by kind; before there is one, what the workers expect.
+    Attributes:
+        generation: how often a model of this id was created.
+        create: the operation that made it, with its seed chosen.
+        state: creating until the workers have made it, then ready; released after it was saved and taken off the
+            workers, from where it comes back when it is called; unloaded or failed if it does not exist any more.
+        workers: the incarnation of the workers that holds it, or None.
+        weights_id: changes whenever its weights change.
+        replaces: whether the workers may still hold the model of this id before it.
+        boundary: the checkpoint from which the journal's tail makes the model again; None for its creation.
+        boundary_steps: the optimizer steps in the boundary.
+        is_overwriting: whether a newer state is being saved over the boundary.
+        loads: the checkpoints that the tail loads.
+        num_steps: optimizer steps so far.
+        tail_s, save_s: how long the workers took for the tail, and for the last save.
+        checkpoint_bytes: the size of the last checkpoint, by kind; until there is one, what the workers expect.
     """
 
     model_id: str
@@ -136,7 +140,7 @@ _KINDS: dict[type, str] = {
 
 
 class Registry:
-    """All records, read from the journal once. Who changes one keeps `stored(record)` in the change's transaction."""
+    """All records, read from the journal once. Who changes one must write `stored(record)` in the same transaction."""
 
     def __init__(self, journal: Journal) -> None:
         self.sessions = _read(journal, SessionRecord)
@@ -155,7 +159,7 @@ class Registry:
         return session is not None and session.is_finished and session.last_active >= model.last_active
 
     def readers(self, checkpoint: CheckpointRef) -> list[ModelRecord]:
-        """The models that are made again from a checkpoint, or load it meanwhile: without it, they would be lost."""
+        """The models whose boundary, creation or tail reads a checkpoint: without it, they would be lost."""
         there = [model for model in self.models.values() if model.is_there]
         return [model for model in there if checkpoint in (model.origin, *model.loads)]
 

@@ -1,4 +1,4 @@
-"""A model off the workers, nothing of it lost: its boundary is moved to now, and what it held is free."""
+"""Saves models on the service's own behalf, and takes them off the workers without losing anything."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from xorl.server.orchestrator.workers import Incarnation
 
 logger = logging.getLogger(__name__)
 
-# A client that sends heartbeats every ten seconds warns its user after so long without an answer.
+# Clients with a session send heartbeats every ten seconds, and warn their user after this long without an answer.
 SILENT_S = 120.0
-# One without heartbeats may be busy with what it got.
+# A client without heartbeats may be busy with its last result.
 SILENT_ALONE_S = 600.0
 
 
 def silence_of(model: ModelRecord) -> float:
-    """After how many seconds without a word a model's client has gone."""
+    """How many seconds without a word mean that a model's client has gone."""
     return SILENT_S if model.session_id is not None else SILENT_ALONE_S
 
 
 def recovery_save(model: ModelRecord) -> SaveWeights:
-    """A save of the service's own, to one of two names in turn: the boundary is never what is written over."""
+    """A save by the service itself, to one of two names in turn, so that the boundary is never overwritten."""
     name = f"{RECOVERY_PREFIX}{model.num_recoveries % 2}"
     if model.boundary is not None and model.boundary.name == name:
         name = f"{RECOVERY_PREFIX}{(model.num_recoveries + 1) % 2}"
@@ -39,7 +39,7 @@ def recovery_save(model: ModelRecord) -> SaveWeights:
 
 
 class Release:
-    """Saves models and takes them off the workers. Raises WorkersLost, and JournalError where nothing can be kept."""
+    """Saves models and takes them off the workers. Raises WorkersLost, and JournalError if the journal fails."""
 
     def __init__(self, state: State, effects: Effects) -> None:
         self._state = state
@@ -47,7 +47,7 @@ class Release:
         self._setting_aside = asyncio.Lock()
 
     def is_silent(self, model: ModelRecord) -> bool:
-        """Whether a model's client has gone, as far as can be told, and does not wait for anything."""
+        """Whether a model's client seems to have gone, and waits for nothing."""
         registry, requests = self._state.registry, self._state.open.values()
         waits = any(request.ticket.lane == model.lane and request.kind != RELEASE for request in requests)
         return not waits and (registry.has_left(model) or time.time() - registry.activity(model) > silence_of(model))
@@ -55,9 +55,9 @@ class Release:
     async def check_room(
         self, model: ModelRecord, kind: CheckpointKind, like: CheckpointKind | None = None, times: int = 1
     ) -> Failure | None:
-        """Why there is no room for one more checkpoint of a kind; asked before every save.
+        """Why there is no room for one more checkpoint of a kind, if there is none; asked before every save.
 
-        It takes so many times what one of the kind `like` does, by default its own.
+        The checkpoint takes `times` the size of one of the kind `like`, by default of its own kind.
         """
         options = self._state.options
         wanted = times * model.checkpoint_bytes.get(like or kind, 0)
@@ -68,7 +68,7 @@ class Release:
         return None
 
     async def save(self, model: ModelRecord, workers: Incarnation) -> Failure | None:
-        """Move a model's boundary to now, but for a gradient that is left; nothing to do where it is there."""
+        """Save a model, so that only a pending gradient is left in its tail; does nothing if that is so already."""
         if not self._state.journal.num_settled(model.lane):
             return None
         return await self.save_elsewhere(model, workers)

@@ -1,4 +1,4 @@
-"""Takes what the scheduler says is next, brings it to the workers, and keeps what came of it."""
+"""Runs the requests that the scheduler says are next on the workers, and writes their results to the journal."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ class Call:
 class Runner:
     """Runs requests until it is cancelled.
 
-    A result is in the journal before it is told. Of each model at most one result is on its way there while the next
-    request runs, and both are gradients or steps: `_runs_ahead`. If the workers are lost, what they had is queued
-    again, and its models are made again when that is tried.
+    A result is in the journal before any client is told of it. While it is being written, the next request of its model
+    may run only if both are gradients or steps (`_runs_ahead`). If the workers die, the requests they had are queued
+    again, and their models are made again before these run.
     """
 
     def __init__(self, state: State, door: Door) -> None:
@@ -92,7 +92,7 @@ class Runner:
         self._saving: set[str] = set()
 
     async def drive(self) -> None:
-        """Start what can start, whenever something may have changed."""
+        """Start every request that can run, whenever something may have changed."""
         state = self._state
         while True:
             await state.wake.wait()
@@ -120,7 +120,7 @@ class Runner:
                 logger.warning("event=not_saved model=%s why=%r", model.model_id, problem.message)
 
     async def stop(self) -> None:
-        """Leave what is running to the workers, which remember its results, and to the next start."""
+        """Stop waiting for running requests: the workers remember their results, and the next start asks for them."""
         tasks = [*self._tasks, *self._elsewhere]
         for task in tasks:
             task.cancel()
@@ -201,7 +201,7 @@ class Runner:
         state.wake.set()
 
     async def _prepare(self, group: Sequence[Ticket], workers: Incarnation) -> list[Call]:
-        """What of a group can run; the rest is ended here."""
+        """The requests of a group that can run; ends the others."""
         state, calls = self._state, []
         for ticket in group:
             request = state.open[ticket.request_id]
@@ -234,7 +234,7 @@ class Runner:
         return calls
 
     async def _begin(self, request: OpenRequest, operation: Operation, workers: str) -> None:
-        """Remember who is given a request; other workers than before mean that those are gone."""
+        """Write which workers get a request; if they are not the same as before, those are gone."""
         state = self._state
         request_id, before = request.ticket.request_id, request.begun_by
         if before == workers:
@@ -266,7 +266,7 @@ class Runner:
             logger.error("event=journal_failed why=%r", str(mark.exception()))
 
     async def _settle(self, calls: Sequence[Call], results: Sequence[Result], seconds: float) -> None:
-        """End requests. Of those that failed together each is tried alone: the fault may be one client's."""
+        """End requests. Those that failed together are each tried again alone: the fault may be one client's."""
         state = self._state
         for call in calls:
             await self._kept(call.ticket)
@@ -307,7 +307,7 @@ class Runner:
             kept.set()
 
     async def _kept(self, ticket: Ticket) -> None:
-        """Until the result before this one's is in the journal, where the model did not wait for it."""
+        """Wait until the previous result of this model is in the journal, if the model ran ahead of it."""
         if (kept := self._keeping.get(ticket.lane or "")) is not None:
             await kept.wait()
 
@@ -391,7 +391,7 @@ class Runner:
 
 
 def stop_if_broken(task: asyncio.Task[None]) -> None:
-    """End the loop where a task of the orchestrator has ended by an exception, so that the process is started again.
+    """End the event loop if a task of the orchestrator raised, so that the process is started again.
 
     Its requests stay unfinished in the journal, from which the next start takes them up.
     """
@@ -410,7 +410,7 @@ def _failure(request: OpenRequest, problem: Exception) -> Failure:
 
 
 def _runs_ahead(call: Call, result: Result) -> bool:
-    """Whether its model's next request need not wait for the disk.
+    """Whether the next request of its model may run while this result is being written to disk.
 
     Whoever comes after this process finds the result with the workers, under the same id, as they have it in order. A
     failure they do not remember: to try it again after its successor would be another order.

@@ -1,6 +1,6 @@
-"""Which requests the workers run next: each model in its order, clients in fair turns, calls together that can be.
+"""Which requests the workers run next: in order for each model, in fair turns of the clients, together if possible.
 
-A pure data structure: it knows no time, no disk and no network, and every request in it stands in the journal.
+A pure data structure: it knows no time, no disk and no network. Every request in it is in the journal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_GROUP_COST = 64 * 1024 * 1024
 
 @dataclass
 class _Client:
-    """One who shares the workers. served: what has been run for it, counted from where the others were when it came."""
+    """One who shares the workers. served: the cost run for it; a new client starts at the level of the others."""
 
     served: float
     lanes: set[str] = field(default_factory=set)
@@ -27,10 +27,10 @@ class _Client:
 
 
 class Scheduler:
-    """Requests that wait for the workers, and those that are running there.
+    """The requests that wait for the workers, and those that run there.
 
-    Clients take turns by what they have cost (start-time fair queueing, Goyal et al. 1996): one that has been idle is
-    neither owed what it did not use nor made to pay for it. Within a client, what arrived first goes first.
+    Clients take turns by the cost of what was run for them (start-time fair queueing, Goyal et al. 1996). A client that
+    was idle is owed nothing for that time, and owes nothing. Requests of one client run in the order of their arrival.
     """
 
     def __init__(self, *, max_group_size: int = MAX_GROUP_SIZE, max_group_cost: float = MAX_GROUP_COST) -> None:
@@ -49,13 +49,13 @@ class Scheduler:
         self._lanes[lane] = Lane(next_seq)
 
     def close_lane(self, lane: str) -> list[Ticket]:
-        """End the order of a model whose requests do not run; returns what was queued, which will not run."""
+        """End the order of a model of which no request runs; returns what was queued, which will not run."""
         dropped = self.clear_lane(lane)
         del self._lanes[lane]
         return dropped
 
     def clear_lane(self, lane: str) -> list[Ticket]:
-        """Take what is queued out of a lane and go on behind it; returns it."""
+        """Remove and return what is queued in a lane, which then waits for later numbers."""
         dropped = self._lanes[lane].clear()
         for ticket in dropped:
             self._forget(ticket)
@@ -94,7 +94,7 @@ class Scheduler:
         self._refresh(lane)
 
     def take(self) -> list[Ticket]:
-        """Start what is to run next: one request, or several of one group and of different models; [] for nothing."""
+        """Start what runs next: one request, or several of one group and of different models; [] if nothing can run."""
         turns = self._turns()
         if not turns:
             return []
@@ -118,7 +118,7 @@ class Scheduler:
         self._drop_idle_clients()
 
     def put_back(self, tickets: Sequence[Ticket], *, alone: bool = False) -> None:
-        """Running requests are to run again, before others of their model; `alone`: each by itself."""
+        """Queue running requests again, before others of their model. alone: each in a pass of its own."""
         for ticket in tickets:
             insort(self._arrivals, ticket.arrival)
             client = self._clients.setdefault(ticket.client, _Client(self._floor))
@@ -131,7 +131,7 @@ class Scheduler:
                 self._refresh(ticket.lane)
 
     def drop(self, ticket: Ticket) -> bool:
-        """Take out a queued request that keeps no order; False where it is not queued."""
+        """Remove a queued request that has no lane; False if it is not queued."""
         client = self._clients.get(ticket.client)
         if ticket.lane is not None or client is None or ticket not in client.unordered:
             return False
@@ -141,7 +141,7 @@ class Scheduler:
         return True
 
     def drain(self) -> list[Ticket]:
-        """Take everything queued out; returns it."""
+        """Remove and return everything that is queued."""
         tickets = [ticket for lane in self._lanes for ticket in self.clear_lane(lane)]
         for client in self._clients.values():
             tickets += client.unordered
@@ -151,12 +151,12 @@ class Scheduler:
         return tickets
 
     def gaps(self) -> dict[str, Gap]:
-        """The lanes that wait for a number which has not come."""
+        """The lanes that wait for a missing number."""
         found = {name: lane.gap() for name, lane in self._lanes.items()}
         return {name: gap for name, gap in found.items() if gap is not None}
 
     def gap(self, lane: str) -> Gap | None:
-        """What a lane waits for, if it does."""
+        """The gap of a lane, if it waits for a missing number."""
         return self._lanes[lane].gap() if lane in self._lanes else None
 
     def place(self, arrival: int) -> int:
@@ -179,7 +179,7 @@ class Scheduler:
         return min(ready, key=lambda ticket: ticket.arrival, default=None)
 
     def _companions(self, first: Ticket) -> list[Ticket]:
-        """What shares a pass with `first`, those of the clients that are behind first."""
+        """The requests that share a pass with `first`; those of clients with the least served cost come first."""
         ready = [*self._ready.values(), *(t for client in self._clients.values() for t in client.unordered)]
         fitting = [
             ticket
@@ -221,7 +221,7 @@ class Scheduler:
             del self._arrivals[place]
 
     def _drop_idle_clients(self) -> None:
-        """Forget clients that wait for nothing and owe nothing, so that memory does not grow with those who came."""
+        """Forget clients that wait for nothing and owe nothing, so that memory does not grow with every new client."""
         if not self._arrivals:
             # Nobody waits, so nobody was made to wait by those who were served most: all begin anew.
             self._floor = max((client.served for client in self._clients.values()), default=self._floor)

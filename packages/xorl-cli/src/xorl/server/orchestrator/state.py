@@ -1,4 +1,4 @@
-"""What the parts of the orchestrator share: who waits for which request, what was counted, and how a request ends."""
+"""The state that the parts of the orchestrator share: open requests, counters, and how a request ends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RATE_WINDOW_S = 60.0
 
 @dataclass
 class OpenRequest:
-    """A request that has been acknowledged and has not ended. is_running: the workers, or an endpoint, have it.
+    """A request that was acknowledged and has not ended. is_running: the workers or an endpoint have it.
     is_for_workers: no endpoint can do it."""
 
     ticket: Ticket
@@ -64,7 +64,7 @@ class Tally:
         self._forget()
 
     def tokens_per_second(self) -> float:
-        """Of the last minute."""
+        """The average over the last minute."""
         self._forget()
         return sum(count for _, count in self._tokens) / RATE_WINDOW_S
 
@@ -96,7 +96,7 @@ class State:
     deleting: set[CheckpointRef] = field(default_factory=set)
 
     def admit(self, ticket: Ticket, kind: str, *, attempts: int = 0, begun_by: str | None = None) -> None:
-        """A request is in the journal: queue it."""
+        """Queue a request that is in the journal."""
         self.open[ticket.request_id] = OpenRequest(ticket, kind, attempts, begun_by)
         self.scheduler.add(ticket)
         self.wake.set()

@@ -1,4 +1,4 @@
-"""The workers as the orchestrator sees them: there or not, the same as before or others, and asked to work."""
+"""The workers as the orchestrator sees them: whether they are there, whether they are still the same, and work."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FIND_EVERY_S = 1.0
 
 
 class WorkersLost(Exception):
-    """The workers that were asked are gone, and what was in their memory with them."""
+    """The workers that were asked are gone, with everything in their memory."""
 
 
 class Workers:
@@ -100,7 +100,7 @@ class Workers:
         return Incarnation(self.incarnation, self)
 
     async def run(self, work: Work, incarnation: str) -> Done:
-        """What workers make of work, sent again whenever the connection was lost and not they.
+        """The results of work, which is sent again if only the connection was lost, and not the workers.
 
         Raises WorkersLost where they were replaced, or stayed away for longer than the time-out.
         """
@@ -179,7 +179,7 @@ class Workers:
 
 @dataclass(frozen=True)
 class Incarnation:
-    """One start of the workers, which it names."""
+    """One start of the workers, by its name."""
 
     name: str
     _workers: Workers = field(repr=False)

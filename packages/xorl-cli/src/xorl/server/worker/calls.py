@@ -1,4 +1,4 @@
-"""What clients ask of forward and backward passes, checked: calls with examples and a loss; and what goes back.
+"""Checks what clients ask of forward and backward passes, and makes the results that go back to them.
 
 Shapes: n tokens of a datum, K targets at each token.
 """

@@ -24,7 +24,7 @@ class UnknownName(ValueError):
 class Models(Protocol):
     """The models of a worker by their ids. What changes or reads one is collective.
 
-    Raises UnknownName for an id that is not there and ValueError for what a client can mend, on every rank alike.
+    Raises UnknownName for an id that does not exist and ValueError for what a client can correct, alike on all ranks.
     """
 
     @property
@@ -48,7 +48,7 @@ class Models(Protocol):
         ...
 
     def create(self, model_id: str, lora: LoraSpec | None, saved: Mapping[str, JSON] | None) -> None:
-        """A new model, by `lora`, or where that is None by what `described` said of the one that a checkpoint holds."""
+        """Make a model as `lora` says, or if that is None, as `described` recorded it in a checkpoint."""
         ...
 
     def remove(self, model_id: str) -> None:
@@ -56,7 +56,7 @@ class Models(Protocol):
         ...
 
     def described(self, model_id: str) -> dict[str, JSON]:
-        """What makes such a model anew: for checkpoints."""
+        """What `create` needs to make such a model again; goes into its checkpoints."""
         ...
 
     def lora(self, model_id: str) -> tuple[int, float] | None:
@@ -64,31 +64,31 @@ class Models(Protocol):
         ...
 
     def step(self, model_id: str, adam: Adam, divisor: float, max_norm: float | None, *, with_norms: bool) -> Update:
-        """One optimizer step on the accumulated gradient, which is then zero; with norms by kind of layer."""
+        """Take an optimizer step with the accumulated gradient, and clear it. with_norms: by kind of layer."""
         ...
 
     def zero_grad(self, model_id: str) -> None:
-        """Forget what was accumulated."""
+        """Drop the accumulated gradient."""
         ...
 
     def state(self, model_id: str, *, with_optimizer: bool) -> Mapping[str, Stateful]:
-        """What a checkpoint holds; loading into it, and `loaded` after it, loads the model."""
+        """The state that a checkpoint holds. To load the model, load into it and then call `loaded`."""
         ...
 
     def before_loading(self, model_id: str) -> None:
-        """Its weights are about to be others."""
+        """Called before its weights are replaced."""
         ...
 
     def loaded(self, model_id: str, *, keeps_optimizer: bool) -> None:
-        """Its weights are others now; without `keeps_optimizer` its optimizer begins anew. Gradients are forgotten."""
+        """Called after its weights were replaced: drop gradients and, unless told to keep it, optimizer state."""
         ...
 
     def adapter_files(self, model_id: str) -> AdapterFiles | None:
-        """The adapter that stands on the base, to be written or folded in; None where the weights are its own."""
+        """The adapter, to be written or merged into the base; None for full weights."""
         ...
 
     def keep(self, model_id: str, sampler_id: str) -> None:
-        """Hold its weights, as they are now, to sample from."""
+        """Keep its weights, as they are now, to sample from."""
         ...
 
     def kept(self, model_id: str, sampler_id: str) -> str:
@@ -107,7 +107,7 @@ class Models(Protocol):
         *,
         has_optimizer: bool,
     ) -> None:
-        """Let `source` be what a checkpoint holds; `read` loads it into the state that it is given."""
+        """Let `source` be the weights in a checkpoint, which `read` loads into the state that it is passed."""
         ...
 
     def release(self, source: str) -> None:
@@ -115,17 +115,17 @@ class Models(Protocol):
         ...
 
     def sampling(self, sources: Sequence[str | None]) -> AbstractContextManager[Sequence[str | None]]:
-        """Within, forward passes compute with these (None: the base); gives the adapter of each, None for none."""
+        """While entered, forward passes compute with these sources (None: the base); yields the adapter of each."""
         ...
 
 
 def source_name(model_id: str, sampler_id: str) -> str:
-    """The source of a model's weights as a sampler has them in memory."""
+    """The name of the source that holds a model's weights for a sampler in memory."""
     return f"{model_id}#{sampler_id}"
 
 
 def kept_source(model_id: str, sampler_id: str, held: Container[str], num_held: int) -> str:
-    """The `source_name`; raises UnknownName where it is not `held` any more, of which there are `num_held` at most."""
+    """The `source_name`. Raises UnknownName if it is not among `held` any more, which has at most `num_held`."""
     source = source_name(model_id, sampler_id)
     if source not in held:
         raise UnknownName(

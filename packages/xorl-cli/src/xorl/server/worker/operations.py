@@ -1,6 +1,7 @@
-"""The worker's operations: one table from what is asked to what does it, on every rank in the same order.
+"""What the worker does for each operation: a method of `Worker`, found by the table at the end of this file.
 
-Each runs on all ranks; results are rank 0's. What fails is a `Failure` and has changed nothing.
+Every operation runs on all ranks, in the same order; its result is that of rank 0. One that fails returns a `Failure`
+and has changed nothing.
 """
 
 from __future__ import annotations
@@ -61,14 +62,14 @@ ReadT = TypeVar("ReadT")
 
 @dataclass
 class Progress:
-    """Of one model: optimizer steps taken, and what waits for the next: passes, and their trained tokens."""
+    """Of one model: optimizer steps taken, and the passes and trained tokens since the last one."""
 
     num_steps: int = 0
     num_passes: int = 0
     num_trained: float = 0.0
 
     def forget_gradient(self) -> None:
-        """Nothing waits."""
+        """The accumulated gradient is gone."""
         self.num_passes, self.num_trained = 0, 0.0
 
 
@@ -102,7 +103,7 @@ class Worker:
             return [failure_of(problem)]
 
     def _read(self, work: Work, read: Callable[[Any, str], ReadT]) -> list[ReadT | Failure]:
-        """Each operation as it can be run, or why not: the same on every rank, which read the same."""
+        """Each operation checked and ready to run, or its failure; the same on every rank."""
         found: list[ReadT | Failure] = []
         for operation, operation_id in zip(work.operations, work.ids, strict=True):
             try:
@@ -118,7 +119,7 @@ class Worker:
         groups: Sequence[Sequence[int]],
         run: Callable[[list[ReadT]], Sequence[Result]],
     ) -> list[Result]:
-        """Run groups of operations that share a pass; one that fails is no other's matter."""
+        """Run each group of operations in one pass. A group that fails does not affect the others."""
         results: dict[int, Result] = {index: one for index, one in enumerate(read) if isinstance(one, Failure)}
         for members in groups:
             chosen = [one for one in (read[index] for index in members) if not isinstance(one, Failure)]
@@ -126,7 +127,7 @@ class Worker:
                 with all_or_none(type(work.operations[0]).__name__):
                     found = run(chosen)
             except Exception as problem:  # noqa: BLE001 - as in `run`
-                # What is the client's own fault was found when it was read.
+                # A fault of a client would have been found by `_read`.
                 found = [failure_of(problem, is_server=True)] * len(members)
             results |= zip(members, found, strict=True)
         return [results[index] for index in range(len(read))]
@@ -143,7 +144,7 @@ class Worker:
         return call
 
     def _call_groups(self, calls: Sequence[Call | Failure]) -> list[list[int]]:
-        """Calls that share a pass: of one key, each of another model, no more models than fit."""
+        """The calls that share a pass: those with the same key, of different models, and no more models than fit."""
         groups: dict[tuple[object, ...], list[int]] = {}
         seen: Counter[object] = Counter()
         for index, call in enumerate(calls):
@@ -185,7 +186,7 @@ class Worker:
         return self._progress[model_id]
 
     def _changed(self, model_id: str) -> None:
-        """Its weights are others now; adapters are sampled from copies, which do not change."""
+        """Tell the sampler that the weights of a model changed. Adapters are sampled from copies, which did not."""
         if self.models.lora(model_id) is None:
             self.sampling.changed()
 
@@ -229,7 +230,7 @@ class Worker:
             operation.weight_decay,
         )
         if not progress.num_passes:
-            # A step of Adam without a gradient would go on in the direction of the last ones.
+            # Without a gradient, Adam would still move the weights, by its momentum.
             nothing = {"grad_norm": 0.0, "step": float(progress.num_steps), "skipped": 1.0, "no_gradient": 1.0}
             return OptimResult(nothing | {"learning_rate": operation.learning_rate})
         divisor = max(progress.num_trained, 1.0) if config.grad_normalization == "token_mean" else 1.0
@@ -351,7 +352,7 @@ _OPERATIONS: Mapping[type[Operation], Callable[[Worker, Any, str], Result]] = Ma
 
 
 def failure_of(problem: Exception, *, is_server: bool = False) -> Failure:
-    """What a client is told. is_server: it is not the client's fault, whatever it is."""
+    """The failure that a client gets for an exception. is_server: never blame the client."""
     for kind, status in ((UnknownName, 404), (AlreadySaved, 409), (ValueError, 400), (CheckpointError, 400)):
         if isinstance(problem, kind) and not is_server:
             return Failure("user", status, str(problem))

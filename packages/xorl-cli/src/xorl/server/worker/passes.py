@@ -1,4 +1,4 @@
-"""From calls to passes and back: data dealt to ranks, micro-batches run by an engine, values and metrics brought home.
+"""Runs calls: deals their data to ranks, runs the micro-batches on an engine, and collects values and metrics.
 
 Shapes: T tokens of a row, K targets at each token.
 """
@@ -41,7 +41,7 @@ class RowEngine(Protocol):
     """Computes rows with the models that they name; passes are collective."""
 
     def gradients_kept(self, rows: Sequence[Row]) -> AbstractContextManager[None]:
-        """Around `forward_backward` of these rows: should it fail, on every rank, no gradient has changed."""
+        """Around `forward_backward` of these rows: if it fails, on all ranks, restore the earlier gradients."""
         ...
 
     def forward_backward(
@@ -65,7 +65,7 @@ Values = tuple[list[NDArray[np.float32]], list[NDArray[np.float32]] | None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one call: metrics are the same on every rank; the values per token in `result` are there on rank 0 alone."""
+    """The result of one call. Metrics are the same on every rank; only rank 0 has the values per token in `result`."""
 
     metrics: Mapping[str, float]
     result: LossResult
@@ -83,7 +83,7 @@ class PassRunner:
     pad_to_multiple_of: int
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
-        """What each call gave; collective. Where it fails on any rank, no gradient has changed on any."""
+        """The outcome of each call. Collective; if it fails on any rank, no rank's gradients have changed."""
         config, mesh = self.base.config, self.base.mesh
         assert (mesh.dp_rank, mesh.dp_size) == (self.base.place.rank, self.base.place.world_size), "one axis alone"
         examples = [example for call in calls for example in call.examples]

@@ -1,4 +1,4 @@
-"""Samples for clients, by the embedded sampler: from the base, from what is kept in memory, and from checkpoints."""
+"""Draws samples for clients with the embedded sampler: from the base, weights kept in memory, and checkpoints."""
 
 from __future__ import annotations
 
@@ -86,16 +86,16 @@ class Sampling:
         return source
 
     def saved(self, ref: CheckpointRef) -> None:
-        """A checkpoint is there, perhaps in the place of another one of its name.
+        """Called when a checkpoint was saved, perhaps in place of an older one of the same name.
 
-        That may be held, and where it is not any more, keys and values that it gave may still be in the cache.
+        The older one may still be held in memory, and keys and values computed with it may be in the cache.
         """
         source = ref.uri("xorl")
         self._models.release(source)
         self.changed(source)
 
     def request(self, operation: Sample, operation_id: str, source: str | None) -> SampleRequest:
-        """What the sampler is asked. Raises ValueError for what it cannot do."""
+        """The operation as a request to the sampler. Raises ValueError for what the sampler cannot do."""
         prompt = tuple(operation.prompt.numpy().tolist())
         limit = self._sampler.limit
         # The last token of a sample needs no place.
@@ -124,7 +124,7 @@ class Sampling:
     def run(self, requests: Sequence[SampleRequest], sources: Sequence[str | None]) -> list[SampleResult | Failure]:
         """The results of requests that can be sampled together; collective.
 
-        A model that computes what is no number is the failure of its own requests.
+        If a model computes NaN, its own requests fail, and no others.
         """
         with self._models.sampling(sources):
             if not self._models.samples_together and sources[0] != self._current:
@@ -149,24 +149,24 @@ class Sampling:
         return [_result(Sampled.of_shares(list(islice(results, len(shares))))) for shares in shared]
 
     def check(self, request: SampleRequest) -> None:
-        """Raise ValueError for what this model cannot continue."""
+        """Raise ValueError for a request that this model cannot continue."""
         self._sampler.cancel(self._sampler.submit(request))
 
     def changed(self, source: str | None = None) -> None:
-        """The weights of a source, or with None the model's, are others now."""
+        """Called when the weights of a source, or with None those of the model, have changed."""
         self._num_changes += 1
         # Sources that cannot be sampled together are all the base to the sampler.
         self._sampler.weights_changed(self._num_changes, source if self._models.samples_together else None)
 
     def before_training(self) -> None:
-        """Free what generation left gathered."""
+        """Free the parameters that generation left gathered."""
         if self._has_gathered:
             self._base.model.drop_gathered()
             self._has_gathered = False
 
     @cached_property
     def end_tokens(self) -> tuple[int, ...]:
-        """The tokens with which the model says that it is done, by its files."""
+        """The model's end tokens, as its files name them."""
         architecture = self._base.architecture
         found = _ids(architecture.hf_config.get("eos_token_id"))
         folder = architecture.tokenizer_folder
@@ -211,12 +211,12 @@ def _cache_tokens(base: Base) -> int:
 
 
 def _seed_of(operation_id: str) -> int:
-    """One that the same operation has again."""
+    """A seed that depends on the operation alone, so that it is the same if the operation runs again."""
     return int.from_bytes(hashlib.blake2b(operation_id.encode(), digest_size=7).digest(), "big")
 
 
 def _ids(value: object) -> list[int]:
-    """What configurations say of one token, of several, or of none."""
+    """A list, from what a configuration may hold: one token, several, or none."""
     if isinstance(value, int):
         return [value]
     return [token for token in value if isinstance(token, int)] if isinstance(value, list) else []

@@ -25,7 +25,7 @@ _decode = msgspec.msgpack.Decoder(Work).decode
 
 
 class Results:
-    """The results of the last operations that succeeded, by their ids: an orchestrator that lost one asks again."""
+    """The results of the last operations that succeeded, by id, for an orchestrator that asks for one again."""
 
     def __init__(self, *, max_results: int = MAX_RESULTS, max_bytes: int = MAX_RESULT_BYTES) -> None:
         self._max_results = max_results
@@ -34,7 +34,7 @@ class Results:
         self._num_bytes = 0
 
     def add(self, operation_id: str, result: Result) -> None:
-        """Remember one, and forget the oldest where there are too many. A failure changed nothing: it may run again."""
+        """Remember one and forget the oldest if there are too many. A failure is not remembered: it may run again."""
         if isinstance(result, Failure):
             return
         size = len(_encode(result))
@@ -84,7 +84,7 @@ def follow(worker: Worker) -> None:
 
 
 def _do(worker: Worker, work: Work, results: Results) -> Done:
-    """Do what has not been done before."""
+    """Run the operations whose results are not remembered."""
     missing = [index for index, operation_id in enumerate(work.ids) if results.of(operation_id) is None]
     if missing:
         rest = Work([work.ids[index] for index in missing], [work.operations[index] for index in missing])

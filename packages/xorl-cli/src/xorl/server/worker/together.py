@@ -1,4 +1,4 @@
-"""What all ranks do together, or not at all: bytes of rank 0 for everyone, values of every rank for rank 0, failures.
+"""What ranks exchange beside the model: rank 0's bytes for all, every rank's values for rank 0, and failures.
 
 Everything travels by gloo, in host memory.
 """
@@ -22,8 +22,8 @@ from xorl.ckpt.ranks import all_gather_text
 
 logger = logging.getLogger(__name__)
 
-# How long a rank that has failed waits for the others to say how they fared. One that waits for it in a collective of
-# the model never does: then this process ends, its launcher ends the rest, and the workers start anew.
+# How long a rank that has failed waits for the others to report. A rank that waits for it in a collective of the model
+# never reports: then this process exits, its launcher ends the rest, and the workers start anew.
 GRACE_S = 60.0
 EXIT_CODE = 70
 
@@ -34,9 +34,9 @@ class FailedElsewhere(RuntimeError):
 
 @contextmanager
 def all_or_none(what: str) -> Iterator[None]:
-    """Collective at its end: raises on every rank if the body raised on any: its own error, or FailedElsewhere.
+    """Collective at its end: if the body raised on any rank, raise on every rank, its own error or FailedElsewhere.
 
-    Where the ranks do not come to that end together, the process ends: there is no way on from half a collective.
+    If the ranks do not reach that end together, the process exits: nothing can go on after half a collective.
     """
     error: Exception | None = None
     try:
@@ -55,7 +55,7 @@ def all_or_none(what: str) -> Iterator[None]:
         if has_failed.item():
             reports = [json.loads(text) for text in all_gather_text(json.dumps(None if error is None else str(error)))]
     except RuntimeError as parted:
-        # A rank is gone. What failed here failed with it, and is no answer to a client.
+        # A rank is gone. That is no failure of the operation that a client should be told of.
         _end(what, error or parted)
     if watchdog is not None:
         watchdog.cancel()
