@@ -135,18 +135,12 @@ def _type_message(path: Path, data: Plain, written: Plain, root: type[Section]) 
         return f"wants {option.type} of another form; what it got is a secret, and not shown\n{option.description}"
     got = _shown(value, _at(path, written))
     is_expanded = _at(path, written) != value
+    if option is None and is_entry(_dotted(path)):
+        return _entry_message(path, value, got, root, is_expanded=is_expanded)
     if option is None:
-        # An entry of a list or mapping, whose option is further up.
+        # An element of a list or mapping, whose option is further up.
         prefixes = (_dotted(path[:end]) for end in range(len(path), 0, -1))
         owner = next((found for prefix in prefixes if (found := find_option(prefix, root))), None)
-        if is_entry(_dotted(path)):
-            entry = entry_type(_dotted(path), root)
-            fields = entry.model_fields
-            key = next(name for name, field in fields.items() if field.is_required())
-            kind = (entry.__doc__ or "").lower()
-            hint = f"\nwrite - {key}: {yaml_text(value)}" if isinstance(value, str) and not is_expanded else ""
-            article = "an" if kind[0] in "aeiou" else "a"
-            return f"wants {article} {kind}, a mapping with {', '.join(fields)}; got {got}{hint}"
         wanted = owner.type if owner else f"mapping of options (see `xorl config docs {_dotted(path)}`)"
         hint = _element_hint(owner, value) if owner and not is_expanded else ""
         return f"wants {wanted}; got {got}{hint}"
@@ -155,6 +149,17 @@ def _type_message(path: Path, data: Plain, written: Plain, root: type[Section]) 
     # A hint would repeat what a variable stands for.
     hint = "" if is_expanded and value != "" else _hint(option, value)
     return f"wants {option.type}; got {got}{hint}"
+
+
+def _entry_message(path: Path, value: Plain, got: str, root: type[Section], *, is_expanded: bool) -> str:
+    """What is wrong with a value in the place of an entry, such as one of data.datasets."""
+    entry = entry_type(_dotted(path), root)
+    fields = entry.model_fields
+    key = next(name for name, field in fields.items() if field.is_required())
+    kind = (entry.__doc__ or "").lower()
+    article = "an" if kind[0] in "aeiou" else "a"
+    hint = f"\nwrite - {key}: {yaml_text(value)}" if isinstance(value, str) and not is_expanded else ""
+    return f"wants {article} {kind}, a mapping with {', '.join(fields)}; got {got}{hint}"
 
 
 def _shown(value: Plain, written: Plain) -> str:

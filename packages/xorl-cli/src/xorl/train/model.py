@@ -16,7 +16,7 @@ from xorl.config import LoraConfig, ModelConfig, TrainConfig
 from xorl.config.fields import LoadWeightsMode
 from xorl.core.mesh import Mesh
 from xorl.core.models import DROPOUT_KEYS, Decoder, DecoderConfig, spec_for
-from xorl.core.nn import FusedKernel, choose_kernels
+from xorl.core.nn import FusedKernel, LayerKernels, choose_kernels
 from xorl.core.parallel import (
     ParallelModel,
     ParallelPolicy,
@@ -147,33 +147,15 @@ def build_model(
     Parameters are created on the meta device and placed before they get memory, so no rank ever holds more than its
     part. With `train.init_device` cpu or cuda they are filled first, whole, on that device.
     """
-    config = architecture.config
     assert train.recompute_policy != "auto" or not train.enable_gradient_checkpointing, "decided before"
     _require_device(train, device)
     if train.fp8 != "none":
         emulated = " emulated=true (slower than bf16: a CPU has no fp8)" if device.type == "cpu" else ""
         logger.info("fp8 recipe=%s device=%s%s", train.fp8, device, emulated)
-    compute_dtype = _compute_dtype(train)
-    try:
-        attention = resolve_attention(model.attn_implementation, _attention_request(config, train, device))
-    except RuntimeError as error:
-        raise ValueError(f"{ATTENTION_OPTION}: {error}") from error
-    native: dict[FusedKernel, bool] = {
-        "rms_norm": model.rmsnorm_native,
-        "rope": model.rope_native,
-        "swiglu": model.activation_native,
-    }
-    kernels = choose_kernels(
-        attention,
-        device_type=device.type,
-        dtype=compute_dtype,
-        compiled=train.enable_compile,
-        native={name for name, is_native in native.items() if is_native},
-        cast_bf16=model.attention_cast_bf16,
-    )
+    kernels = _kernels(architecture.config, model, train, device)
     with torch.device("meta"):
-        module = architecture.spec.build(config, merge_qkv=model.merge_qkv, kernels=kernels)
-    module.compute_dtype = compute_dtype
+        module = architecture.spec.build(architecture.config, merge_qkv=model.merge_qkv, kernels=kernels)
+    module.compute_dtype = _compute_dtype(train)
     start, quantization = _adapt_(module, architecture, model, train, lora)
     if quantization is not None:
         require_device(quantization, device)
@@ -191,6 +173,26 @@ def build_model(
         fill(module)
         module.to(device)
     return parallelize(module, mesh, _policy(model, train), device=device, fill=fill)
+
+
+def _kernels(config: DecoderConfig, model: ModelConfig, train: TrainConfig, device: torch.device) -> LayerKernels:
+    try:
+        attention = resolve_attention(model.attn_implementation, _attention_request(config, train, device))
+    except RuntimeError as error:
+        raise ValueError(f"{ATTENTION_OPTION}: {error}") from error
+    native: dict[FusedKernel, bool] = {
+        "rms_norm": model.rmsnorm_native,
+        "rope": model.rope_native,
+        "swiglu": model.activation_native,
+    }
+    return choose_kernels(
+        attention,
+        device_type=device.type,
+        dtype=_compute_dtype(train),
+        compiled=train.enable_compile,
+        native={name for name, is_native in native.items() if is_native},
+        cast_bf16=model.attention_cast_bf16,
+    )
 
 
 def check_model(
@@ -234,7 +236,10 @@ def sketch_model(architecture: Architecture, model: ModelConfig, train: TrainCon
 def _adapt_(
     module: Decoder, architecture: Architecture, model: ModelConfig, train: TrainConfig, lora: LoraConfig
 ) -> tuple[AdapterFolder | None, Quantization | None]:
-    """Give a model without memory its adapters, dtypes and quantised layers; returns what these start from."""
+    """Put adapters, dtypes and quantised layers into a model on the meta device.
+
+    Returns the adapter to start from and how the base is quantised, or None for either.
+    """
     start = starting_adapter(lora)
     if start is not None:
         _check_adapter(start, architecture, model)
@@ -267,7 +272,7 @@ def _fill(
 ) -> None:
     """Give the parameters, sharded or whole, their first values.
 
-    Those of the base are from `model.model_path`, or drawn by the seed; those of adapters from `start`, or drawn.
+    The base is loaded from `model.model_path`, or drawn by the seed; adapters are loaded from `start`, or drawn.
     """
     fill_base(module, architecture, model, train, quantization, device)
     if found := adapters(module):
@@ -288,9 +293,9 @@ def fill_base(
     device: torch.device,
     source: WeightSource | None = None,
 ) -> None:
-    """Give the base's parameters, sharded or whole, the values that they begin with, or those of `source`; collective.
+    """Give the base's parameters, sharded or whole, their first values, or those of `source`. Collective.
 
-    `source` has them under the names of transformers.
+    `source` has the names of transformers.
     """
     if model.model_path is None and source is None:
         targets = quantized_rows(module)
@@ -309,7 +314,7 @@ def fill_base(
         except ValueError as error:
             raise ValueError(f"{MODEL_PATH}: {error}") from error
     recipes = architecture.recipes(merge_qkv=model.merge_qkv)
-    # Of a checkpoint whole parameters are read, not rows, so one rank is to read them.
+    # A checkpoint's parameters can only be read whole, not by rows, so only one rank reads them.
     mode = "broadcast" if train.load_weights_mode == "dcp" else train.load_weights_mode
     try:
         report = load_weights(*base_targets(module, recipes, source, quantization), mode=mode)
@@ -363,7 +368,7 @@ def _policy(model: ModelConfig, train: TrainConfig) -> ParallelPolicy:
 
 def _recompute(train: TrainConfig) -> Recompute:
     if not train.enable_gradient_checkpointing or train.recompute_policy == "auto":
-        return "none"  # of auto nothing is known until the model is to be built
+        return "none"  # auto is only decided when the model is built
     if train.recompute_policy == "operation":
         return "operation"
     return "layer" if train.recompute_modules is None else tuple(train.recompute_modules)
