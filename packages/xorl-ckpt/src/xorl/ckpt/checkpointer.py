@@ -96,18 +96,18 @@ class Checkpointer:
     ) -> Path:
         """Publish `{root}/global_step_{step}` and move `latest` to it.
 
-        With a `name` it is `{root}/{name}`, and `latest` stays as it is; `replaces` puts it in the place of a
-        checkpoint of this name, which is whole until the new one is.
+        With a `name` it becomes `{root}/{name}`, and `latest` does not change. `replaces` allows a checkpoint of this
+        name to exist; it stays complete until the new one takes its place.
 
-        `info` (goes into the manifest) and `scalars` are those of rank 0; `rng` is each rank's own. `write_further` is
-        called on every rank with the folder, writes files of the caller's own into it and returns what this rank wrote;
+        Rank 0's `info` goes into the manifest, its `scalars` into a file; `rng` is each rank's own. `write_further` is
+        called on every rank with the folder, writes further files of the caller into it and returns those of this rank;
         it must raise on every rank or on none.
 
         If any rank fails, all raise, nothing is published, and what was there before is untouched: CheckpointError for
-        what the caller can mend (a folder that cannot be written, a value that is not a tensor), CheckpointFailure
+        what the caller can correct (a folder that cannot be written, a value that is not a tensor), CheckpointFailure
         otherwise (a full disk).
-        Saving the step that this object saved or loaded last does nothing; any other step that exists is a
-        CheckpointError, since one that is there is never written to.
+        Saving the step that this object saved or loaded last does nothing. Any other step that exists already is a
+        CheckpointError: an existing checkpoint is never written to.
         """
         assert step >= 0, f"there is no step {step}"
         assert name is not None or not replaces, "a step is never saved again"
@@ -141,7 +141,7 @@ class Checkpointer:
     ) -> LoadedCheckpoint:
         """Copy a checkpoint into `state`, whatever number of ranks and whichever manager saved it.
 
-        `leaves_out` are parts of the state that was saved which nobody asks for.
+        `leaves_out` names parts of the saved state that are not loaded.
 
         Every file is checked against its hash, and every tensor's name, shape and dtype against the manifest, before
         the first value is copied. Raises CheckpointError on every rank if the checkpoint is damaged or another model's.

@@ -46,11 +46,11 @@ _ALIGNMENT = 64
 
 
 class RowTarget(Protocol):
-    """What takes the rows of one parameter, in order.
+    """Takes the rows of one parameter, in order.
 
-    `shape` is the whole parameter's, as its recipe has it; `rows` the range [first, last) that this rank takes, (0, 0)
-    for none; `device` where it takes them. After the last, every rank calls `finish`, in the order of the parameters,
-    so that it may be collective.
+    `shape` is that of the whole parameter in its recipe; `rows` is the range [first, last) that this rank takes, (0, 0)
+    for none; `device` is where it takes them. After the last rows every rank calls `finish`, in the order of the
+    parameters, so `finish` may be collective.
     """
 
     @property
@@ -63,7 +63,7 @@ class RowTarget(Protocol):
     def device(self) -> torch.device: ...
 
     def put(self, start: int, rows: torch.Tensor) -> None:
-        """Rows from row `start` on, which is that after the last that came. They are overwritten after the call."""
+        """Take the next rows, which begin at row `start`. They are overwritten after the call."""
         ...
 
     def finish(self) -> None: ...

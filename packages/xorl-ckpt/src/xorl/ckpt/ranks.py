@@ -1,7 +1,7 @@
-"""What the ranks of a job tell each other: short texts, and whether a step worked on all of them.
+"""What ranks exchange: short texts, and whether a step succeeded on all of them.
 
-Everything here works with no process group as well (one process). The default process group is used throughout; texts
-travel as byte tensors, so that no rank unpickles what another sent.
+Everything here also works in a single process without a process group. The default process group is used throughout;
+texts are sent as byte tensors, so that no rank unpickles what another sent.
 """
 
 import json
@@ -96,7 +96,7 @@ def agreed(action: str) -> Iterator[None]:
 
 
 def raise_together(action: str, error: Exception | None) -> None:
-    """Collective: raises on every rank if any rank brings an error; CheckpointError when all of them are that."""
+    """Collective: raises on every rank if any rank passes an error; CheckpointError if all errors are of that type."""
     if num_ranks() == 1:
         if error is None:
             return

@@ -1,4 +1,4 @@
-"""Where weights are (WeightSource) and how they make a model's tensors (WeightRecipe), both by ranges of rows.
+"""WeightSource: tensors that can be read by ranges of rows. WeightRecipe: how they make the parameters of a model.
 
 SafetensorsSource reads a folder as Hugging Face writes it: `model.safetensors`, or several files and their index.
 """
@@ -55,10 +55,10 @@ class WeightRecipe(Protocol):
     """How one parameter of a model is made of the tensors of a source, and back.
 
     `shape` is the parameter's global shape; it has at least one dim. `read` returns its rows [start, stop). `split`
-    takes the whole parameter and returns the source's tensors by name; on a meta tensor it must work too, and so tells
-    the shapes that are expected of the source. `join_dim` is None where the parameter holds its sources whole; else the
-    source is shared: each parameter that names it holds a part, and the parts, in the order of the recipes, join along
-    that dim.
+    takes the whole parameter and returns the source's tensors by name. It must also work on a meta tensor, from which
+    the expected shapes of the source's tensors are known. `join_dim` is None if the parameter holds its sources whole.
+    Otherwise several parameters share one source: each holds a part of it, and the parts, in the order of the recipes,
+    are joined along this dim.
     """
 
     @property

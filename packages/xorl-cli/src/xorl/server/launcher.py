@@ -132,7 +132,7 @@ class Plan:
 def serve(path: Path, overrides: Sequence[str], *, mode: Mode, api_host: str, api_port: int) -> int:
     """Run the service of a configuration until a signal stops it; returns the exit code.
 
-    Raises ValueError for what the user can mend, before anything is started.
+    Raises ValueError for what the user can correct, before anything is started.
     """
     loaded = load_server_config(path, overrides)
     begin_process("launcher", loaded.config.log_level, follows_parent=False)
@@ -307,7 +307,7 @@ def _count_workers(config: ServerConfig, gpus: int) -> int:
 
 
 def _supervise(plan: Plan, processes: Sequence[Supervised], told: str | None) -> int:
-    """Start all, look after all, and stop all when a signal comes or one of them fails for good."""
+    """Start all processes, keep them running, and stop all when a signal comes or one of them fails for good."""
     stop = threading.Event()
     hurry = threading.Event()
     first: float | None = None

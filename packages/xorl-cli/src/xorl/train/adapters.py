@@ -1,4 +1,4 @@
-"""From the lora section of a configuration to adapters in a model, and what they change in a run."""
+"""Puts the adapters of the configuration's lora section into a model, and merges them while training."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def starting_adapter(lora: LoraConfig) -> AdapterFolder | None:
 
 
 def adapter_spec(lora: LoraConfig, default_targets: tuple[str, ...]) -> AdapterSpec | None:
-    """What `lora` asks for, `default_targets` where it names none; None where it wants no adapters.
+    """The adapters that `lora` asks for, on `default_targets` if it names none; None if it wants no adapters.
 
-    Of an adapter to go on from, its files say it, all but the dropout.
+    If training starts from an existing adapter, its files decide everything but the dropout.
     """
     if not lora.enable_lora:
         return None
@@ -54,9 +54,9 @@ def adapter_spec(lora: LoraConfig, default_targets: tuple[str, ...]) -> AdapterS
 
 
 def add_adapters(module: Decoder, lora: LoraConfig, default_targets: tuple[str, ...]) -> None:
-    """Put the adapters of `lora` into a model that is not placed yet, and freeze the rest, where it asks for any.
+    """Put the adapters of `lora`, if it asks for any, into a model that is not placed yet, and freeze the rest.
 
-    The adapters of a sweep are a bank's, which comes once the model is placed: here its base is frozen alone.
+    For a sweep this only freezes the base: its adapters are in a bank, which is made once the model is placed.
 
     Raises ValueError that begins with the option at fault.
     """
@@ -98,10 +98,10 @@ def flops_of(config: DecoderConfig, module: Decoder) -> Callable[[Sequence[int]]
 
 
 class AdapterMerging:
-    """Folds adapters into the base every `interval` steps and starts them anew (ReLoRA, arXiv:2307.05695).
+    """Merges adapters into the base every `interval` steps and starts them anew (ReLoRA, arXiv:2307.05695).
 
-    It happens before the step that follows, so that a checkpoint of the step before holds adapters that have learnt
-    something, and a run that is resumed from it merges as the first one did.
+    This is done before the next step, not after the last one. So a checkpoint in between holds adapters that have
+    learnt something, and a run that is resumed from it merges at the same place.
     """
 
     def __init__(

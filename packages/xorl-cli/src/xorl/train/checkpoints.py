@@ -130,7 +130,7 @@ class Checkpoints:
             self._stream.write_receipt()
 
     def export(self) -> None:
-        """Write the model for other tools beside the last checkpoint, where the run is to do so. Collective."""
+        """Write the model for other tools beside the last checkpoint, if the run exports at all. Collective."""
         if self._export is None:
             return
         assert self.last is not None, "the last step is always saved"
@@ -146,9 +146,9 @@ class Checkpoints:
         return f"{self.last} is whole. Mend the cause and continue with --train.load_checkpoint_path auto"
 
     def restore(self, path: Path) -> int:
-        """Load the checkpoint at `path` and return its step; what it leaves out stays as it is. Collective.
+        """Load the checkpoint at `path` and return its step; parameters that are not in it stay. Collective.
 
-        Raises ValueError where adapters would mean something else than they did there.
+        Raises ValueError if its adapters were scaled differently.
         """
         start = time.perf_counter()
         if self._adapters is not None and is_adapter(path):

@@ -79,7 +79,7 @@ class RunData:
 
 @dataclass(frozen=True)
 class DataIdentity:
-    """Which documents every step trains on: the same for equal identities, wherever training stops.
+    """Identifies which documents every step trains on, wherever training stops.
 
     `order` is the hash of content, packing, seed and bins per step; the numbers are for messages and for rescaling.
     """
@@ -112,10 +112,10 @@ def prepare_data(
     *,
     judged: bool = True,
 ) -> RunData:
-    """Prepare, split and pack; before any process group exists, since other ranks may wait for one to prepare.
+    """Prepare, split and pack the data. Called before any process group exists: other ranks may wait for hours.
 
     Text and conversations need `tokenizer_folder`, whose special tokens have to agree with the model's `hf_config`.
-    Without `judged` it is only looked at: data that would stop a run is only said to, and nothing is uploaded.
+    Without `judged`, data that would stop a run is only logged, and nothing is uploaded.
     """
     data = config.data
     model = _Model(vocab_size, tokenizer_folder, special_ids(hf_config), judged)
@@ -170,7 +170,7 @@ def chat_template_of(data: DataConfig, tokenizer_folder: Path | None) -> str | N
 def plan_steps(config: Config, data: PackedDocuments | Stream, dp_size: int, resumed_bins_per_step: int | None) -> Plan:
     """The order of the bins over the whole run.
 
-    A resumed run keeps the bins per step of its checkpoint: where the ranks, or the options, ask for another number,
+    A resumed run keeps the bins per step of its checkpoint: if the ranks or the options give another number,
     `gradient_accumulation_steps` is changed to keep it.
     """
     train = config.train
@@ -219,7 +219,7 @@ def _warn_of_left_out_bins(plan: DataPlan) -> None:
 
 
 def write_receipt(path: Path, data: RunData, plan: Plan, streamed: Receipt | None = None) -> None:
-    """Say what became of every sample, and store it: where a model came from is asked long after the run.
+    """Log and write what became of every sample: people ask what a model was trained on long after the run.
 
     It is written before the first step, and that of a stream, `streamed`, again with each checkpoint and at the end,
     since samples are counted while they are read.
@@ -255,7 +255,7 @@ def eval_plan(config: Config, data: PackedDocuments, dp_size: int) -> DataPlan:
 
 
 def build_loader(config: Config, data: PackedDocuments, plan: DataPlan, mesh: Mesh, hidden_size: int) -> StepLoader:
-    """The loader of this data-parallel rank's micro-batches. hidden_size tells what attention costs beside the rest."""
+    """The loader of this data-parallel rank's micro-batches. hidden_size: for the relative cost of attention."""
     options = config.data
     return StepLoader(
         data.documents,

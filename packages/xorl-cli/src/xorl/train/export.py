@@ -1,4 +1,4 @@
-"""The model in Hugging Face's format, for every other tool: with its adapters folded in, or these alone."""
+"""Writes the model in Hugging Face's format for other tools: with its adapters merged in, or these alone."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def export_saved(
     the base with the adapter folded in, in fp32, and rounded once to `dtype` (None: as the base is stored). With
     `verify` the result is loaded by those libraries first, and only then does the folder appear.
 
-    Raises ValueError for what the user can mend, VerificationError for a result that is not what it should be.
+    Raises ValueError for what the user can correct, VerificationError for a result that is not what it should be.
     """
     if output is None and not Path(path).expanduser().is_dir():
         # What is beside the files of a repository is the Hub's cache.

@@ -13,9 +13,10 @@ REPEATED_S = 3.0
 
 
 class Interruption:
-    """Catches the first signal while entered; one that comes REPEATED_S later acts as it would without us.
+    """Catches the first signal while entered. A second one, at least REPEATED_S later, acts as usual.
 
-    Sooner it is the same one: who ends a job signals its launcher, which tells the ranks, and the ranks.
+    One that comes sooner counts as the same: who ends a job often signals both its launcher, which signals the ranks,
+    and the ranks.
     """
 
     def __init__(self) -> None:
@@ -36,9 +37,9 @@ class Interruption:
         self._restore()
 
     def agreed(self) -> int:
-        """The signal that some rank had received one step ago, or 0; the same on every rank. Collective.
+        """The signal that any rank had received one step ago, or 0; the same on every rank. Collective.
 
-        The exchange started at one step is read at the next, so no rank waits for it.
+        The exchange that is started at one step is read at the next, so no rank waits for it.
         """
         signal_number = self._finish()
         self._flag = torch.tensor([self._received], dtype=torch.int32)

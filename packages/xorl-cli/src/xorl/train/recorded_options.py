@@ -1,4 +1,4 @@
-"""The options that decide which tensors a checkpoint holds: recorded in it, and named where a resume has others."""
+"""The options that decide which tensors a checkpoint holds: recorded in it, and compared when a run resumes."""
 
 from __future__ import annotations
 

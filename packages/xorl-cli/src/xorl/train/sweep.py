@@ -1,4 +1,4 @@
-"""The loop of a sweep: adapters that train together on one frozen base, each as a run of its own would train it."""
+"""The training loop of a sweep: adapters that train together on one frozen base, each as in a run of its own."""
 
 from __future__ import annotations
 
@@ -128,10 +128,10 @@ def mix(batches: MemberBatches, members_per_pass: int) -> Iterator[MixedBatch]:
 
 
 def train_sweep(sweep: Sweep) -> int:
-    """Train to the last step of every member; collective. Returns the signal that ended it early, or 0.
+    """Train to the last step of every member. Collective. Returns the signal that ended it early, or 0.
 
-    Whatever ends it in order, the last step taken is saved; after the last one the adapters are exported. Raises
-    DivergedError where no member has a finite loss and gradient.
+    A signal ends the sweep after the current step, which is saved; after the last step the adapters are exported.
+    Raises DivergedError if no member has a finite loss and gradient any more.
     """
     engine, observer, train = sweep.engine, sweep.observer, sweep.config.train
     report = _Report(sweep)

@@ -1,4 +1,4 @@
-"""StepTimer: where the time of a step goes, by marks queued beside the work and read once the work is done."""
+"""StepTimer: measures where the time of a step goes, by events queued with the work and read once it is done."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Base:
 def build_base(config: ServerConfig, place: Runtime) -> Base:
     """Build and place the model in this process's part of the job; collective.
 
-    Raises ValueError that names the option for what the user can mend.
+    Raises ValueError that names the option for what the user can correct.
     """
     try:
         return _build(config, place)
