@@ -35,7 +35,7 @@ COMMANDS: dict[str, Entry] = {
     "export": Entry("xorl.cli.export", "Training", "Write a checkpoint or an adapter for other tools, merged or not."),
     "serve": Entry("xorl.cli.serve", "Service", "Serve training and sampling to clients, or ask a service how it is."),
     "data": Entry("xorl.cli.data", "Data", "Prepare data, and look at what will be trained on."),
-    "config": Entry("xorl.cli.config", "Configuration", "Show, document or describe configurations."),
+    "config": Entry("xorl.cli.config", "Configuration", "Show what a configuration resolves to, and explain options."),
     "version": Entry("xorl.cli.version", "About", "Print versions and devices."),
 }
 

@@ -12,14 +12,14 @@ from xorl.config.docs import documentation, json_schema
 from xorl.config.local import Config
 from xorl.config.show import show
 
-ServiceFlag = Annotated[bool, typer.Option("--service", help="Of the service, `xorl serve`, not of `xorl train`.")]
+ServiceFlag = Annotated[bool, typer.Option("--service", help="The options of `xorl serve`, not of `xorl train`.")]
 
 app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     no_args_is_help=True,
-    help="Look at a configuration and at the options there are.",
+    help="Show a configuration, and explain the options.",
 )
 
 

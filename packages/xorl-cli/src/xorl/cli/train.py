@@ -20,7 +20,7 @@ from xorl.config import LoadedConfig, check_world_size, load_config
 
 MODULE = "xorl.cli.train"
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
-TracebackFlag = Annotated[bool, typer.Option("--traceback", help="Show where in xorl an input was refused.")]
+TracebackFlag = Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error in the input.")]
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -33,10 +33,10 @@ def train_command(
     nnodes: Annotated[int | None, typer.Option(help="Machines of the job. [1]")] = None,
     node_rank: Annotated[int | None, typer.Option(help="Number of this machine, from 0.")] = None,
     master_addr: Annotated[str | None, typer.Option(help="Address of machine 0. [127.0.0.1]")] = None,
-    master_port: Annotated[int | None, typer.Option(help="Port there. [29500]")] = None,
-    rdzv_backend: Annotated[str | None, typer.Option(help="Way the machines meet. [c10d with an endpoint]")] = None,
-    rdzv_endpoint: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where the machines meet.")] = None,
-    rdzv_id: Annotated[str | None, typer.Option(help="Name of the job there. [none]")] = None,
+    master_port: Annotated[int | None, typer.Option(help="Port on machine 0. [29500]")] = None,
+    rdzv_backend: Annotated[str | None, typer.Option(help="How machines meet. [c10d with an endpoint]")] = None,
+    rdzv_endpoint: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where machines meet.")] = None,
+    rdzv_id: Annotated[str | None, typer.Option(help="Name of the job at that endpoint. [none]")] = None,
     traceback: TracebackFlag = False,
     rank_folder: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:

@@ -32,8 +32,8 @@ class DatasetEntryConfig(Section):
     )
     chat_template_kwargs: dict[str, bool | int | float | str] = Field(
         default={},
-        description="Variables of the chat template beside its messages and tools, such as {enable_thinking: false}. "
-        "strftime_now: 2026-01-31 stands for the day that templates ask for, which is otherwise that of preparing.",
+        description="Variables of the chat template besides its messages and tools, such as {enable_thinking: false}. "
+        "strftime_now: 2026-01-31 sets the date for templates that write it; otherwise it is the date of preparing.",
     )
     train_on: TrainOn | None = Field(
         default=None,
@@ -79,21 +79,22 @@ class DatasetEntryConfig(Section):
     )
     overflow_limit: Ratio | None = Field(
         default=None,
-        description="Largest fraction of the samples, or of the tokens, that overflow may touch before the run stops. "
-        "null means 0.01, and no limit for truncate beside an explicit max_seq_len, nor for split where every token is "
-        "trained.",
+        description="Largest fraction of the samples, or of the tokens, that may be cut, dropped or split before the "
+        "run stops. null means 0.01; for truncate with an explicit max_seq_len, and for split where every token is "
+        "trained, it means no limit.",
     )
     weight: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
-        description="Share of this dataset in the mixture, relative to the weights of the others, which all entries "
-        "then have. An epoch has as many documents as all datasets together; where its share of them is more than the "
-        "dataset has, each document comes as often as any other, and a draw by train.seed makes up the rest, "
-        "the same in every epoch (with data.streaming another in each). null means no weights.",
+        description="Share of this dataset in the mixture, relative to the weights of the other entries, which must "
+        "all have one. An epoch has as many documents as all datasets together. If a dataset's share is more than it "
+        "has, its documents are repeated equally often, and a draw by train.seed decides which come once more: the "
+        "same in every epoch, or with data.streaming others in each. null means no weights.",
     )
     num_epochs: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
-        description="Times that this dataset is repeated in each epoch; a fraction of it is drawn by train.seed, "
-        "the same rows in every epoch (with data.streaming others in each). Not together with weight. null means 1.",
+        description="How often this dataset is repeated in each epoch. For a fraction, some of its rows are drawn by "
+        "train.seed: the same in every epoch, or with data.streaming others in each. Not together with weight. null "
+        "means 1.",
     )
     shards: AtLeastOne | None = Field(
         default=None, description="Cut the dataset into this many parts and use shards_idx alone. null means all of it."

@@ -69,8 +69,8 @@ class ModelFields(Section):
     )
     attn_implementation: AttentionBackend = Field(
         default="auto",
-        description="Attention kernel. auto takes the fastest that can run here and says which; a kernel asked for by "
-        "name runs or the run stops. eager is plain torch, sdpa and native are torch's own fused kernels, "
+        description="Attention kernel. auto uses the fastest one that can run here and logs which. A kernel that is "
+        "named here runs, or the run stops. eager is plain torch, sdpa and native are torch's own fused kernels, "
         "flash_attention_2, 3 and 4 need their library and a GPU that it supports.",
     )
     moe_implementation: ExpertBackend | None = Field(
@@ -126,19 +126,19 @@ class NumericsFields(Section):
     )
     rmsnorm_native: bool = Field(
         default=False,
-        description="Compute RMS norms, and the sums of the residual stream, in plain torch, which rounds in between, "
-        "under enable_compile too. false takes the fused kernel where one can run and is faster, which adds the "
-        "residual in the same pass.",
+        description="Compute RMS norms and the addition of the residual in plain torch, also under enable_compile; "
+        "each step rounds its result. false uses the fused kernel wherever it can run and is faster, which does both "
+        "in one pass.",
     )
     activation_native: bool = Field(
         default=False,
-        description="Compute silu(gate) * up in plain torch, which rounds in between, under enable_compile too. false "
-        "takes the fused kernel where one can run and is faster. Other activations are plain always.",
+        description="Compute silu(gate) * up in plain torch, also under enable_compile; each step rounds its result. "
+        "false uses the fused kernel wherever it can run and is faster. Other activations are always plain torch.",
     )
     rope_native: bool = Field(
         default=False,
-        description="Turn queries and keys by their positions in plain torch. false takes the fused kernel where one "
-        "can run and is faster, together with the norms of queries and keys unless rmsnorm_native is true.",
+        description="Apply rotary positions to queries and keys in plain torch. false uses the fused kernel wherever "
+        "it can run and is faster; unless rmsnorm_native is true, it also computes the norms of queries and keys.",
     )
     attention_cast_bf16: bool = Field(
         default=False,
@@ -257,27 +257,28 @@ class MemoryFields(Section):
     )
     enable_full_shard: bool = Field(
         default=True,
-        description="Under fsdp2, shard parameters between uses too (ZeRO-3); false keeps them gathered from forward "
-        "to backward (ZeRO-2), which is faster where the memory suffices.",
+        description="Under fsdp2, free gathered parameters between uses (ZeRO-3). false keeps them from the forward to "
+        "the backward pass (ZeRO-2), which is faster if the memory suffices.",
     )
     enable_forward_prefetch: bool = Field(
         default=True, description="Under fsdp2, gather the next unit's parameters while one computes its forward pass."
     )
     enable_activation_offload: bool = Field(
         default=False,
-        description="Keep what the layers save for the backward pass in pinned host memory meanwhile: their inputs "
-        "alone with enable_gradient_checkpointing, which is little traffic, else everything. Needs a GPU.",
+        description="Move what the layers save for the backward pass to pinned host memory until it is needed. With "
+        "enable_gradient_checkpointing these are only the inputs of layers, which is little traffic; otherwise "
+        "everything. Needs a GPU.",
     )
     enable_compile: bool = Field(
         default=False,
-        description="Compile each decoder layer with torch.compile: once for all equal layers and packs of any length. "
-        "The first step waits for it; later runs find the result in ~/.cache/xorl (or XDG_CACHE_HOME). Needs a C++ "
-        "compiler on a CPU, a C compiler beside a GPU.",
+        description="Compile each decoder layer with torch.compile, once for all equal layers and for packs of any "
+        "length. The first step waits for it; later runs find the result in ~/.cache/xorl (or XDG_CACHE_HOME). Needs a "
+        "C++ compiler on a CPU, a C compiler with a GPU.",
     )
     init_device: InitDevice = Field(
         default="auto",
-        description="Where parameters are made: meta (each rank makes its shards alone; fsdp2), cuda, or cpu. auto "
-        "takes meta under fsdp2, else the device trained on.",
+        description="Where parameters are created: meta (each rank then makes only its own shards; fsdp2), cuda or "
+        "cpu. auto uses meta under fsdp2, otherwise the device that trains.",
     )
     load_weights_mode: LoadWeightsMode = Field(
         default="broadcast",
@@ -302,7 +303,7 @@ class LoraFields(Section):
 
     enable_lora: bool = Field(
         default=False,
-        description="Train low-rank adapters in place of the weights, which are kept in the compute dtype then.",
+        description="Train low-rank adapters instead of the weights, which are then kept in the compute dtype.",
     )
     lora_rank: AtLeastOne = Field(default=16, description="Rank of the adapters.")
     lora_alpha: float = Field(

@@ -54,9 +54,10 @@ class DataConfig(Section):
     )
     streaming: bool = Field(
         default=False,
-        description="Read, tokenize and pack datasets while training runs, for data larger than the disk, in place of "
-        "preparing it first. Its length is unknown, so train.max_steps says when to end. Blocks of about 1 MiB are "
-        "shuffled by train.seed, and the rows in each. weight is then a share of bytes. test_datasets are prepared.",
+        description="Read, tokenize and pack the datasets while training runs instead of preparing them first, for "
+        "data larger than the disk. The length of the data is then unknown, so train.max_steps has to say when to end. "
+        "Blocks of about 1 MiB are shuffled by train.seed, and so are the rows in each. weight is then a share of "
+        "bytes. test_datasets are prepared.",
     )
     dataset_prepared_path: str = Field(
         default="last_prepared_dataset",
@@ -176,8 +177,8 @@ class ScheduleFields(OptimizerFields):
     )
     max_grad_norm: Annotated[float, Field(gt=0)] | None = Field(
         default=1.0,
-        description="Longest gradient, as a norm over all parameters; a longer one is scaled down to it. null means "
-        "no limit; the norm is measured all the same.",
+        description="Largest norm of the gradient over all parameters; a larger gradient is scaled down to it. null "
+        "does not clip, but the norm is still measured.",
     )
 
 
@@ -198,8 +199,8 @@ class BatchFields(Section):
     )
     eval_steps: AtLeastOne | None = Field(
         default=None,
-        description="Evaluate on held-out data every so many optimizer steps. null means before the first step and "
-        "after the last alone, where it is always done when there is held-out data.",
+        description="Evaluate on held-out data every so many optimizer steps. null evaluates only before the first and "
+        "after the last step. Without held-out data nothing is evaluated.",
     )
 
 
@@ -208,11 +209,11 @@ class LocalMemoryFields(MemoryFields):
 
     param_dtype: ParameterDtype | None = Field(
         default=None,
-        description="Precision that parameters are kept in. null means fp32. bf16 halves their memory and that of "
-        "their gradients; reductions and the accumulation of micro-batches stay in fp32. Of the optimizers, "
-        "anyprecision_adamw and muon train such parameters as well as fp32 ones, while adamw and sgd round updates to "
-        "nearest and lose small ones. With lora.enable_lora it is that of the frozen weights, null means that which is "
-        "computed in, and what is trained is fp32; fp32 weights are of use where adapters are merged into them.",
+        description="Precision in which parameters are kept; null means fp32. bf16 halves their memory and that of "
+        "their gradients, while reductions and the accumulation of micro-batches stay in fp32. anyprecision_adamw and "
+        "muon train bf16 parameters as well as fp32 ones; adamw and sgd round updates to nearest and lose small ones. "
+        "With lora.enable_lora it is the precision of the frozen weights (trained ones are fp32), and null means the "
+        "precision of the computation; fp32 is useful there if adapters are merged into the weights.",
     )
     fp8: Fp8Recipe = Field(
         default="none",
@@ -250,8 +251,8 @@ class LocalMemoryFields(MemoryFields):
     )
     activation_gpu_limit: NonNegative = Field(
         default=0.0,
-        description="Activations, in GB, that enable_activation_offload leaves on the GPU, besides those of the last "
-        "layer and of the one that computes: those saved last, which are needed first. 0 means none.",
+        description="Activations, in GB, that enable_activation_offload leaves on the GPU: those saved last, which are "
+        "needed first. Those of the last layer and of the layer that computes stay in addition. 0 means none.",
     )
     enable_full_determinism: bool = Field(
         default=False,
@@ -374,21 +375,21 @@ class LocalLoraFields(LoraFields):
     )
     adapter_path: str | None = Field(
         default=None,
-        description="Adapter to go on from, of PEFT or of xorl: its folder (a checkpoint with one, too) or Hub id. Its "
-        "files say rank, alpha, targets and all else but lora_dropout, and train.load_checkpoint_path continues a run "
-        "with its optimizer. null starts new ones.",
+        description="Adapter to start from, of PEFT or of xorl: its folder (also a checkpoint with an adapter) or Hub "
+        "id. Its files decide rank, alpha, targets and everything else but lora_dropout. To continue a run with its "
+        "optimizer, use train.load_checkpoint_path. null starts new adapters.",
     )
     save_lora_only: bool = Field(
         default=False,
-        description="Write what is trained alone, without the base's weights: checkpoints, whose resumed runs read the "
-        "base from model.model_path again, and the export at the end, which is then the adapter as PEFT reads it and "
-        "not the model with the adapter folded in. Checkpoints hold the adapter as PEFT reads it in any case.",
+        description="Leave the base's weights out of checkpoints and of the export at the end, which is then PEFT's "
+        "adapter instead of the model with the adapter merged in. A resumed run reads the base from model.model_path "
+        "again. Checkpoints contain the adapter as PEFT's files in any case.",
     )
     exclude_modules: list[str] | None = Field(
         default=None,
-        description="Modules that stay unquantized, by the last parts of their names in the checkpoint, or patterns "
-        "with * of whole names. null means those that the checkpoint's config names. Embeddings, the head and norms "
-        "always stay so.",
+        description="Modules that are not quantized, by the last parts of their names in the checkpoint, or patterns "
+        "with * for whole names. null means those that the checkpoint's config names. Embeddings, the head and norms "
+        "are never quantized.",
     )
     enable_aqn: bool = Field(
         default=False,

@@ -119,13 +119,14 @@ class ServerOptimizerFields(OptimizerFields):
 
     muon_lr: NonNegative = Field(
         default=0.02,
-        description="Learning rate of matrices under muon at a step for which the client says "
-        f"{MUON_REFERENCE_LR:g}, and in proportion at others. {MUON_REFERENCE_LR:g} gives them what the client says.",
+        description="Learning rate of matrices under muon at a step for which the client gives "
+        f"{MUON_REFERENCE_LR:g}; it is proportional to the client's rate. So {MUON_REFERENCE_LR:g} gives matrices the "
+        "client's own rate.",
     )
     grad_normalization: GradNormalization = Field(
         default="sum",
-        description="What an optimizer step divides gradients by: sum means by nothing, as both clients expect, "
-        "token_mean by the number of trained tokens since the step before.",
+        description="What an optimizer step divides the gradient by. sum: by nothing, as both clients expect. "
+        "token_mean: by the number of trained tokens since the last step.",
     )
 
 
@@ -135,8 +136,8 @@ class ServerCheckpointFields(CheckpointFields):
     output_dir: str = Field(
         default="outputs",
         min_length=1,
-        description="Folder of all that is saved, and of what the service's processes tell each other. All nodes must "
-        "see the same one. What it holds already is kept and listed.",
+        description="Folder of everything that is saved, and of files through which the service's processes find each "
+        "other. All nodes must see the same folder. What it contains already is kept and listed.",
     )
     load_checkpoint_path: str | None = Field(
         default="",
@@ -217,8 +218,9 @@ class ApiFields(Section):
     # What is Secret is shown by nothing: no error, no `config show`, no repr of a configuration.
     api_token: Secret[Annotated[str, Field(pattern=rf"^{TOKEN_PREFIX}\S{{12,}}$")]] | None = Field(
         default=None,
-        description=f"Key that clients must send, {TOKEN_PREFIX} and at least 12 characters; ${{NAME}} takes it from "
-        "the environment. null means none on a loopback address; on any other one is made, and kept in output_dir.",
+        description=f"Key that clients must send: {TOKEN_PREFIX} and at least 12 more characters; ${{NAME}} takes it "
+        "from the environment. null means no key on a loopback address; on any other address one is generated and kept "
+        "in output_dir.",
     )
     max_request_mb: float = Field(
         default=256.0, gt=0, le=480, description="Largest request body, in MB after decompression; larger ones get 413."
@@ -243,8 +245,8 @@ class WorkerFields(Section):
     worker_bind_host: str = Field(
         default="0.0.0.0",
         min_length=1,
-        description="Address that the first worker listens on where the workers are on several hosts, with keys that "
-        "are made for the run. On one host ipc sockets are used in its place.",
+        description="Address at which the first worker listens if the workers are on several hosts, with keys that are "
+        "made for it. On one host, ipc sockets are used instead.",
     )
     worker_bind_port: Port = Field(default=5556, description="Port there.")
     worker_bind_address: str = Field(
@@ -263,8 +265,8 @@ class WorkerFields(Section):
     )
     worker_max_retries: Annotated[int, Field(ge=0)] = Field(
         default=3,
-        description="Times that a request is computed again when the workers died under it, before it fails; they are "
-        "started again each time.",
+        description="How often a request is computed again after the workers died while computing it, before it fails. "
+        "The workers are started again each time.",
     )
 
 
@@ -293,9 +295,9 @@ class ServerLoraFields(LoraFields):
     )
     qlora_exclude_modules: list[str] | None = Field(
         default=None,
-        description="Modules that stay unquantized, by the last parts of their names in the checkpoint, or patterns "
-        "with * of whole names. null means those that the checkpoint's config names. Embeddings, the head and norms "
-        "always stay so.",
+        description="Modules that are not quantized, by the last parts of their names in the checkpoint, or patterns "
+        "with * for whole names. null means those that the checkpoint's config names. Embeddings, the head and norms "
+        "are never quantized.",
     )
     moe_shared_lora: bool = Field(default=False, description="Share one adapter between the experts of a layer.")
     moe_hybrid_shared_lora: bool = Field(
