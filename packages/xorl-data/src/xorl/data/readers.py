@@ -381,23 +381,14 @@ def _array_elements(path: Path) -> Iterator[tuple[object, int]]:
         if text.startswith("]", start):
             return
         for number in count():
-            while True:
-                # A failure may mean that the element goes on beyond what was read: read on, then decide.
-                try:
-                    element, end = decoder.raw_decode(text, _skip_space(text, start))
-                    after = _skip_space(text, end)
-                    if text.startswith((",", "]"), after):
-                        break
-                    problem = f"want ',' or ']' after {_excerpt(text[max(start, end - 40) : end])}"
-                except json.JSONDecodeError as error:
-                    problem = f"{error.msg} near {_excerpt(text[max(0, error.pos - 20) : error.pos + 40])}"
-                except RecursionError as error:
-                    problem = str(error)
+            while isinstance(found := _decode_element(decoder, text, start), str):
+                # The element may go on beyond what was read: it is wrong only if the file, or our limit, ends first.
                 text, start = text[start:], 0
                 block = file.read(max(PIECE_BYTES, len(text))) if len(text) < _LONGEST_ELEMENT else ""
                 if not block:
-                    raise DataError(f"{path}, element {number} (the first is 0) is not JSON: {problem}")
+                    raise DataError(f"{path}, element {number} (the first is 0) is not JSON: {found}")
                 text += block
+            element, end, after = found
             if _NOT_UTF8.search(text, start, end):
                 raise DataError(f"{path}, element {number} (the first is 0) is not UTF-8")
             yield element, end - start
@@ -406,6 +397,20 @@ def _array_elements(path: Path) -> Iterator[tuple[object, int]]:
                 if _skip_space(text, start) < len(text) or file.read(1):
                     raise DataError(f"{path}: want one JSON array, or one object a line; more follows the array's end")
                 return
+
+
+def _decode_element(decoder: json.JSONDecoder, text: str, start: int) -> tuple[object, int, int] | str:
+    """(the element from `start` on, where it ends, where the comma or bracket after it is), or what is wrong."""
+    try:
+        element, end = decoder.raw_decode(text, _skip_space(text, start))
+    except json.JSONDecodeError as error:
+        return f"{error.msg} near {_excerpt(text[max(0, error.pos - 20) : error.pos + 40])}"
+    except RecursionError as error:
+        return str(error)
+    after = _skip_space(text, end)
+    if not text.startswith((",", "]"), after):
+        return f"want ',' or ']' after {_excerpt(text[max(start, end - 40) : end])}"
+    return element, end, after
 
 
 def _skip_space(text: str, start: int) -> int:
