@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from xorl.cli.exit_codes import BY_SIGNAL, meaning_of
-from xorl.cli.failures import failure_of, noted_pids, noted_stop, report
+from xorl.cli.failures import Failure, failure_of, noted_pids, noted_stop, report
 from xorl.cli.rank_folder import NOTES, rank_folder
 
 DEFAULT_PORT = 29500  # torchrun's
@@ -159,18 +159,23 @@ def launch(plan: LaunchPlan, command: Sequence[str], *, rank_folder_flag: str = 
                 failure_of(rank, failure.exitcode, failure.error_file_data, failure.timestamp)
                 for rank, failure in error.failures.items()
             ]
-            text, code = report(failures, plan.world_size)
-            if forwarded and all(failure.was_stopped for failure in failures):
-                # torch's launcher ends the other ranks with a signal of its own, which may come before ours.
-                code = BY_SIGNAL + forwarded[0]
-                text = meaning_of(code)
-            print(text, file=sys.stderr)
-            return code
+            return _tell(failures, plan.world_size, forwarded)
         except SignalException as error:
             code = BY_SIGNAL + error.sigval
             print(meaning_of(code), file=sys.stderr)
             return code
         return noted_stop(notes)
+
+
+def _tell(failures: Sequence[Failure], world_size: int, forwarded: Sequence[int]) -> int:
+    """Print why the job failed and return its exit code. `forwarded` holds the signal that went on to the ranks."""
+    text, code = report(failures, world_size)
+    if forwarded and all(failure.was_stopped for failure in failures):
+        # torch's launcher ends the other ranks with a signal of its own, which may come before ours.
+        code = BY_SIGNAL + forwarded[0]
+        text = meaning_of(code)
+    print(text, file=sys.stderr)
+    return code
 
 
 @contextmanager

@@ -83,10 +83,10 @@ class _Measured:
 
 
 def run_bench(loaded: LoadedConfig, options: BenchOptions, against: Mapping[str, LoadedConfig]) -> int:
-    """Measure in this rank, and write the record from the main one; collective. Returns an exit code.
+    """Measure, and write the record in the main process. Collective. Returns an exit code.
 
-    against: other configurations of xorl to measure in turn with it, by what tells them apart. Raises ValueError for a
-    peer that is not known. One that is not installed, or that memory is too small for, is recorded as such.
+    against: other configurations of xorl to measure in turn with it, by their names. Raises ValueError for a peer that
+    is not known. A peer that is not installed, or runs out of memory, is recorded as such.
     """
     imported = time.time()
     is_main = runtime.global_rank() == 0
@@ -115,28 +115,35 @@ def run_bench(loaded: LoadedConfig, options: BenchOptions, against: Mapping[str,
             logger.warning("system=%s does not run: %s", system.name, absent[system.name])
             measured = [one for one in measured if one.measurement.system != system.name]
     if is_main:
-        first = measured[0]
-        record = Record(
-            name=options.name,
-            command=options.command,
-            environment=environment(),
-            work=first.work,
-            config=config.model_dump(mode="json"),
-            peers=settings_of_peers(config) if peers else None,
-            start={
-                "process": imported - options.started_at,
-                **first.phases,
-                "first_step": first.measurement.steps[0]["time_s"] or 0.0,
-            },
-            warmup=options.warmup,
-            steps=options.steps,
-            measurements=[one.measurement for one in measured],
-            absent=absent,
-            kernels=next((one.kernels for one in measured if one.kernels is not None), None),
-        )
-        write_record(record, options.folder, options.append_to)
+        process_s = imported - options.started_at
+        write_record(_record(config, options, measured, absent, process_s), options.folder, options.append_to)
     runtime.shutdown()
     return 0
+
+
+def _record(
+    config: Config, options: BenchOptions, measured: Sequence[_Measured], absent: Mapping[str, str], process_s: float
+) -> Record:
+    """The record of all measurements. process_s: from the command to when this process had imported everything."""
+    first = measured[0]
+    return Record(
+        name=options.name,
+        command=options.command,
+        environment=environment(),
+        work=first.work,
+        config=config.model_dump(mode="json"),
+        peers=settings_of_peers(config) if options.peers else None,
+        start={
+            "process": process_s,
+            **first.phases,
+            "first_step": first.measurement.steps[0]["time_s"] or 0.0,
+        },
+        warmup=options.warmup,
+        steps=options.steps,
+        measurements=[one.measurement for one in measured],
+        absent=absent,
+        kernels=next((one.kernels for one in measured if one.kernels is not None), None),
+    )
 
 
 class _Steps:
