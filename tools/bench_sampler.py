@@ -50,7 +50,7 @@ def ours(shape: str, device: torch.device, num_samples: int, length: int) -> Gen
         mesh,
         ParallelPolicy(data_parallel_mode="none"),
         device=device,
-        fill=lambda module: module.init_weights(0),
+        fill=lambda module: decoder.init_weights(0),
     )
     cache_tokens = num_samples * (length + 16)
     sampler = Sampler(model, device=device, cache_tokens=cache_tokens, max_running=num_samples)
@@ -64,7 +64,7 @@ def ours(shape: str, device: torch.device, num_samples: int, length: int) -> Gen
 
 def theirs(shape: str, device: torch.device) -> Generate:
     """`generate` of transformers."""
-    config = AutoConfig.from_pretrained(SHAPES / f"{shape}.json")
+    config = AutoConfig.from_pretrained(str(SHAPES / f"{shape}.json"))
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tiny_models import hf_config
-from xorl.core.mesh import Mesh, ParallelDims
-from xorl.core.models import Decoder, spec_for
+from xorl.core import runtime
+from xorl.core.mesh import DataParallelMode, Mesh, ParallelDims
+from xorl.core.models import spec_for
 from xorl.core.nn import choose_kernels
 from xorl.core.parallel import ParallelModel, ParallelPolicy, parallelize
 from xorl.kernels.attention import AttentionRequest, GrowthLayout, KeyValueCache, MixedLayout, resolve_attention
@@ -42,16 +47,18 @@ def mesh() -> Iterator[Mesh]:
     dist.destroy_process_group()
 
 
-def place(mesh: Mesh, dtype: torch.dtype, *, compiled: bool) -> ParallelModel:
-    spec, device = spec_for(HF_CONFIG), torch.device("cuda")
+def place(
+    mesh: Mesh, dtype: torch.dtype, *, compiled: bool, mode: DataParallelMode = "none", device: str = "cuda"
+) -> ParallelModel:
+    spec = spec_for(HF_CONFIG)
     config = spec.config_from_hf(HF_CONFIG)
     attention = resolve_attention("auto", AttentionRequest("cuda", dtype, config.head_dim, 40))
     kernels = choose_kernels(attention, device_type="cuda", dtype=dtype, compiled=compiled, native=(), cast_bf16=False)
     decoder = spec.build(config, merge_qkv=True, kernels=kernels)
     decoder.init_weights(0)
     decoder.compute_dtype = dtype
-    policy = ParallelPolicy(data_parallel_mode="none", compile_backend="inductor" if compiled else None)
-    return parallelize(decoder.to(device), mesh, policy, device=device, fill=lambda module: None)
+    policy = ParallelPolicy(data_parallel_mode=mode, compile_backend="inductor" if compiled else None)
+    return parallelize(decoder.to(device), mesh, policy, device=torch.device(device), fill=lambda module: None)
 
 
 @pytest.mark.parametrize("window", [None, 1, 37])
@@ -129,7 +136,6 @@ def check_logprobs(
     model: ParallelModel, requests: Sequence[SampleRequest], results: Sequence[SampleResult], limit: float
 ) -> None:
     """The samples' log-probabilities are what the decoder without a cache gives their tokens."""
-    assert isinstance(model.module, Decoder)
     for request, result in zip(requests, results, strict=True):
         for sample in result.samples:
             assert len(sample.tokens) == request.max_tokens
@@ -137,7 +143,7 @@ def check_logprobs(
             labels = torch.cat([tokens[1:], tokens.new_full((1,), -100)])
             with torch.no_grad():
                 layout = SequenceLayout.from_lengths([len(tokens)], "cuda")
-                _, wanted = model.module(tokens, layout, lambda h, w, y=labels: linear_cross_entropy(h, w, y))
+                _, wanted = model.forward(tokens, layout, lambda h, w, y=labels: linear_cross_entropy(h, w, y))
             difference = wanted[len(request.prompt) - 1 : -1].cpu() - torch.from_numpy(sample.logprobs)
             assert difference.abs().max() <= limit
 
@@ -179,3 +185,44 @@ def test_recorded_growth_is_each_adapters(mesh: Mesh) -> None:
             for adapter in bank.adapters("b").values():
                 adapter.pair.B.data.mul_(-2)
             sampler.weights_changed(1, "b")
+
+
+def sample_on_all_gpus() -> None:
+    """This rank's part: samples of sharded weights, before and after these were trained and are gathered anew."""
+    runtime.init()
+    mesh = Mesh(ParallelDims.resolve("fsdp2", dist.get_world_size()), "cuda")
+    device = torch.device("cuda", torch.cuda.current_device())
+    model = place(mesh, torch.bfloat16, compiled=False, mode="fsdp2", device=str(device))
+    parameters = list(model.module.parameters())
+    sampler = Sampler(model, device=device, cache_tokens=2048, max_running=4, keep_gathered=True, group=mesh.dp_group)
+    requests = [SampleRequest(tuple(range(5 * count)), 7 * count, seed=count) for count in range(1, 10)]
+    for number in range(3):
+        results = sampler.run(requests)
+        assert sampler._growth is not None
+        assert {rows for rows, _ in sampler._growth._recorded} == {1, 2, 4}
+        check_logprobs(model, requests, results, 0.08)
+        layout = SequenceLayout.from_lengths([20], device)
+        model.forward(torch.arange(20, device=device), layout).float().square().sum().backward()
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.mul_(1.1)
+                parameter.grad = None
+        model.drop_gathered()
+        sampler.weights_changed(number)
+    runtime.shutdown()
+
+
+def test_two_gpus_record_growth_of_sharded_weights() -> None:
+    # Catches passes that go on with memory into which the weights were gathered before training freed it, ranks that
+    # wait for each other's passes, and waits of FSDP2's streams that cannot be recorded.
+    if torch.cuda.device_count() < 2:
+        pytest.skip("this host has one GPU")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
+    path = f"{Path(__file__).parents[1] / 'support'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    environment = {**os.environ, "PYTHONPATH": path}
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=250, env=environment)
+    assert result.returncode == 0, result.stderr[-6000:]
+
+
+if __name__ == "__main__":
+    sample_on_all_gpus()

@@ -1,8 +1,8 @@
 """Passes in which each of several samples grows by one token: most of generation.
 
-Such a pass is a thousand small kernels, which the host takes several times as long to launch as the GPU to run. Where
-the model's memory stays in place a pass is recorded once (a CUDA graph), for each number of samples that is a power of
-two, and run again for all that follow, with rows that nobody reads where fewer samples grow.
+Such a pass is a thousand small kernels, which the host takes several times as long to launch as the GPU to run. While
+the model's memory stays in place, a pass is recorded once (as a CUDA graph) for each number of samples that is a power
+of two, and replayed for all that follow, with rows that nobody reads where fewer samples grow.
 
 Shapes: N samples, M samples at most, W blocks at most, V vocabulary.
 """
@@ -15,7 +15,6 @@ from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from xorl.core.models import Decoder
 from xorl.core.parallel import ParallelModel
@@ -32,22 +31,32 @@ class Growth:
     """Growth on one device, over one cache.
 
     Args:
-        model: whose module is a Decoder, and whose parameters stay where they are in memory.
-        cache: whose last block is no sample's: rows that fill a recorded pass up are written there.
+        model: whose module is a Decoder.
+        cache: whose last block is no sample's: the rows that fill up a recorded pass are written there.
         max_samples: M, rounded up to a power of two.
         max_tokens: of one sample.
         device: where the model computes; see `growth_refusal`.
+        keep_gathered: see `ParallelModel.generation`.
     """
 
     def __init__(
-        self, model: ParallelModel, cache: KeyValueCache, *, max_samples: int, max_tokens: int, device: torch.device
+        self,
+        model: ParallelModel,
+        cache: KeyValueCache,
+        *,
+        max_samples: int,
+        max_tokens: int,
+        device: torch.device,
+        keep_gathered: bool,
     ) -> None:
         decoder = model.module
         assert isinstance(decoder, Decoder)
+        self._model = model
         self._decoder = decoder
-        self._forward = model.forward
+        self._keep_gathered = keep_gathered
         self._cache = cache
-        self._may_record = may_record(model)
+        # What fp8 keeps of the weights for training comes and goes.
+        self._can_record = model.fp8_weights is None
         room = _power_of_2(max_samples)
         max_blocks = -(-max_tokens // cache.block_size)
         # Pinned, so that what a pass is told is on its way while the host goes on.
@@ -56,13 +65,15 @@ class Growth:
         self._device_numbers = self._numbers.to(device)
         self._device_tables = self._tables.to(device)
         # Recorded passes share the memory in which they compute, but for what they leave here.
-        self._logits = torch.empty(room, decoder.config.vocab_size, device=device) if self._may_record else None
+        self._logits = torch.empty(room if self._can_record else 0, decoder.config.vocab_size, device=device)
         self._memory = torch.cuda.graph_pool_handle()
         self._recorded: OrderedDict[Hashable, torch.cuda.CUDAGraph] = OrderedDict()
+        self._weights: list[Tensor] = []
+        self._addresses: list[int] = []
 
     def num_rows(self, num_samples: int) -> int:
-        """Rows of the pass in which so many samples grow."""
-        return _power_of_2(num_samples) if self._may_record else num_samples
+        """Rows of the next pass, in which so many samples grow."""
+        return _power_of_2(num_samples) if self._records() else num_samples
 
     def logits(
         self, tokens: Sequence[int], tables: Sequence[Sequence[int]], totals: Sequence[int], choice: Hashable
@@ -78,8 +89,10 @@ class Growth:
         num_samples = len(tokens)
         num_rows = self.num_rows(num_samples)
         self._tell(tokens, tables, totals, num_rows)
-        if not self._may_record:
+        if not self._records():
             return self._pass(num_rows)
+        if not self._recorded or [weight.data_ptr() for weight in self._weights] != self._addresses:
+            self._begin_anew()
         key = (num_rows, choice)
         if key in self._recorded:
             self._recorded.move_to_end(key)
@@ -89,17 +102,22 @@ class Growth:
             except RuntimeError as problem:
                 # An operation of this model waits for the device, say. It is slower so, and as right.
                 logger.warning("event=generation_not_recorded rows=%d why=%s", num_rows, str(problem).splitlines()[0])
-                self._may_record = False
+                self._can_record = False
                 return self._pass(num_rows)[:num_samples]
         self._recorded[key].replay()
-        assert self._logits is not None
         return self._logits[:num_samples]
 
-    def forget_recorded(self) -> None:
-        """The model's memory may have moved."""
+    def _records(self) -> bool:
+        """Whether the next pass is one that is, or is to be, recorded."""
+        return self._can_record and self._model.is_gathered
+
+    def _begin_anew(self) -> None:
+        """Nothing is recorded, or some weight is elsewhere than it was then."""
         self._recorded.clear()
         # Torch does not let a pool that nothing uses any more be used again.
         self._memory = torch.cuda.graph_pool_handle()
+        self._weights = [*self._decoder.parameters(), *self._decoder.buffers()]
+        self._addresses = [weight.data_ptr() for weight in self._weights]
 
     def _tell(
         self, tokens: Sequence[int], tables: Sequence[Sequence[int]], totals: Sequence[int], num_rows: int
@@ -121,26 +139,21 @@ class Growth:
     def _pass(self, num_rows: int) -> Tensor:
         tokens, positions = self._device_numbers[:, :num_rows].unbind()
         layout = GrowthLayout(self._cache, self._device_tables[:, :num_rows], positions)
-        return self._forward(tokens, layout, loss=wide_logits)
+        with self._model.generation(keep_gathered=self._keep_gathered):
+            return self._model.forward(tokens, layout, loss=wide_logits)
 
     def _record(self, key: Hashable, num_rows: int) -> None:
         # Libraries take the memory that they keep, and kernels are compiled, before anything is recorded.
         self._pass(num_rows)
-        torch.cuda.current_stream().synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            logits = self._pass(num_rows)
-            assert self._logits is not None
-            self._logits[:num_rows].copy_(logits)
+        with (
+            self._model.recordable(),
+            torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"),
+        ):
+            self._logits[:num_rows].copy_(self._pass(num_rows))
         self._recorded[key] = graph
         if len(self._recorded) > MAX_RECORDED:
             self._recorded.popitem(last=False)
-
-
-def may_record(model: ParallelModel) -> bool:
-    """Whether a model's parameters stay where they are: not where they are sharded, or cast to fp8 for training."""
-    is_sharded = any(isinstance(module, FSDPModule) for module in model.module.modules())
-    return not is_sharded and model.fp8_weights is None
 
 
 def _power_of_2(number: int) -> int:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,9 +92,9 @@ class SampleRequest:
     def shares(self, num_shares: int) -> list[SampleRequest]:
         """Requests for these very samples, each for some of them, in order; the first also asks about the prompt."""
         bounds = [self.num_samples * index // num_shares for index in range(num_shares + 1)]
-        alone = replace(self, prompt_logprobs=False, top_prompt_logprobs=0, target_tokens=None)
+        unasked: dict[str, Any] = {"prompt_logprobs": False, "top_prompt_logprobs": 0, "target_tokens": None}
         return [
-            replace(alone if start else self, seed=self.seed + start, num_samples=stop - start)
+            replace(self, seed=self.seed + start, num_samples=stop - start, **(unasked if start else {}))
             for start, stop in pairwise(bounds)
         ]
 

@@ -23,7 +23,7 @@ from xorl.kernels.linear_ce import wide_logits
 from xorl.lora import AdapterBank
 from xorl.server.sampler.blocks import BlockPool
 from xorl.server.sampler.draw import Drawn, DrawRule, draw, uniform_number
-from xorl.server.sampler.growth import Growth, may_record
+from xorl.server.sampler.growth import Growth
 from xorl.server.sampler.request import Sample, SampleRequest, SampleResult, TopLogprobs
 from xorl.server.sampler.schedule import Continuation, Piece, Schedule
 from xorl.server.sampler.score import PromptScores
@@ -91,8 +91,6 @@ class Sampler:
         self._cache: KeyValueCache | None = None
         self._growth: Growth | None = None
         self._max_running = max_running
-        # Ranks that gather parameters take part in each other's passes, so that all make one in a step.
-        self._may_split = may_record(model)
         self._schedule = Schedule(
             self._pool,
             max_running=max_running,
@@ -142,7 +140,7 @@ class Sampler:
         # The tokens of an adapter must be neighbours.
         pieces.sort(key=_adapter_order)
         try:
-            drawn = self._compute(pieces) if pieces else self._forward_nothing()
+            drawn = self._compute(pieces)
         except BaseException:
             # Blocks have names of what was not computed.
             self.forget()
@@ -180,8 +178,6 @@ class Sampler:
             self._schedule.retract(continuation)
         if adapter is None:
             self._pool.forget_all()
-            if self._growth is not None:
-                self._growth.forget_recorded()
 
     def forget(self) -> None:
         """Free the memory of the cache and of gathered parameters.
@@ -219,22 +215,25 @@ class Sampler:
         """Compute the pieces; for each that ends with the newest token and needs another, where it was drawn.
 
         Those that merely grow are computed first, and by themselves where there are others: they need nothing of these,
-        and samples that begin may share what they write.
+        and samples that begin may share what they write. Where parameters are gathered on the way, in which all ranks
+        take part, each rank makes one pass for all.
         """
         if self._cache is None:
             self._cache = self._make_cache()
             if growth_refusal(self._device, self._cache.keys.dtype) is None:
                 self._growth = self._make_growth(self._cache)
+        is_alone = self._model.is_gathered and (self._keep_gathered or not self._model.is_sharded)
         growing = [piece for piece in pieces if piece.grows]
         others = [piece for piece in pieces if not piece.grows]
-        if self._growth is None or (others and not self._may_split):
+        if self._growth is None or (others and not is_alone):
             growing, others = [], list(pieces)
         drawn: dict[Piece, tuple[Drawn, int]] = {}
-        with self._model.generation(keep_gathered=self._keep_gathered):
-            if growing and self._growth is not None:
-                drawn |= self._grow(growing, self._growth)
-            if others:
-                drawn |= self._forward(others, self._cache)
+        if growing and self._growth is not None:
+            drawn |= self._grow(growing, self._growth)
+        if others:
+            drawn |= self._forward(others, self._cache)
+        if not pieces and not is_alone:
+            self._forward_nothing()
         return drawn
 
     def _grow(self, pieces: Sequence[Piece], growth: Growth) -> Mapping[Piece, tuple[Drawn, int]]:
@@ -249,7 +248,8 @@ class Sampler:
             [piece.stop for piece in pieces],
             choice,
         )
-        return self._draw(logits, pieces)
+        with torch.no_grad():
+            return self._draw(logits, pieces)
 
     def _forward(self, pieces: Sequence[Piece], cache: KeyValueCache) -> Mapping[Piece, tuple[Drawn, int]]:
         layout = MixedLayout(
@@ -262,20 +262,20 @@ class Sampler:
         tokens = [token for piece in pieces for token in piece.continuation.tokens[piece.start : piece.stop]]
         if self._bank is not None:
             self._bank.activate(_runs(pieces))
-        return self._model.forward(
-            torch.tensor(tokens, device=self._device),
-            layout,
-            loss=lambda hidden, weight: self._read(hidden, weight, pieces, layout.offsets.tolist()),
-        )
+        with self._model.generation(keep_gathered=self._keep_gathered):
+            return self._model.forward(
+                torch.tensor(tokens, device=self._device),
+                layout,
+                loss=lambda hidden, weight: self._read(hidden, weight, pieces, layout.offsets.tolist()),
+            )
 
-    def _forward_nothing(self) -> Mapping[Piece, tuple[Drawn, int]]:
+    def _forward_nothing(self) -> None:
         """Take part in the collectives of a pass in which this rank has nothing to do: a token that nobody reads."""
         with self._model.generation(keep_gathered=self._keep_gathered):
             if self._bank is not None:
                 self._bank.activate([(None, 1)])
             layout = SequenceLayout.from_lengths([1], self._device)
             self._model.forward(torch.zeros(1, dtype=torch.int64, device=self._device), layout)
-        return MappingProxyType({})
 
     def _exchange(self, finished: list[SampleResult]) -> list[SampleResult]:
         """The results that all ranks have, in the order of their ids."""
@@ -373,7 +373,14 @@ class Sampler:
         )
 
     def _make_growth(self, cache: KeyValueCache) -> Growth:
-        return Growth(self._model, cache, max_samples=self._max_running, max_tokens=self._limit, device=self._device)
+        return Growth(
+            self._model,
+            cache,
+            max_samples=self._max_running,
+            max_tokens=self._limit,
+            device=self._device,
+            keep_gathered=self._keep_gathered,
+        )
 
 
 def _limit(config: DecoderConfig, cache_tokens: int) -> tuple[int, str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -18,7 +19,15 @@ from xorl.core.parallel.activations import Recompute, recompute_layers
 from xorl.core.parallel.compile import CompileBackend, compile_layers, require_compiler
 from xorl.core.parallel.ddp import replicate
 from xorl.core.parallel.fp8 import Fp8Weights
-from xorl.core.parallel.fsdp import abandon_pass, keeping_gathered, prefetch_forward, shard, sharding_units
+from xorl.core.parallel.fsdp import (
+    abandon_pass,
+    is_gathered,
+    keeping_gathered,
+    prefetch_forward,
+    shard,
+    sharding_units,
+    within_gathered,
+)
 from xorl.core.parallel.offload import ActivationOffload
 from xorl.core.parallel.stored import gather_as_stored, sharding_of_bytes
 
@@ -108,6 +117,24 @@ class ParallelModel:
             keeping_gathered(self.module) if keep_gathered else nullcontext(),
         ):
             yield
+
+    @cached_property
+    def _units(self) -> list[FSDPModule]:
+        return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether forward passes gather parameters."""
+        return bool(self._units)
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the next forward pass gathers nothing: no parameter is sharded, or all are gathered still."""
+        return is_gathered(self._units)
+
+    def recordable(self) -> AbstractContextManager[None]:
+        """Around a forward pass of a gathered model, in `generation`, that a CUDA graph may record."""
+        return within_gathered(self.forward) if isinstance(self.forward, FSDPModule) else nullcontext()
 
     @property
     def _in_half_precision(self) -> bool:

@@ -96,6 +96,26 @@ def keeping_gathered(model: nn.Module) -> Iterator[None]:
             unit.set_reshard_after_forward(True, recurse=False)
 
 
+def is_gathered(units: Sequence[FSDPModule]) -> bool:
+    """Whether the parameters of all units are gathered at present."""
+    groups = (unit._get_fsdp_state()._fsdp_param_group for unit in units)
+    return all(group is None or group.is_unsharded for group in groups)
+
+
+@contextmanager
+def within_gathered(root: FSDPModule) -> Iterator[None]:
+    """Around a forward pass of a model whose parameters are all gathered: FSDP2 queues nothing on streams of its own.
+
+    A CUDA graph could not record that. The outermost unit queues it, which is told that it is not.
+    """
+    state = root._get_fsdp_state()
+    state._state_ctx.iter_forward_root = state
+    try:
+        yield
+    finally:
+        state._state_ctx.iter_forward_root = None
+
+
 def abandon_pass(model: nn.Module) -> None:
     """Let every unit be as it was before a forward or backward pass that did not come to its end, but for gradients.
 
