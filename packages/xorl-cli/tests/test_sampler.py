@@ -16,10 +16,12 @@ from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.models import Decoder, spec_for
 from xorl.core.nn import LayerKernels
 from xorl.core.parallel import ParallelModel, ParallelPolicy, parallelize
+from xorl.kernels.attention import KeyValueCache, MixedLayout
 from xorl.kernels.layout import SequenceLayout
-from xorl.kernels.linear_ce import linear_cross_entropy
+from xorl.kernels.linear_ce import linear_cross_entropy, wide_logits
 from xorl.lora import AdapterBank, AdapterSpec
 from xorl.server.sampler import Sampler, SampleRequest
+from xorl.server.sampler import sampler as sampler_module
 from xorl.server.sampler.blocks import BlockPool, block_keys
 from xorl.server.sampler.draw import DrawRule, draw, uniform_number
 
@@ -34,6 +36,33 @@ def one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+class PlainGrowth:
+    """What `Growth` does, by the layout that a CPU has, with the rows that fill up a recorded pass."""
+
+    def __init__(self, model: ParallelModel, cache: KeyValueCache, **_: object) -> None:
+        self._model = model
+        self._cache = cache
+
+    def num_rows(self, num_samples: int) -> int:
+        return num_samples + 2
+
+    def logits(self, tokens: list[int], tables: list[list[int]], totals: list[int], choice: object) -> Tensor:
+        spare = self._cache.num_blocks - 1
+        tables, totals = [*tables, [spare], [spare]], [*totals, 1, 1]
+        layout = MixedLayout(self._cache, tables, [1] * len(tables), totals, CPU)
+        with self._model.generation(keep_gathered=False):
+            logits = self._model.forward(torch.tensor([*tokens, 0, 0]), layout, loss=wide_logits)
+        return logits[: len(tokens)]
+
+
+@pytest.fixture(autouse=True, params=["in one pass", "growth apart"])
+def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is here holds whether samples that grow have passes of their own, as on a GPU, or not."""
+    if request.param == "growth apart":
+        monkeypatch.setattr(sampler_module, "growth_refusal", lambda device, dtype: None)
+        monkeypatch.setattr(sampler_module, "Growth", PlainGrowth)
 
 
 @pytest.fixture
