@@ -20,10 +20,11 @@ from xorl.kernels.attention import KeyValueCache, MixedLayout
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import linear_cross_entropy, wide_logits
 from xorl.lora import AdapterBank, AdapterSpec
-from xorl.server.sampler import Sampler, SampleRequest
+from xorl.server.sampler import Sampler, SampleRequest, SampleResult
 from xorl.server.sampler import sampler as sampler_module
 from xorl.server.sampler.blocks import BlockPool, block_keys
 from xorl.server.sampler.draw import DrawRule, draw, uniform_number
+from xorl.server.sampler.schedule import Continuation, Schedule
 
 CPU = torch.device("cpu")
 VOCAB = 61
@@ -61,7 +62,7 @@ class PlainGrowth:
 def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that is here holds whether samples that grow have passes of their own, as on a GPU, or not."""
     if request.param == "growth apart":
-        monkeypatch.setattr(sampler_module, "growth_refusal", lambda device, dtype: None)
+        monkeypatch.setattr(sampler_module, "growth_refusal", lambda request: None)
         monkeypatch.setattr(sampler_module, "Growth", PlainGrowth)
 
 
@@ -321,6 +322,7 @@ def test_adapters_are_mixed_in_a_step(model: ParallelModel) -> None:
     tokens = [result.samples[0].tokens for result in together]
     assert tokens == [result.samples[0].tokens for result in alone]
     assert len(set(tokens)) == 4
+    assert not any(entry.has_gradient for entry in bank._entries.values())
     with pytest.raises(ValueError, match="no 'd'; there are 'a', 'b', 'c'"):
         make_sampler(model, bank=bank).submit(SampleRequest(PROMPT, 1, adapter="d"))
 
@@ -411,6 +413,42 @@ def test_a_sample_fills_the_context_or_the_cache_to_its_last_token(model: Parall
     for prompt, max_tokens in ((whole, 2), ((*whole, 1), 0), ((*whole, 1), 1)):
         with pytest.raises(ValueError, match=f"more than the {limit} that"):
             sampler.submit(SampleRequest(prompt, max_tokens, prompt_logprobs=True))
+
+
+def test_what_grows_needs_nothing_of_its_step() -> None:
+    # Catches the last token of a prompt, and one whose others are shared, which its neighbours may still have to write.
+    schedule = Schedule(
+        BlockPool(8, 4), max_running=4, max_tokens=6, max_adapters=0, root=lambda adapter: repr(adapter).encode()
+    )
+    request = SampleRequest(tuple(range(9)), 6)
+    first, second = (Continuation(index, 0, request, list(request.prompt), scores_prompt=False) for index in range(2))
+
+    def step() -> list[tuple[int, int, int, bool]]:
+        pieces = schedule.plan()
+        for piece in pieces:
+            piece.continuation.num_cached = piece.stop
+            if piece.is_last:
+                piece.continuation.tokens.append(7)
+        return [(piece.continuation.request_id, piece.start, piece.stop, piece.grows) for piece in pieces]
+
+    schedule.waiting.append(first)
+    assert [step(), step(), step()] == [[(0, 0, 6, False)], [(0, 6, 9, False)], [(0, 9, 10, True)]]
+    schedule.waiting.append(second)
+    assert step() == [(0, 10, 11, True), (1, 8, 9, False)]
+    schedule.retract(first)
+    assert step() == [(1, 9, 10, True), (0, 8, 12, False)]
+    assert step() == [(1, 10, 11, True), (0, 12, 13, True)]
+
+
+def test_shares_are_the_request_s_own_samples(model: ParallelModel) -> None:
+    # Catches shares that draw what others draw, in another order, or score the prompt each.
+    request = SampleRequest(PROMPT, 6, seed=4, num_samples=7, prompt_logprobs=True)
+    shares = request.shares(3)
+    assert [share.prompt_logprobs for share in shares] == [True, False, False]
+    whole, joined = (make_sampler(model).run([request])[0], SampleResult.of_shares(make_sampler(model).run(shares)))
+    assert [sample.tokens for sample in whole.samples] == [sample.tokens for sample in joined.samples]
+    np.testing.assert_allclose(joined.prompt_logprobs, whole.prompt_logprobs, atol=1e-5)
+    assert SampleRequest(PROMPT, 0, prompt_logprobs=True).shares(1)[0].prompt_logprobs
 
 
 def test_blocks_are_reused_oldest_first_and_found_until_then() -> None:

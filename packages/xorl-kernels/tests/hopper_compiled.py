@@ -281,7 +281,7 @@ def symmetric_products() -> None:
 def paged() -> None:
     """Of few sequences, whose keys are shared out, and of many; with a window and without."""
     for dtype, count, (num_heads, kv_heads, head_dim), window in product(
-        (BF16, FP16), (2, 256), ((32, 8, 128), (9, 3, 96)), (None, 100)
+        (BF16, FP16), (2, 256), ((32, 8, 128), (9, 3, 96), (4, 2, 8)), (None, 100)
     ):
         q, keys = empty(count, num_heads, head_dim, dtype=dtype), empty(1024, kv_heads, head_dim, dtype=dtype)
         tables, lengths = empty(40, count, dtype=torch.int64), empty(count, dtype=torch.int64)

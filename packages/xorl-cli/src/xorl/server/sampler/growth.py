@@ -96,14 +96,13 @@ class Growth:
         key = (num_rows, choice)
         if key in self._recorded:
             self._recorded.move_to_end(key)
+        elif (reason := self._waits(num_rows)) is None:
+            self._record(key, num_rows)
         else:
-            try:
-                self._record(key, num_rows)
-            except RuntimeError as problem:
-                # An operation of this model waits for the device, say. It is slower so, and as right.
-                logger.warning("event=generation_not_recorded rows=%d why=%s", num_rows, str(problem).splitlines()[0])
-                self._can_record = False
-                return self._pass(num_rows)[:num_samples]
+            logger.warning("event=generation_not_recorded rows=%d why=%s", num_rows, reason)
+            self._can_record = False
+            self._recorded.clear()
+            return self._pass(num_rows)[:num_samples]
         self._recorded[key].replay()
         return self._logits[:num_samples]
 
@@ -142,11 +141,29 @@ class Growth:
         with self._model.generation(keep_gathered=self._keep_gathered):
             return self._model.forward(tokens, layout, loss=wide_logits)
 
-    def _record(self, key: Hashable, num_rows: int) -> None:
-        # Libraries take the memory that they keep, and kernels are compiled, before anything is recorded.
+    def _waits(self, num_rows: int) -> str | None:
+        """Why a pass cannot be recorded: the host waits for the device in it. None where it does not.
+
+        Asked before each recording, since one that fails midway leaves torch's allocator and generators recording.
+        """
+        # The first pass compiles kernels, and makes what is then kept, such as the rotary embedding's frequencies.
         self._pass(num_rows)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            self._pass(num_rows)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as problem:
+            return str(problem).splitlines()[0]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return None
+
+    def _record(self, key: Hashable, num_rows: int) -> None:
         graph = torch.cuda.CUDAGraph()
         with (
+            # So that this is the current stream again, whatever happens.
+            torch.cuda.stream(torch.cuda.current_stream()),
             self._model.recordable(),
             torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"),
         ):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from xorl.core.models import Decoder, DecoderConfig
 from xorl.core.parallel import ParallelModel
-from xorl.kernels.attention import KeyValueCache, MixedLayout, growth_refusal
+from xorl.kernels.attention import AttentionRequest, KeyValueCache, MixedLayout, growth_refusal
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import wide_logits
 from xorl.lora import AdapterBank
@@ -66,7 +66,7 @@ class Sampler:
         *,
         device: torch.device,
         cache_tokens: int,
-        max_running: int = 64,
+        max_running: int = 256,
         max_step_tokens: int = 8192,
         keep_gathered: bool = False,
         group: dist.ProcessGroup | None = None,
@@ -211,6 +211,7 @@ class Sampler:
     def _root(self, adapter: str | None) -> bytes:
         return repr((adapter, self._num_changes[None], self._num_changes[adapter])).encode()
 
+    @torch.no_grad()
     def _compute(self, pieces: Sequence[Piece]) -> dict[Piece, tuple[Drawn, int]]:
         """Compute the pieces; for each that ends with the newest token and needs another, where it was drawn.
 
@@ -220,19 +221,20 @@ class Sampler:
         """
         if self._cache is None:
             self._cache = self._make_cache()
-            if growth_refusal(self._device, self._cache.keys.dtype) is None:
+            request = AttentionRequest(self._device.type, self._cache.keys.dtype, self._decoder.config.head_dim, None)
+            if growth_refusal(request) is None:
                 self._growth = self._make_growth(self._cache)
-        is_alone = self._model.is_gathered and (self._keep_gathered or not self._model.is_sharded)
+        gathers_nothing = self._model.is_gathered and (self._keep_gathered or not self._model.is_sharded)
         growing = [piece for piece in pieces if piece.grows]
         others = [piece for piece in pieces if not piece.grows]
-        if self._growth is None or (others and not is_alone):
+        if self._growth is None or (others and not gathers_nothing):
             growing, others = [], list(pieces)
         drawn: dict[Piece, tuple[Drawn, int]] = {}
         if growing and self._growth is not None:
             drawn |= self._grow(growing, self._growth)
         if others:
             drawn |= self._forward(others, self._cache)
-        if not pieces and not is_alone:
+        if not pieces and not gathers_nothing:
             self._forward_nothing()
         return drawn
 
@@ -248,8 +250,7 @@ class Sampler:
             [piece.stop for piece in pieces],
             choice,
         )
-        with torch.no_grad():
-            return self._draw(logits, pieces)
+        return self._draw(logits, pieces)
 
     def _forward(self, pieces: Sequence[Piece], cache: KeyValueCache) -> Mapping[Piece, tuple[Drawn, int]]:
         layout = MixedLayout(

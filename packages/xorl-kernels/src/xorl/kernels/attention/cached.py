@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from xorl.kernels.attention.interface import AttentionRequest
+from xorl.kernels.attention.limits import AMPERE, flash_refusal
 from xorl.kernels.attention.native import native_refusal
 from xorl.kernels.fused.device import triton_refusal
 from xorl.kernels.layout import SequenceLayout
@@ -115,11 +116,9 @@ class GrowthLayout(CachedLayout):
         )
 
 
-def growth_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why a `GrowthLayout` cannot be used, or None when it can."""
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"the kernel is for bf16 and fp16, and this is {dtype}"
-    return triton_refusal(device.type)
+def growth_refusal(request: AttentionRequest) -> str | None:
+    """Why a `GrowthLayout` cannot serve a request, or None when it can."""
+    return flash_refusal(request, AMPERE) or triton_refusal(request.device_type)
 
 
 class MixedLayout(CachedLayout):

@@ -17,8 +17,8 @@ from xorl.kernels.fused.device import NUM_PROCESSORS, launch, power_of_2
 
 # Keys that a program reads at a time.
 BLOCK_KEYS = 64
-# Rows of the smallest matrix product: as many query heads as share a key head, filled up.
-LEAST_ROWS = 16
+# Rows and columns of the smallest matrix product. Query heads that share a key head, and channels, are filled up to it.
+LEAST_SIZE = 16
 MAX_PARTS = 32
 PROGRAMS_PER_PROCESSOR = 8
 
@@ -58,7 +58,7 @@ def paged_attention(
     out = torch.empty_like(q)
     parts = out if num_parts == 1 else q.new_empty(num_parts, *q.shape, dtype=torch.float32)
     sums = q.new_empty(num_parts, num_sequences, num_heads, dtype=torch.float32)
-    block_channels = power_of_2(head_dim)
+    block_channels = max(power_of_2(head_dim), LEAST_SIZE)
     launch(
         _attend,
         (num_sequences, num_kv_heads, num_parts),
@@ -79,7 +79,7 @@ def paged_attention(
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
-        BLOCK_HEADS=max(power_of_2(group), LEAST_ROWS),
+        BLOCK_HEADS=max(power_of_2(group), LEAST_SIZE),
         BLOCK_CHANNELS=block_channels,
         BLOCK_KEYS=block_keys,
         num_warps=4,

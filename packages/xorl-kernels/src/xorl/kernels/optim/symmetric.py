@@ -41,7 +41,8 @@ def _suits(x: Tensor) -> bool:
     in_memory = x if x.stride(-1) == 1 else x.mT
     return (
         in_memory.is_contiguous()
-        and in_memory.shape[-1] * x.element_size() % 16 == 0
+        # The stride, and not the length, which says another thing where there is one element in a row.
+        and in_memory.stride(-2) * x.element_size() % 16 == 0
         and in_memory.data_ptr() % 16 == 0
         and x.shape[-2] ** 2 < 2**31
     )
