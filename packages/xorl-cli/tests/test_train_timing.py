@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from xorl.train import timing
 from xorl.train.timing import StepTimer
 
 
-def test_a_wait_counts_as_communication_and_not_as_the_phase_around_it() -> None:
+def test_a_wait_counts_as_communication_and_not_as_the_phase_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
     # Catches waits that are counted twice, or in the phase after theirs, and gaps between calls that count as work.
+    now = 0.0
+
+    def pass_(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now))
     timer = StepTimer(torch.device("cpu"))
     for _ in range(2):  # two micro-batches
         timer.start()
-        time.sleep(0.02)
+        pass_(2)
         timer.begin_wait()
-        time.sleep(0.03)
+        pass_(3)
         timer.end_wait()
         timer.mark("forward")
-        time.sleep(0.01)
+        pass_(1)
         timer.begin_wait()
-        time.sleep(0.05)
+        pass_(5)
         timer.end_wait()
         timer.end_wait()  # as an engine does, whether or not replicas left one open
         timer.mark("backward")
-        time.sleep(0.1)  # the caller's own
+        pass_(10)  # the caller's own
     timer.start()
     timer.mark("optimizer")
-    spent = timer.take().seconds(timer.clock)
-    expected = {"forward": 0.04, "backward": 0.02, "comm": 0.16, "optimizer": 0.0}
-    assert spent == pytest.approx(expected, abs=0.02)
+    assert timer.take().seconds(timer.clock) == {"forward": 4, "backward": 2, "comm": 16, "optimizer": 0}
 
 
 def test_a_step_that_nobody_takes_is_forgotten() -> None:
