@@ -20,7 +20,7 @@ from xorl.data import Document, collate
 from xorl.train.engine import Engine
 
 HF_CONFIG = hf_config("gpt2", vocab_size=32, n_embd=16, n_head=2, n_positions=16)
-LATE_S = 0.4
+LATE_S = 0.6
 
 
 def seconds_by_phase(mode: DataParallelMode) -> dict[str, float]:
@@ -54,7 +54,8 @@ def seconds_by_phase(mode: DataParallelMode) -> dict[str, float]:
 def test_waiting_for_a_late_rank_is_exposed_communication(mode: DataParallelMode, run_ranks) -> None:
     # Catches waits that are counted as computation, in which an imbalance between ranks cannot be seen.
     prompt, late = run_ranks(lambda: seconds_by_phase(mode), 2)
-    assert prompt["comm"] > 1.7 * LATE_S
-    assert prompt["forward"] + prompt["backward"] < 1.5 * LATE_S
     assert late["forward"] > 1.9 * LATE_S
-    assert late["comm"] < LATE_S
+    assert prompt["comm"] > 1.7 * LATE_S
+    # Both also wait and compute as long as busy cores make them; of two times LATE_S, half may be lost in that.
+    assert late["comm"] < prompt["comm"] - LATE_S
+    assert prompt["forward"] + prompt["backward"] < late["forward"] + late["backward"] - LATE_S

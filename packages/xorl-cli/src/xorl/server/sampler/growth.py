@@ -23,8 +23,8 @@ from xorl.kernels.linear_ce import wide_logits
 
 logger = logging.getLogger(__name__)
 
-# Recorded passes at once: some sizes, for some adapters that are sampled from in turn.
-MAX_RECORDED = 32
+# Recorded passes at once: up to nine sizes, for each of the adapters that are sampled from in turn.
+MAX_RECORDED = 128
 
 
 class Growth:
