@@ -19,6 +19,7 @@ from torch import Tensor
 from xorl.core.models import Decoder
 from xorl.core.parallel import ParallelModel
 from xorl.kernels.attention import GrowthLayout, KeyValueCache
+from xorl.kernels.fused.device import power_of_2
 from xorl.kernels.linear_ce import wide_logits
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class Growth:
         self._cache = cache
         # What fp8 keeps of the weights for training comes and goes.
         self._can_record = model.fp8_weights is None
-        room = _power_of_2(max_samples)
+        room = power_of_2(max_samples)
         max_blocks = -(-max_tokens // cache.block_size)
         # Pinned, so that what a pass is told is on its way while the host goes on.
         self._numbers = torch.zeros(2, room, dtype=torch.int64).pin_memory()  # tokens and positions
@@ -73,7 +74,7 @@ class Growth:
 
     def num_rows(self, num_samples: int) -> int:
         """Rows of the next pass, in which so many samples grow."""
-        return _power_of_2(num_samples) if self._records() else num_samples
+        return power_of_2(num_samples) if self._records() else num_samples
 
     def logits(
         self, tokens: Sequence[int], tables: Sequence[Sequence[int]], totals: Sequence[int], choice: Hashable
@@ -171,7 +172,3 @@ class Growth:
         self._recorded[key] = graph
         if len(self._recorded) > MAX_RECORDED:
             self._recorded.popitem(last=False)
-
-
-def _power_of_2(number: int) -> int:
-    return 1 << (number - 1).bit_length()

@@ -1,4 +1,4 @@
-"""Sampler: requests enter and leave between steps, and each step is one forward pass over all that run.
+"""Sampler: requests enter and leave between steps, and each step takes all that run further.
 
 Shapes: T tokens of a pass, D model width, V vocabulary.
 """
@@ -51,7 +51,7 @@ class Sampler:
         cache_tokens: how many tokens' keys and values the cache holds (`cache_bytes_per_token`), all requests together,
             rounded down to whole blocks.
         max_running: samples that grow at the same time.
-        max_step_tokens: tokens of one forward pass: longer prompts take several.
+        max_step_tokens: tokens that one step computes: longer prompts take several.
         keep_gathered: leave sharded parameters gathered from step to step, so that only the first gathers them. They
             take the memory of the whole model until `forget` or training frees it.
         group: the ranks that requests are dealt to in turn, each computed by one of them; without one, all compute
@@ -133,7 +133,7 @@ class Sampler:
         return request_id
 
     def step(self) -> list[SampleResult]:
-        """One forward pass; the results of the requests that it finished. Without requests it does nothing."""
+        """Compute what the schedule plans; the results of the requests that it finished, none without requests."""
         if not self._pending:
             return []
         pieces = self._schedule.plan()
