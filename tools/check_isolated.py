@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def _in_own_environment(name: str, ran: Path | None) -> int:
-    """Runs `--inside` in an environment of its own and prints a line, and all of its output if it failed."""
+    """Runs `--inside` in an environment of its own and prints a line; if it failed, what did and all of its output."""
     versions = [argument for tool in TEST_TOOLS for argument in ("--with", f"{tool}=={locked_version(tool)}")]
     environment = ("--isolated", "--exact", "--frozen", "--package", name, *versions)
     report = () if ran is None else ("--ran", str(ran.resolve()))
@@ -66,7 +66,8 @@ def _in_own_environment(name: str, ran: Path | None) -> int:
     verdict = "FAIL" if result.returncode else "ok"
     print(f"{verdict:4} {name:13} {time.monotonic() - start:5.1f} s  {lines[-1]}", flush=True)
     if result.returncode:
-        print("\n".join(f"     {line}" for line in lines), flush=True)
+        failed = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
+        print("\n".join(f"     {line}" for line in failed + lines), flush=True)
     return min(result.returncode, 1) if result.returncode >= 0 else 1
 
 
@@ -77,8 +78,10 @@ def _inside(distribution: Distribution, ran: Path | None) -> int:
         print("\n".join(problems))
         return 1
     with tempfile.TemporaryDirectory() as folder:
-        example = subprocess.run([sys.executable, "-c", _first_example(distribution)], cwd=folder, check=False)
+        command = [sys.executable, "-c", _first_example(distribution)]
+        example = subprocess.run(command, cwd=folder, text=True, capture_output=True, check=False)
     if example.returncode:
+        print(f"{example.stdout}{example.stderr}")
         print(f"the first example of {distribution.folder.relative_to(ROOT)}/README.md failed")
         return 1
     tests = distribution.folder / "tests"

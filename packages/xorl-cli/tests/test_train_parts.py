@@ -221,34 +221,41 @@ def test_observer_reports_a_device_one_step_late_with_all_fields() -> None:
     assert recorder.records[0]["num_trained_tokens"] == 4
 
 
-def test_observer_takes_pauses_and_waits_for_data_out_of_the_work() -> None:
+def test_observer_takes_pauses_and_waits_for_data_out_of_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     # Catches a checkpoint or an evaluation that slows the next step down on paper, and data that is waited for unseen.
+    now = 0.0
+
+    def pass_(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    def late() -> Iterator[int]:
+        for index in range(3):
+            pass_(2)
+            yield index
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
     recorder = Recorder()
     cpu = torch.device("cpu")
     observer = Observer(cpu, 1, [recorder], StepTimer(cpu))
     observer.start()
-    for index in observer.fetched(_late(3, 0.05)):
+    for index in observer.fetched(late()):
         observer.timer.start()
+        pass_(1)
         observer.timer.mark("forward")
         observer.step(index + 1, *step_of(1.0), lr=0.1)
         if index == 0:
             with observer.checkpoint():
-                time.sleep(0.2)
+                pass_(20)
         if index == 1:
             with observer.pause():
-                time.sleep(0.2)
-    assert [record["checkpoint_s"] > 0.19 for record in recorder.records] == [False, True, False]
-    for record in recorder.records:
-        assert 0.045 < record["data_s"] <= record["idle_s"] < 0.19, record
-        assert record["time_s"] < 0.19
-        parts = ("forward_s", "backward_s", "comm_s", "optimizer_s", "idle_s")
-        assert sum(record[part] for part in parts) == pytest.approx(record["time_s"])
-
-
-def _late(count: int, seconds: float) -> Iterator[int]:
-    for index in range(count):
-        time.sleep(seconds)
-        yield index
+                pass_(40)
+    parts = ("time_s", "data_s", "idle_s", "forward_s", "checkpoint_s")
+    assert [[record[part] for part in parts] for record in recorder.records] == [
+        [3, 2, 2, 1, 0],
+        [3, 2, 2, 1, 20],  # a checkpoint is told with the step after it
+        [3, 2, 2, 1, 0],
+    ]
 
 
 @pytest.mark.parametrize(("loss", "norm", "skipped"), [(float("nan"), 1.0, 0.0), (1.0, float("inf"), 1.0)])
