@@ -33,7 +33,7 @@ from xorl.lora import Adam, AdapterBank, AdapterSpec
 from xorl.train.bank_engine import BankEngine, MixedBatch
 from xorl.train.build import build_engine
 from xorl.train.model import build_model, read_architecture
-from xorl.train.timing import Clock
+from xorl.train.observe.timing import Clock
 
 LR = 1e-5
 WARM_UP = 3

@@ -23,7 +23,7 @@ from xorl.cli.bench_config import Work, forced, shapes, write_config
 from xorl.config import load_config
 from xorl.core import runtime
 from xorl.train.build import Run, build_run
-from xorl.train.timing import Phase, StepTimer
+from xorl.train.observe.timing import Phase, StepTimer
 
 WARM_UP = 3
 

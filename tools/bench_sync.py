@@ -28,7 +28,7 @@ from xorl.core.nn import LayerKernels
 from xorl.core.parallel import ParallelModel, ParallelPolicy, local_part, parallelize
 from xorl.core.runtime import Runtime
 from xorl.lora import checkpoint_linears
-from xorl.train.hf_weights import hf_groups
+from xorl.train.export.hf_weights import hf_groups
 from xorl.train.sync import (
     ReceiverAddress,
     SyncOptions,

@@ -18,10 +18,10 @@ from xorl.cli.bench_config import SHAPES
 from xorl.config import ModelConfig, config_from_mapping
 from xorl.core.mesh import ParallelDims
 from xorl.train import build_run, train
-from xorl.train.bench_memory import memory_refusal
+from xorl.train.bench.memory import memory_refusal
 from xorl.train.model import read_architecture
-from xorl.train.observe import Metrics
-from xorl.train.timing import StepTimer
+from xorl.train.observe.observer import Metrics
+from xorl.train.observe.timing import StepTimer
 
 
 def test_a_shape_is_measured_beside_a_peer_on_two_ranks(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from workspace import ROOT
-from xorl.train.export_saved import export_saved
+from xorl.train.export.saved import export_saved
 
 
 def test_the_chat_example_trains_and_leaves_a_receipt(tmp_path: Path, run_command) -> None:

@@ -18,10 +18,10 @@ from tiny_models import hf_config
 from xorl.ckpt import Checkpointer, read_manifest
 from xorl.cli.export import app
 from xorl.config import config_from_mapping
-from xorl.train.adapter_folder import is_same_base
-from xorl.train.export_saved import export_saved
+from xorl.train.adapters.folder import is_same_base
+from xorl.train.export.saved import export_saved
+from xorl.train.export.verify import VerificationError
 from xorl.train.run import run_training
-from xorl.train.verify_export import VerificationError
 
 
 def write_base(folder: Path, **sizes: int) -> None:

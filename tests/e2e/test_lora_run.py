@@ -18,7 +18,7 @@ from tiny_models import hf_config
 from xorl.ckpt import read_manifest, verify
 from xorl.config import LoadedConfig, config_from_mapping
 from xorl.train import build_run, train
-from xorl.train.export_saved import export_saved
+from xorl.train.export.saved import export_saved
 
 WEIGHTS = "adapter_model.safetensors"
 NUM_STEPS = 4

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from tiny_models import hf_config
 from xorl.config import LoadedConfig, config_from_mapping
 from xorl.train import build_run, train
+from xorl.train.export.source import open_saved
 from xorl.train.run import run_training
-from xorl.train.saved_model import open_saved
 
 NUM_STEPS = 4
 WEIGHTS = "adapter_model.safetensors"

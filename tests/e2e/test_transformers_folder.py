@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from tiny_models import hf_config
 from xorl.ckpt import CheckpointError
 from xorl.config import config_from_mapping
-from xorl.train.export_saved import export_saved
+from xorl.train.export.saved import export_saved
 from xorl.train.run import run_training
 
 NUM_DOCUMENTS = 64

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from xorl.core import runtime
-from xorl.train.module_distributed import DDPTrainer, FSDPTrainer
-from xorl.train.module_loader import DataLoader
-from xorl.train.module_trainer import Trainer
+from xorl.train.module.distributed import DDPTrainer, FSDPTrainer
+from xorl.train.module.loader import DataLoader
+from xorl.train.module.trainer import Trainer
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NUM_STEPS = 6

@@ -19,7 +19,7 @@ from xorl.config import config_from_mapping
 from xorl.core import runtime
 from xorl.data import PackedBatch, StepLoader
 from xorl.train import build_run, train
-from xorl.train.devices import peak_flops
+from xorl.train.observe.devices import peak_flops
 
 pytestmark = pytest.mark.gpu
 

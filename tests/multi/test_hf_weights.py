@@ -15,7 +15,7 @@ from xorl.core.mesh import Mesh, ParallelDims
 from xorl.lora import Adapter, AdapterBank, AdapterSpec, adapter_parameters, adapters, load_adapter_state_dict
 from xorl.lora.quantized import QuantizedLinear, read_rows
 from xorl.train.build import build_engine
-from xorl.train.hf_weights import hf_groups
+from xorl.train.export.hf_weights import hf_groups
 from xorl.train.model import read_architecture
 
 HF_CONFIG = hf_config(hidden_size=64, intermediate_size=192, num_hidden_layers=1)

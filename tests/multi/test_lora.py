@@ -18,8 +18,8 @@ from xorl.core.loss import cross_entropy
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.data import Document, collate
 from xorl.lora import adapter_parameters, base_parameters, load_adapter_state_dict
-from xorl.train.adapter_files import AdapterFiles, trained_whole
-from xorl.train.adapters import AdapterMerging, adapter_spec
+from xorl.train.adapters.files import AdapterFiles, trained_whole
+from xorl.train.adapters.inject import AdapterMerging, adapter_spec
 from xorl.train.build import build_engine
 from xorl.train.engine import Engine
 from xorl.train.model import read_architecture

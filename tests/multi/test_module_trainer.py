@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import DistributedSampler, IterableDataset
 
-from xorl.train.module_distributed import DDPTrainer, FSDPTrainer
-from xorl.train.module_loader import DataLoader
-from xorl.train.module_trainer import StepMetrics, Trainer
+from xorl.train.module.distributed import DDPTrainer, FSDPTrainer
+from xorl.train.module.loader import DataLoader
+from xorl.train.module.trainer import StepMetrics, Trainer
 
 pytestmark = pytest.mark.multi
 

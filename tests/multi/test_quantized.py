@@ -38,7 +38,7 @@ from xorl.lora import (
     quantized_rows,
 )
 from xorl.train.engine import Engine
-from xorl.train.export_saved import export_saved
+from xorl.train.export.saved import export_saved
 from xorl.train.run import run_training
 
 pytestmark = pytest.mark.multi

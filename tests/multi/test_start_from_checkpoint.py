@@ -12,7 +12,7 @@ import pytest
 from tiny_models import hf_config, write_config
 from xorl.ckpt import CheckpointError, latest_checkpoint, read_manifest
 from xorl.config import ModelConfig, config_from_mapping
-from xorl.train.export_saved import export_saved
+from xorl.train.export.saved import export_saved
 from xorl.train.model import read_architecture
 from xorl.train.run import run_training
 

@@ -19,8 +19,8 @@ from xorl.data import Document, collate
 from xorl.lora import Adam, AdapterBank, AdapterSpec
 from xorl.train.bank_engine import BankEngine, MixedBatch
 from xorl.train.model import build_model, read_architecture
-from xorl.train.sweep import train_sweep
-from xorl.train.sweep_build import build_sweep
+from xorl.train.sweep.build import build_sweep
+from xorl.train.sweep.loop import train_sweep
 
 HF_CONFIG = hf_config(hidden_size=64, intermediate_size=64)
 QLORA = {"enable_qlora": True, "quant_format": "nf4"}

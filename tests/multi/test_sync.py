@@ -17,7 +17,7 @@ from xorl.ckpt import TensorGroup, TensorRecord
 from xorl.core.models import spec_for
 from xorl.core.nn import LayerKernels
 from xorl.core.parallel import ParallelModel
-from xorl.train.hf_weights import hf_groups
+from xorl.train.export.hf_weights import hf_groups
 from xorl.train.sync import ReceiverAddress, SyncOptions, SyncOutcome, Timeouts, WeightSender
 
 HF_CONFIG = hf_config(vocab_size=67)

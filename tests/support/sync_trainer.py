@@ -23,7 +23,7 @@ from xorl.core.nn import LayerKernels
 from xorl.core.parallel import ParallelPolicy, local_part, parallelize
 from xorl.kernels.quant import quantize_block_fp8
 from xorl.lora import checkpoint_linears
-from xorl.train.hf_weights import hf_groups
+from xorl.train.export.hf_weights import hf_groups
 from xorl.train.sync import ReceiverAddress, SyncOptions, Timeouts, WeightSender, in_block_fp8, match_receivers
 
 HF_CONFIG = hf_config(

@@ -14,12 +14,12 @@ from xorl.config import load_config
 from xorl.core.models import spec_for
 from xorl.kernels.attention import AttentionRequest, resolve_attention
 from xorl.kernels.layout import SequenceLayout
-from xorl.train import bench_report
-from xorl.train.bench import _config_in
-from xorl.train.bench_peers import Peer, _restored, register_attention
-from xorl.train.bench_report import Measurement, Record
+from xorl.train.bench import report
+from xorl.train.bench.kernel_summary import summarise
+from xorl.train.bench.peers import Peer, _restored, register_attention
+from xorl.train.bench.report import Measurement, Record
+from xorl.train.bench.runner import _config_in
 from xorl.train.data import prepare_data
-from xorl.train.kernel_summary import summarise
 
 PARAMETERS = {"llama3-70b": 70.554, "llama3-8b": 8.030, "qwen3-0.6b": 0.596, "qwen3-1.7b": 1.721, "qwen3-8b": 8.191}
 
@@ -79,14 +79,14 @@ def test_peers_are_known_by_their_parts() -> None:
 
 def test_what_a_peer_changes_in_a_module_is_undone() -> None:
     # Catches the peer after it being measured with its kernels.
-    before, forward = bench_report._short, bench_report.Record.ratios
-    bench_report.Record.forward = forward  # pyright: ignore[reportAttributeAccessIssue]
-    with _restored(bench_report):
-        bench_report._short = str.upper
-        bench_report.Record.forward = None  # pyright: ignore[reportAttributeAccessIssue]
-    assert bench_report._short is before
-    assert bench_report.Record.forward is forward  # pyright: ignore[reportAttributeAccessIssue]
-    del bench_report.Record.forward  # pyright: ignore[reportAttributeAccessIssue]
+    before, forward = report._short, report.Record.ratios
+    report.Record.forward = forward  # pyright: ignore[reportAttributeAccessIssue]
+    with _restored(report):
+        report._short = str.upper
+        report.Record.forward = None  # pyright: ignore[reportAttributeAccessIssue]
+    assert report._short is before
+    assert report.Record.forward is forward  # pyright: ignore[reportAttributeAccessIssue]
+    del report.Record.forward  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_xorls_attention_in_a_peer_is_the_peers_own_on_packed_rows() -> None:
@@ -115,7 +115,7 @@ def record_of(*rates: tuple[str, list[float]]) -> Record:
         name="name",
         command="xorl bench",
         environment={"gpus": None, "driver": None, "torch": "2.11"},
-        work=bench_report.Work("A", 10**9, 2, 4096.0, 512, 300.5, 1, 4),
+        work=report.Work("A", 10**9, 2, 4096.0, 512, 300.5, 1, 4),
         config={
             "train": {"optimizer": "muon", "enable_compile": True},
             "model": {"attn_implementation": "auto"},
@@ -154,8 +154,8 @@ def test_ratios_are_of_medians_and_leave_the_warm_up_out(tmp_path: Path) -> None
     assert (ratio, least, greatest) == pytest.approx((115 / 55, 125 / 65, 105 / 50))
     assert record.spreads("xorl")["tokens_per_s"].median == 115
     assert record.peak_gib("xorl") == (60.0, 72.0)
-    bench_report.write_record(record, tmp_path, tmp_path / "record.md")
-    bench_report.write_record(record, tmp_path, tmp_path / "record.md")
+    report.write_record(record, tmp_path, tmp_path / "record.md")
+    report.write_record(record, tmp_path, tmp_path / "record.md")
     written = json.loads((tmp_path / "bench.json").read_text())
     assert written["command_to_first_step_s"]["total"] == 5.5
     assert written["systems"]["peer"]["rounds"][1][2]["tokens_per_s"] == 70.0

@@ -136,7 +136,7 @@ def test_every_option_is_either_read_by_training_or_refused() -> None:
     assert resolution is not None
     assert resolution.origin is not None
     # An option that only gives another its default is read where that is filled in.
-    files = [*Path(package.origin).parent.glob("*.py"), Path(resolution.origin)]
+    files = [*Path(package.origin).parent.rglob("*.py"), Path(resolution.origin)]
     source = "\n".join(file.read_text(encoding="utf-8") for file in files)
     refused = {path for path in all_options() for row in refusals_of(path) if not row.values and not row.matches}
     unread = {path for path, option in all_options().items() if not re.search(rf"\b{option.name}\b", source)}

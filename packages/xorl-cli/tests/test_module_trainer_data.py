@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils import data as torch_data
 
-from xorl.train.module_loader import DataLoader, batches_of_epoch, read_batch, refuse_unshifted, rows_per_batch
+from xorl.train.module.loader import DataLoader, batches_of_epoch, read_batch, refuse_unshifted, rows_per_batch
 
 IDS = torch.tensor([[3, 1, 4, 1], [5, 9, 2, 6]])
 SHIFTED = torch.tensor([[1, 4, 1, -100], [9, 2, 6, -100]])

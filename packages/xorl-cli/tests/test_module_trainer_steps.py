@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from xorl.ckpt import CheckpointError, CheckpointFailure
 from xorl.core.optim import Schedule
-from xorl.train.module_loader import DataLoader
-from xorl.train.module_trainer import Trainer, next_token_loss
-from xorl.train.module_units import Sharding
-from xorl.train.observe import DivergedError
+from xorl.train.module.loader import DataLoader
+from xorl.train.module.trainer import Trainer, next_token_loss
+from xorl.train.module.units import Sharding
+from xorl.train.observe.observer import DivergedError
 
 VOCABULARY, LENGTH = 11, 5
 IDS = torch.arange(2 * LENGTH).view(2, LENGTH)

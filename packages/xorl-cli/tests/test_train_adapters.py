@@ -13,7 +13,7 @@ from xorl.core.nn import LayerKernels
 from xorl.kernels.attention import eager_attention
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import adapters
-from xorl.train.adapters import add_adapters, flops_of
+from xorl.train.adapters.inject import add_adapters, flops_of
 
 SIZES = hf_config(vocab_size=50)
 FAMILY = SPECS["Qwen3ForCausalLM"]

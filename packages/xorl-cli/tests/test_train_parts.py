@@ -25,14 +25,14 @@ from xorl.core.runtime import GarbageCollection, Runtime
 from xorl.train import interrupt
 from xorl.train.build import profiler_of
 from xorl.train.checkpoints import SavePoints
-from xorl.train.devices import PEAK_BF16_FLOPS
 from xorl.train.engine import StepLosses, Update
 from xorl.train.interrupt import Interruption
-from xorl.train.observe import DivergedError, Metrics, MetricsFile, Observer
+from xorl.train.observe.devices import PEAK_BF16_FLOPS
+from xorl.train.observe.observer import DivergedError, Metrics, MetricsFile, Observer
+from xorl.train.observe.profile import Profiler
+from xorl.train.observe.timing import StepTimer
+from xorl.train.observe.wandb_log import RUN_ID, WandbSink, credentials_are_missing
 from xorl.train.output_dir import resume_from
-from xorl.train.profile import Profiler
-from xorl.train.timing import StepTimer
-from xorl.train.wandb_log import RUN_ID, WandbSink, credentials_are_missing
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from xorl.train import timing
-from xorl.train.timing import StepTimer
+from xorl.train.observe import timing
+from xorl.train.observe.timing import StepTimer
 
 
 def test_a_wait_counts_as_communication_and_not_as_the_phase_around_it(monkeypatch: pytest.MonkeyPatch) -> None:

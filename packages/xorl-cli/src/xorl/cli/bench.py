@@ -191,7 +191,7 @@ def _bench(path: Path, overrides: tuple[str, ...], flags: Flags) -> int:
     configs = _load(path, overrides, flags)
     loaded = configs.pop("")
     import_torch()
-    from xorl.train.bench import BenchOptions, run_bench  # noqa: PLC0415
+    from xorl.train.bench.runner import BenchOptions, run_bench  # noqa: PLC0415
 
     options = BenchOptions(
         name=flags.name,

@@ -243,7 +243,7 @@ def _prepared(config: Config, *, judged: bool = False) -> tuple[RunData, TextTok
     from xorl.data import DataError, load_tokenizer  # noqa: PLC0415  (imports torch)
     from xorl.train.data import prepare_data  # noqa: PLC0415
     from xorl.train.model import read_architecture  # noqa: PLC0415
-    from xorl.train.progress import set_up_logging  # noqa: PLC0415
+    from xorl.train.observe.progress import set_up_logging  # noqa: PLC0415
 
     set_up_logging(config.train.log_format, is_main=True)
     architecture = read_architecture(config.model, config.train.load_weights_mode)

@@ -56,8 +56,8 @@ def _export(path: str, output: str | None, merge: bool, dtype: Precision | None,
     import_torch()
     import torch  # noqa: PLC0415
 
-    from xorl.train.export_saved import export_saved  # noqa: PLC0415
-    from xorl.train.progress import set_up_logging  # noqa: PLC0415
+    from xorl.train.export.saved import export_saved  # noqa: PLC0415
+    from xorl.train.observe.progress import set_up_logging  # noqa: PLC0415
 
     dtypes = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     set_up_logging("progress_bar", is_main=True)

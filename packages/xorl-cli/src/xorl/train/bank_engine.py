@@ -16,7 +16,7 @@ from xorl.core.parallel import ParallelModel, record_waits
 from xorl.data import PackedBatch
 from xorl.lora import Adam, AdapterBank
 from xorl.train.engine import OnOutput, StepLosses, Update, call_model, to_device
-from xorl.train.timing import StepTimer
+from xorl.train.observe.timing import StepTimer
 
 
 @dataclass(frozen=True)

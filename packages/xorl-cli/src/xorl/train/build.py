@@ -22,8 +22,8 @@ from xorl.core.runtime import Runtime
 from xorl.data import DataPlan, StepLoader
 from xorl.data.stream import Stream, StreamPlan
 from xorl.lora import AdaptiveNoise, adapters, quantized_linears
-from xorl.train.adapter_files import AdapterFiles
-from xorl.train.adapters import AdapterMerging, adapter_spec, flops_of
+from xorl.train.adapters.files import AdapterFiles
+from xorl.train.adapters.inject import AdapterMerging, adapter_spec, flops_of
 from xorl.train.architecture import Architecture
 from xorl.train.checkpoint_model import describe_model, require_resumable
 from xorl.train.checkpoints import (
@@ -50,7 +50,7 @@ from xorl.train.data import (
     write_receipt,
 )
 from xorl.train.engine import Engine
-from xorl.train.export import AdapterExport, ModelExport
+from xorl.train.export.folder import AdapterExport, ModelExport
 from xorl.train.model import (
     DTYPES,
     at_one_checkpoint,
@@ -59,10 +59,10 @@ from xorl.train.model import (
     head_options_of,
     read_architecture,
 )
-from xorl.train.observe import MetricsFile, Observer, Sink, StructuredLines
+from xorl.train.observe.observer import MetricsFile, Observer, Sink, StructuredLines
+from xorl.train.observe.profile import Profiler
+from xorl.train.observe.progress import Phases, ProgressBar
 from xorl.train.output_dir import begin
-from xorl.train.profile import Profiler
-from xorl.train.progress import Phases, ProgressBar
 from xorl.train.quantization import scheme_of
 from xorl.train.recompute_choice import MicroBatch, choose_recomputation
 from xorl.train.recorded_options import recorded_options
@@ -447,7 +447,7 @@ def sinks_of(config: Config, output_dir: Path, plan: Plan, start_step: int, plac
     sinks: list[Sink] = [MetricsFile(output_dir / "metrics.jsonl", start_step), bar]
     if train.use_wandb:
         # wandb takes a second to import, and a run without it need not have it.
-        from xorl.train.wandb_log import WandbSink  # noqa: PLC0415
+        from xorl.train.observe.wandb_log import WandbSink  # noqa: PLC0415
 
         options: Mapping[str, object] = config.model_dump()
         sinks.append(

@@ -27,7 +27,7 @@ from xorl.config import ModelConfig
 from xorl.core.models import spec_for
 from xorl.kernels.quant import QuantFormat, QuantizedWeight, QuantScheme
 from xorl.lora import QUANTIZATION_KEY
-from xorl.train.adapter_folder import is_adapter, is_same_base
+from xorl.train.adapters.folder import is_adapter, is_same_base
 from xorl.train.architecture import Architecture
 
 logger = logging.getLogger(__name__)

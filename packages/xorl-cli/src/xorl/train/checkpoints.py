@@ -25,12 +25,12 @@ from xorl.ckpt import (
 from xorl.core.runtime import Runtime, rng_state, set_rng_state
 from xorl.lora import AdapterSpec
 from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE, AdapterConfig
-from xorl.train.adapter_files import AdapterFiles
-from xorl.train.adapter_folder import is_adapter
+from xorl.train.adapters.files import AdapterFiles
+from xorl.train.adapters.folder import is_adapter
 from xorl.train.checkpoint_model import MODEL
 from xorl.train.data import DataIdentity, StreamState
 from xorl.train.engine import Engine
-from xorl.train.export import AdapterExport, ModelExport
+from xorl.train.export.folder import AdapterExport, ModelExport
 from xorl.train.recorded_options import OPTIONS, differing_options
 
 logger = logging.getLogger(__name__)

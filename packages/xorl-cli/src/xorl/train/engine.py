@@ -16,7 +16,7 @@ from xorl.core.parallel import ParallelModel, record_waits
 from xorl.data import PackedBatch
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import Adam
-from xorl.train.timing import StepTimer
+from xorl.train.observe.timing import StepTimer
 
 OnOutput = Callable[[int, LossOutput], None]
 """(index of a micro-batch of this rank, its loss output, on the device) -> None."""

@@ -28,8 +28,8 @@ from xorl.core.parallel import (
 from xorl.kernels.attention import ATTENTION, AttentionRequest, resolve_attention
 from xorl.kernels.quant import fp8_refusal
 from xorl.lora import adapters, init_adapters, num_parameters, quantized_rows
-from xorl.train.adapter_folder import AdapterFolder, check_name, check_shapes, load_adapter
-from xorl.train.adapters import add_adapters, starting_adapter
+from xorl.train.adapters.folder import AdapterFolder, check_name, check_shapes, load_adapter
+from xorl.train.adapters.inject import add_adapters, starting_adapter
 from xorl.train.architecture import CONFIG_PATTERNS, Architecture, folder_of, read_config
 from xorl.train.checkpoint_model import StartingCheckpoint, open_start
 from xorl.train.quantization import (

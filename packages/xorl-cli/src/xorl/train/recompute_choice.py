@@ -31,7 +31,7 @@ from xorl.core.runtime import rng_state, set_rng_state
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.quant import E4M3
 from xorl.lora import stored_parameters
-from xorl.train.adapters import adapter_spec, add_adapters
+from xorl.train.adapters.inject import adapter_spec, add_adapters
 from xorl.train.architecture import Architecture
 from xorl.train.model import DTYPES, KeptDtypes, build_model, head_options_of, sketch_model
 

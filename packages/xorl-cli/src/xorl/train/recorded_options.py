@@ -10,7 +10,7 @@ from typing import cast
 from xorl.ckpt import JSON
 from xorl.config import Config
 from xorl.lora.peft import CONFIG_FILE, AdapterConfig
-from xorl.train.adapter_folder import is_adapter
+from xorl.train.adapters.folder import is_adapter
 from xorl.train.checkpoint_model import MODEL
 
 # Where a manifest has them.

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from xorl.config import Config, LoadedConfig, TrainConfig
 from xorl.core import runtime
-from xorl.train.adapter_folder import is_adapter
+from xorl.train.adapters.folder import is_adapter
 from xorl.train.build import Run, RunComplete, build_run
-from xorl.train.observe import Observer
+from xorl.train.observe.observer import Observer
+from xorl.train.observe.progress import set_up_logging
 from xorl.train.output_dir import held
-from xorl.train.progress import set_up_logging
-from xorl.train.sweep import train_sweep
-from xorl.train.sweep_build import build_sweep
-from xorl.train.sweep_saving import MEMBERS
+from xorl.train.sweep.build import build_sweep
+from xorl.train.sweep.loop import train_sweep
+from xorl.train.sweep.saving import MEMBERS
 from xorl.train.trainer import train
 
 logger = logging.getLogger(__name__)

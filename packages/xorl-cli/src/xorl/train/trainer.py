@@ -6,9 +6,9 @@ from contextlib import nullcontext
 
 from xorl.core.runtime import GarbageCollection
 from xorl.train.build import Run
-from xorl.train.diverged import LossesOfBins
 from xorl.train.evaluate import evaluate
 from xorl.train.interrupt import Interruption
+from xorl.train.observe.diverged import LossesOfBins
 
 
 def train(run: Run, *, saves_on_signal: bool = True) -> int:

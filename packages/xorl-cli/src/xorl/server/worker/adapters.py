@@ -24,7 +24,7 @@ from xorl.server.operations import LoraSpec
 from xorl.server.worker.base import Base
 from xorl.server.worker.models import UnknownName, kept_source, source_name
 from xorl.server.worker.passes import Row
-from xorl.train.adapter_files import AdapterFiles
+from xorl.train.adapters.files import AdapterFiles
 from xorl.train.bank_engine import BankEngine, MixedBatch
 from xorl.train.engine import OnOutput, Update
 

@@ -16,7 +16,7 @@ from xorl.server.names import CheckpointKind, CheckpointRef, checkpoint_folder
 from xorl.server.operations import Saved
 from xorl.server.worker.base import Base
 from xorl.server.worker.models import SERVICE, Models, UnknownName
-from xorl.train.export import AdapterExport, ModelExport
+from xorl.train.export.folder import AdapterExport, ModelExport
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from xorl.ckpt import JSON, Stateful
 from xorl.lora import Adam
 from xorl.server.operations import LoraSpec
 from xorl.server.worker.passes import RowEngine
-from xorl.train.adapter_files import AdapterFiles
+from xorl.train.adapters.files import AdapterFiles
 from xorl.train.engine import Update
 
 # In a checkpoint's manifest, beside what local training writes: what makes such a model anew.

@@ -6,7 +6,7 @@ from xorl.lora import checkpoint_linears
 from xorl.server.operations import EndpointSynced, SyncResult, SyncWeights
 from xorl.server.worker.base import Base
 from xorl.server.worker.models import Models
-from xorl.train.hf_weights import hf_groups
+from xorl.train.export.hf_weights import hf_groups
 from xorl.train.sync import ReceiverAddress, SyncOptions, SyncOutcome, WeightSender, in_block_fp8
 
 

@@ -14,7 +14,7 @@ from xorl.core.models import Decoder, DecoderConfig, matmul_parameters, training
 from xorl.core.nn import Linear
 from xorl.core.parallel import ParallelModel
 from xorl.lora import AdapterSpec, adapter_parameters, adapters, fold_, init_adapters, inject
-from xorl.train.adapter_folder import AdapterFolder, open_adapter
+from xorl.train.adapters.folder import AdapterFolder, open_adapter
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from xorl.ckpt import JSON, Checkpointer, CheckpointFailure, FileRecord, Manifes
 from xorl.core.models import ModelSpec
 from xorl.core.runtime import Runtime, rng_state, set_rng_state
 from xorl.lora import AdapterBank, AdapterSnapshot
-from xorl.train.adapter_files import AdapterFiles
+from xorl.train.adapters.files import AdapterFiles
 from xorl.train.checkpoints import SavePoints
 from xorl.train.data import DataIdentity
-from xorl.train.export import AdapterExport
+from xorl.train.export.folder import AdapterExport
 
 logger = logging.getLogger(__name__)
 

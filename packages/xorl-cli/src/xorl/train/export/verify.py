@@ -22,9 +22,9 @@ from xorl.ckpt import SafetensorsSource, WeightSource, load_weights
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import inject
 from xorl.lora.peft import WEIGHTS_FILE
-from xorl.train.adapter_folder import AdapterFolder, load_adapter
-from xorl.train.model_card import Figures
-from xorl.train.saved_model import SavedModel, weights_at
+from xorl.train.adapters.folder import AdapterFolder, load_adapter
+from xorl.train.export.card import Figures
+from xorl.train.export.source import SavedModel, weights_at
 
 logger = logging.getLogger(__name__)
 

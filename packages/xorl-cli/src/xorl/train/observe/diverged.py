@@ -13,7 +13,7 @@ from xorl.ckpt.ranks import all_gather_text
 from xorl.core.loss import LossOutput
 from xorl.train.data import Loader
 from xorl.train.engine import OnOutput
-from xorl.train.observe import DivergedError
+from xorl.train.observe.observer import DivergedError
 
 _MOST_SHOWN = 8
 

@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median, quantiles
 
-from xorl.train.kernel_summary import KernelSummary
-from xorl.train.observe import Metrics
+from xorl.train.bench.kernel_summary import KernelSummary
+from xorl.train.observe.observer import Metrics
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import wandb
 from wandb.errors import CommError, UsageError
 
-from xorl.train.observe import Metrics
+from xorl.train.observe.observer import Metrics
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """run_bench: trains a few steps, with xorl and with other trainers in turn, and says how fast each was.
 
 What is measured is a run as `xorl train` builds it, by its own loop and observer. A peer takes the engine's place in it
-(bench_peers.py), so that all read the same batches, follow the same schedule and are timed by the same marks.
+(peers.py), so that all read the same batches, follow the same schedule and are timed by the same marks.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ import torch.distributed as dist
 from xorl.config import Config, LoadedConfig
 from xorl.core import runtime
 from xorl.lora import num_parameters
-from xorl.train.bench_memory import build_engine_that_fits
-from xorl.train.bench_peers import Peer, settings_of_peers
-from xorl.train.bench_report import Measurement, Record, Work, write_record
+from xorl.train.bench.environment import environment
+from xorl.train.bench.kernel_summary import KernelSummary, summarise
+from xorl.train.bench.memory import build_engine_that_fits
+from xorl.train.bench.peers import Peer, settings_of_peers
+from xorl.train.bench.report import Measurement, Record, Work, write_record
 from xorl.train.build import EngineMaker, Run, build_run
-from xorl.train.environment import environment
-from xorl.train.kernel_summary import KernelSummary, summarise
 from xorl.train.model import read_architecture
-from xorl.train.observe import Metrics
-from xorl.train.profile import Profiler
-from xorl.train.progress import set_up_logging
+from xorl.train.observe.observer import Metrics
+from xorl.train.observe.profile import Profiler
+from xorl.train.observe.progress import set_up_logging
 from xorl.train.trainer import train
 
 logger = logging.getLogger(__name__)

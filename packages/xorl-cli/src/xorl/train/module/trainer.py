@@ -1,6 +1,6 @@
 """Trainer: takes a user's own module, optimizer class and loader, and trains in one process.
 
-The module maps token ids [B, S] to logits [B, S, V]. Several processes are in module_distributed.py.
+The module maps token ids [B, S] to logits [B, S, V]. Several processes are in distributed.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from xorl.core.loss import IGNORE
 from xorl.core.optim import scale_and_clip_
 from xorl.core.runtime import local_rank, world_size
-from xorl.train.module_loader import (
+from xorl.train.module.loader import (
     Batch,
     batches_of_epoch,
     has_order_of_its_own,
@@ -34,8 +34,8 @@ from xorl.train.module_loader import (
     require_shares,
     rows_per_batch,
 )
-from xorl.train.module_saving import ModuleState, Progress
-from xorl.train.observe import DivergedError
+from xorl.train.module.saving import ModuleState, Progress
+from xorl.train.observe.observer import DivergedError
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.parallel import ParallelModel, replicate, shard
 from xorl.core.runtime import local_rank
-from xorl.train.module_loader import Batch
-from xorl.train.module_trainer import Trainer, TrainerOptions
-from xorl.train.module_units import AutoWrapPolicy, Sharding, ShardingStrategy
+from xorl.train.module.loader import Batch
+from xorl.train.module.trainer import Trainer, TrainerOptions
+from xorl.train.module.units import AutoWrapPolicy, Sharding, ShardingStrategy
 
 
 class _DistributedTrainer(Trainer):

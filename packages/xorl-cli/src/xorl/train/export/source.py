@@ -8,7 +8,7 @@ from pathlib import Path
 from xorl.ckpt import CheckpointError, SafetensorsSource, WeightSource, is_complete, read_manifest, resolve_folder
 from xorl.kernels.quant import QuantScheme
 from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE
-from xorl.train.adapter_folder import AdapterFolder, check_shapes, is_adapter, open_adapter
+from xorl.train.adapters.folder import AdapterFolder, check_shapes, is_adapter, open_adapter
 from xorl.train.architecture import Architecture, architecture_at
 from xorl.train.checkpoint_model import find_checkpoint, read_note
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
-from xorl.train.observe import LogFormat, Metrics
+from xorl.train.observe.observer import LogFormat, Metrics
 
 logger = logging.getLogger(__name__)
 

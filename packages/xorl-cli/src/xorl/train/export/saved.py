@@ -19,9 +19,9 @@ from xorl.ckpt import (
     write_tensor_file,
 )
 from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE, MergedWeights
-from xorl.train.model_card import Figures, adapter_facts, model_card
-from xorl.train.saved_model import SavedModel, open_saved
-from xorl.train.verify_export import require_peft, verify_adapter, verify_model
+from xorl.train.export.card import Figures, adapter_facts, model_card
+from xorl.train.export.source import SavedModel, open_saved
+from xorl.train.export.verify import require_peft, verify_adapter, verify_model
 
 logger = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ from xorl.train.bank_engine import BankEngine, MixedBatch
 from xorl.train.engine import StepLosses, Update
 from xorl.train.evaluate import evaluate
 from xorl.train.interrupt import Interruption
-from xorl.train.observe import DivergedError, Metrics, MetricsFile, Observer, queue_copy
-from xorl.train.profile import Profiler
-from xorl.train.sweep_saving import SweepSaving
+from xorl.train.observe.observer import DivergedError, Metrics, MetricsFile, Observer, queue_copy
+from xorl.train.observe.profile import Profiler
+from xorl.train.sweep.saving import SweepSaving
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""From a configuration to a Sweep: what build.py does for one run, for each member, and once for the base."""
+"""From a configuration to a Sweep: what `xorl.train.build` does for one run, for each member, and once for the base."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from xorl.core.runtime import Runtime
 from xorl.data import DataPlan
 from xorl.lora import AdapterBank, AdapterSpec
 from xorl.lora.targets import resolve
-from xorl.train.adapter_files import AdapterFiles
-from xorl.train.adapters import adapter_spec
+from xorl.train.adapters.files import AdapterFiles
+from xorl.train.adapters.inject import adapter_spec
 from xorl.train.architecture import Architecture
 from xorl.train.bank_engine import BankEngine
 from xorl.train.build import (
@@ -39,12 +39,12 @@ from xorl.train.checkpoint_model import describe_model
 from xorl.train.checkpoints import SavePoints
 from xorl.train.data import DataIdentity, PackedDocuments, RunData, build_loader, write_receipt
 from xorl.train.model import build_model, check_model, head_options_of, read_architecture
-from xorl.train.observe import MetricsFile, Observer
+from xorl.train.observe.observer import MetricsFile, Observer
+from xorl.train.observe.progress import Phases
 from xorl.train.output_dir import begin
-from xorl.train.progress import Phases
 from xorl.train.quantization import scheme_of
-from xorl.train.sweep import Member, Sweep
-from xorl.train.sweep_saving import MEMBERS, SweepSaving, member_adapter, saved_members
+from xorl.train.sweep.loop import Member, Sweep
+from xorl.train.sweep.saving import MEMBERS, SweepSaving, member_adapter, saved_members
 
 logger = logging.getLogger(__name__)
 

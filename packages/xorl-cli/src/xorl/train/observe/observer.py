@@ -15,9 +15,9 @@ from typing import Literal, Protocol, TypeVar
 
 import torch
 
-from xorl.train.devices import peak_flops
 from xorl.train.engine import StepLosses, Update
-from xorl.train.timing import Moment, StepMarks, StepTimer
+from xorl.train.observe.devices import peak_flops
+from xorl.train.observe.timing import Moment, StepMarks, StepTimer
 
 logger = logging.getLogger(__name__)
 

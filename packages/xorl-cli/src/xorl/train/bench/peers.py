@@ -28,12 +28,12 @@ from xorl.core.parallel import ParallelModel, replicate, shard
 from xorl.data import PackedBatch
 from xorl.kernels.attention import AttentionFn, AttentionRequest, resolve_attention
 from xorl.kernels.layout import SequenceLayout
-from xorl.train.adapters import adapter_spec
+from xorl.train.adapters.inject import adapter_spec
 from xorl.train.architecture import Architecture
 from xorl.train.build import EngineMaker
 from xorl.train.engine import Engine, OnOutput, StepLosses, Update
+from xorl.train.export.verify import require_peft
 from xorl.train.model import DTYPES
-from xorl.train.verify_export import require_peft
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

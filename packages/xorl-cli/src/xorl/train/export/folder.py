@@ -13,10 +13,10 @@ from xorl.core.models import ModelSpec
 from xorl.core.parallel import ParallelModel
 from xorl.lora import QUANTIZATION_KEY
 from xorl.lora.peft import AdapterConfig
-from xorl.train.adapter_files import AdapterFiles
+from xorl.train.adapters.files import AdapterFiles
 from xorl.train.architecture import Architecture
-from xorl.train.hf_weights import WholeWeights
-from xorl.train.model_card import adapter_facts, model_card
+from xorl.train.export.card import adapter_facts, model_card
+from xorl.train.export.hf_weights import WholeWeights
 
 
 @dataclass(frozen=True)
