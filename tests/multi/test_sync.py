@@ -24,7 +24,7 @@ HF_CONFIG = hf_config(vocab_size=67)
 SPEC = spec_for(HF_CONFIG)
 CONFIG = SPEC.config_from_hf(HF_CONFIG)
 RECIPES = SPEC.recipes(CONFIG, merge_qkv=True)
-TIMEOUTS = Timeouts(connect_s=2, group_s=20, bucket_s=2, control_s=5, flush_s=0.1)
+TIMEOUTS = Timeouts(connect_s=5, group_s=30, bucket_s=5, control_s=10, flush_s=0.1)
 # Small enough that there are several buckets, and that the embedding is larger than one.
 OPTIONS = SyncOptions(bucket_bytes=8000, weight_version="7", timeouts=TIMEOUTS)
 NUM_BUCKETS = 7
@@ -144,7 +144,7 @@ FAILURES: Mapping[str, tuple[list[str], str, str, bool]] = {
         "receiving weights: /update_weights",
         False,
     ),
-    "hangs": (["--hang-at-bucket", "2"], "mixed", "no answer within 2 s", False),
+    "hangs": (["--hang-at-bucket", "2"], "mixed", "no answer within 5 s", False),
     "refuses a bucket": (["--refuse-bucket", "1"], "mixed", "bucket 1 was told to fail", False),
     "does not pause": (["--refuse", "/pause_generation"], "old", "pausing: /pause_generation: HTTP 400", True),
     "does not join": (["--refuse", "/init_weights_update_group"], "old", "joining the group: /init", True),
@@ -170,7 +170,7 @@ def test_one_server_fails_and_the_other_goes_on(fault: str, run_ranks: Callable)
         failed, sound = outcome.receivers
         assert (failed.weights, failed.success, sound.success, sound.weights) == (weights, False, True, "new"), outcome
         assert message in failed.message
-        assert max(seconds, other_seconds) < 15, "a time-out at most"
+        assert max(seconds, other_seconds) < TIMEOUTS.group_s, "a time-out of the server at most"
         seen = engines[1].seen()
         assert seen["tensors"] == wanted
         assert (seen["is_paused"], seen["version"]) == (False, "7")

@@ -22,7 +22,7 @@ from xorl.cli.signals import CLEAN_UP_S
 TINY_RANK = str(Path(__file__).with_name("tiny_rank.py"))
 TWO_RANKS = LaunchFlags(nproc_per_node=2)
 # A launcher that waits for a rank to give up is killed by it only after 30 s; sooner means that nothing waited.
-PROMPT_S = 10.0
+PROMPT_S = 28.0  # torch kills after 30 what does not end by itself
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_the_first_failure_is_told_and_its_exit_code_is_the_jobs(
     assert [part for part in absent if part in told] == [], told
     assert told.count("a.yaml:3") <= 1
     assert told.startswith(shown[0]), told
-    assert time_s < PROMPT_S + 10  # the first test of the file imports torch in this time
+    assert time_s < PROMPT_S
 
 
 def signalled(mode: str, number: signal.Signals, times: int = 1) -> int:
@@ -165,7 +165,7 @@ def signalled(mode: str, number: signal.Signals, times: int = 1) -> int:
     sender.start()
     code, time_s = started(mode)
     sender.join()
-    assert time_s < PROMPT_S + 10
+    assert time_s < PROMPT_S
     return code
 
 
