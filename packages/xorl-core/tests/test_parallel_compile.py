@@ -29,7 +29,8 @@ FAMILIES = {
     # name: (config.json, how many layers differ from each other)
     "llama": (hf_config("llama", num_hidden_layers=3), 1),
     "qwen2": (hf_config("qwen2", num_hidden_layers=3), 1),
-    "qwen3": (hf_config("qwen3", num_hidden_layers=3, **WINDOWS), 2),
+    "qwen3": (hf_config("qwen3", num_hidden_layers=3), 1),
+    "qwen3-windows": (hf_config("qwen3", num_hidden_layers=3, **WINDOWS), 2),
     "gpt2": (hf_config("gpt2", n_layer=3), 1),
 }
 NUM_PACKS = 20

@@ -136,7 +136,7 @@ def test_workers_that_are_started_again_are_found_and_hold_the_models(tmp_path: 
         restarted = pool.submit(again)
         before, after, later = in_child(train)
         second = restarted.result()
-    service.wait_ready(10)
+    service.wait_ready(60)
     assert before > after == pytest.approx(later, rel=1e-4)
     assert not folder.exists()
     service.stop()
