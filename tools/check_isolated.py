@@ -2,9 +2,10 @@
 
 For each one uv makes a throw-away environment of that distribution, its locked dependencies and what runs tests. There
 the other distributions must be absent, everything that the sources import must be present, wherever the statement
-stands, the first example of the README must run, and the tests must pass. `--ran` is the report of a run of the tests
-in the whole workspace (`pytest --junitxml`): those that took long there are not run again, since what they import was
-looked at, and the others show that it works.
+stands, the first example of the README must run, and the tests must pass: the second time, if not the first, since how
+reliable they are is for the run in the whole workspace to say. `--ran` is the report of that run (`pytest
+--junitxml`): tests that took long there are not run again, since what they import was looked at, and the others show
+that it works.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from xml.etree import ElementTree
 from workspace import ROOT, Distribution, distributions, locked_version, uv
 
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
+TESTS_FAILED = 1  # as pytest ends then
 PARALLEL = 2
 LONG_S = 0.3
 # What the type checker is told of an import that no environment need satisfy; the code asks before it.
@@ -48,7 +50,7 @@ def main() -> int:
 
 
 def _in_own_environment(name: str, ran: Path | None) -> int:
-    """Runs `--inside` in an environment of its own and prints a line; if it failed, what did and all of its output."""
+    """Runs `--inside` in an environment of its own and prints a line; if a test failed, which, and all of its output."""
     versions = [argument for tool in TEST_TOOLS for argument in ("--with", f"{tool}=={locked_version(tool)}")]
     environment = ("--isolated", "--exact", "--frozen", "--package", name, *versions)
     report = () if ran is None else ("--ran", str(ran.resolve()))
@@ -65,8 +67,8 @@ def _in_own_environment(name: str, ran: Path | None) -> int:
     lines = result.stdout.strip().splitlines() or ["no output"]
     verdict = "FAIL" if result.returncode else "ok"
     print(f"{verdict:4} {name:13} {time.monotonic() - start:5.1f} s  {lines[-1]}", flush=True)
-    if result.returncode:
-        failed = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    failed = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    if result.returncode or failed:
         print("\n".join(f"     {line}" for line in failed + lines), flush=True)
     return min(result.returncode, 1) if result.returncode >= 0 else 1
 
@@ -86,8 +88,13 @@ def _inside(distribution: Distribution, ran: Path | None) -> int:
         return 1
     tests = distribution.folder / "tests"
     left_out = () if ran is None else _that_took_long(ran, str(tests.relative_to(ROOT)))
-    pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(tests)]
-    return subprocess.run([*pytest, *(f"--deselect={test}" for test in left_out)], cwd=ROOT, check=False).returncode
+    with tempfile.TemporaryDirectory() as cache:
+        pytest = [sys.executable, "-m", "pytest", "-o", f"cache_dir={cache}", str(tests)]
+        code = subprocess.run([*pytest, *(f"--deselect={test}" for test in left_out)], cwd=ROOT, check=False).returncode
+        if code != TESTS_FAILED:
+            return code
+        print("=== what failed runs once more: what passes then does not need the other distributions", flush=True)
+        return subprocess.run([*pytest, "--last-failed"], cwd=ROOT, check=False).returncode
 
 
 def _that_took_long(report: Path, folder: str) -> Iterator[str]:
