@@ -1,4 +1,4 @@
-"""Which Format an entry of the configuration has: its options, checked, become the object that reads its rows."""
+"""Choosing the Format of a dataset entry: checks its options and builds the object that reads its rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from xorl.data.readers import Piece
 
 logger = logging.getLogger(__name__)
 
-# What `columns` may name, and what `train_on` may be, for each type; the first target is the default.
+# The names that `columns` accepts and the values that `train_on` accepts, by type; the first target is the default.
 COLUMN_KEYS: dict[FormatName, tuple[str, ...]] = {
     "tokenized": (),
     "chat": ("messages", "tools", "system"),
@@ -42,13 +42,13 @@ TARGETS: dict[FormatName, tuple[str, ...]] = {
 
 
 class Sample(Protocol):
-    """What recognising a type needs of a source."""
+    """The parts of a source that recognising its type needs."""
 
     def pieces(self, selected: Sequence[str] | None) -> Iterator[Piece]: ...
 
 
 def allowed_losses(entry: DatasetEntry) -> Allowed:
-    """What the options of `entry` say it may lose."""
+    """The losses that the options of `entry` allow."""
     return Allowed(explicit_limit=entry.max_seq_len is not None, overflow_fraction=entry.overflow_limit)
 
 
@@ -63,8 +63,8 @@ def choose_format(
 ) -> Format:
     """The format of `entry`, which stands at `option` in the configuration; `bin_len` is the longest document.
 
-    `source` is looked at for type auto alone; `tokenizer_folder` is needed by all types but tokenized. DataError for
-    options that the type does not have, or a tokenizer or template that cannot be used.
+    `source` is read only for type auto; every type but tokenized needs `tokenizer_folder`. Raises DataError for options
+    that the type does not have, or for an unusable tokenizer or template.
     """
     kind = _kind(entry, option, source)
     _check_options(entry, kind, option)

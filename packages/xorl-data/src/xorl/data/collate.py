@@ -27,9 +27,9 @@ class Document:
 def collate(
     documents: Sequence[Document], *, pad_to_multiple_of: int = 1, extra_names: tuple[str, ...] = ()
 ) -> PackedBatch:
-    """One row of all documents in order, padded once to a multiple of `pad_to_multiple_of` by a document of its own.
+    """Concatenates all documents in order to one row, padded at its end to a multiple of `pad_to_multiple_of`.
 
-    Without documents it is a padding batch of that length.
+    The padding is a document of its own. Without documents, returns a padding batch of that length.
     """
     if not documents:
         return padding_batch(pad_to_multiple_of, extra_names)
@@ -45,7 +45,7 @@ def collate(
     ends = np.cumsum(all_lengths)
     labels = np.full(total, IGNORE, dtype=np.int64)
     labels[: num_tokens - 1] = unshifted[1:]
-    # A document's last position predicts nothing: what follows belongs to another.
+    # A document's last position predicts nothing: the next token belongs to another document.
     labels[ends - 1] = IGNORE
     positions = np.arange(total, dtype=np.int64) - np.repeat(ends - all_lengths, all_lengths)
     extras = {}

@@ -1,4 +1,4 @@
-"""PreparedDocuments: random access to the merged documents in their final order, and taking parts of them."""
+"""PreparedDocuments: random access to the merged documents in their final order, and selecting parts of them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from xorl.data.store import DocumentStore
 
 
 class PreparedDocuments:
-    """Documents of one or more stores in one order.
+    """The documents of one or more stores in one order.
 
-    `rows` [N] number the documents of all stores, one store after the other; `fingerprint` names content and order.
-    Cheap to pickle and to fork: the stores travel by reference.
+    `rows` [N] are document numbers, counted through all stores one after the other; `fingerprint` identifies content
+    and order. Cheap to pickle and to fork: the stores travel by reference.
     """
 
     def __init__(
@@ -40,37 +40,37 @@ class PreparedDocuments:
         return len(self._rows)
 
     def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """(input_ids, labels) of document `index`, int32, not shifted, to be read only."""
+        """(input_ids, labels) of document `index`, int32, not shifted, read-only."""
         store, row = self._locate(index)
         return store.document(row)
 
     def extras(self, index: int) -> dict[str, np.ndarray]:
-        """The per-token columns beyond ids and labels that the entries selected, float32."""
+        """The per-token columns that the entries selected besides ids and labels, float32."""
         if not self.extra_names:
             return {}
         store, row = self._locate(index)
         return store.extras(row)
 
     def select(self, indices: np.ndarray, fingerprint: str) -> PreparedDocuments:
-        """The documents `indices`, in that order. The receipt still tells of all."""
+        """The documents `indices`, in that order. The receipt still covers all documents."""
         return PreparedDocuments(self._stores, self._rows[indices], fingerprint=fingerprint, receipt=self.receipt)
 
     def distinct(self) -> tuple[np.ndarray, np.ndarray]:
-        """The documents without repetitions, by their numbers in the stores, and the first place of each; by place."""
+        """The distinct documents, as their numbers in the stores, and the first place of each; sorted by place."""
         rows, places = np.unique(self._rows, return_index=True)
         order = np.argsort(places, kind="stable")
         return rows[order], places[order]
 
     def has_stores_of(self, other: PreparedDocuments) -> bool:
-        """Whether both are of the same content, whatever part of it, in whatever order."""
+        """Whether both come from stores of the same content, whatever the selection or order."""
         return [store.key for store in self._stores] == [store.key for store in other._stores]
 
     def are_among(self, rows: np.ndarray) -> np.ndarray:
-        """Whether the document at each place is one of `rows`, numbers in the stores. [N] bool"""
+        """[N] bool: whether the document at each place is one of `rows`, which are numbers in the stores."""
         return np.isin(self._rows, rows)
 
     def datasets(self) -> np.ndarray:
-        """Which dataset, by its place in the receipt, the document at each place is of. [N]"""
+        """[N]: the dataset of the document at each place, as its index in the receipt."""
         return np.searchsorted(self._starts, self._rows, side="right") - 1
 
     def _locate(self, index: int) -> tuple[DocumentStore, int]:
@@ -92,7 +92,7 @@ def merge(
     num_shards: int | None,
     shard_index: int | None,
 ) -> PreparedDocuments:
-    """The documents of all stores by their shares: each shuffled, put in a row, shuffled again, a shard of it taken."""
+    """Merges all stores' documents by their shares: shuffles each, concatenates, shuffles again, takes a shard."""
     sizes = [len(store.lengths) for store in stores]
     drawn = num_drawn(sizes, shares)
     parts = []

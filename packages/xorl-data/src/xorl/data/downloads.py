@@ -1,4 +1,4 @@
-"""The cache of downloads: each file once, under a key of its address, size and version, whole or continued later."""
+"""The download cache: each file once, keyed by address, size and version, complete or to be continued later."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from xorl.data.store import fsync
 
 logger = logging.getLogger(__name__)
 
-# Attempts in a row that bring nothing, and what is waited before each: 0.5 s, 1 s, 2 s, ...
+# Consecutive attempts without progress, and the wait before each: 0.5 s, 1 s, 2 s, ...
 ATTEMPTS = 6
 FIRST_WAIT_S = 0.5
 _REPORT_EVERY_S = 10.0
@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Download:
-    """A whole local copy of a remote file, and the xxh3_128 that it had when it was made."""
+    """A complete local copy of a remote file, and its xxh3_128 when it was downloaded."""
 
     path: Path
     url: str
@@ -45,10 +45,10 @@ class Download:
 
 
 def fetch_all(files: Sequence[RemoteFile], storage: Storage, root: Path, option: str) -> list[Download]:
-    """Local copies of `files`, in order, below the folder `root`; those that are there already are taken.
+    """Local copies of `files`, in order, below the folder `root`; existing ones are reused.
 
-    DataError for what cannot be had, DataFailure where the network or the disk fails; what was loaded by then is kept,
-    and the next call goes on from there.
+    Raises DataError for a file that is not available, DataFailure where the network or the disk fails. What was
+    downloaded by then is kept, and the next call continues from there.
     """
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ def fetch_all(files: Sequence[RemoteFile], storage: Storage, root: Path, option:
 
 
 def with_retries(action: Callable[[], Result], url: str) -> Result:
-    """What `action` returns, tried again while it raises TransferError; DataFailure when it keeps failing."""
+    """Returns `action()`, retrying while it raises TransferError; DataFailure when it keeps failing."""
     for attempt in range(ATTEMPTS):
         try:
             return action()
@@ -116,7 +116,7 @@ def _load(file: RemoteFile, storage: Storage, folder: Path, option: str) -> None
             f"{option}: the download of {error}; what there is of it is kept, and the next start goes on from there"
         ) from error
     except OSError as error:
-        if (folder / _RECORD).is_file():  # another process took this one for dead, and was quicker
+        if (folder / _RECORD).is_file():  # another process took this one for dead and was faster
             return
         raise DataFailure(
             f"{file.url} cannot be written to {partial_folder}: {error}; data.dataset_prepared_path names its place"
@@ -124,9 +124,9 @@ def _load(file: RemoteFile, storage: Storage, folder: Path, option: str) -> None
 
 
 def _transfer(file: RemoteFile, storage: Storage, path: Path) -> None:
-    """Appends what is missing to `path`, in as many attempts as make progress."""
+    """Appends the missing bytes to `path`, retrying as long as attempts make progress."""
     if file.version is None or (path.exists() and file.size is not None and path.stat().st_size > file.size):
-        path.unlink(missing_ok=True)  # nothing says that it was the same file
+        path.unlink(missing_ok=True)  # nothing shows that it is the same file
     with path.open("ab") as output:
         failures = 0
         progress = _Progress(file, output.tell())
@@ -145,7 +145,7 @@ def _transfer(file: RemoteFile, storage: Storage, path: Path) -> None:
                     raise TransferError(f"{file.url} ended after {output.tell()} of {file.size} bytes")
             except TransferError as error:
                 output.flush()
-                # A server without ranges begins anew each time: only what goes beyond all before is progress.
+                # A server without ranges starts over each time: only bytes beyond the furthest attempt are progress.
                 failures = 0 if output.tell() > progress.furthest else failures + 1
                 progress.furthest = max(progress.furthest, output.tell())
                 if failures == ATTEMPTS or file.size is None:

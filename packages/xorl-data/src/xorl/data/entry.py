@@ -1,4 +1,4 @@
-"""DatasetEntry: what the configuration says of one dataset."""
+"""DatasetEntry: the configuration of one dataset."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ ENTRY_TYPES: tuple[EntryType, ...] = get_args(EntryType)
 
 @dataclass(frozen=True)
 class DatasetEntry:
-    """One entry of `data.datasets` or `data.test_datasets`, with the meaning of the option of the same name.
+    """One entry of `data.datasets` or `data.test_datasets`; each field means what the option of the same name means.
 
-    `columns` is `data.select_columns`: None reads input_ids, labels and attention_mask where they exist; naming others
-    makes them per-token extras. `column_names` is the entry's own `columns`.
+    `columns` is `data.select_columns`: None reads input_ids, labels and attention_mask where they exist; other names
+    become per-token extras. `column_names` is the entry's own `columns`.
     """
 
     path: str
@@ -46,7 +46,7 @@ class DatasetEntry:
 
 
 def check_entry(entry: DatasetEntry, option: str) -> None:
-    """Raises DataError for options of an entry that cannot be, each by itself or beside another."""
+    """Raises DataError for invalid options of an entry, alone or in combination."""
     if entry.type not in ENTRY_TYPES:
         raise DataError(f"{option}.type: {entry.type!r} is not one of {', '.join(ENTRY_TYPES)}")
     if entry.ds_type is not None and entry.ds_type not in FILE_TYPES:

@@ -1,9 +1,9 @@
-"""The two ways in which data fails: what the user gave is wrong, or the machine let us down."""
+"""The two kinds of data errors: wrong input from the user, and a failure of the machine."""
 
 
 class DataError(ValueError):
-    """Data or data options that cannot be used: says what came, what is wanted, and which option to change."""
+    """Unusable data or data options. The message says what was given, what is expected, and which option to change."""
 
 
 class DataFailure(RuntimeError):
-    """The environment failed: a full disk, no network, a process that was ended. Nothing half-made is left behind."""
+    """The environment failed: a full disk, no network, a killed process. No incomplete result is left behind."""

@@ -50,8 +50,10 @@ class HubSource:
 
 
 def load_hub_source(entry: DatasetEntry, *, option: str, token: str | bool | None) -> HubSource:
-    """Downloads the dataset where the cache lacks it. DataError where it, its config or its split does not exist;
-    DataFailure where the Hub cannot be reached."""
+    """Downloads the dataset if it is not in the cache.
+
+    Raises DataError if the dataset, its config or its split does not exist, DataFailure if the Hub cannot be reached.
+    """
     split = entry.split or "train"
     with _explained(entry.path, split, option):
         dataset = datasets.load_dataset(
@@ -67,7 +69,7 @@ def load_hub_source(entry: DatasetEntry, *, option: str, token: str | bool | Non
 
 
 def hub_urls(entry: DatasetEntry, *, option: str, token: str | bool | None) -> list[str]:
-    """Where the files of one split of a Hub dataset lie, downloading none. Errors as of load_hub_source."""
+    """The URLs of the files of one split of a Hub dataset, without downloading them. Raises as load_hub_source does."""
     split = entry.split or "train"
     with _explained(entry.path, split, option):
         builder = datasets.load_dataset_builder(
@@ -85,7 +87,7 @@ def _listed(data_files: str | Sequence[str] | None) -> str | list[str] | None:
 
 @contextmanager
 def _explained(path: str, split: str, option: str) -> Iterator[None]:
-    """The errors of `datasets` in our words."""
+    """Translates the errors of `datasets` to ours."""
     try:
         yield
     except DatasetNotFoundError as error:
@@ -97,5 +99,5 @@ def _explained(path: str, split: str, option: str) -> Iterator[None]:
             f"{option}.path: {path} is not a path on this machine, and the Hugging Face Hub cannot be reached: {error}"
         ) from error
     except (ValueError, FileNotFoundError, DatasetsError) as error:
-        # Config and split errors of `datasets` list what there is.
+        # Config and split errors of `datasets` list the existing ones.
         raise DataError(f"{option}: {path} (split {split}) cannot be loaded: {error}") from error

@@ -1,4 +1,4 @@
-"""Looking at documents: their tokens as stretches of text, trained or not, special or not."""
+"""Inspecting documents: their tokens as stretches of text, trained or not, special or not."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ class Stretch:
 
 
 def stretches(ids: np.ndarray, labels: np.ndarray, tokenizer: TextTokenizer | None) -> list[Stretch]:
-    """A document [T] as text; without a tokenizer as ids. Labels are not shifted: a token that is trained is predicted
-    from those before it, so that the first never is."""
+    """A document [T] as text; without a tokenizer, as ids.
+
+    Labels are not shifted: a trained token is predicted from those before it, so the first token never is trained.
+    """
     trained = labels != IGNORE
     if len(trained):
         trained[0] = False
     special = np.zeros(len(ids), dtype=bool) if tokenizer is None else np.isin(ids, tokenizer.special_ids)
-    # A special token stands alone; all others run on while they are of one kind.
+    # A special token stands alone; consecutive tokens of one kind are joined.
     starts = np.flatnonzero(
         np.concatenate([[True], (trained[1:] != trained[:-1]) | special[1:] | special[:-1]]) if len(ids) else []
     )
@@ -39,7 +41,7 @@ def stretches(ids: np.ndarray, labels: np.ndarray, tokenizer: TextTokenizer | No
 
 
 def trained_texts(parts: list[Stretch]) -> Iterator[str]:
-    """Only what is trained, one text for each run of it."""
+    """Only the trained text, one string for each run of it."""
     text = ""
     for part in parts:
         if part.trained:

@@ -1,6 +1,6 @@
-"""What stops a run before its first step: data that would train on nothing, on the wrong tokens, or on less than given.
+"""The checks that stop a run before its first step: data that trains on nothing, on the wrong tokens, or loses parts.
 
-Counts come from receipt.py; here they are judged.
+receipt.py counts; this file judges the counts.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from xorl.data.receipt import Counts
 
 logger = logging.getLogger(__name__)
 
-# Samples without any trained token are waste in ones and twos, and a wrong mask or a lost label column beyond that.
+# A few samples without any trained token are waste; more than this indicates a wrong mask or a missing label column.
 _UNTRAINED_LIMIT = 0.01
-# The same for samples of which the prompt is trained, although only the answer was to be.
+# The same for samples whose prompt is trained although only the answer should be.
 _ALL_TRAINED_LIMIT = 0.01
-# The same for samples whose labels are not their own tokens.
+# The same for samples whose labels differ from their own tokens.
 _MISALIGNED_LIMIT = 0.01
-# What overflow may touch without being asked to: beyond that a length that is too short is more likely than an odd row.
+# The share that may overflow without an explicit limit: beyond it, a length that is too short is more likely than odd
+# rows.
 _OVERFLOW_LIMIT = 0.01
 _SPECIAL = ("bos", "eos", "pad")
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """What an entry was asked to lose: `explicit_limit` says that max_seq_len was set on purpose.
+    """The losses that an entry allows: `explicit_limit` says that max_seq_len was set on purpose.
 
     `overflow_fraction` (overflow_limit) of the samples and of the tokens may overflow; None is the default.
     """
@@ -39,9 +40,9 @@ class Allowed:
 
 
 def judge(counts: Counts, name: str, form: Format, option: str, allowed: Allowed, *, stops: bool) -> None:
-    """check_counts and warn_of_counts. Where it is not to stop, what would stop a run is said in the log instead.
+    """Runs check_counts and warn_of_counts. Without `stops`, logs what would stop a run instead of raising.
 
-    DataError all the same where nothing is left that could be looked at.
+    Still raises DataError if nothing is left to look at.
     """
     try:
         check_counts(counts, name, form, option, allowed)
@@ -53,7 +54,7 @@ def judge(counts: Counts, name: str, form: Format, option: str, allowed: Allowed
 
 
 def check_counts(counts: Counts, name: str, form: Format, option: str, allowed: Allowed) -> None:
-    """Raises DataError for counts that no one can want, of the dataset `name` at `option`."""
+    """Raises DataError for counts that cannot be intended, of the dataset `name` at `option`."""
     if counts.samples == 0:
         raise DataError(f"{option}: {name} is empty: it has no samples")
     if counts.documents == 0:
@@ -80,7 +81,7 @@ def check_counts(counts: Counts, name: str, form: Format, option: str, allowed: 
 
 
 def warn_of_counts(counts: Counts, name: str) -> None:
-    """Says in the log what is odd without stopping a run."""
+    """Logs what is unusual but does not stop a run."""
     if counts.untrained:
         logger.warning("prepare dataset=%s untrained_samples=%d%s", name, counts.untrained, _why_untrained(counts))
     if counts.unwritten_reasoning:
@@ -132,7 +133,7 @@ def _check_trained(counts: Counts, name: str, form: Format, option: str, allowed
 def _check_overflow(counts: Counts, name: str, form: Format, option: str, allowed: Allowed) -> None:
     limit = allowed.overflow_fraction
     if limit is None:
-        # Cutting at a length that was set is asked for; where all is trained, splitting loses nothing.
+        # Truncation at an explicit length is intended; splitting loses nothing if every token is trained.
         truncation = form.overflow == "truncate" and allowed.explicit_limit
         is_plain = form.overflow == "split" and counts.trained_tokens >= counts.tokens - counts.documents
         limit = 1.0 if truncation or is_plain else _OVERFLOW_LIMIT
@@ -155,7 +156,7 @@ def _check_overflow(counts: Counts, name: str, form: Format, option: str, allowe
 
 
 def check_extras(columns: Sequence[tuple[str, tuple[str, ...]]]) -> None:
-    """Raises DataError where the entries (option, per-token columns) have not all the same: a batch has them whole."""
+    """Raises DataError unless all entries (option, per-token columns) have the same extras: a batch needs all."""
     for option, names in columns:
         if names != columns[0][1]:
             (poor, _), (rich, extra) = sorted(((option, names), columns[0]), key=lambda pair: len(pair[1]))
@@ -166,20 +167,20 @@ def check_extras(columns: Sequence[tuple[str, tuple[str, ...]]]) -> None:
 
 
 def check_largest_id(largest: tuple[int, int], name: str, vocab_size: int | None) -> None:
-    """Raises DataError where (largest id, its row) is outside the vocabulary."""
+    """Raises DataError if (largest id, its row) is outside the vocabulary."""
     if vocab_size is not None and largest[0] >= vocab_size:
         raise DataError(f"{name}, row {largest[1]} (the first is 0): {id_problem(largest[0], 'a sample', vocab_size)}")
 
 
 def check_ids(encoded: EncodedDocuments, piece: Piece, form: Format) -> None:
-    """Raises DataError where a piece has an id outside the vocabulary."""
+    """Raises DataError if a piece has an id outside the vocabulary."""
     if form.vocab_size is not None and encoded.largest_id >= form.vocab_size:
         place = piece.place(encoded.largest_id_row)
         raise DataError(f"{place}: {id_problem(encoded.largest_id, 'a sample', form.vocab_size)}")
 
 
 def special_ids(hf_config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
-    """The ids of special tokens that a model's config.json names: one or several each, none where it is silent."""
+    """The special token ids in a model's config.json: one or several for each name, none if it does not set it."""
     found: dict[str, tuple[int, ...]] = {}
     for name in _SPECIAL:
         value = hf_config.get(f"{name}_token_id")
@@ -191,9 +192,10 @@ def special_ids(hf_config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
 
 
 def check_special_tokens(tokenizer: TextTokenizer, model: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises DataError where tokenizer and config.json name different special tokens.
+    """Raises DataError if tokenizer and config.json name different special tokens.
 
-    The model would never stop, or begin with a token it does not know. What one of them leaves open is no conflict.
+    The model would never stop, or begin with a token it does not know. A token that one of them does not set is no
+    conflict.
     """
     for name in _SPECIAL:
         own, wanted = tokenizer.id_of(f"{name}_token"), model.get(name)

@@ -1,7 +1,7 @@
-"""StepLoader: the micro-batches of each optimizer step for one data-parallel rank, from any step on.
+"""StepLoader: the micro-batches of each optimizer step for one data-parallel rank, starting at any step.
 
-Workers hold no state: they are handed the bins of a micro-batch and give back the batch. What comes when is decided by
-the plan alone, so the number of workers, and a restart, change nothing.
+Workers are stateless: they receive the bins of a micro-batch and return the batch. The plan alone determines the order,
+so neither the number of workers nor a restart changes anything.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from xorl.data.workers import begin, leave_sigterm, unchanged
 
 
 class Documents(Protocol):
-    """What the loader needs of prepared documents."""
+    """The interface of prepared documents that the loader uses."""
 
     lengths: np.ndarray
     extra_names: tuple[str, ...]
@@ -34,9 +34,9 @@ class Documents(Protocol):
 class StepLoader:
     """The micro-batches of `dp_rank` among `dp_size`, step by step.
 
-    Every rank gets the same number of micro-batches in a step (a padding batch where a short step leaves none for it),
-    and of similar cost at the same index. `pair_cost` weighs attention against the rest (see bin_costs). `pin_memory`
-    applies where CUDA is available, `prefetch_factor` where there are workers.
+    Every rank gets the same number of micro-batches in a step (a padding batch if a short step leaves it without bins);
+    micro-batches at the same index have similar cost on all ranks. `pair_cost` weighs attention against the rest (see
+    bin_costs). `pin_memory` applies if CUDA is available, `prefetch_factor` if there are workers.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class StepLoader:
         return self._plan.num_steps
 
     def steps(self, start: int = 0) -> Iterator[tuple[int, list[PackedBatch]]]:
-        """(step, its micro-batches) from step `start` on; no step before it is looked at.
+        """(step, its micro-batches) from step `start` on, without reading the steps before it.
 
-        Workers start with the first step and end with the iterator, also when it is closed early.
+        Workers start with the first step and end with the iterator, also if it is closed early.
         """
         assert 0 <= start <= self.num_steps, f"step {start} is not in 0..{self.num_steps}"
         loader = DataLoader(
@@ -88,7 +88,8 @@ class StepLoader:
             prefetch_factor=self._prefetch_factor,
             pin_memory=self._pin_memory,
             multiprocessing_context=self._start_method,
-            # Its own, lest the iterator draw from the global generator, whose state a resume restores.
+            # A generator of its own: the iterator would otherwise draw from the global one, whose state a resume
+            # restores.
             generator=torch.Generator(),
         )
         batches = begin(loader)
@@ -96,18 +97,18 @@ class StepLoader:
             yield step, [next(batches) for _ in range(self.num_micro_batches(step))]
 
     def num_micro_batches(self, step: int) -> int:
-        """How many micro-batches each rank gets in `step`."""
+        """The number of micro-batches of each rank in `step`."""
         return -(-len(self._plan.bins_of_step(step)) // (self._dp_size * self._micro_batch_size))
 
     def bins_of_micro_batches(self, step: int) -> list[np.ndarray]:
-        """The bins of each of this rank's micro-batches in `step`; none where others have the last ones."""
+        """The bins of each of this rank's micro-batches in `step`; empty if other ranks have the last ones."""
         bins = self._plan.bins_of_step(step)
         dealt = split_step(self._costs[bins], dp_size=self._dp_size, micro_batch_size=self._micro_batch_size)
         return [bins[positions[positions >= 0]] for positions in dealt[self._dp_rank]]
 
 
 class _Sampler:
-    """The bins of micro-batch after micro-batch, in the order of steps."""
+    """Yields the bins of each micro-batch, in the order of steps."""
 
     def __init__(self, loader: StepLoader, start: int) -> None:
         self._loader = loader
@@ -119,7 +120,7 @@ class _Sampler:
 
 
 class _MicroBatches(Dataset[PackedBatch]):
-    """Bins to batch: what runs in the workers."""
+    """Turns bins into a batch: runs in the workers."""
 
     def __init__(self, documents: Documents, bins: Bins, pad_to_multiple_of: int) -> None:
         self._documents = documents

@@ -1,6 +1,6 @@
-"""One process at a time: a lock file with a heartbeat, for every file system, whose dead holder is replaced.
+"""A lock file with a heartbeat, one process at a time, for every file system; a dead holder is replaced.
 
-It leans on no lock of the kernel, which network file systems may lack or keep long after a node is gone.
+It uses no kernel lock: network file systems may not have them, or may keep them long after a node is gone.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from xorl.data.errors import DataFailure
 logger = logging.getLogger(__name__)
 
 BEAT_S = 5.0
-# Network file systems may show a beat up to a minute late.
+# Network file systems may show a heartbeat up to a minute late.
 STALE_S = 120.0
 REPORT_EVERY_S = 30.0
 _POLL_S = 0.2
-# Rewritten in place at every beat: a fixed size keeps what others read whole.
+# Every heartbeat rewrites the record in place: with a fixed size, others always read a complete one.
 _RECORD_BYTES = 1024
 
 
 @contextmanager
 def exclusive(path: Path, what: str) -> Iterator[None]:
-    """Holds the lock file `path`, and says who has it while waiting; `what` is named in the log.
+    """Holds the lock file `path`; while waiting, logs who holds it. `what` is its name in the log.
 
-    A holder that died on this machine is replaced at once, one elsewhere when its heartbeat has not moved for STALE_S.
-    A holder that was only asleep may then find itself not alone: what is done under the lock must be published by a
-    rename, which the second one loses. DataFailure where the file cannot be made.
+    A holder that died on this machine is replaced at once, one on another machine when its heartbeat has not changed
+    for STALE_S. A holder that was only suspended may then not be alone: work under the lock must be published by a
+    rename, which fails for the second process. Raises DataFailure if the file cannot be created.
     """
     held = _acquire(path, what)
     try:
@@ -45,14 +45,14 @@ def exclusive(path: Path, what: str) -> Iterator[None]:
 
 
 def forget_dead(path: Path) -> None:
-    """Takes the lock file `path` away if its holder died on this machine; for what was published just before that."""
+    """Removes the lock file `path` if its holder died on this machine after publishing but before releasing it."""
     record = _read(path)
     if record and _has_died(record):
         _remove(path, record)
 
 
 class _Held:
-    """A lock file of this process, beating."""
+    """A lock file held by this process, with its heartbeat."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path = path
@@ -66,7 +66,7 @@ class _Held:
         beats = 0
         while not self._stop.wait(BEAT_S):
             beats += 1
-            with suppress(OSError):  # a full disk is told by what is written next
+            with suppress(OSError):  # the next write reports a full disk
                 os.pwrite(self._descriptor, _record(beats), 0)
                 os.fsync(self._descriptor)
 
@@ -102,7 +102,7 @@ def _acquire(path: Path, what: str) -> _Held:
 
 
 def _try(path: Path) -> _Held | None:
-    """The lock, if it is free: a whole record appears under its name, by a link that fails where one is."""
+    """Takes the lock if it is free: publishes the complete record by a hard link, which fails if one exists."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(6)}")
     try:
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
@@ -111,7 +111,7 @@ def _try(path: Path) -> _Held | None:
             os.fsync(descriptor)
             os.link(temporary, path)
         except (FileExistsError, FileNotFoundError):
-            # Held by another, who may even have tidied this away.
+            # Held by another process, which may even have removed this file.
             os.close(descriptor)
             return None
         except BaseException:
@@ -122,12 +122,12 @@ def _try(path: Path) -> _Held | None:
     except OSError as error:
         raise DataFailure(f"{path} cannot be made: {error}") from error
     for leftover in path.parent.glob(f"{path.name}.*"):
-        leftover.unlink(missing_ok=True)  # of processes that died while they tried
+        leftover.unlink(missing_ok=True)  # of processes that died while trying
     return _Held(path, descriptor)
 
 
 def _remove(path: Path, record: bytes) -> None:
-    """Takes the dead holder's file away, unless another has been quicker."""
+    """Removes a dead holder's file, unless another process was faster."""
     aside = path.with_name(f"{path.name}.{secrets.token_hex(6)}")
     with suppress(OSError):
         path.rename(aside)
@@ -164,14 +164,14 @@ def _holder(record: bytes) -> str:
 
 
 def _has_died(record: bytes) -> bool:
-    """Whether the holder ran where this process can see it, and is gone."""
+    """Whether the holder ran on this machine, in this process namespace, and is gone."""
     values = _values(record)
     pid, machine = values.get("pid"), _machine()
     return machine is not None and values.get("machine") == machine and values.get("born") != _born(pid)
 
 
 def _machine() -> str | None:
-    """Names this boot of this machine and the process ids that are visible; None where that cannot be told."""
+    """Identifies this boot of this machine and its process id namespace; None if they cannot be read."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -180,9 +180,10 @@ def _machine() -> str | None:
 
 
 def _born(pid: object) -> str | None:
-    """When a process began, in the kernel's ticks, since its number may come again; None where there is none."""
+    """The start time of a process in kernel ticks, since process ids are reused; None if there is no such process."""
     with suppress(OSError, IndexError):
-        # The name, in parentheses, may hold anything; the state is the first field after it, the start the 20th.
+        # The name, in parentheses, may contain anything; the state is the first field after it, the start time the
+        # 20th.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if fields[0] in "ZX" else fields[19]
     return None

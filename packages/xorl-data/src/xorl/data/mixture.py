@@ -1,4 +1,4 @@
-"""Mixtures: how many documents of each dataset an epoch takes, and which. Pure functions of sizes, shares and seed."""
+"""Mixtures: how many documents of each dataset an epoch uses, and which. Pure functions of sizes, shares and seed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from xorl.data.shuffle import permutation
 
 @dataclass(frozen=True)
 class Share:
-    """How much of a mixture one dataset is: `weight` (with all others) or `num_epochs`, or neither: once."""
+    """A dataset's share of a mixture: `weight` (relative to the others) or `num_epochs`; neither means once."""
 
     weight: float | None = None
     num_epochs: float | None = None
 
 
 def check_shares(shares: Sequence[Share], option: str) -> None:
-    """DataError for shares that contradict each other; `option` is where the entries stand in the configuration."""
+    """Raises DataError for contradictory shares; `option` is the place of the entries in the configuration."""
     for index, share in enumerate(shares):
         if share.weight is not None and share.num_epochs is not None:
             raise DataError(f"{option}[{index}]: set weight or num_epochs, not both")
@@ -36,10 +36,11 @@ def check_shares(shares: Sequence[Share], option: str) -> None:
 
 
 def num_drawn(sizes: Sequence[int], shares: Sequence[Share]) -> list[int]:
-    """The documents that an epoch takes of each dataset.
+    """The number of documents that an epoch draws from each dataset.
 
-    By weights, an epoch is as long as all documents together, `sum(sizes)`, divided in proportion (largest remainders
-    get the rest; each dataset gives at least one). By `num_epochs`, a dataset gives that many times its size, rounded.
+    With weights, an epoch is as long as all documents together, `sum(sizes)`, divided in proportion (the largest
+    remainders get the rest; each dataset gives at least one). With `num_epochs`, a dataset gives that many times its
+    size, rounded.
     """
     if not all(share.weight is not None for share in shares):
         times = [1.0 if share.num_epochs is None else share.num_epochs for share in shares]
@@ -53,7 +54,7 @@ def num_drawn(sizes: Sequence[int], shares: Sequence[Share]) -> list[int]:
 
 
 def drawn_rows(size: int, num: int, *key: str | int) -> np.ndarray:
-    """`num` row numbers of a dataset of `size` rows: every row as often as it goes, then some drawn by `key`. int64."""
+    """`num` row numbers of a dataset of `size` rows, int64: every row as often as fits, the rest drawn by `key`."""
     whole, rest = divmod(num, size)
     passes = np.tile(np.arange(size, dtype=np.int64), whole)
     return passes if not rest else np.concatenate([passes, np.sort(permutation(size, "drawn", *key)[:rest])])

@@ -41,11 +41,11 @@ class Bins:
 
     @property
     def fill(self) -> float:
-        """The fraction of the bins' room that holds tokens."""
+        """The fraction of the bins' capacity that holds tokens."""
         return self.num_tokens / max(1, len(self) * self.bin_len)
 
     def fills(self, lengths: np.ndarray) -> np.ndarray:
-        """How full each bin is, as a fraction, given the documents' lengths [N]."""
+        """The fill of each bin, as a fraction, given the documents' lengths [N]."""
         if not len(self):
             return np.empty(0)
         return np.add.reduceat(lengths[self.indices], self.offsets[:-1]) / self.bin_len
@@ -71,10 +71,10 @@ def pack(
     """Packs documents of `lengths` (each from 1 to `bin_len` tokens) into bins of at most `bin_len` tokens.
 
     `sequential` keeps the order as far as a window of open bins allows: each document goes to the open bin that it
-    fills best. `strict_order` (whatever the method) never goes back: a document that does not fit closes the bin.
+    fills best. `strict_order` (with any method) never goes back: a document that does not fit closes the bin.
     `multipack` is best-fit decreasing within each `group_size` documents, its bins shuffled by `seed`; with a
-    `start_method`, `num_proc` processes pack the groups, otherwise this one does. `none` gives every document a bin of
-    its own.
+    `start_method`, `num_proc` processes pack the groups, otherwise this one does. `none` gives every document its own
+    bin.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     assert not len(lengths) or (lengths.min() >= 1 and lengths.max() <= bin_len), "preparing bounds every document"
@@ -114,10 +114,10 @@ def _windowed_best_fit(lengths: list[int], bin_len: int) -> list[list[int]]:
 
 
 class OpenBins:
-    """Online best fit: documents come one by one, each into the open bin that it fills best.
+    """Online best fit: documents come one by one, and each goes into the open bin that it fills best.
 
-    A bin leaves when it is full, or as the fullest when a new one would be one too many: the one that the documents to
-    come can fill least. Bins are numbered in the order in which they were opened.
+    A bin is emitted when it is full. If a new bin would exceed the number of open bins, the fullest one is emitted:
+    later documents can fill it least. Bins are numbered in the order in which they were opened.
     """
 
     def __init__(self, bin_len: int, num_open: int = _OPEN_BINS) -> None:
@@ -125,11 +125,11 @@ class OpenBins:
         self._num_open = num_open
         self._num_bins = 0
         self._members: dict[int, list[int]] = {}
-        # (room left, bin), ascending: the first that is roomy enough is the best fit, the older of equals.
+        # (room left, bin), ascending: the first with enough room is the best fit, the older one of equals.
         self._rooms: list[tuple[int, int]] = []
 
     def add(self, index: int, length: int) -> list[tuple[int, list[int]]]:
-        """Puts document `index` into a bin; returns the bins (number, members) that leave, none to two."""
+        """Puts document `index` into a bin; returns the bins (number, members) that it emits, none to two."""
         rooms = self._rooms
         leaving: list[tuple[int, list[int]]] = []
         at = bisect_left(rooms, (length, -1))
@@ -149,7 +149,7 @@ class OpenBins:
         return leaving
 
     def flush(self) -> list[tuple[int, list[int]]]:
-        """The bins that are still open, in the order in which they were opened."""
+        """The bins that are still open, in opening order."""
         self._rooms = []
         return [self._leave(number) for number in sorted(self._members)]
 
@@ -176,7 +176,7 @@ def _pack_groups(
 
 
 def best_fit_decreasing(lengths: np.ndarray, bin_len: int) -> list[list[int]]:
-    """Longest first, each into the open bin that it fills best. Documents of a bin are put back in order."""
+    """Longest first, each into the open bin that it fills best. Each bin's documents are put back in order."""
     rooms = _Rooms(bin_len)
     bins: list[list[int]] = []
     by_room: dict[int, list[int]] = {}
@@ -204,14 +204,14 @@ def best_fit_decreasing(lengths: np.ndarray, bin_len: int) -> list[list[int]]:
 
 
 class _Rooms:
-    """A set of integers up to `largest` that finds the smallest member from a number on: a bitmap over a bitmap."""
+    """A set of integers up to `largest` that finds its smallest member from a given number on: a two-level bitmap."""
 
     def __init__(self, largest: int) -> None:
         self._words = [0] * (largest // _WORD_BITS + 1)
         self._filled = 0
 
     def flip(self, value: int) -> None:
-        """Puts `value` in, or takes it out."""
+        """Inserts `value`, or removes it."""
         word, bit = divmod(value, _WORD_BITS)
         before = self._words[word]
         self._words[word] = after = before ^ (1 << bit)

@@ -1,8 +1,8 @@
-"""The plan: which bins each optimizer step trains on, and how a step's bins are dealt to ranks and micro-batches.
+"""The plan: which bins each optimizer step trains on, and how a step's bins are split over ranks and micro-batches.
 
-The order of bins is a function of (fingerprint, seed, epoch) alone, so that one integer, the step, is the whole
-position in the data, on any number of ranks and workers. Dealing is a second, separate function: it decides who
-computes, not what.
+The order of bins depends on (fingerprint, seed, epoch) alone. So one integer, the step, is the whole position in the
+data, on any number of ranks and workers. Splitting is a second, separate function: it decides which rank computes, not
+what.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from xorl.data.errors import DataError
 from xorl.data.packing import Bins
 from xorl.data.shuffle import digest, permutation
 
-# Cost of len^2 over the cost of a token: per layer, causal attention takes 2 * D multiply-adds for each of len^2 / 2
-# pairs and the linear layers take about 12 * D^2 for each token, so 1 / (12 * D), here for D = 2048.
+# Cost of len^2 relative to the cost of a token. Per layer, causal attention takes 2 * D multiply-adds for each of len^2
+# / 2 pairs, and the linear layers take about 12 * D^2 for each token, so 1 / (12 * D), here for D = 2048.
 PAIR_COST = 1 / (12 * 2048)
 
 
@@ -27,8 +27,8 @@ PAIR_COST = 1 / (12 * 2048)
 class DataPlan:
     """The global order of bins, cut into optimizer steps of `bins_per_step` bins.
 
-    Epochs follow one another, each in its own order (`shuffle`) or as packed. `drop_last` leaves out the incomplete
-    step at the end of an epoch, otherwise it is a short one. `max_steps` overrides `num_epochs` in both directions.
+    Each epoch has an order of its own (`shuffle`), or the packed order. `drop_last` leaves out the incomplete step at
+    the end of an epoch; otherwise that step is short. `max_steps` overrides `num_epochs` in both directions.
     """
 
     num_bins: int
@@ -70,7 +70,7 @@ class DataPlan:
         drop_last: bool = True,
         shuffle: bool = True,
     ) -> DataPlan:
-        """The plan over `bins` of `documents`; its fingerprint names the content of every bin."""
+        """The plan over `bins` of `documents`; its fingerprint identifies the content of every bin."""
         return cls(
             num_bins=len(bins),
             bins_per_step=bins_per_step,
@@ -84,7 +84,7 @@ class DataPlan:
 
     @classmethod
     def one_pass(cls, documents: PreparedDocuments, bins: Bins, *, bins_per_step: int) -> DataPlan:
-        """The plan of an evaluation: every bin once, as packed, the last step as short as it comes."""
+        """The plan of an evaluation: every bin once, in packed order; the last step may be short."""
         return cls.over(documents, bins, bins_per_step=bins_per_step, drop_last=False, shuffle=False)
 
     @property
@@ -93,7 +93,7 @@ class DataPlan:
 
     @property
     def left_out_bins(self) -> int:
-        """Of each epoch, other ones in each where `shuffle`."""
+        """The bins left out of each epoch; different ones in each with `shuffle`."""
         return max(0, self.num_bins - self.steps_per_epoch * self.bins_per_step)
 
     @property
@@ -102,13 +102,13 @@ class DataPlan:
 
     @property
     def hash(self) -> str:
-        """Names the order: equal hashes train on the same documents at every step. Where training stops is no part."""
+        """Identifies the order: equal hashes train on the same documents at every step, wherever training stops."""
         return digest(
             "plan", self.fingerprint, self.num_bins, self.bins_per_step, self.seed, self.drop_last, self.shuffle
         )
 
     def bins_of_step(self, step: int) -> np.ndarray:
-        """The bins of optimizer step `step` (from 0), in global order, int64; costs the same for every step."""
+        """The bins of optimizer step `step` (from 0), in global order, int64; constant cost for every step."""
         assert 0 <= step < self.num_steps, f"step {step} is not in 0..{self.num_steps - 1}"
         epoch, index = divmod(step, self.steps_per_epoch)
         start = index * self.bins_per_step
@@ -126,30 +126,31 @@ def _order_of_epoch(num_bins: int, fingerprint: str, seed: int, epoch: int) -> n
 
 
 def bin_costs(lengths: np.ndarray, bins: Bins, pair_cost: float = PAIR_COST) -> np.ndarray:
-    """What each bin costs to train on, in tokens: sum(len) + pair_cost * sum(len^2) over its documents. [num_bins]"""
+    """The training cost of each bin in tokens, [num_bins]: sum(len) + pair_cost * sum(len^2) over its documents."""
     own = lengths[bins.indices].astype(np.float64)
     return np.add.reduceat(own + pair_cost * own**2, bins.offsets[:-1]) if len(bins) else np.empty(0)
 
 
 def split_step(costs: Sequence[float] | np.ndarray, *, dp_size: int, micro_batch_size: int) -> np.ndarray:
-    """Deals one step's bins: [dp_size, num_micro_batches, micro_batch_size] positions into `costs`, -1 for none.
+    """Splits one step's bins: [dp_size, num_micro_batches, micro_batch_size] positions into `costs`, -1 for none.
 
-    Bins of similar cost come to the same micro-batch index on all ranks, which wait for each other there, and the ranks
-    take turns at drawing first, so that their sums are alike as well. A function of its arguments alone.
+    Bins of similar cost go to the same micro-batch index on all ranks, because ranks wait for each other there. The
+    ranks take turns at choosing first, so that their sums are similar too. A function of its arguments alone.
     """
     assert min(dp_size, micro_batch_size) >= 1, (dp_size, micro_batch_size)
     descending = np.argsort(-np.asarray(costs, dtype=np.float64), kind="stable")
     num_micro_batches = -(-len(descending) // (dp_size * micro_batch_size))
     rounds = np.full((num_micro_batches * micro_batch_size, dp_size), -1, dtype=np.int64)
     rounds.reshape(-1)[: len(descending)] = descending
-    # Forward, back, back, forward, ...: the Thue-Morse sequence, since plain turns favour one side in every pair.
+    # Forward, back, back, forward, ...: the Thue-Morse sequence, since plain alternation favours one side in every
+    # pair.
     back = [index.bit_count() % 2 == 1 for index in range(len(rounds))]
     rounds[back] = rounds[back, ::-1]
     return np.ascontiguousarray(rounds.reshape(num_micro_batches, micro_batch_size, dp_size).transpose(2, 0, 1))
 
 
 def rescale_accumulation(bins_per_step: int, *, micro_batch_size: int, dp_size: int) -> int:
-    """The gradient_accumulation_steps that keep `bins_per_step` on `dp_size` ranks; DataError where none does."""
+    """The gradient_accumulation_steps that keep `bins_per_step` on `dp_size` ranks; DataError if no value does."""
     per_round = micro_batch_size * dp_size
     if bins_per_step % per_round == 0:
         return bins_per_step // per_round

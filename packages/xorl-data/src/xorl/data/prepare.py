@@ -1,7 +1,7 @@
-"""Preparing: entries in, documents out, through a cache that is addressed by content and published whole.
+"""Prepares documents from dataset entries, through a cache that is addressed by content and published atomically.
 
-Runs before any process group exists, so it never touches torch.distributed: one process prepares, others on the same
-file system wait at a lock, and everyone memory-maps what was published.
+Runs before any process group exists, so it never uses torch.distributed: one process prepares, others on the same file
+system wait for its lock, and all of them memory-map the result.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from xorl.data.store import (
 
 logger = logging.getLogger(__name__)
 
-# Below this, starting processes takes longer than reading; text is tokenized at a few MB/s, ids are read at 80.
+# Below this size, starting processes takes longer than reading; text is tokenized at a few MB/s, ids are read at 80.
 _PARALLEL_BYTES = 64 << 20
 _PARALLEL_TEXT_BYTES = 4 << 20
 _LARGE_BYTES = 1 << 30
@@ -67,12 +67,12 @@ _REPORT_EVERY_S = 10.0
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """What preparing reads of the `data` section. `bin_len` (sample_packing_sequence_len) is the longest document.
+    """The options of `data` that preparing uses. `bin_len` (sample_packing_sequence_len) is the longest document.
 
-    `vocab_size` None leaves ids unchecked; `dummy` needs it. `tokenizer_folder` is what text and conversations need;
-    its special tokens have to agree with `model_special_ids`, what invariants.special_ids finds. `token` is what
-    `datasets` takes for the Hub. Without `judged` counts that would stop a run are only said, so that the data can be
-    looked at.
+    `vocab_size` None leaves ids unchecked; `dummy` needs it. Text and conversations need `tokenizer_folder`; its
+    special tokens must agree with `model_special_ids`, the result of invariants.special_ids. `token` is passed to
+    `datasets` for the Hub. Without `judged`, counts that would stop a run are only logged, so that the data can be
+    inspected.
     """
 
     bin_len: int
@@ -96,10 +96,10 @@ class PrepareOptions:
 def prepare(
     entries: Sequence[DatasetEntry], options: PrepareOptions, *, option: str = "data.datasets"
 ) -> PreparedDocuments:
-    """The documents of `entries`, merged in the order that `options` ask for; a second call loads what the first wrote.
+    """The documents of `entries`, merged in the order that `options` ask for; a second call loads the cached result.
 
-    `option` is where the entries stand in the configuration, for messages. DataError for data or options that cannot be
-    used, DataFailure where the environment fails.
+    `option` is the place of the entries in the configuration, for messages. Raises DataError for unusable data or
+    options, DataFailure if the environment fails.
     """
     _check_options(entries, options, option)
     direct = _prepared_directly(entries[0], options) if options.skip_prepare else None
@@ -182,7 +182,7 @@ def _prepare_entry(entry: DatasetEntry, options: PrepareOptions, option: str) ->
 
 
 def _parts_of(entry: DatasetEntry) -> list[DatasetEntry]:
-    """The entries that `preprocess_shards` makes of one: each is prepared, published and cached by itself."""
+    """The parts into which `preprocess_shards` splits an entry: each is prepared, published and cached by itself."""
     num = entry.preprocess_shards
     if num is None:
         return [entry]
@@ -192,7 +192,7 @@ def _parts_of(entry: DatasetEntry) -> list[DatasetEntry]:
 def _prepare_parts(
     source: Source, parts: Sequence[DatasetEntry], form: Format, options: PrepareOptions, option: str
 ) -> tuple[list[FlatStore], bool]:
-    """The published stores of all parts, and whether all were there before."""
+    """The published stores of all parts, and whether all of them existed before."""
     identity = source.identity()
     whole = digest(FORMAT_VERSION, identity, form.fingerprint())
     num_rows: int | None = None
@@ -204,7 +204,7 @@ def _prepare_parts(
             own = ShardedSource(source, len(parts), index, num_rows)
             shard = {"source": identity, "shards": len(parts), "shards_idx": index}
             own_key = digest(FORMAT_VERSION, shard, form.fingerprint())
-        # The order of documents does not depend on how many files hold them: this is no part of the store's key.
+        # The order of documents does not depend on the number of files: this is no part of the store's key.
         folder = options.prepared_path / (digest(own_key, options.num_files) if options.num_files > 1 else own_key)
         lock = options.prepared_path / f".{folder.name}.lock"
         if (folder / MANIFEST).is_file():
@@ -223,7 +223,7 @@ def _prepare_parts(
 
 
 def _prepared_directly(entry: DatasetEntry, options: PrepareOptions) -> tuple[DocumentStore, DatasetReceipt] | None:
-    """What data.dataset_prepared_path itself holds, in place of all entries; None where it is a root of several."""
+    """The dataset at data.dataset_prepared_path itself, in place of all entries; None if that is a root of several."""
     path = options.prepared_path
     form = TokenizedFormat(
         options.bin_len, "error", "data.sample_packing_sequence_len", entry.columns, options.vocab_size
@@ -252,7 +252,7 @@ def _dummy(entry: DatasetEntry, options: PrepareOptions, option: str) -> tuple[D
     if options.vocab_size is None:
         raise DataError(f"{option}.path: dummy makes random token ids and needs the model's vocab_size")
     length = entry.max_seq_len or options.bin_len
-    # The place in the configuration tells one dummy entry from another, so that no two are alike.
+    # Dummy entries differ by their place in the configuration, so no two are alike.
     store = SyntheticStore(options.dummy_documents, length, options.vocab_size, f"{options.seed} {option}")
     num, tokens, trained = len(store.lengths), int(store.lengths.sum()), int(store.num_trained.sum())
     counts = Counts(samples=num, kept=num, documents=num, tokens=tokens, trained_tokens=trained)
@@ -292,7 +292,7 @@ def _publish(
 ) -> None:
     """Encodes everything into a temporary sibling of `folder` and renames it. The caller holds the lock.
 
-    `keys` are the store's own and that of the dataset it is a part of, which are the same where it is all of it.
+    `keys` are the store's own key and that of its dataset; they are equal if the store is the whole dataset.
     """
     for leftover in folder.parent.glob(f".{folder.name}.tmp-*"):
         logger.info("prepare dataset=%s phase=clean leftover=%s", source.name, leftover)
@@ -302,7 +302,7 @@ def _publish(
     try:
         writer = FlatStoreWriter(temporary, form.extras)
         counts, largest = _write_all(source, form, writer, options.num_proc)
-        # Of a part only what makes it useless: what is odd is judged over all parts.
+        # A part is only checked for what makes it useless: unusual counts are judged over all parts.
         if not counts.documents or (options.judged and keys[0] == keys[1]):
             check_counts(counts, _part_name(entry), form, option, allowed_losses(entry))
         writer.finish(
@@ -318,7 +318,7 @@ def _publish(
         temporary.rename(folder)
         fsync(folder.parent)
     except OSError as error:
-        # Another process took this one for dead, and has published the same.
+        # Another process took this one for dead and published the same content.
         if (folder / MANIFEST).is_file():
             return
         raise DataFailure(
@@ -336,7 +336,7 @@ def _write_all(source: Source, form: Format, writer: FlatStoreWriter, num_proc: 
     labelled: tuple[bool, str] | None = None
     num_bytes, total_bytes = 0, source.num_bytes
     started = reported = time.monotonic()
-    # Closed here and now when an error leaves the loop: a traceback would keep the pool's processes alive.
+    # Closed explicitly if an error leaves the loop: the traceback would keep the pool's processes alive.
     with closing(_encode_all(source, form, num_proc)) as encoded:
         for piece, documents in encoded:
             if not documents.counts.samples:
@@ -368,7 +368,7 @@ def _mixed_labels(here: str, there: str, labelled_here: bool) -> DataError:
 
 
 def _encode_all(source: Source, form: Format, num_proc: int) -> Generator[tuple[Piece, EncodedDocuments], None, None]:
-    """Encodes piece after piece, in order; in `num_proc` processes where the source is large enough to gain from it."""
+    """Encodes all pieces in order; in `num_proc` processes if the source is large enough to gain from it."""
     pieces = source.pieces(form.selected)
     is_text = form.tokenizer is not None
     worthwhile = source.num_bytes >= (_PARALLEL_TEXT_BYTES if is_text else _PARALLEL_BYTES)
@@ -383,7 +383,7 @@ def _encode_all(source: Source, form: Format, num_proc: int) -> Generator[tuple[
         try:
             for piece in pieces:
                 pending.append((piece, pool.submit(form.encode, piece)))
-                # Bounds what waits in memory when writing is slower than encoding.
+                # Limits the pieces in memory when writing is slower than encoding.
                 if len(pending) > 2 * num_proc:
                     first, future = pending.popleft()
                     yield first, future.result()
@@ -400,9 +400,9 @@ def _encode_all(source: Source, form: Format, num_proc: int) -> Generator[tuple[
 
 
 def _become_worker() -> None:
-    """Leaves interrupts to the parent, and ends with it: an orphan would hold the lock, waiting for work, for ever."""
+    """Leaves interrupts to the parent, and exits with the parent: an orphan would hold the lock forever."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The garbage collector would write to, and so copy, every page of what this process has from its parent.
+    # The garbage collector would write to, and so copy, every page shared with the parent.
     gc.freeze()
     parent = multiprocessing.parent_process()
     assert parent is not None, "runs in a child process"

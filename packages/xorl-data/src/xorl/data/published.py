@@ -1,4 +1,4 @@
-"""Finding what was prepared before, for `skip_prepare_dataset`: nothing here looks at the samples' source."""
+"""Finds earlier prepared documents, for `skip_prepare_dataset`: nothing here reads the samples' source."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _PATH = "data.dataset_prepared_path"
 
 
 def open_direct(path: Path, form: TokenizedFormat, split: str | None) -> FlatStore | SavedStore | None:
-    """The dataset that `path` itself is: a published folder or one of datasets.save_to_disk. None where it is neither.
+    """The dataset at `path` itself: a published folder or one of datasets.save_to_disk. None if it is neither.
 
-    DataError where it does not exist, or holds a document longer than `form.limit`.
+    DataError if it does not exist, or holds a document longer than `form.limit`.
     """
     if not path.is_dir():
         raise DataError(f"{_PATH}: {path} is not a folder, and data.skip_prepare_dataset asks to load from it")
@@ -44,7 +44,7 @@ def find_prepared(root: Path, request: Mapping[str, JSON], option: str) -> Path:
         try:
             found.append((path.parent, Manifest.read(path.parent)))
         except DataError:
-            # Of another version of the format: nothing that could be loaded.
+            # Of another format version: it cannot be loaded.
             continue
     matching = [(manifest.created, folder) for folder, manifest in found if manifest.request == request]
     if matching:

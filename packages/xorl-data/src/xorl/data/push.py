@@ -24,7 +24,7 @@ from xorl.data.sources import shard_range
 logger = logging.getLogger(__name__)
 
 _OPTION = "data.push_dataset_to_hub"
-# Documents written to Parquet at a time.
+# Documents per write to Parquet.
 _GROUP = 1000
 
 
@@ -36,10 +36,10 @@ def push_documents(
     token: str | bool | None,
     num_files: int = 1,
 ) -> None:
-    """Uploads `documents` in their order to the dataset repository `repo_id`, made private where it does not exist.
+    """Uploads `documents` in their order to the dataset repository `repo_id`; a new repository is private.
 
-    Once for each content and repository: one process does it, and a file below `prepared_path` remembers. DataError
-    where the Hub refuses, DataFailure where it or the disk fails.
+    Uploads once per content and repository: one process does it and records it in a file below `prepared_path`. Raises
+    DataError if the Hub refuses, DataFailure if the Hub or the disk fails.
     """
     key = digest("pushed", documents.fingerprint, repo_id, num_files)
     done = prepared_path / "pushed" / f"{key}.json"

@@ -1,7 +1,7 @@
-"""Local files read piece by piece: JSON lines, JSON arrays, text, CSV, Parquet and Arrow, never a whole file at once.
+"""Reads local files piece by piece, never whole: JSON lines, JSON arrays, text, CSV, Parquet and Arrow.
 
-A piece offers its rows twice: `table` is the fast view (None where the bytes are irregular), `rows` the plain one,
-which raises a DataError naming file and line for what cannot be read. What a row means is the business of formats.py.
+A piece has two views of its rows: `table` is the fast one (None if the bytes are irregular), `rows` the plain one,
+which raises a DataError naming file and line for what cannot be read. The formats interpret the rows.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ SUFFIXES: dict[str, FileType] = {
 COMPRESSIONS = (".gz", ".bz2", ".zst", ".xz")
 Row = dict[str, object]
 
-# What a tokenized row may hold without being selected by name.
+# The columns that a tokenized row may have without being selected by name.
 COLUMNS = ("input_ids", "labels", "attention_mask")
 
-# Large enough that a piece's fixed cost disappears, small enough that a few per process fit anywhere.
+# Large enough to make a piece's fixed cost negligible, small enough that a few per process fit into any memory.
 PIECE_BYTES = 8 << 20
-# One JSON array element longer than this is taken for a file that is not what its name says.
+# A JSON array element longer than this means that the file is not what its name says.
 _LONGEST_ELEMENT = 256 << 20
 _SPACE = re.compile(r"[ \t\r\n]*")
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")
@@ -57,20 +57,20 @@ class Piece(Protocol):
     def num_bytes(self) -> int: ...
 
     def table(self, columns: Sequence[str]) -> pa.Table | None:
-        """The rows' `columns`, those that exist; None where only `rows` can tell what is there."""
+        """The existing ones of the rows' `columns`; None if only `rows` can read them."""
         ...
 
     def rows(self) -> list[Row]: ...
 
     def place(self, row: int) -> str:
-        """Where the piece's row number `row` is, for people: 'train.jsonl, line 12'."""
+        """The place of row number `row` of the piece, for messages: 'train.jsonl, line 12'."""
         ...
 
     def num_rows(self) -> int: ...
 
 
 def file_type(path: PurePath) -> FileType | None:
-    """The type that a file's suffix names, compression aside; None where it names none."""
+    """The type for a file's suffix, ignoring compression; None if unknown."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in COMPRESSIONS:
         kind = SUFFIXES.get(suffixes[-2]) if len(suffixes) > 1 else None
@@ -79,9 +79,9 @@ def file_type(path: PurePath) -> FileType | None:
 
 
 def read_pieces(path: Path, ds_type: FileType, selected: Sequence[str] | None = None) -> Iterator[Piece]:
-    """The pieces of one file, in order, made while they are asked for.
+    """The pieces of one file, in order, created lazily.
 
-    `selected` are the columns that will be looked at (None: COLUMNS), which spares reading others where possible.
+    `selected` are the columns that will be used (None: COLUMNS); others are not read where that is possible.
     """
     try:
         match ds_type:
@@ -101,7 +101,7 @@ def read_pieces(path: Path, ds_type: FileType, selected: Sequence[str] | None = 
 
 @dataclass(frozen=True)
 class LinesPiece:
-    """Whole lines of a JSON lines or text file: bytes [start, stop), or `data` where it is compressed or far away."""
+    """Whole lines of a JSON lines or text file: bytes [start, stop), or `data` if the file is compressed or remote."""
 
     path: Path
     as_json: bool
@@ -119,7 +119,7 @@ class LinesPiece:
         if not self.as_json:
             return None
         data = self._bytes()
-        # Fields of other columns are skipped unparsed; a wanted column that no row has comes back all null.
+        # Fields of other columns are skipped unparsed; a selected column that no row has comes back all null.
         types = {"input_ids": pa.int32(), "labels": pa.int32(), "attention_mask": pa.int8()}
         schema = pa.schema([(name, pa.list_(types.get(name, pa.float32()))) for name in columns])
         try:
@@ -130,7 +130,7 @@ class LinesPiece:
             )
         except pa.ArrowInvalid:
             return None
-        # The reader takes two objects on a line, or one on two lines, without a word.
+        # The reader silently accepts two objects on one line, or one object on two lines.
         return table if table.num_rows == self._count_lines(data) else None
 
     def rows(self) -> list[Row]:
@@ -166,7 +166,7 @@ class LinesPiece:
     def _first_line(self) -> int:
         if self.first_line is not None:
             return self.first_line
-        # Counted only when a message needs it: the lines before this piece may be many gigabytes.
+        # Counted only if a message needs it: the lines before this piece may be many gigabytes.
         with self.path.open("rb") as file:
             remaining, line = self.start, 1
             while remaining:
@@ -222,13 +222,13 @@ class LoadedPiece:
         return len(self.content)
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        # Arrow pickles all of what a slice was cut from; its stream format writes the slice alone.
+        # Arrow pickles the whole array behind a slice; its stream format writes only the slice.
         content = self.content if isinstance(self.content, list) else _stream_of(self.content)
         return _loaded_piece, (self.source, self.unit, self.first, self.num_bytes, content)
 
 
 def _struct_depth(kind: pa.DataType) -> int:
-    """How many structs stand in one another."""
+    """The nesting depth of structs."""
     if not pa.types.is_nested(kind):
         return 0
     fields = [kind.field(index).type for index in range(kind.num_fields)]
@@ -236,7 +236,7 @@ def _struct_depth(kind: pa.DataType) -> int:
 
 
 def _without_nulls(value: object) -> object:
-    """A struct has the fields of all rows; those that are null, such as the arguments of other calls, are left out."""
+    """Drops null fields: a struct has the fields of all rows, such as the arguments of other calls."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
@@ -250,14 +250,14 @@ def _stream_of(table: pa.Table) -> bytes:
 
 
 def _loaded_piece(source: str, unit: str, first: int, num_bytes: int, content: bytes | list[Row]) -> LoadedPiece:
-    """What a pickle of a LoadedPiece means."""
+    """Unpickles a LoadedPiece."""
     table = content if isinstance(content, list) else pa.ipc.open_stream(content).read_all()
     return LoadedPiece(source, unit, first, num_bytes, table)
 
 
 @dataclass(frozen=True)
 class RowRange:
-    """The rows [start, stop) of another piece: how a shard cuts through pieces."""
+    """The rows [start, stop) of another piece: for shards that begin or end inside a piece."""
 
     piece: Piece
     start: int
@@ -302,7 +302,7 @@ def _json_pieces(path: Path, selected: Sequence[str] | None) -> Iterator[Piece]:
 
 def _decompressed(path: Path) -> pa.NativeFile:
     """The content of a file, decompressed by its suffix."""
-    if path.suffix.lower() == ".xz":  # the one that Arrow does not know
+    if path.suffix.lower() == ".xz":  # Arrow does not support this one
         return pa.PythonFile(lzma.open(path), mode="r")
     return pa.input_stream(str(path))
 
@@ -328,7 +328,7 @@ def _compressed_line_pieces(path: Path, *, as_json: bool) -> Iterator[Piece]:
 
 
 def line_pieces_of(stream: pa.NativeFile, path: Path, *, as_json: bool, url: str | None = None) -> Iterator[LinesPiece]:
-    """The lines of what can only be read from its beginning; `path` or `url` names it in messages."""
+    """The lines of a file that can only be read from its beginning; `path` or `url` names it in messages."""
     start, line, rest = 0, 1, b""
     while True:
         block = stream.read(PIECE_BYTES)
@@ -362,7 +362,7 @@ def _array_pieces(path: Path, selected: Sequence[str] | None) -> Iterator[Piece]
 
 
 def _no_object(path: Path, number: int, element: object, selected: Sequence[str] | None) -> str:
-    """What is wrong with an array's element; in a file of lines, the array is most likely its first line alone."""
+    """The error for an array element that is no object; in a file of lines, the array is probably its first line."""
     is_of_lines = ".jsonl" in path.suffixes or ".ndjson" in path.suffixes
     place = "line 1 begins a list, whose element" if is_of_lines else "element"
     wanted = f"its columns ({', '.join(selected)})" if selected else "input_ids"
@@ -374,7 +374,7 @@ def _no_object(path: Path, number: int, element: object, selected: Sequence[str]
 def _array_elements(path: Path) -> Iterator[tuple[object, int]]:
     """The elements of a top-level JSON array with their lengths, decoded one by one while the file is read."""
     decoder = json.JSONDecoder()
-    # Bytes that are not UTF-8 come as what text cannot hold, so that the element they stand in can be named.
+    # Invalid UTF-8 becomes characters that text cannot contain, so that the element with them can be named.
     with _decompressed(path) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape") as file:
         text = file.read(PIECE_BYTES)
         start = _skip_space(text, text.index("[") + 1)
@@ -382,7 +382,8 @@ def _array_elements(path: Path) -> Iterator[tuple[object, int]]:
             return
         for number in count():
             while isinstance(found := _decode_element(decoder, text, start), str):
-                # The element may go on beyond what was read: it is wrong only if the file, or our limit, ends first.
+                # The element may continue beyond what was read: it is an error only at the end of the file, or at our
+                # limit.
                 text, start = text[start:], 0
                 block = file.read(max(PIECE_BYTES, len(text))) if len(text) < _LONGEST_ELEMENT else ""
                 if not block:
@@ -400,7 +401,7 @@ def _array_elements(path: Path) -> Iterator[tuple[object, int]]:
 
 
 def _decode_element(decoder: json.JSONDecoder, text: str, start: int) -> tuple[object, int, int] | str:
-    """(the element from `start` on, where it ends, where the comma or bracket after it is), or what is wrong."""
+    """(the element at `start`, its end, the position of the comma or bracket after it), or the error."""
     try:
         element, end = decoder.raw_decode(text, _skip_space(text, start))
     except json.JSONDecodeError as error:
@@ -426,7 +427,7 @@ def _csv_pieces(path: Path) -> Iterator[Piece]:
         return
     with _decompressed(path) as file, pa_csv.open_csv(file, read_options=read, parse_options=parse) as reader:
         names = reader.schema.names
-    # As strings: a column whose first rows hold one id each would be read as numbers.
+    # As strings: the reader would take a column whose first rows hold one id each for numbers.
     convert = pa_csv.ConvertOptions(column_types={name: pa.string() for name in names}, strings_can_be_null=False)
     first = 0
     with (
@@ -447,10 +448,10 @@ def _parquet_pieces(path: Path, selected: Sequence[str] | None) -> Iterator[Piec
 def parquet_pieces(
     file: pa_parquet.ParquetFile, source: str, selected: Sequence[str] | None, groups: range
 ) -> Iterator[LoadedPiece]:
-    """The rows of some consecutive row groups; `source` names the file in messages."""
+    """The rows of consecutive row groups; `source` names the file in messages."""
     metadata = file.metadata
     names = file.schema_arrow.names
-    # Where a column is missing all are read, so that the complaint to come can list them.
+    # If a column is missing, all are read, so that the error message can list them.
     complete = all(name in names for name in selected or ("input_ids",))
     wanted = [name for name in selected or COLUMNS if name in names] if complete else None
     num_bytes = sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))

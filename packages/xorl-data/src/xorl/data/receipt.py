@@ -1,4 +1,4 @@
-"""Receipt: what became of every sample between its source and the bins, counted, printable and JSON-ready."""
+"""Receipt: counts of what happened to every sample from its source to the bins, printable and JSON-ready."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from dataclasses import asdict, dataclass, field, fields, replace
 class Counts:
     """Counts over one dataset. A sample is a row of the source; a document is what training sees.
 
-    `untrained` samples reach training without a single trained token; `untrained_by_overflow` is the part of them that
-    had one before truncation or splitting took it. `all_trained` samples have labels and mask none of them.
-    `lost_tokens` were cut off or dropped for length, `split_tokens` are those of samples that were split for it, and
-    `masked_tokens` were left out because their attention_mask is 0. In `misaligned` samples most labels are not the
-    token at their own place; in the `shifted` ones of them they are the token after it. `unwritten_reasoning` counts
-    conversations that have reasoning of which the template writes nothing.
-    `straddling_tokens` belong to trained and untrained text at once; `unended_turns` are trained turns of a chat whose
-    end no special token marks.
+    `untrained` samples have no trained token; `untrained_by_overflow` counts those of them that had one before
+    truncation or splitting removed it. `all_trained` samples have labels and mask none of them. `lost_tokens` were cut
+    off or dropped for length, `split_tokens` belong to samples that were split for it, and `masked_tokens` were left
+    out because their attention_mask is 0. In `misaligned` samples most labels differ from the token at their own place;
+    in `shifted`, a subset, they are the token after it. `unwritten_reasoning` counts conversations whose reasoning the
+    template omits entirely. `straddling_tokens` hold both trained and untrained text; `unended_turns` are trained chat
+    turns without a special token at their end.
     """
 
     samples: int = 0
@@ -56,9 +55,9 @@ class Counts:
 
 @dataclass(frozen=True)
 class DatasetReceipt:
-    """The counts of one dataset entry; `cached` tells whether an earlier preparation was reused.
+    """The counts of one dataset entry; `cached` says whether an earlier preparation was reused.
 
-    `drawn` documents of it an epoch takes, where a mixture takes another number than there are.
+    `drawn` is the number of its documents in an epoch, if a mixture uses another number than there are.
     """
 
     name: str
@@ -69,11 +68,11 @@ class DatasetReceipt:
 
 @dataclass(frozen=True)
 class Receipt:
-    """The counts of all datasets, completed by `with_bins` once the documents are packed and planned.
+    """The counts of all datasets, completed by `with_bins` after the documents are packed and planned.
 
-    `packed` tells what the bins hold, documents, tokens and trained tokens by name as far as they are known: where a
-    part is held out, or drawn more than once, it is not what the counts add up to. `steps` tells how many bins a step
-    takes, how many steps an epoch, and how many bins are left out of each; held-out data has none.
+    `packed` has the contents of the bins by name, as far as known: documents, tokens and trained tokens. They differ
+    from the sums of the counts if a part is held out or drawn more than once. `steps` has the bins per step, the steps
+    per epoch, and the bins left out of each epoch; held-out data has none.
     """
 
     datasets: tuple[DatasetReceipt, ...]
@@ -88,21 +87,21 @@ class Receipt:
         return sum((dataset.counts for dataset in self.datasets), Counts())
 
     def with_bins(self, *, num_bins: int, fill: float, plan_hash: str | None, packed: Mapping[str, int]) -> Receipt:
-        """Completes it; held-out data has no plan."""
+        """Adds the bins; held-out data has no plan."""
         return replace(self, num_bins=num_bins, fill=fill, plan_hash=plan_hash, packed=packed)
 
     def with_steps(self, *, bins_per_step: int, steps_per_epoch: int, left_out_bins: int) -> Receipt:
-        """Tells how the bins are cut into steps."""
+        """Adds how the bins are cut into steps."""
         steps = {"bins_per_step": bins_per_step, "steps_per_epoch": steps_per_epoch, "left_out_bins": left_out_bins}
         return replace(self, steps=steps)
 
     def with_drawn(self, drawn: Sequence[int]) -> Receipt:
-        """Tells of each dataset how many documents an epoch takes."""
+        """Adds the number of documents of each dataset in an epoch."""
         pairs = zip(self.datasets, drawn, strict=True)
         return replace(self, datasets=tuple(replace(dataset, drawn=num) for dataset, num in pairs))
 
     def lines(self) -> list[str]:
-        """One line a dataset, then the total where there are several, then the bins: key=value."""
+        """One line per dataset, then the total if there are several, then the bins: key=value."""
         lines = [
             f"dataset={d.name} {d.counts} cached={str(d.cached).lower()}"
             + ("" if d.drawn is None else f" drawn={d.drawn}")

@@ -1,7 +1,7 @@
-"""Files at a distance: object stores through fsspec, web addresses through urllib; listing, reading from a byte on.
+"""Remote files: object stores through fsspec, web addresses through urllib; listing, and reading from an offset.
 
-Downloads are kept by downloads.py. Web addresses do not go through fsspec, whose reader takes the whole file for the
-part it asked for when a server knows no ranges, which would be a wrong continuation without a word.
+downloads.py caches downloads. Web addresses do not use fsspec: if a server does not support ranges, its reader silently
+takes the whole file for the requested part, and a continued download would be wrong.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import fsspec
 
 from xorl.data.errors import DataError
 
-# The distribution's extra that reads each scheme; None needs none.
+# The package extra that reads each scheme; None needs none.
 SCHEMES: dict[str, str | None] = {
     "s3": "s3",
     "gs": "gcs",
@@ -35,17 +35,17 @@ TIMEOUT_S = 60.0
 _READ_BYTES = 8 << 20
 _FORBIDDEN = {401, 403}
 _MISSING = {404, 410}
-# What another attempt cannot mend.
+# Errors that a retry cannot fix.
 _FINAL = {400, 405, 407, 411, 414, 451}
 
 
 class TransferError(OSError):
-    """Something that may pass: a lost connection, a server in trouble, a limit on requests."""
+    """A temporary error: a lost connection, a server error, a rate limit."""
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file as its server describes it: `version` changes when the content does (ETag or time), `md5` in hex."""
+    """A file as its server describes it: `version` changes with the content (ETag or time), `md5` is in hex."""
 
     url: str
     size: int | None
@@ -59,30 +59,30 @@ class RemoteFile:
 
 
 class Storage(Protocol):
-    """Where URLs of one scheme lead. Everything raises DataError for what is not there, TransferError for the rest."""
+    """Access to URLs of one scheme. All methods raise DataError for a missing file, TransferError for other errors."""
 
     def stat(self, url: str) -> RemoteFile | None:
-        """The file at `url`; None where there is none (but maybe a folder)."""
+        """The file at `url`; None if there is none (it may be a folder)."""
         ...
 
     def find(self, url: str) -> list[RemoteFile]:
-        """The files that match a pattern, or all below a folder, by name."""
+        """The files that match a pattern, or all files below a folder, by name."""
         ...
 
     def read(self, file: RemoteFile, start: int, stop: int | None = None) -> tuple[int, Iterator[bytes]]:
-        """Where the bytes begin (`start`, or 0 where the server knows no ranges) and the bytes, up to `stop`."""
+        """The offset of the first byte (`start`, or 0 if the server supports no ranges) and the bytes, up to `stop`."""
         ...
 
 
 def is_url(path: str) -> bool:
-    """Whether a path names something at a distance."""
+    """Whether a path is a URL."""
     return "://" in path
 
 
 def storage_of(url: str, option: str, token: str | bool | None = None) -> Storage:
-    """Who reads `url`; `token` is for the Hub (hf://).
+    """The storage for `url`; `token` is for the Hub (hf://).
 
-    DataError for an unknown scheme, and for one whose extra is not installed, naming it.
+    Raises DataError for an unknown scheme, and for one whose extra is not installed, naming the extra.
     """
     scheme = url.split("://", 1)[0].lower()
     if scheme not in SCHEMES:
@@ -101,7 +101,7 @@ def storage_of(url: str, option: str, token: str | bool | None = None) -> Storag
 
 
 class FsspecStorage:
-    """An object store. Credentials and endpoints are those of the store's own library and environment."""
+    """An object store. Credentials and endpoints come from the store's own library and environment."""
 
     def __init__(self, system: Any, scheme: str, option: str) -> None:  # noqa: ANN401 - fsspec has no types
         self._system = system
@@ -187,7 +187,7 @@ class HttpStorage:
                 return None
             if status.code not in {403, 405, 501}:
                 raise self._explained(url, status) from status
-        # Some servers, and addresses signed for reading alone, know no HEAD: one byte tells the same.
+        # Some servers, and addresses signed for reading alone, do not support HEAD: requesting one byte gives the same.
         try:
             with self._open(url, {"Range": "bytes=0-0"}) as response:
                 span = response.headers.get("Content-Range", "")
@@ -231,7 +231,7 @@ class HttpStorage:
                 yield block
 
     def _open(self, url: str, headers: dict[str, str], method: str = "GET") -> http.client.HTTPResponse:
-        # Compressed in transit, a file would have other bytes, and no ranges.
+        # Compressed in transit, a file would have other bytes and no ranges.
         wanted = {"Accept-Encoding": "identity", "User-Agent": "xorl-data", **headers}
         request = urllib.request.Request(url, headers=wanted, method=method)
         try:
@@ -273,7 +273,7 @@ def _from_headers(url: str, headers: http.client.HTTPMessage, size: str | None) 
 
 
 def _md5_hex(value: str | bytes | None) -> str | None:
-    """A digest in base64 (or its bytes) in hex; None for anything else."""
+    """Converts a digest from base64 (or bytes) to hex; None for anything else."""
     with suppress(ValueError, TypeError):
         raw = base64.b64decode(value, validate=True) if isinstance(value, str) else bytes(value or b"")
         return raw.hex() if len(raw) == 16 else None

@@ -1,4 +1,4 @@
-"""Statistics for people: lines of text, and one HTML page with its plots inside it."""
+"""Statistics as text lines, and as one HTML page that includes its plots."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WIDTH, _HEIGHT = 640, 140
 
 
 def text_report(statistics: Sequence[DatasetStatistics], receipt: Receipt, fill: Histogram) -> list[str]:
-    """The report in lines for a terminal or a log."""
+    """The report as lines for a terminal or a log."""
     lines: list[str] = []
     for dataset in statistics:
         lines += [f"dataset  {dataset.name}", *(f"  {name:<22} {value}" for name, value in _rows(dataset))]
@@ -31,7 +31,7 @@ def text_report(statistics: Sequence[DatasetStatistics], receipt: Receipt, fill:
 
 
 def html_report(title: str, statistics: Sequence[DatasetStatistics], receipt: Receipt, fill: Histogram) -> str:
-    """The report as a page that needs nothing else: no script, no other file."""
+    """The report as one self-contained page: no script, no other file."""
     body = [f"<h1>{html.escape(title)}</h1>"]
     for dataset in statistics:
         rows = "".join(f"<tr><th>{html.escape(n)}</th><td>{html.escape(v)}</td></tr>" for n, v in _rows(dataset))

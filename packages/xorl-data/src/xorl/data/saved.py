@@ -1,4 +1,4 @@
-"""Folders written by `datasets.save_to_disk`: which Arrow files they hold, and reading documents from them in place."""
+"""Folders written by `datasets.save_to_disk`: their Arrow files, and reading documents from them in place."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def saved_files(folder: Path, split: str | None, *, option: str) -> list[Path]:
 
 
 class SavedStore:
-    """A saved dataset whose rows are documents already (lists of ids, no padding), read where it lies.
+    """A saved dataset whose rows are documents already (lists of ids, no padding), read in place.
 
-    Opening it reads everything once, to check it and to count. DataError where a row would need preparing.
+    Opening it reads everything once, to check and count. Raises DataError if a row would need preparing.
     """
 
     def __init__(self, files: list[Path], form: TokenizedFormat, key: str) -> None:

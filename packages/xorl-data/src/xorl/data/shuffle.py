@@ -1,7 +1,7 @@
-"""Digests and seeded permutations that stay the same on every machine and with every version of NumPy.
+"""Digests and seeded permutations that are the same on every machine and with every version of NumPy.
 
-A resumed run must see the order that the interrupted one saw, so nothing here may depend on Python's randomised hash or
-on NumPy's Generator methods, whose streams may change between releases. The raw streams of its bit generators may not.
+A resumed run must see the order of the interrupted one, so nothing here may depend on Python's randomised hash or on
+NumPy's Generator methods, whose streams may change between releases. The raw streams of its bit generators do not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ JSON = Scalar | Sequence["JSON"] | Mapping[str, "JSON"]
 
 
 def digest(*parts: JSON) -> str:
-    """A 128-bit hexadecimal digest of JSON values; dicts count regardless of the order of their keys."""
+    """A 128-bit hexadecimal digest of JSON values, independent of the order of dict keys."""
     return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode())
 
 

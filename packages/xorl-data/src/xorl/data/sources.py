@@ -1,6 +1,6 @@
-"""Where samples come from: what a dataset entry names (files, folders, URLs, saved datasets, Hub ids) becomes a Source.
+"""Sources of samples: turns a dataset entry (files, folders, URLs, saved datasets, Hub ids) into a Source.
 
-A source names its content by hash and hands out pieces; what its rows mean is the business of formats.py.
+A source identifies its content by hash and yields pieces; the formats interpret its rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from xorl.data.saved import is_saved_folder, saved_files
 from xorl.data.shuffle import JSON
 
 DUMMY = "dummy"
-# The folder below that of prepared datasets that keeps what was downloaded.
+# The folder for downloads, below that of prepared datasets.
 DOWNLOADS = "downloads"
 _SPLIT_WORDS = {
     "train": ("train", "training"),
@@ -36,14 +36,14 @@ _HASH_BLOCK_BYTES = 16 << 20
 
 
 class Source(Protocol):
-    """The samples of one entry, before anything is done to them."""
+    """The raw samples of one entry."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def num_bytes(self) -> int:
-        """About how much there is to read: for progress, and for deciding whether processes pay."""
+        """Approximate size in bytes: for progress, and to decide whether multiple processes pay off."""
         ...
 
     @property
@@ -52,7 +52,7 @@ class Source(Protocol):
         ...
 
     def identity(self) -> JSON:
-        """What the samples are, by content, wherever they lie. Reads everything."""
+        """Identifies the samples by content, wherever they are stored. Reads everything."""
         ...
 
     def pieces(self, selected: Sequence[str] | None) -> Iterator[Piece]: ...
@@ -67,8 +67,8 @@ def load_source(
 ) -> Source:
     """The source that `entry` names; `option` is the entry's place in the configuration, for messages.
 
-    `token` is what `datasets` takes for private Hub datasets; the files of URLs are loaded into the folder `downloads`.
-    DataError for what does not exist or cannot be read, DataFailure where the network fails.
+    `token` is passed to `datasets` for private Hub datasets; files of URLs are downloaded into the folder `downloads`.
+    Raises DataError for what does not exist or cannot be read, DataFailure if the network fails.
     """
     path = _place_of(entry, option)
     if path is None:
@@ -83,7 +83,7 @@ def load_source(
 
 @dataclass(frozen=True)
 class LocatedFile:
-    """A file that is to be read where it lies: a local path or a URL, and what tells one version from another."""
+    """A file to be read in place: a local path or a URL, with what distinguishes one version from another."""
 
     path: str
     size: int
@@ -112,7 +112,7 @@ def locate_files(entry: DatasetEntry, *, option: str, token: str | bool | None) 
 
 
 def _place_of(entry: DatasetEntry, option: str) -> Path | None:
-    """The local path of a checked entry, there or (of the Hub) not; None for URLs."""
+    """The local path of a checked entry, which may not exist (it may name a dataset of the Hub); None for URLs."""
     check_entry(entry, option)
     if has_urls(entry):
         return None
@@ -189,7 +189,7 @@ class ShardedSource:
     source: Source
     num: int
     index: int
-    # What counting them would give, where somebody has counted.
+    # The number of rows of `source`, if already counted.
     num_rows: int | None = None
 
     @property
@@ -222,7 +222,7 @@ class ShardedSource:
 
 
 def count_rows(source: Source, selected: Sequence[str] | None) -> int:
-    """The rows of a source. Reads everything."""
+    """The number of rows of a source. Reads everything."""
     return sum(piece.num_rows() for piece in source.pieces(selected))
 
 
@@ -296,14 +296,14 @@ def _named_files(folder: Path, data_files: str | Sequence[str], option: str) -> 
 
 
 def _folder_files(folder: Path, entry: DatasetEntry, option: str) -> list[Path]:
-    """The data files below a folder; those of one split where the file or folder names speak of splits."""
+    """The data files below a folder; those of one split if file or folder names contain splits."""
     below = sorted(path for path in folder.rglob("*") if path.is_file())
     chosen = data_files_among([path.relative_to(folder).as_posix() for path in below], entry, option)
     return [folder / name for name in chosen]
 
 
 def data_files_among(names: Sequence[str], entry: DatasetEntry, option: str) -> list[str]:
-    """Which of the files below a folder, named relative to it, hold the entry's data, and its split where they tell."""
+    """Which of the files below a folder (relative names) hold the entry's data, and its split if the names tell it."""
     paths = [PurePosixPath(name) for name in names]
     below = [path for path in paths if not any(part[0] in "._" for part in path.parts)]
     files = [path for path in below if (kind := file_type(path)) is not None and entry.ds_type in (None, kind)]
@@ -338,7 +338,7 @@ def _split_of(path: PurePosixPath) -> str:
 
 
 def type_of(files: Sequence[PurePath], entry: DatasetEntry, option: str) -> FileType:
-    """The one type of the entry's files: the option, or what their names say."""
+    """The one type of the entry's files: from the option, or from their names."""
     if entry.ds_type is not None:
         return entry.ds_type
     kinds: dict[FileType | None, PurePath] = {file_type(path): path for path in files}
@@ -353,12 +353,12 @@ def type_of(files: Sequence[PurePath], entry: DatasetEntry, option: str) -> File
 
 
 def has_urls(entry: DatasetEntry) -> bool:
-    """Whether the entry's files lie at a distance. DataError is left to who reads them."""
+    """Whether the entry's files are remote. Raising DataError is left to the function that reads them."""
     return is_url(entry.path) or any(is_url(name) for name in _names(entry))
 
 
 def remote_files(entry: DatasetEntry, option: str) -> tuple[Storage, list[RemoteFile]]:
-    """The files of an entry with URLs, in order, and who reads them."""
+    """The files of an entry with URLs, in order, and their storage."""
     for name, value in (("name", entry.name), ("revision", entry.revision)):
         if value is not None:
             raise DataError(f"{option}.{name}: {value!r} has no meaning for the URL {entry.path}; leave it out")

@@ -1,6 +1,6 @@
-"""Statistics of documents: lengths, trained tokens, beginnings and ends, duplicates; by dataset.
+"""Statistics of documents by dataset: lengths, trained tokens, beginnings and ends, duplicates.
 
-Duplicates are looked for among the first documents only, so that the cost is bounded; figures say among how many.
+Only the first documents are searched for duplicates, to limit the cost; the figures state how many.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from xorl.data.batch import IGNORE
 from xorl.data.formats import TextTokenizer
 from xorl.data.receipt import Counts, Receipt
 
-# Documents of each dataset that are read for beginnings, ends and duplicates, and tokens of each for near ones.
+# Documents of each dataset read for beginnings, ends and duplicates, and tokens of each for near-duplicates.
 _LOOKED_AT = 20_000
 _SHINGLED_TOKENS = 2_048
-# Tokens of a shingle; hashes of a signature, in bands: 99.98 % of the pairs with 80 % in common are found.
+# Tokens of a shingle; hashes of a signature, in bands: finds 99.98 % of the pairs with 80 % in common.
 _SHINGLE = 5
 _BANDS, _ROWS = 16, 4
-# Of the hashes of two signatures, which estimate the shingles in common.
+# Near-duplicates have at least this fraction of equal signature hashes, which estimates the shingles in common.
 _NEAR = 0.8
 
 
@@ -35,8 +35,11 @@ class Histogram:
 
 @dataclass(frozen=True)
 class DatasetStatistics:
-    """What one dataset's documents look like. Fractions are of `num_looked_at` documents, None without a tokenizer's
-    token to look for; duplicates are documents equal, or nearly, to one before them."""
+    """Statistics of one dataset's documents.
+
+    Fractions are of `num_looked_at` documents, None if the tokenizer has no such token; duplicates are documents equal,
+    or nearly equal, to an earlier one.
+    """
 
     name: str
     counts: Counts
@@ -53,7 +56,7 @@ class DatasetStatistics:
 
 
 class CountedDocuments(Protocol):
-    """What statistics are made of: PreparedDocuments, or a StreamSample."""
+    """The input of statistics: PreparedDocuments, or a StreamSample."""
 
     receipt: Receipt
     lengths: np.ndarray
@@ -67,7 +70,7 @@ class CountedDocuments(Protocol):
 
 
 def dataset_statistics(documents: CountedDocuments, tokenizer: TextTokenizer | None) -> list[DatasetStatistics]:
-    """The statistics of each dataset of the merged documents, without the repetitions of a mixture."""
+    """The statistics of each dataset of the merged documents, without a mixture's repetitions."""
     _, places = documents.distinct()
     datasets = documents.datasets()[places]
     return [
@@ -77,7 +80,7 @@ def dataset_statistics(documents: CountedDocuments, tokenizer: TextTokenizer | N
 
 
 def fill_histogram(fills: np.ndarray) -> Histogram:
-    """How full bins are, as fractions [N] of their size."""
+    """A histogram of the bins' fill, given as fractions [N] of their size."""
     return _histogram(fills, np.linspace(0, 1, 21))
 
 
@@ -162,7 +165,7 @@ class NearDuplicates:
         self._signatures: list[np.ndarray] = []
 
     def seen_before(self, ids: np.ndarray) -> bool:
-        """Whether a document like this one was given before; remembers it."""
+        """Whether a similar document was seen before; remembers this one."""
         shingles = self._shingles(ids[:_SHINGLED_TOKENS])
         if not len(shingles):
             return False
@@ -178,7 +181,7 @@ class NearDuplicates:
 
     @staticmethod
     def _shingles(ids: np.ndarray) -> np.ndarray:
-        """The distinct hashes of all runs of _SHINGLE tokens; fewer tokens are too short to be alike by chance only."""
+        """Distinct hashes of all runs of _SHINGLE tokens; none for shorter documents, which may be alike by chance."""
         num = len(ids) - _SHINGLE + 1
         if num < 1:
             return np.empty(0, np.uint64)

@@ -1,8 +1,8 @@
-"""Where encoded documents rest: flat memory-mapped arrays in a folder, published whole or not at all.
+"""Stores of encoded documents: flat memory-mapped arrays in a folder, published atomically.
 
 A folder holds `input_ids.i32` and, where they differ, `labels.i32` (all documents on one axis), `extra_{index}.f32`,
-each of these in one file or in several, `offsets.i64`, `num_trained.i32` and `manifest.json`. It is never written to
-after it is published. Also here: the synthetic documents of `dummy`, which are computed instead of stored.
+each of these in one file or in several, `offsets.i64`, `num_trained.i32` and `manifest.json`. It never changes after it
+is published. Also here: the synthetic documents of `dummy`, which are computed instead of stored.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from xorl.data.formats import EncodedDocuments
 from xorl.data.receipt import Counts
 from xorl.data.shuffle import JSON, digest
 
-# Part of every key: raised whenever the files, or what preparation makes of a row, change.
+# Part of every key: increment it when the files, or the documents made of a row, change.
 FORMAT_VERSION = 4
 MANIFEST = "manifest.json"
 _COPY_BYTES = 16 << 20
@@ -46,7 +46,7 @@ class DocumentStore(Protocol):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a published folder says about itself. `request` describes what was asked for, without content hashes."""
+    """The metadata of a published folder. `request` describes what was asked for, without content hashes."""
 
     key: str
     name: str
@@ -60,7 +60,7 @@ class Manifest:
     largest_id: int
     largest_id_row: int
     files: dict[str, int]
-    # The key of the dataset of which this is a part, prepared by itself; its own where it is no part.
+    # The key of the dataset of which this is a separately prepared part; its own key if it is no part.
     whole: str = ""
     num_files: int = 1
 
@@ -84,7 +84,7 @@ class Manifest:
 
 
 class FlatStore:
-    """A published folder, memory-mapped. DataError where its files are not those that its manifest lists."""
+    """A published folder, memory-mapped. DataError if its files do not match its manifest."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -124,7 +124,7 @@ class FlatStore:
 
 
 class _InFiles:
-    """One array in several files; what is asked for lies in one of them, since documents are never cut."""
+    """One array in several files; documents are never cut, so each read touches one file."""
 
     def __init__(self, arrays: list[np.ndarray]) -> None:
         self._arrays = arrays
@@ -137,7 +137,7 @@ class _InFiles:
 
 
 class PartedStore:
-    """One dataset in stores that were prepared one after the other, in the order of its rows."""
+    """One dataset in separately prepared stores, in the order of its rows."""
 
     def __init__(self, parts: Sequence[FlatStore]) -> None:
         self._parts = tuple(parts)
@@ -164,7 +164,7 @@ class PartedStore:
 
 
 class FlatStoreWriter:
-    """Writes a folder piece by piece; `finish` makes it durable. Publishing (the rename) is the caller's."""
+    """Writes a folder piece by piece; `finish` makes it durable. The caller publishes it (the rename)."""
 
     def __init__(self, folder: Path, extra_names: tuple[str, ...]) -> None:
         folder.mkdir(parents=True)
@@ -175,7 +175,8 @@ class FlatStoreWriter:
         self._num_trained: list[np.ndarray] = []
 
     def append(self, documents: EncodedDocuments) -> None:
-        # Most corpora train on every token: labels get a file once they differ, with the tokens so far as its start.
+        # Most corpora train on every token: labels get a file when they first differ, beginning with a copy of the
+        # tokens so far.
         if documents.labels is not None and "labels.i32" not in self._files and "input_ids.i32" in self._files:
             self._files["input_ids.i32"].flush()
             shutil.copyfile(self._folder / "input_ids.i32", self._folder / "labels.i32")
@@ -199,7 +200,7 @@ class FlatStoreWriter:
         whole: str,
         num_files: int = 1,
     ) -> None:
-        """`num_files` files hold the tokens, whole documents each. DataError where there are fewer documents."""
+        """Splits the tokens over `num_files` files, whole documents each. DataError if there are fewer documents."""
         lengths = np.concatenate(self._lengths)
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
         token_files = tuple(self._files)
@@ -237,7 +238,7 @@ class FlatStoreWriter:
         fsync(self._folder)
 
     def _cut(self, name: str, item_bytes: int, bounds: Sequence[int]) -> dict[str, int]:
-        """Puts the tokens [bounds[i], bounds[i + 1]) of a file into files of their own; their sizes by name."""
+        """Splits a file into the token ranges [bounds[i], bounds[i + 1]); returns the sizes of the parts by name."""
         sizes: dict[str, int] = {}
         with (self._folder / name).open("rb") as whole:
             for part, (start, stop) in zip(_part_names(name, len(bounds) - 1), pairwise(bounds), strict=True):
@@ -253,7 +254,7 @@ class FlatStoreWriter:
             self._files.popitem()[1].close()
 
     def discard(self) -> None:
-        """Closes the files, whether or not what they still hold can be written; does nothing after `finish`."""
+        """Closes the files, even if buffered data cannot be written; does nothing after `finish`."""
         while self._files:
             with suppress(OSError):
                 self._files.popitem()[1].close()
@@ -299,7 +300,7 @@ def fsync(path: Path) -> None:
 
 
 def _even_cuts(offsets: np.ndarray, num: int) -> list[int]:
-    """`num` + 1 token positions between documents, as evenly as whole documents, one at least in each, allow."""
+    """`num` + 1 token positions that split the documents as evenly as possible, with at least one in each part."""
     wanted = np.searchsorted(offsets, offsets[-1] * np.arange(1, num) // num)
     documents = [0]
     for index, cut in enumerate(wanted.tolist(), 1):

@@ -1,4 +1,4 @@
-"""What the workers of all loaders have in common."""
+"""Functions that the workers of all loaders share."""
 
 import atexit
 import os
@@ -18,7 +18,7 @@ os.register_at_fork(after_in_child=_workers.clear)  # they are the parent's
 
 
 def begin(loader: DataLoader[Item]) -> Iterator[Item]:
-    """`iter(loader)`, whose workers start here and end with this process; it takes `leave_sigterm` to begin them."""
+    """`iter(loader)`, whose workers start here and end with this process. Give it `leave_sigterm` as worker_init_fn."""
     before = set(active_children())
     items = iter(loader)
     _workers.update(set(active_children()) - before)
@@ -26,18 +26,18 @@ def begin(loader: DataLoader[Item]) -> Iterator[Item]:
 
 
 def leave_sigterm(_: int) -> None:
-    """Let a SIGTERM to all processes of a job be the trainer's matter, which needs batches until it has saved."""
+    """Ignores SIGTERM, which a job sends to all its processes: the trainer needs batches until it has saved."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def unchanged(item: Item) -> Item:
-    """To collate with, where items are batches already; a function that can be sent to a worker."""
+    """An identity collate function, for items that are batches already; it can be sent to a worker."""
     return item
 
 
 @atexit.register
 def _end() -> None:
-    # By SIGTERM, as multiprocessing ends what is still there, they would not.
+    # SIGTERM, which multiprocessing sends at exit, would not end them.
     for worker in _workers:
         if worker.is_alive():
             worker.kill()

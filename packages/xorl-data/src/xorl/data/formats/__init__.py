@@ -1,4 +1,4 @@
-"""What the rows of a dataset mean: a Format makes documents of pieces of rows, one file for each kind of data."""
+"""Formats: each turns rows of a dataset into documents; one file for each kind of data."""
 
 from xorl.data.formats.chat import ChatFormat, ChatTarget
 from xorl.data.formats.completion import SHAPES, CompletionTarget, PromptCompletionFormat

@@ -27,11 +27,11 @@ ChatTarget = Literal["assistant", "last_turn", "all"]
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """Conversations. `template` is a file, a name among the tokenizer's, or None for the tokenizer's own.
+    """Conversations. `template` is a file, the name of one of the tokenizer's templates, or None for its default.
 
-    `train_on` assistant trains every message of the assistant, last_turn those after the last user message, all
-    every token. `template_kwargs` are variables of the template. `columns` maps messages, tools and system to the
-    columns that hold them.
+    `train_on` assistant trains every assistant message, last_turn those after the last user message, all every token.
+    `template_kwargs` are variables of the template. `columns` maps messages, tools and system to the columns that hold
+    them.
     """
 
     limit: int
@@ -51,7 +51,7 @@ class ChatFormat:
 
     @property
     def selected(self) -> tuple[str, ...]:
-        # Where one of them is missing a reader gives all columns, so that an optional one is never left unread.
+        # If one of them is missing, the reader returns all columns, so that an optional one is never left unread.
         names = (self.columns["messages"],) if "messages" in self.columns else COLUMN_NAMES
         others = [self.columns.get(name, name) for name in ("tools", "system")]
         return tuple(dict.fromkeys((*names, *others)))
@@ -87,7 +87,7 @@ class ChatFormat:
         return fit(tokenize(texts, self.tokenizer, piece, counts), piece, self)
 
     def render(self, row: Row) -> Rendered:
-        """One row as text with its trained characters. DataError, without the row's place, for what cannot be used."""
+        """One row as text with its trained characters. DataError, without the row's place, for an unusable row."""
         conversation = read_conversation(row, self.columns)
         rendered = self._spelled(conversation)
         thoughts = [str(message[REASONING]).strip() for message in conversation.messages if REASONING in message]
@@ -95,14 +95,14 @@ class ChatFormat:
         return replace(rendered, lacks_reasoning=True) if lacks else rendered
 
     def _spelled(self, conversation: Conversation) -> Rendered:
-        """The conversation as the template takes it, with its calls in one spelling or another."""
+        """The conversation with its tool calls in one form or another, whichever the template accepts."""
         try:
             return self._rendered(conversation)
         except DataError:
             for sent in as_sent(conversation):
                 with suppress(DataError):
                     rendered = self._rendered(sent)
-                    # A template that writes whatever it is given writes null as None.
+                    # A template that prints every value would print null as None.
                     if rendered.text.count("None") <= json.dumps(sent.messages).count("None"):
                         return rendered
             raise
@@ -117,7 +117,7 @@ class ChatFormat:
         return render_turns(template, conversation, turns, self._special)
 
     def check_template(self) -> None:
-        """DataError for a template that cannot be used, or that has no variable of the name of one that is given."""
+        """Raises DataError for an unusable template, or one without a variable of a given name."""
         unknown = sorted(self.template_kwargs.keys() - (self._template.variables | self._tool_template.variables))
         if unknown:
             raise DataError(
@@ -127,15 +127,15 @@ class ChatFormat:
 
     @property
     def writes_the_day(self) -> bool:
-        """Whether what is rendered depends on the day on which it is."""
+        """Whether the rendered text contains the current date."""
         return self._template.writes_the_day or self._tool_template.writes_the_day
 
     def _turns(self, conversation: Conversation) -> list[int]:
-        """The numbers of the messages that are trained."""
+        """The indices of the messages that are trained."""
         roles = [message["role"] for message in conversation.messages]
         first = 0
         if self.train_on == "last_turn":
-            # Of a conversation that ends with a question, the answer to the one before it.
+            # If the conversation ends with a question, train the answer to the question before it.
             spoken = max(number for number, role in enumerate(roles) if role == "assistant")
             first = max((number for number in range(spoken) if roles[number] == "user"), default=0)
         return [
@@ -165,5 +165,5 @@ class ChatFormat:
         return Shapes(self._template, self._special)
 
     def __getstate__(self) -> dict[str, object]:
-        # Compiled templates cannot be pickled; they are made again from the same sources.
+        # Compiled templates cannot be pickled; they are compiled again from the same sources.
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}

@@ -1,4 +1,4 @@
-"""The prompt_completion format: a prompt and its answer in columns, joined as they are, trained on the answer."""
+"""The prompt_completion format: prompt and answer columns, concatenated as they are, trained on the answer."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from xorl.data.receipt import Counts
 from xorl.data.shuffle import JSON
 
 CompletionTarget = Literal["completion", "all"]
-# The parts of a prompt in order, and its answer. `input` may be absent or empty.
+# The parts of a prompt in order, and its answer. `input` may be missing or empty.
 SHAPES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("prompt",), "completion"),
     (("instruction", "input"), "output"),
     (("question",), "answer"),
 )
 _OPTIONAL = ("input",)
-# Where a prompt is not written to be continued as it is, a blank line parts it from what follows.
+# A prompt that is not meant to be continued directly is separated by a blank line from what follows.
 _SEPARATOR = "\n\n"
 
 
@@ -30,9 +30,9 @@ _SEPARATOR = "\n\n"
 class PromptCompletionFormat:
     """Rows of prompt and completion, of instruction, input and output, or of question and answer.
 
-    A prompt column is followed by the completion without anything between; the parts of the other shapes by a blank
-    line. The text ends with one EOS, which is trained, and begins with BOS where the tokenizer itself would add it.
-    `columns` maps those names to the columns that hold them.
+    A completion follows its prompt directly; the parts of the other shapes are separated by blank lines. The text ends
+    with one EOS, which is trained, and begins with BOS if the tokenizer itself would add it. `columns` maps those names
+    to the columns that hold them.
     """
 
     limit: int
@@ -49,7 +49,7 @@ class PromptCompletionFormat:
 
     @property
     def selected(self) -> tuple[str, ...]:
-        # Where one of them is missing a reader gives all columns, so that an optional one is never left unread.
+        # If one of them is missing, the reader returns all columns, so that an optional one is never left unread.
         parts, answer = next((shape for shape in SHAPES if set(self.columns) & {*shape[0], shape[1]}), SHAPES[0])
         return tuple(self.columns.get(name, name) for name in (*parts, answer))
 

@@ -1,4 +1,4 @@
-"""What every format makes of a piece of rows, and the length policy that all of them share.
+"""EncodedDocuments, the result of every format, and the length policy that all formats share.
 
 Array legend: T tokens of all documents on one axis, N documents, R rows.
 """
@@ -22,9 +22,9 @@ OVERFLOWS: tuple[Overflow, ...] = get_args(Overflow)
 
 
 class Format(Protocol):
-    """What the rows of one dataset entry mean. Small to pickle: it travels to the processes that encode.
+    """How the rows of one dataset entry become documents. Small to pickle: it is sent to the encoding processes.
 
-    `limit` is the longest document in tokens, `limit_option` the option that says so, for messages.
+    `limit` is the longest document in tokens, `limit_option` the option that sets it, for messages.
     """
 
     @property
@@ -41,35 +41,35 @@ class Format(Protocol):
 
     @property
     def selected(self) -> tuple[str, ...] | None:
-        """The columns it looks at, for readers that can spare the others; None: those of token ids."""
+        """The columns that it reads, so that readers can skip the others; None: those of token ids."""
         ...
 
     @property
     def extras(self) -> tuple[str, ...]:
-        """The per-token columns that its documents carry beside ids and labels."""
+        """The per-token columns of its documents besides ids and labels."""
         ...
 
     @property
     def tokenizer(self) -> TextTokenizer | None:
-        """What makes tokens of its text; None where rows hold tokens already."""
+        """The tokenizer of its text; None if rows hold tokens already."""
         ...
 
     @property
     def masks_prompts(self) -> bool:
-        """Whether only a part of each sample, what the model is to answer, is meant to be trained."""
+        """Whether only a part of each sample, the answer, is meant to be trained."""
         ...
 
     @property
     def writes_the_day(self) -> bool:
-        """Whether documents are others tomorrow, since a template writes the day into them."""
+        """Whether the documents depend on the current date, because a template writes it into them."""
         ...
 
     def fingerprint(self) -> dict[str, JSON]:
-        """What decides the documents beside the samples: part of the cache's key."""
+        """Everything besides the samples that determines the documents: part of the cache key."""
         ...
 
     def encode(self, piece: Piece) -> EncodedDocuments:
-        """The documents of a piece, in order. DataError names the file and row that cannot be used."""
+        """The documents of a piece, in order. DataError names the file and row that is unusable."""
         ...
 
 
@@ -90,7 +90,7 @@ class EncodedDocuments:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows as they came, one after the other; `lengths` [R]. `counted` is what the format itself tells of them."""
+    """Concatenated rows before the length policy; `lengths` [R]. `counted` holds the format's own counts."""
 
     input_ids: np.ndarray
     labels: np.ndarray | None
@@ -101,7 +101,7 @@ class Rows:
 
 
 def id_problem(offender: int, name: str, vocab_size: int | None) -> str:
-    """What is wrong with an id outside the vocabulary, and what to look at."""
+    """The message for an id outside the vocabulary, with what to check."""
     if offender < 0:
         other = f" (only {IGNORE} marks a label that is not trained)" if name == "labels" else ""
         return f"{name} holds the negative id {offender}{other}"
@@ -173,8 +173,10 @@ def fit(rows: Rows, piece: Piece, form: Format) -> EncodedDocuments:
 
 
 def _count_all_trained(rows: Rows, num_trained: np.ndarray, tokenizer: TextTokenizer | None) -> int:
-    """Rows that mask nothing, given the trained tokens of each [R]. The first token never is: where it is a word, and
-    no BOS, it is a prompt of one token."""
+    """Counts the rows without any masked label, from their trained tokens [R].
+
+    A row's first token is never trained: if it is a word and not BOS, it is a prompt of one token.
+    """
     if rows.labels is None:
         return int(np.count_nonzero(rows.has_labels & (rows.lengths > 1)))
     whole = (rows.lengths > 1) & (num_trained == rows.lengths - 1)
@@ -186,7 +188,7 @@ def _count_all_trained(rows: Rows, num_trained: np.ndarray, tokenizer: TextToken
 
 
 def _largest_id(rows: Rows) -> tuple[int, int]:
-    """The largest id among tokens and labels, and its row; -1 where there is none."""
+    """The largest id among tokens and labels, and its row; -1 without any."""
     if not len(rows.input_ids):
         return -1, -1
     where = int(np.argmax(rows.input_ids))
@@ -198,7 +200,7 @@ def _largest_id(rows: Rows) -> tuple[int, int]:
 
 
 def _num_trained(labels: np.ndarray | None, lengths: np.ndarray) -> np.ndarray:
-    """Trained tokens per document: a document's first token has nothing before it that could predict it."""
+    """Trained tokens per document. A document's first token never counts: no token before it predicts it."""
     if labels is None:
         return np.maximum(lengths - 1, 0)
     trained = np.concatenate([np.zeros(1, np.int64), np.cumsum(labels != IGNORE)])

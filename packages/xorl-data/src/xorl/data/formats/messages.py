@@ -1,4 +1,4 @@
-"""Conversations: rows in the OpenAI and ShareGPT shapes become one list of messages, as templates expect it."""
+"""Conversations: converts rows of the OpenAI and ShareGPT shapes to one list of messages, as templates expect it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ROLES = {
     "ipython": "tool",
 }
 _PLAIN_ROLES = frozenset(("system", "user", "assistant"))
-# Who may speak after whom; None is the beginning.
+# Which role may follow which; None is the beginning.
 _FOLLOWS: dict[str | None, tuple[str, ...]] = {
     None: ("system", "developer", "user"),
     "system": ("developer", "user"),
@@ -43,7 +43,7 @@ _OURS = ("train", "weight")
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages as a template takes them. `trained` holds what each message says of itself by train or weight."""
+    """Messages in the form that templates expect. `trained` holds each message's own train or weight field."""
 
     messages: list[Message]
     tools: list[object] | None
@@ -51,7 +51,7 @@ class Conversation:
 
 
 def read_conversation(row: Mapping[str, object], columns: Mapping[str, str]) -> Conversation:
-    """The conversation of a row. DataError, without the row's place, for one that cannot be meant."""
+    """The conversation of a row. DataError, without the row's place, for an invalid one."""
     value = _messages_of(row, columns)
     if not isinstance(value, list):
         raise DataError(f"the messages are {type(value).__name__}, want a list of them")
@@ -68,9 +68,9 @@ def read_conversation(row: Mapping[str, object], columns: Mapping[str, str]) -> 
 
 
 def as_sent(conversation: Conversation) -> Iterator[Conversation]:
-    """The same with tool calls as programs send them: arguments as strings of JSON; then null beside them too.
+    """The same with tool calls in the API's form: arguments as JSON strings; then also with null contents beside them.
 
-    Some templates take no other. None at all where there are no calls.
+    Some templates accept no other form. Empty without tool calls.
     """
     if not any("tool_calls" in message for message in conversation.messages):
         return
@@ -94,7 +94,7 @@ def _as_sent(message: Message, silence: str | None) -> Message:
 
 
 def _add_system(read: list[tuple[Message, bool | None]], row: Mapping[str, object], column: str) -> None:
-    """Puts what the column says at the beginning, unless the conversation begins with just that."""
+    """Inserts the text of the system column at the beginning, unless the conversation already begins with it."""
     system = row.get(column)
     if system is None or system == "":
         return
@@ -131,7 +131,7 @@ def _message(item: object, number: int) -> tuple[Message, bool | None]:
         raise DataError(f"message {number} is {type(item).__name__}, want an object with role and content")
     spoken, said = item.get("role"), item.get("content")
     if len(item) == 2 and isinstance(said, str) and isinstance(spoken, str) and spoken in _PLAIN_ROLES:
-        return {"role": spoken, "content": said}, None  # most messages are no more than that
+        return {"role": spoken, "content": said}, None  # true of most messages
     fields: dict[str, object] = {str(key): value for key, value in item.items() if value is not None}
     role_field, content_field = ("role", "content") if "role" in fields else ("from", "value")
     spoken = fields.pop(role_field, None)
@@ -141,7 +141,7 @@ def _message(item: object, number: int) -> tuple[Message, bool | None]:
     role = _ROLES[spoken]
     flag = _flag(fields, role, number)
     content = fields.pop(content_field, None)
-    if spoken == "function_call":  # ShareGPT's: the content is the call
+    if spoken == "function_call":  # a ShareGPT call: its content is the call
         fields["tool_calls"], content = [_json_object(content, f"message {number}")], None
     _read_calls_(fields, number)
     may_be_missing = any(key in fields for key in ("tool_calls", *_REASONING))
@@ -156,7 +156,7 @@ def _message(item: object, number: int) -> tuple[Message, bool | None]:
 
 
 def _read_calls_(fields: dict[str, object], number: int) -> None:
-    """Have `tool_calls` hold the calls in one shape, also those of OpenAI's older `function_call`; absent if none."""
+    """Converts tool calls, also OpenAI's older `function_call`, to one shape in `tool_calls`; absent if none."""
     if "function_call" in fields:
         if fields.get("tool_calls"):
             raise DataError(f"message {number} has both tool_calls and function_call; leave one out")
@@ -171,7 +171,7 @@ def _read_calls_(fields: dict[str, object], number: int) -> None:
 
 
 def _flag(fields: Mapping[str, object], role: str, number: int) -> bool | None:
-    """What a message says of being trained. Only the assistant's can: nobody else's text is predicted."""
+    """A message's own flag for training. Only assistant messages can have one: no other role is predicted."""
     flags = [fields[name] for name in _OURS if name in fields]
     if not flags:
         return None
@@ -187,7 +187,7 @@ def _flag(fields: Mapping[str, object], role: str, number: int) -> bool | None:
 
 
 def _text(content: object, number: int, *, may_be_missing: bool) -> str:
-    """The content as one string: it may come as a list of parts of text."""
+    """The content as one string; the input may be a list of text parts."""
     if content is None and may_be_missing:
         return ""
     if isinstance(content, list):
@@ -205,7 +205,7 @@ def _text(content: object, number: int, *, may_be_missing: bool) -> str:
 
 
 def _tool_call(call: object, number: int) -> dict[str, object]:
-    """A call in OpenAI's shape, its arguments as an object: templates write it as JSON themselves."""
+    """A call in OpenAI's shape, with its arguments as an object: templates write the JSON themselves."""
     place = f"message {number}: a tool call"
     if not isinstance(call, dict):
         raise DataError(f"{place} is {type(call).__name__}, want an object")
@@ -213,7 +213,7 @@ def _tool_call(call: object, number: int) -> dict[str, object]:
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise DataError(f"{place} has no function name")
-    # Of a call without arguments programs send null, an empty string or an empty object.
+    # Programs send null, an empty string or an empty object for a call without arguments.
     named = {"name": function["name"], "arguments": _json_object(function.get("arguments") or {}, place)}
     rest = {key: value for key, value in call.items() if key in ("id", "index")}
     return {**rest, "type": "function", "function": named}

@@ -13,7 +13,7 @@ FormatName = Literal["tokenized", "chat", "prompt_completion", "text"]
 
 
 def recognise(columns: Iterable[str]) -> FormatName:
-    """The format that columns of these names mean. DataError, without a place, where they mean none."""
+    """The format for these column names. DataError, without a place, if none matches."""
     names = set(columns)
     if "input_ids" in names:
         return "tokenized"

@@ -1,10 +1,10 @@
-"""Conversations of one shape are mostly rendered alike: the rule of turns.py is asked once for a shape, not for each.
+"""Caches, per shape of conversation, where the trained turns are, so that turns.py runs once per shape and not per row.
 
-A shape is who speaks in which order and what is trained. Its frame is learnt from a conversation whose messages are
-placeholders: the texts that the template writes between them, and where in those each turn begins and ends. Every
-conversation is then rendered once, whole; where that is the frame's texts with its own messages between them, to the
-character, its turns are the frame's. Any other is the business of turns.py, so that what a row becomes depends on the
-row alone.
+A shape is the sequence of roles and which messages are trained. Its frame is learnt from a conversation of placeholder
+messages: the texts that the template writes between the messages, and where each turn begins and ends in those texts.
+Each conversation is then rendered once, whole. If the result is exactly the frame's texts with the conversation's
+messages between them, its turns are the frame's. Otherwise turns.py handles it, so that the result for a row depends on
+that row alone.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from xorl.data.formats.messages import Conversation
 from xorl.data.formats.template import ChatTemplate, Message, TemplateRefusal
 from xorl.data.formats.turns import Rendered, render_turns
 
-# The fields that a message may have to be a part of a shape. Reasoning has two names and one text.
+# The fields that a message of a shape may have. Reasoning has two names for the same text.
 _PLAIN = ("role", "content")
 _REASONING = ("thinking", "role", "content", "reasoning_content")
-# Frames are small, and learnt again where forgotten.
+# Frames are small, and learnt again after eviction.
 _MOST_FRAMES = 4096
 
 Shape = tuple[tuple[str, ...], tuple[bool, ...], tuple[int, ...]]
@@ -29,7 +29,7 @@ Shape = tuple[tuple[str, ...], tuple[bool, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class _Place:
-    """`offset` characters behind the text number `slot` - 1 of a conversation, or behind its beginning (0)."""
+    """The position `offset` characters after slot text `slot` - 1 of a conversation, or after its beginning (0)."""
 
     slot: int
     offset: int
@@ -37,7 +37,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Frame:
-    """What a template writes around the `slots` (message, field) of a shape, and where the trained turns are."""
+    """A template's texts around the `slots` (message, field) of a shape, and the places of the trained turns."""
 
     slots: tuple[tuple[int, str], ...]
     between: tuple[str, ...]  # one more than slots
@@ -54,7 +54,7 @@ class Shapes:
         self._frames: dict[Shape, _Frame | None] = {}
 
     def render(self, conversation: Conversation, turns: Sequence[int]) -> Rendered:
-        """The conversation with the turns marked that render_turns would find. DataError as there."""
+        """The conversation with the turns that render_turns would mark. Raises DataError as it does."""
         frame = self._frame(conversation, turns)
         if frame is not None:
             try:
@@ -84,7 +84,7 @@ class Shapes:
         return self._frames[shape]
 
     def _learn(self, messages: Sequence[Message], turns: Sequence[int]) -> _Frame | None:
-        """None where the placeholders do not come back once each, in order."""
+        """The frame; None unless each placeholder appears exactly once, in order."""
         said = {
             (number, field): f"Placeholder {number:06} {field}."
             for number, message in enumerate(messages)
@@ -105,7 +105,7 @@ class Shapes:
         except DataError:
             return None
         text = rendered.text
-        # Reasoning may be left out, or not: that is what the frame is of.
+        # A template may drop reasoning or keep it: the frame records which.
         slots = sorted((slot for slot in said if said[slot] in text), key=lambda slot: text.index(said[slot]))
         if any(text.count(said[slot]) != 1 for slot in slots):
             return None
@@ -124,7 +124,7 @@ class Shapes:
 
 
 def _place(character: int, starts: Sequence[int], ends: Sequence[int]) -> _Place | None:
-    """Where a character is, as seen from the text before it; None inside of one."""
+    """The place of a character relative to the slot text before it; None inside a slot text."""
     for slot, (end, start) in enumerate(zip(ends, starts, strict=True)):
         if end <= character <= start:
             return _Place(slot, character - end)
@@ -132,7 +132,7 @@ def _place(character: int, starts: Sequence[int], ends: Sequence[int]) -> _Place
 
 
 def _fill(frame: _Frame, text: str, messages: Sequence[Message]) -> list[int] | None:
-    """Where in `text` each slot's own text ends, after 0; None where it is not the frame with these messages."""
+    """The end in `text` of each slot's text, after 0; None if `text` is not the frame filled with these messages."""
     if not text.startswith(frame.between[0]):
         return None
     ends, place = [0], len(frame.between[0])

@@ -1,7 +1,7 @@
-"""From texts with trained characters to token ids and labels: the whole text is tokenized once, spans map to tokens.
+"""Converts texts with trained characters to token ids and labels: tokenizes the whole text once, maps spans to tokens.
 
-A token that lies on the border of a span, partly trained text and partly not, is trained and counted as straddling: at
-a turn's beginning it is the first thing the model has to write, at its end it holds what ends the turn.
+A token that crosses the border of a span, with both trained and untrained text, is trained and counted as straddling:
+at a turn's beginning it is the first token the model has to write, at its end it contains the turn's end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from xorl.data.formats.tokenizer import TextTokenizer
 from xorl.data.readers import Piece
 from xorl.data.receipt import Counts
 
-# Encodings hold a string and two numbers for each token: a piece's rows are not all kept at once.
+# An encoding holds a string and two numbers per token: do not keep those of all rows of a piece at once.
 _BATCH_CHARS = 1 << 20
 
 
@@ -34,7 +34,7 @@ class Text:
 
 @dataclass(frozen=True)
 class _Encoded:
-    """Texts as tokens [T], those of which are marked that hold any trained character."""
+    """Texts as tokens [T]; a token is marked if it holds any trained character."""
 
     ids: np.ndarray  # [T] int32
     trained: np.ndarray  # [T] bool
@@ -67,7 +67,7 @@ def tokenize(texts: Sequence[Text], tokenizer: TextTokenizer, piece: Piece, coun
 
 
 def _check_unicode(texts: Sequence[Text], piece: Piece) -> None:
-    """Raises DataError for half a character, which JSON can spell (\\ud83d) and no tokenizer takes."""
+    """Raises DataError for a lone surrogate, which JSON can spell (\\ud83d) and no tokenizer accepts."""
     for index, text in enumerate(texts):
         try:
             text.text.encode()
@@ -93,9 +93,9 @@ def _check_beginnings(rows: Rows, tokenizer: TextTokenizer, piece: Piece) -> Non
 
 
 def _encode(texts: Sequence[Text], tokenizer: TextTokenizer) -> _Encoded:
-    """Where a text is the bytes of its tokens, their lengths tell where they are; else the tokenizer's offsets do.
+    """Encodes texts. If a text is its tokens' bytes, their lengths give the positions, else the tokenizer's offsets do.
 
-    Those cost it a sixth of its time.
+    Computing offsets takes a sixth of the tokenizer's time.
     """
     core, bytes_of = tokenizer.core, tokenizer.bytes_of
     needs_offsets = bytes_of is None and any(text.spans is not None for text in texts)
@@ -136,7 +136,7 @@ def _num_bytes(text: str, num_chars: int) -> int:
 
 
 def _ranges_of_bytes(spans: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """The tokens [low, high) that hold any byte of each span [S, 2], and how many hold others too.
+    """The tokens [low, high) that hold any byte of each span [S, 2], and how many of them also hold bytes outside it.
 
     `ends` [T] is where each token ends.
     """
@@ -147,7 +147,7 @@ def _ranges_of_bytes(spans: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, n
 
 
 def _token_range(encoding: Encoding, start: int, stop: int, num_chars: int, num_tokens: int) -> tuple[int, int, int]:
-    """The tokens [low, high) that hold any of the characters [start, stop), and how many of them hold others too."""
+    """The tokens [low, high) that hold any of the characters [start, stop), and how many of them also hold others."""
     low = _token_at(encoding, start, num_chars, num_tokens)
     high = _token_at(encoding, stop, num_chars, num_tokens)
     straddling = 0
@@ -160,7 +160,7 @@ def _token_range(encoding: Encoding, start: int, stop: int, num_chars: int, num_
 
 
 def _token_at(encoding: Encoding, char: int, num_chars: int, num_tokens: int) -> int:
-    """The first token that holds `char`, or a later one where the tokenizer drops it, such as a trimmed space."""
+    """The first token that holds `char`, or a later one if the tokenizer drops it, such as a trimmed space."""
     for place in range(char, num_chars):
         token = encoding.char_to_token(place)
         if token is not None:

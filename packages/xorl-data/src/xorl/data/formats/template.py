@@ -1,6 +1,6 @@
 """Chat templates: Jinja in a sandbox, with the names and settings that templates of the Hugging Face Hub expect.
 
-What a template makes of messages is here; which part of it is trained is decided in turns.py.
+This file renders messages; turns.py decides which part of the text is trained.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from xorl.data.errors import DataError
 from xorl.data.formats.tokenizer import TextTokenizer
 
 Message = dict[str, object]
-# Unicode noncharacters, which no text that is exchanged may hold: they mark what stands in {% generation %}.
+# Unicode noncharacters, which exchanged text must not contain: they mark the content of {% generation %}.
 _START, _END = "\ufdd0", "\ufdd1"
-# What a template asks for the day, and what it is always given.
+# The function with which templates ask for the date, and the date they always get.
 _DAY = "strftime_now"
 _GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}
 _MARKS = re.compile(f"[{_START}{_END}]")
-# What the sandbox lets pass whatever the object holds: all but internals, str.format and what changes a list or a dict.
+# What the sandbox always allows: everything but internals, str.format and methods that change a list or a dict.
 _HARMLESS = frozenset(
     (kind, name)
     for kind, example in ((str, ""), (list, []), (dict, {}), (LoopContext, None))
@@ -40,14 +40,14 @@ _HARMLESS = frozenset(
 
 
 class TemplateRefusal(Exception):
-    """A template that refuses the messages it is given, or fails on them; the text is for people."""
+    """A template refuses the messages or fails on them; the message is for the user."""
 
 
 class ChatTemplate:
     """A compiled template with the special tokens it may name, and `kwargs`, variables of its own.
 
-    `marks_generation` says that it tells itself, by {% generation %}, what the model writes. `variables` are the names
-    that kwargs may give: strftime_now among them, for which a day stands.
+    `marks_generation` says that the template itself marks the model's text with {% generation %}. `variables` are the
+    names that kwargs may set, among them strftime_now, for which a date stands.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ChatTemplate:
 
     @property
     def writes_the_day(self) -> bool:
-        """Whether it writes the day on which it is rendered, as far as a short conversation shows."""
+        """Whether it writes the current date, as far as a short conversation shows."""
         self._asked_for_day = False
         with suppress(TemplateRefusal):
             self.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], None)
@@ -84,14 +84,14 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], tools: Sequence[object] | None, *, add_generation_prompt: bool = False
     ) -> str:
-        """The text of `messages`. TemplateRefusal where the template does not take them."""
+        """The text of `messages`. TemplateRefusal if the template does not accept them."""
         text = self._render(messages, tools, add_generation_prompt=add_generation_prompt)
         return _MARKS.sub("", text) if self.marks_generation else text
 
     def render_marked(
         self, messages: Sequence[Message], tools: Sequence[object] | None
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text of `messages` and where in it the template's generation blocks are, by character."""
+        """The text of `messages` and the character ranges of the template's generation blocks in it."""
         if _MARKS.search(json.dumps([list(messages), tools], ensure_ascii=False)):
             raise TemplateRefusal("a message holds U+FDD0 or U+FDD1, which are no characters")
         text = self._render(messages, tools, add_generation_prompt=False)
@@ -116,11 +116,12 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            # Template.render builds these names from three mappings each time, for a third of a short template's time.
+            # Template.render rebuilds these names from three mappings each time, which takes a third of a short
+            # template's time.
             return "".join(self._compiled.root_render_func(self._compiled.new_context(names, shared=True)))
         except TemplateError as error:
             raise TemplateRefusal(str(error.message or error)) from error
-        # A template is a program of someone else's: it may fail on a message in any way.
+        # A template is third-party code: it may raise any exception on a message.
         except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError) as error:
             raise TemplateRefusal(f"{type(error).__name__}: {error}") from error
 
@@ -133,9 +134,9 @@ def load_template(
     with_tools: bool,
     kwargs: Mapping[str, object] = MappingProxyType({}),
 ) -> ChatTemplate:
-    """The template that `value` names: a file, one of the tokenizer's templates, or (None) the one it uses itself.
+    """The template that `value` names: a file, one of the tokenizer's templates, or (None) the tokenizer's default.
 
-    `kwargs` are variables for it. DataError where there is none, or its syntax is wrong.
+    `kwargs` are variables for it. DataError if there is none, or its syntax is wrong.
     """
     templates = tokenizer.templates
     place = f"the tokenizer in {tokenizer.folder}"
@@ -171,7 +172,7 @@ def _day_of(value: object) -> datetime | None:
 
 
 class _GenerationBlocks(Extension):
-    """{% generation %} ... {% endgeneration %}: puts marks around what the model writes."""
+    """{% generation %} ... {% endgeneration %}: puts marks around the text that the model writes."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja's name and type)
 
@@ -185,7 +186,7 @@ class _GenerationBlocks(Extension):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """The sandbox, with a short way to what templates read most: the result is the same, several times sooner."""
+    """The sandbox with a fast path for the most frequent reads: the same result, several times faster."""
 
     def getattr(self, obj: object, attribute: str) -> object:
         if (type(obj), attribute) in _HARMLESS:
@@ -196,7 +197,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 def sandbox() -> ImmutableSandboxedEnvironment:
-    """What templates run in."""
+    """The environment in which templates run."""
     environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
@@ -210,7 +211,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Templates want plain JSON; Jinja's own filter writes it for HTML."""
+    """Plain JSON, as templates expect; Jinja's own filter escapes it for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -16,9 +16,9 @@ from xorl.data.shuffle import JSON
 
 @dataclass(frozen=True)
 class TextFormat:
-    """One document a row, in the column text or the one that `columns` maps it to.
+    """One document per row, in the column text or the one that `columns` maps it to.
 
-    A document ends with one EOS and begins with BOS where the tokenizer itself would add it.
+    A document ends with one EOS and begins with BOS if the tokenizer itself would add it.
     """
 
     limit: int
@@ -70,5 +70,5 @@ class TextFormat:
                 f"{piece.place(index)}: column {self._column!r} {state}, want a string; the columns are: "
                 f"{', '.join(row) or 'none'} (columns: names another)"
             )
-        # An empty document stays empty, and is counted as such.
+        # An empty document stays empty and is counted as empty.
         return Text(f"{self.tokenizer.begin_of(value)}{value}{self.tokenizer.end_of(value)}" if value else "", None)

@@ -1,7 +1,7 @@
 """The tokenized format: rows that hold token ids already, and maybe labels, a mask and per-token columns.
 
-`encode` has two ways that give the same arrays: a vectorised one over Arrow lists, which gives up on anything
-irregular, and a plain one, row by row, which takes every spelling (lists, JSON strings, space-separated ids) and raises
+`encode` has two paths that return the same arrays. The vectorised one works on Arrow lists and gives up on anything
+irregular. The plain one goes row by row, accepts every spelling (lists, JSON strings, space-separated ids) and raises
 the errors. Array legend: T tokens of all documents on one axis, N documents, R rows.
 """
 
@@ -28,7 +28,7 @@ _LARGEST_ID = 2**31 - 1
 
 @dataclass(frozen=True)
 class TokenizedFormat:
-    """How rows become documents. `columns` None reads COLUMNS; those beyond COLUMNS become per-token extras."""
+    """How rows become documents. `columns` None reads COLUMNS; other columns become per-token extras."""
 
     limit: int
     overflow: Overflow
@@ -56,7 +56,7 @@ class TokenizedFormat:
 
     @property
     def masks_prompts(self) -> bool:
-        # Labels are what they are: those that train everything may be meant.
+        # The data sets its own labels: training on everything may be intended.
         return False
 
     @property
@@ -64,12 +64,12 @@ class TokenizedFormat:
         return False
 
     def fingerprint(self) -> dict[str, JSON]:
-        # Without vocab_size: a cache is checked against the model by its largest id.
+        # Without vocab_size: the cache is checked against the model later, by its largest id.
         columns = None if self.columns is None else list(self.wanted)
         return {"type": "tokenized", "limit": self.limit, "overflow": self.overflow, "columns": columns}
 
     def encode(self, piece: Piece) -> EncodedDocuments:
-        """Reads one piece and fits its rows. DataError names the file and row that cannot be used."""
+        """Reads one piece and applies the length policy. DataError names the file and row that is unusable."""
         table = piece.table(self.wanted)
         rows = None if table is None else _encode_table(table, self)
         if rows is None:
@@ -78,7 +78,7 @@ class TokenizedFormat:
 
 
 def _encode_table(table: pa.Table, form: TokenizedFormat) -> Rows | None:
-    """The vectorised way; None where a row needs a closer look, be it for its spelling or for its error."""
+    """The vectorised path; None if a row needs the plain path, for its spelling or for its error."""
     columns: dict[str, np.ndarray] = {}
     lengths: np.ndarray | None = None
     for name in form.wanted:
@@ -108,7 +108,7 @@ def _encode_table(table: pa.Table, form: TokenizedFormat) -> Rows | None:
 
 
 def _count_misaligned(rows: Rows) -> Counts:
-    """Samples of which most labels are not the token at their own place; a few that differ may be meant."""
+    """Counts samples in which most labels differ from the token at their own place; a few may be intended."""
     if rows.labels is None:
         return Counts()
     ids, labels = rows.input_ids, rows.labels
@@ -126,7 +126,7 @@ def _count_misaligned(rows: Rows) -> Counts:
 
     num_trained = per_row(trained)
     misaligned = 2 * per_row(same) < num_trained
-    # The last label may be an end that the ids do not have.
+    # The last label may be an end token that the ids lack.
     shifted = misaligned & (per_row(after) >= np.maximum(num_trained - 1, 1))
     return Counts(misaligned=int(np.count_nonzero(misaligned)), shifted=int(np.count_nonzero(shifted)))
 
@@ -149,7 +149,7 @@ def _flat_lists(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray] | None
 
 
 def as_numpy(array: pa.Array) -> np.ndarray:
-    """A view of an Arrow array of numbers without nulls. Arrow's own `to_numpy` imports pandas, for seconds."""
+    """A view of an Arrow array of numbers without nulls. Arrow's own `to_numpy` imports pandas, which takes seconds."""
     return np.from_dlpack(array) if len(array) else np.empty(0, array.type.to_pandas_dtype())
 
 
@@ -170,7 +170,7 @@ def _end_of_ids(vocab_size: int | None) -> int:
 
 
 def _encode_rows(rows: Sequence[Row], piece: Piece, form: TokenizedFormat) -> Rows:
-    """The plain way: every row by itself, with the error that fits."""
+    """The plain path: each row by itself, with the specific error."""
     encoded = [_encode_row(row, index, piece, form) for index, row in enumerate(rows)]
     labelled = [labels is not None for _, labels, _, _ in encoded]
     has_labels = any(labelled)
@@ -228,7 +228,7 @@ def _encode_row(
 
 
 def _numbers(value: object, name: str, index: int, piece: Piece) -> np.ndarray:
-    """A list of numbers, or a string holding one as JSON or separated by spaces; integers for COLUMNS, else floats."""
+    """Numbers from a list, or from a string of JSON or space-separated numbers; integers for COLUMNS, else floats."""
     if isinstance(value, str):
         text = value.strip()
         with suppress(json.JSONDecodeError):
@@ -264,7 +264,7 @@ def _concatenate(arrays: Sequence[np.ndarray], dtype: type[np.generic]) -> np.nd
 
 
 def _without_masked(rows: Rows, mask: np.ndarray) -> Rows:
-    """Leaves out the tokens whose attention_mask is 0: padding would be attended to, and packed, as text."""
+    """Removes the tokens whose attention_mask is 0: otherwise padding would be attended to, and packed, as text."""
     kept = np.concatenate([np.zeros(1, np.int64), np.cumsum(mask)])
     ends = np.cumsum(rows.lengths)
     return replace(

@@ -1,6 +1,6 @@
 """The tokenizer of text formats: its Rust core, its special tokens and its chat templates, loaded once per process.
 
-transformers loads it, since that knows every layout of tokenizer files; what encodes afterwards is the core alone.
+transformers loads it, because it knows every layout of tokenizer files; only the core encodes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from xorl.data.errors import DataError
 from xorl.data.shuffle import digest
 
 _OPTION = "model.tokenizer_path"
-# Byte-level vocabularies are written in letters: printable Latin-1 is itself, other bytes follow from U+0100.
+# Byte-level vocabularies spell bytes as letters: printable Latin-1 is itself, other bytes start at U+0100.
 _PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
 _BYTE_OF_LETTER = {chr(byte): byte for byte in _PRINTABLE} | {
     chr(256 + number): byte for number, byte in enumerate(byte for byte in range(256) if byte not in _PRINTABLE)
@@ -28,7 +28,7 @@ _BYTE_OF_LETTER = {chr(byte): byte for byte in _PRINTABLE} | {
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """A tokenizer with what chat templates read of it. Pickled by the name of its folder; equal by content.
+    """A tokenizer with everything that chat templates read from it. Pickled by its folder's path; equal by content.
 
     `special` are the named special tokens (bos_token, eos_token, ...), `special_texts` all texts that are one special
     token, `templates` the chat templates by name. `adds_bos` says that the tokenizer itself begins a text with BOS.
@@ -56,14 +56,14 @@ class TextTokenizer:
 
     @cached_property
     def bytes_of(self) -> list[bytes] | None:
-        """The bytes that each id stands for, b"" where unknown. None where a text is not its tokens' bytes in a row."""
+        """The bytes of each id, b"" if unknown. None if a text is not the concatenation of its tokens' bytes."""
         found = [b""] * (max(self.core.get_vocab(with_added_tokens=True).values()) + 1)
         for token, number in self.core.get_vocab(with_added_tokens=False).items():
             with suppress(KeyError):
                 found[number] = bytes([_BYTE_OF_LETTER[letter] for letter in token])
         for number, added in self.core.get_added_tokens_decoder().items():
             found[number] = added.content.encode()
-        # Tells tokenizers that put a space at the beginning, or take those beside a special token.
+        # Detects tokenizers that add a space at the beginning, or remove those beside a special token.
         text = " ".join(["An Example,\n  of\ttext é", *self.special_texts, ""])
         ids = self.core.encode(text, add_special_tokens=False).ids
         return found if b"".join(found[number] for number in ids) == text.encode() else None
@@ -78,16 +78,16 @@ class TextTokenizer:
         return str(self.special.get("eos_token") or "")
 
     def begin_of(self, text: str) -> str:
-        """What has to stand before `text`: BOS where the tokenizer itself adds it and the text lacks it."""
+        """The text to put before `text`: BOS if the tokenizer itself adds it and the text lacks it."""
         bos = str(self.special.get("bos_token") or "")
         return bos if self.adds_bos and not text.startswith(bos) else ""
 
     def end_of(self, text: str) -> str:
-        """What has to stand after `text`: EOS, unless it ends so already."""
+        """The text to put after `text`: EOS, unless it ends with it already."""
         return "" if self.eos_text and text.endswith(self.eos_text) else self.eos_text
 
     def id_of(self, name: str) -> int | None:
-        """The id of a named special token, None where the tokenizer has none."""
+        """The id of a named special token, None if the tokenizer has none."""
         text = self.special.get(name)
         return self.core.token_to_id(text) if isinstance(text, str) else None
 
@@ -102,15 +102,15 @@ class TextTokenizer:
 
 
 def load_tokenizer(folder: Path) -> TextTokenizer:
-    """The tokenizer in `folder`. DataError where there is none that can be used, naming model.tokenizer_path."""
-    # A process encodes in one thread: dataset_num_proc says how many there are.
+    """The tokenizer in `folder`. DataError, naming model.tokenizer_path, if there is no usable one."""
+    # A process encodes in one thread: dataset_num_proc sets the number of processes.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Importing transformers takes seconds, and only text formats need it.
     from transformers import AutoTokenizer  # noqa: PLC0415
 
     try:
         loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except Exception as error:  # whatever a tokenizer's files make the library raise
+    except Exception as error:  # the library may raise anything on a tokenizer's files
         raise DataError(f"{_OPTION}: {folder} holds no tokenizer that can be loaded: {_first_line(error)}") from error
     core = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(core, Tokenizer):
@@ -127,7 +127,7 @@ def load_tokenizer(folder: Path) -> TextTokenizer:
     added = loaded.added_tokens_decoder.values()
     special_texts = frozenset(str(token) for token in added if token.special)
     if core.get_vocab().keys() <= special_texts:
-        # Of some families transformers makes one from no file at all, which encodes every text as nothing.
+        # For some families transformers builds one without any file, which encodes every text to nothing.
         raise DataError(
             f"{_OPTION}: {folder} holds no tokenizer; give a folder with a tokenizer.json, or the model's id"
         )
@@ -154,7 +154,7 @@ def _remember(tokenizer: TextTokenizer) -> TextTokenizer:
 
 
 def _load_same(folder: Path, content: str) -> TextTokenizer:
-    """What a pickle means: the tokenizer of that content, which a forked process has already."""
+    """Unpickles: the tokenizer with this content, which a forked process has already."""
     tokenizer = _LOADED.get(content) or load_tokenizer(folder)
     if tokenizer.content != content:
         raise DataError(f"{_OPTION}: the tokenizer in {folder} has changed while data was prepared; start again")

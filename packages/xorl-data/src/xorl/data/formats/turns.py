@@ -1,13 +1,15 @@
 """Which characters of a rendered conversation are trained: those that the model itself would write.
 
-The rule, in this order. (1) Where the template marks {% generation %}, its blocks. (2) Prefixes: a turn begins where
-the messages before it, rendered with the generation prompt, end, and it ends where the rendering up to it ends; both
-have to be beginnings of the whole rendering. (3) Alignment, for templates that write an earlier turn otherwise than
-the last one (reasoning taken out, another end token): the turn is rendered with other contents; what changes in the
-whole rendering is what depends on it, and the turn reaches from the generation prompt before that to the special
-token after. Each way is checked against the whole rendering, and what passes none is refused. In the last two a turn
-ends with its last special token, and whitespace after it is not trained; where the template writes none, it ends with
-the special token that begins the next message, since that is where the model would stop.
+Three methods, in this order. (1) If the template marks {% generation %}, its blocks. (2) Prefixes: a turn begins where
+the rendering of the messages before it, with the generation prompt, ends. It ends where the rendering up to and
+including it ends. Both must be prefixes of the whole rendering. (3) Alignment, for templates that render an earlier
+turn differently from the last one (without its reasoning, with another end token): the turn is rendered again with
+other contents. The part of the whole rendering that changes depends on the turn, and the turn reaches from the
+generation prompt before that part to the special token after it.
+
+The result of each method is checked against the whole rendering; a conversation that passes no check is refused. With
+(2) and (3) a turn ends with its last special token, and whitespace after it is not trained; if the template writes
+none, the turn ends with the special token that begins the next message, since the model would stop there.
 """
 
 from __future__ import annotations
@@ -25,15 +27,15 @@ from xorl.data.formats.template import ChatTemplate, Message, TemplateRefusal
 Span = tuple[int, int]
 # No text begins or ends like both of them.
 _PROBES = ("x0x", "y1y")
-# A message this long does not stand in another one by chance.
+# A message of this length does not occur in another one by chance.
 _TELLING_CHARS = 24
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation's text and the characters of it that are trained; `num_unended` turns have no end token.
+    """A conversation's text and its trained characters; `num_unended` turns have no end token.
 
-    `lacks_reasoning`: the conversation has some, and the text none of it.
+    `lacks_reasoning`: the conversation has reasoning, but the text contains none of it.
     """
 
     text: str
@@ -44,7 +46,7 @@ class Rendered:
 
 @dataclass(frozen=True)
 class _Turn:
-    """Where a turn is in the whole rendering, and how that was found."""
+    """A turn's place in the whole rendering, and the method that found it."""
 
     start: int
     end: int
@@ -53,7 +55,7 @@ class _Turn:
 
 
 def special_pattern(texts: frozenset[str]) -> re.Pattern[str]:
-    """Finds special tokens in a text, the longest that fits."""
+    """Matches special tokens in a text, longest first."""
     ordered = sorted((text for text in texts if text), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, ordered)) if ordered else r"(?!)")
 
@@ -63,8 +65,8 @@ def render_turns(
 ) -> Rendered:
     """Renders the whole conversation and finds the assistant messages `turns` in it.
 
-    DataError, without the row's place, for a conversation that the template refuses, or in which the turns cannot be
-    told for sure.
+    DataError, without the row's place, if the template refuses the conversation, or if the turns cannot be located with
+    certainty.
     """
     messages, tools = conversation.messages, conversation.tools
     try:
@@ -77,7 +79,7 @@ def render_turns(
         for turn in turns:
             found = _turn(template, conversation, whole, turn, special, by_prefix=by_prefix)
             start, end, ended = found.start, found.end, found.ended
-            # A template that writes one earlier turn otherwise writes all of them so: no need to ask again.
+            # A template that renders one earlier turn differently does so for all: no need to try the prefixes again.
             by_prefix = by_prefix and found.by_prefix
             _check_tool_calls(template, conversation, turn, whole[start:end])
             if spans and start < spans[-1][1]:
@@ -90,7 +92,7 @@ def render_turns(
 
 
 def render_all(template: ChatTemplate, conversation: Conversation) -> Rendered:
-    """Renders the whole conversation, all of it trained. DataError, without the row's place, where it is refused."""
+    """Renders a conversation, all of it trained. DataError, without the row's place, if the template refuses it."""
     messages, tools = conversation.messages, conversation.tools
     try:
         text = template.render(messages, tools)
@@ -170,17 +172,17 @@ def _is_ended(text: str, special: re.Pattern[str]) -> bool:
 def _aligned(
     template: ChatTemplate, conversation: Conversation, whole: str, turn: int, before: str, special: re.Pattern[str]
 ) -> _Turn:
-    """The third way. `before` is the rendering of the messages before the turn, with the generation prompt."""
+    """Method (3). `before` is the rendering of the messages before the turn, with the generation prompt."""
     messages = conversation.messages
     first, last = _region(template, conversation, whole, turn)
     start = (
         len(before) if whole.startswith(before) else _start(template, conversation, whole, turn, before, first, special)
     )
-    # An empty answer has its place right behind the generation prompt, or it has none.
+    # An empty answer lies directly after the generation prompt, or nowhere.
     if first > last or first == last != start:
         raise DataError(f"{template.name} writes nothing of message {turn}, so that it cannot be trained")
     _check_alone(template, messages, turn, whole[start:last])
-    # The other contents may have had another end token, of which the last characters are the same.
+    # The other contents may have another end token whose last characters are the same.
     inside = next((match for match in special.finditer(whole, start) if match.start() < last < match.end()), None)
     if inside is not None:
         return _Turn(start, inside.end(), ended=True, by_prefix=False)
@@ -200,11 +202,11 @@ def _start(
     first: int,
     special: re.Pattern[str],
 ) -> int:
-    """Where a turn begins whose message begins to matter at `first`: after the generation prompt before that."""
+    """The beginning of a turn whose message first matters at `first`: after the generation prompt before that."""
     bare = template.render(conversation.messages[:turn], conversation.tools)
     prompt = _generation_prompt(bare, before, special)
     if not prompt:
-        # Spaces that the template writes before the content are the turn's, as they are by prefixes.
+        # Spaces that the template writes before the content belong to the turn, as with prefixes.
         return max(_end_of_words(whole[:first]) + len(bare) - _end_of_words(bare), 0)
     found = whole.rfind(prompt, 0, first)
     if found < 0:
@@ -217,7 +219,7 @@ def _start(
 
 
 def _region(template: ChatTemplate, conversation: Conversation, whole: str, turn: int) -> Span:
-    """The characters of the whole rendering that depend on what a message says."""
+    """The characters of the whole rendering that depend on a message's content."""
     messages = conversation.messages
     first, last = len(whole), 0
     for probe in _PROBES:
@@ -225,7 +227,8 @@ def _region(template: ChatTemplate, conversation: Conversation, whole: str, turn
         try:
             other = template.render(changed, conversation.tools)
         except TemplateRefusal:
-            # Where roles have to take turns, a call and its results are no turns, and words in their place are one.
+            # If roles must alternate, a call and its results do not count as turns, but text in their place counts as
+            # one.
             if "tool_calls" not in messages[turn]:
                 raise
             return _region_of_call(template, conversation, whole, turn)
@@ -234,16 +237,16 @@ def _region(template: ChatTemplate, conversation: Conversation, whole: str, turn
         same = _common_length(whole, other)
         same_end = _common_end(whole, other)
         first, last = min(first, same), max(last, len(whole) - same_end)
-        # The probe itself differs at both ends: nothing of it is taken for what the renderings have in common.
+        # If the probe differs from the message at both ends, none of it was counted as common: no need for another.
         if other.startswith(probe, same) and other.endswith(probe, 0, len(other) - same_end):
             break
     return first, last
 
 
 def _region_of_call(template: ChatTemplate, conversation: Conversation, whole: str, turn: int) -> Span:
-    """The same for a call that words cannot replace: it is written as the last message, and that is looked for.
+    """The same for a call that text cannot replace: renders it as the last message and searches for that rendering.
 
-    It begins in the whole where words would that replace it and all that is said up to the next question.
+    It begins in the whole where a text would begin that replaces the call and everything up to the next question.
     """
     messages, tools = conversation.messages, conversation.tools
     after = template.render(messages[: turn + 1], tools)
@@ -259,7 +262,7 @@ def _region_of_call(template: ChatTemplate, conversation: Conversation, whole: s
 
 
 def _check_alone(template: ChatTemplate, messages: Sequence[Message], turn: int, text: str) -> None:
-    """Raises DataError where what another message says stands in a turn's text; a word may do so by chance."""
+    """Raises DataError if a turn's text contains another message's text; a single word may do so by chance."""
     own = json.dumps(messages[turn], ensure_ascii=False)
     for number, message in enumerate(messages):
         said = str(message["content"]).strip()
@@ -270,7 +273,7 @@ def _check_alone(template: ChatTemplate, messages: Sequence[Message], turn: int,
 
 
 def _generation_prompt(bare: str, before: str, special: re.Pattern[str]) -> str:
-    """What a template adds when it asks for an answer; it may leave out an end that it writes otherwise."""
+    """The text that a template adds to ask for an answer; it may lack an end that the template writes differently."""
     common = _common_length(bare, before)
     inside = next((match for match in special.finditer(before) if match.start() < common < match.end()), None)
     return before[common if inside is None else inside.start() :]
@@ -281,7 +284,7 @@ def _end_of_words(text: str) -> int:
 
 
 def _common_length(one: str, other: str) -> int:
-    """How many characters two texts begin with alike."""
+    """The length of the common prefix of two texts."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -293,7 +296,7 @@ def _common_length(one: str, other: str) -> int:
 
 
 def _common_end(one: str, other: str) -> int:
-    """How many characters two texts end with alike."""
+    """The length of the common suffix of two texts."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

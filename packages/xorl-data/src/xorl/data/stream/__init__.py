@@ -1,4 +1,4 @@
-"""Streaming: rows read, tokenised and packed while training runs, in an order that needs neither buffer nor cache."""
+"""Streaming: reads, tokenizes and packs rows during training, in an order that needs neither buffer nor cache."""
 
 from xorl.data.stream.files import Stream, StreamOptions, open_stream
 from xorl.data.stream.loader import StreamLoader, StreamPlan, stream_bins

@@ -1,6 +1,6 @@
-"""What a stream consists of: the files of all entries, cut into blocks that can be read alone, without reading them.
+"""The files of a stream: those of all entries, cut into independently readable blocks without reading them.
 
-Lines are cut by bytes, Parquet by row groups; what can only be read from its beginning is one block.
+Lines are cut by bytes, Parquet by row groups; a file that can only be read from its beginning is one block.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from xorl.data.shuffle import digest
 from xorl.data.sources import DUMMY, LocatedFile, locate_files
 from xorl.data.stream.reading import block_pieces, open_file, starts_an_array
 
-# The unit of the shuffle and of reading: small enough to mix well and to hold many, large enough to read at speed.
+# The unit of the shuffle and of reading: small enough to mix well and to keep many, large enough to read at full speed.
 BLOCK_BYTES = 1 << 20
 _PARALLEL = 16
 
@@ -43,7 +43,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class StreamFile:
-    """One file and its blocks: of `block_bytes` bytes each, or row groups [groups[i], groups[i + 1]), or one."""
+    """One file and its blocks: `block_bytes` bytes each, or row groups [groups[i], groups[i + 1]), or all of it."""
 
     path: str
     size: int
@@ -56,7 +56,7 @@ class StreamFile:
 
 @dataclass(frozen=True)
 class StreamEntry:
-    """The files of one entry of the configuration, and what their rows mean."""
+    """The files of one entry of the configuration, and their format."""
 
     name: str
     option: str
@@ -76,7 +76,7 @@ class StreamEntry:
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """What a stream is made with: bins of `bin_len` tokens, an order by `seed` (without `shuffle`, as files lie).
+    """The options of a stream: bins of `bin_len` tokens, an order by `seed` (without `shuffle`, in file order).
 
     `vocab_size`, `tokenizer_folder` and `model_special_ids` are as in PrepareOptions.
     """
@@ -91,7 +91,7 @@ class StreamOptions:
 
 @dataclass(frozen=True)
 class Stream:
-    """All entries of a streamed dataset. Small to pickle: it travels to the workers, which open files themselves."""
+    """All entries of a streamed dataset. Small to pickle: it is sent to the workers, which open the files."""
 
     entries: tuple[StreamEntry, ...]
     options: StreamOptions
@@ -106,7 +106,7 @@ class Stream:
 
     @property
     def fingerprint(self) -> str:
-        """Names content, formats and shares: files by size and version (the time of local ones), as none is read."""
+        """Identifies content (by file sizes and versions, local files by time; none is read), formats and shares."""
         files = [[[file.size, file.version, file.num_blocks] for file in entry.files] for entry in self.entries]
         forms = [entry.form.fingerprint() for entry in self.entries]
         shares = [[entry.share.weight, entry.share.num_epochs] for entry in self.entries]
@@ -134,10 +134,10 @@ def open_stream(
     option: str = "data.datasets",
     token: str | bool | None = None,
 ) -> Stream:
-    """The stream of `entries`. Where the row groups of Parquet files begin is kept in the folder `index_path`.
+    """The stream of `entries`. The row-group boundaries of Parquet files are cached in the folder `index_path`.
 
-    Looks at names, sizes and versions, and at the ends of Parquet files, but reads no rows. DataError for what is not
-    there or cannot be streamed.
+    Reads names, sizes and versions, and the footers of Parquet files, but no rows. Raises DataError for what does not
+    exist or cannot be streamed.
     """
     if not entries:
         raise DataError(f"{option} is empty; name at least one dataset")
@@ -180,7 +180,7 @@ def _open_entry(
 
 @dataclass(frozen=True)
 class _FirstBlocks:
-    """The rows of a stream's files from the first on: what recognising their type looks at."""
+    """The first rows of a stream's files, for recognising their type."""
 
     files: Sequence[StreamFile]
     option: str
@@ -192,7 +192,7 @@ class _FirstBlocks:
 
 
 def _indexed(located: Sequence[LocatedFile], ds_type: FileType, index_path: Path, option: str) -> Sequence[StreamFile]:
-    """The files with their blocks. Only the ends of Parquet files need reading, which one process does for all."""
+    """The files with their blocks. Only Parquet footers need reading, which one process does for all."""
     if ds_type != "parquet":
         return _in_parallel(partial(_cut_lines, ds_type=ds_type, option=option), located)
     key = digest("index", [[file.path, file.size, file.version] for file in located], BLOCK_BYTES)
@@ -223,7 +223,7 @@ def _in_parallel(function: Callable[[LocatedFile], Result], files: Sequence[Loca
 def _cut_lines(file: LocatedFile, ds_type: FileType, option: str) -> StreamFile:
     name = PurePosixPath(file.path.partition("?")[0]) if is_url(file.path) else PurePosixPath(file.path)
     lines = ds_type in ("json", "text") and name.suffix.lower() not in COMPRESSIONS
-    # A server is not asked for every file: only this ending is used for both.
+    # Not every remote JSON file is probed: only the suffix .json is used for arrays as well as for lines.
     if lines and ds_type == "json" and (name.suffix.lower() == ".json" or not is_url(file.path)):
         with open_file(file.path, file.size, file.version, option) as opened:
             lines = not starts_an_array(opened)
@@ -234,7 +234,7 @@ def _cut_lines(file: LocatedFile, ds_type: FileType, option: str) -> StreamFile:
 
 
 def _row_groups(file: LocatedFile, option: str) -> list[int]:
-    """Where blocks of about BLOCK_BYTES begin, in row groups, and the end of the last."""
+    """The row groups at which blocks of about BLOCK_BYTES begin, and the end of the last."""
     try:
         with (
             open_file(file.path, file.size, file.version, option) as opened,

@@ -20,15 +20,15 @@ from xorl.data.stream.files import BlockTable, Stream
 from xorl.data.stream.order import RUN_BINS, StreamOrder
 from xorl.data.stream.reading import block_pieces
 
-# Fewer open bins than in memory: each holds documents, in each of many lanes.
+# Fewer open bins than for prepared data: each holds its documents in memory, in each of many lanes.
 _OPEN_BINS = 32
-# Counts are judged as soon as they mean something, and ever more rarely after that.
+# Counts are judged as soon as they are meaningful, then less and less often.
 _FIRST_JUDGED = 1000
 
 
 @dataclass(frozen=True)
 class RunStart:
-    """Where a run of a lane begins: its first bin's number in the lane, the block and the piece to go on with."""
+    """Where a run of a lane begins: the number of its first bin in the lane, and the next block and piece to read."""
 
     first_bin: int = 0
     block: int = 0
@@ -37,10 +37,10 @@ class RunStart:
 
 @dataclass(frozen=True)
 class StreamBin:
-    """A packed bin: its documents, its number in its lane, and the start of the run it came from.
+    """A packed bin: its documents, its number in its lane, and the start of its run.
 
-    `read` are the counts, with the entry they are of, of the pieces that were read since the lane's bin before it: a
-    function of the bin alone, so that they add up over bins to what was read, whoever took which bin.
+    `read` are the counts, with their entry, of the pieces read since the lane's previous bin. They depend on the bin
+    alone, so their sum over bins is the count of everything read, whichever rank gets which bin.
     """
 
     lane: int
@@ -51,7 +51,7 @@ class StreamBin:
 
 
 class Lane:
-    """The bins of lane `lane`, from the run `start` on, without end."""
+    """The endless bins of lane `lane`, from the run `start` on."""
 
     def __init__(self, stream: Stream, order: StreamOrder, lane: int, start: RunStart | None = None) -> None:
         self._stream = stream
@@ -63,7 +63,7 @@ class Lane:
         self._read: list[tuple[int, Counts]] = []
 
     def bins(self) -> Iterator[StreamBin]:
-        """Bin after bin. DataError where data cannot be read, or where a whole epoch holds no document."""
+        """Yields bins. DataError if data cannot be read, or if a whole epoch holds no document."""
         pieces = self._pieces()
         while True:
             run, number = self._run, self._run.first_bin
@@ -74,7 +74,7 @@ class Lane:
             self._run = RunStart(number, self._run.block, self._run.piece)
 
     def _pack_run(self, pieces: Iterator[tuple[RunStart, EncodedDocuments]]) -> Iterator[tuple[Document, ...]]:
-        """The bins of one run; leaves the place after it in `_run`."""
+        """The bins of one run; stores the place after it in `_run`."""
         bin_len, seed = self._stream.options.bin_len, self._stream.options.seed
         run = self._run
         window, documents = OpenBins(bin_len, _OPEN_BINS), dict[int, Document]()
@@ -92,7 +92,7 @@ class Lane:
         rest = [member for _, members in window.flush() for member in members]
         lengths = np.array([len(documents[member].input_ids) for member in rest], dtype=np.int64)
         bins = best_fit_decreasing(lengths, bin_len)
-        # Best fit decreasing sorts by length, which training should not.
+        # Best-fit decreasing sorts by length; training should not see that order.
         order = permutation(len(bins), "rest", seed, self._lane, run.first_bin, run.block, run.piece)
         for position in order:
             yield tuple(documents[rest[member]] for member in bins[position])
@@ -120,7 +120,7 @@ class Lane:
                 self._judge(index, encoded, piece)
                 num_documents += len(encoded.lengths)
                 yield RunStart(0, block, piece_number + 1), encoded
-            # A resume at the end of a block skips all of it, and goes on with the next.
+            # A resume at the end of a block skips the whole block and continues with the next.
             num_empty = 0 if num_documents or skip else num_empty + 1
             if num_empty > self._order.blocks_per_cycle:
                 raise DataError(f"{entry.option}: nothing is left of the stream: a whole epoch of it has no document")
@@ -146,14 +146,14 @@ class Lane:
             judge_counts(judge.counts, entry.name, entry.form, entry.option, entry.allowed, stops=True)
 
     def _judge_all(self) -> None:
-        """Judges data that was read whole, however small: in one lane, after the first epoch."""
+        """Judges a small dataset that was read completely: in one lane, after the first epoch."""
         for judge, entry in zip(self._judges, self._stream.entries, strict=True):
             judge_counts(judge.counts, entry.name, entry.form, entry.option, entry.allowed, stops=True)
 
 
 @dataclass
 class _Judge:
-    """What is known so far of the samples of an entry."""
+    """The counts so far of an entry's samples."""
 
     counts: Counts = field(default_factory=Counts)
     next_at: int = _FIRST_JUDGED

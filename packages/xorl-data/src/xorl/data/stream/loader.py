@@ -1,7 +1,7 @@
-"""StreamPlan and StreamLoader: the micro-batches of a stream, step by step, for one rank, from any step on.
+"""StreamPlan and StreamLoader: the micro-batches of a stream, step by step, for one rank, starting at any step.
 
-Bin k belongs to step k // bins_per_step and, within it, to rank k % dp_size. The place in the data is the step. Where
-each lane's run begins is kept beside it, so that a resume reads a run again and not all that came before.
+Bin k belongs to step k // bins_per_step and, within it, to rank k % dp_size. The step is the position in the data. The
+start of each lane's current run is saved with it, so that a resume reads one run again and not everything before it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from xorl.data.workers import begin, leave_sigterm, unchanged
 
 logger = logging.getLogger(__name__)
 
-# A run's start as two integers that grow together: its first bin; its block and piece in one.
+# A run's start as two integers that grow together: its first bin, and block and piece combined into one.
 _PIECE_BITS = 24
 Positions = Sequence[Sequence[int]]
 
@@ -58,7 +58,7 @@ class StreamPlan:
 
     @property
     def hash(self) -> str:
-        """Names the order: equal hashes train on the same documents at every step. Where training stops is no part."""
+        """Identifies the order: equal hashes train on the same documents at every step, wherever training stops."""
         seed = self.seed if self.shuffle else 0
         return digest("stream plan", self.fingerprint, self.num_lanes, seed, self.shuffle, self.bins_per_step)
 
@@ -66,9 +66,9 @@ class StreamPlan:
 class StreamLoader:
     """The micro-batches of `dp_rank` among `dp_size`, step by step.
 
-    `positions` are those of a checkpoint (see `positions()`), of any number of ranks and workers; without them a later
-    step is reached by reading all that comes before it. The work is divided by lanes, so the number of workers is
-    lowered to one that divides this rank's lanes, and what each does is its own. `tally` counts what was handed out.
+    `positions` come from a checkpoint (see `positions()`) of any number of ranks and workers; without them, reaching a
+    later step means reading everything before it. Work is divided by lanes: the number of workers is lowered to a
+    divisor of this rank's number of lanes, so that workers share no lane. `tally` counts what was returned.
     """
 
     def __init__(
@@ -113,16 +113,16 @@ class StreamLoader:
         return self._plan
 
     def positions(self) -> np.ndarray:
-        """[L, 2] int64: what a resume wants to know of each lane, as of the last step that was handed out.
+        """[L, 2] int64: the state of each lane for a resume, as of the last step that was returned.
 
-        Each rank knows its own lanes; the elementwise maximum over all ranks is what all know.
+        Each rank knows its own lanes; the elementwise maximum over all ranks covers all lanes.
         """
         return self._runs.copy()
 
     def steps(self, start: int = 0) -> Iterator[tuple[int, list[PackedBatch]]]:
         """(step, its micro-batches) from step `start` on.
 
-        Workers start with the first step and end with the iterator, also when it is closed early.
+        Workers start with the first step and end with the iterator, also if it is closed early.
         """
         assert 0 <= start <= self.num_steps, f"step {start} is not in 0..{self.num_steps}"
         per_step = self._plan.bins_per_step // self._dp_size
@@ -142,7 +142,8 @@ class StreamLoader:
             num_workers=self._num_workers,
             prefetch_factor=self._prefetch_factor,
             multiprocessing_context=self._start_method,
-            # Its own, lest the iterator draw from the global generator, whose state a resume restores.
+            # A generator of its own: the iterator would otherwise draw from the global one, whose state a resume
+            # restores.
             generator=torch.Generator(),
         )
         bins = begin(loader)
@@ -168,7 +169,7 @@ class StreamLoader:
 
 
 class _Share(IterableDataset[StreamBin]):
-    """`num` bins, the `first` and every `stride`-th after it; in a worker, its part of them in turn."""
+    """`num` bins: `first` and every `stride`-th after it; in a worker, its part of them in turn."""
 
     def __init__(self, stream: Stream, *, first: int, stride: int, num: int, runs: list[RunStart]) -> None:
         self._stream = stream
@@ -192,13 +193,13 @@ class _Share(IterableDataset[StreamBin]):
 def stream_bins(
     stream: Stream, *, first: int, stride: int, runs: Sequence[RunStart] | None = None
 ) -> Iterator[StreamBin]:
-    """Bin `first` and every `stride`-th after it, without end; `runs` say where each lane may begin, if not at 0."""
+    """Yields bin `first` and every `stride`-th after it, endlessly; `runs` say where lanes begin, if not at 0."""
     order, lanes = StreamOrder(stream), dict[int, Iterator[StreamBin]]()
     for position in count(first, stride):
         number, lane = divmod(position, order.num_lanes)
         if lane not in lanes:
             lanes[lane] = Lane(stream, order, lane, runs[lane] if runs else None).bins()
-        # Bins that belong to others, or were trained on before, are passed over.
+        # Bins of other ranks, or trained on before, are skipped.
         yield next(member for member in lanes[lane] if member.number == number)
 
 

@@ -1,8 +1,8 @@
 """The order of a stream: which block comes where, in which lane. Functions of (stream, seed, epoch) alone.
 
-A lane is a stream of its own that takes every L-th block; bin k of the whole is bin k // L of lane k % L. How many
-lanes there are depends on the data alone, so that bin k is the same on any number of ranks and workers, each of which
-reads the lanes of its own bins and no others wherever the numbers divide.
+A lane is a stream of its own that takes every L-th block; bin k of the whole is bin k // L of lane k % L. The number of
+lanes depends on the data alone, so bin k is the same on any number of ranks and workers. If the numbers divide, each of
+them reads only the lanes of its own bins.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from xorl.data.mixture import Share, drawn_rows
 from xorl.data.shuffle import permutation
 from xorl.data.stream.files import Stream, StreamEntry
 
-# Bins' worth of tokens that are packed together; what is left over at the end of a run is packed best-fit decreasing.
+# Bins' worth of tokens packed together; the documents left at the end of a run are packed best-fit decreasing.
 RUN_BINS = 256
-# Divisible by most numbers of ranks; a lane should have some runs to do, or small data would be read in many epochs
-# at once.
+# Divisible by most numbers of ranks. A lane should have several runs, or small data would be read in many epochs at
+# once.
 _NUM_LANES = (192, 96, 64, 32, 16, 8, 4, 2, 1)
 _RUNS_PER_LANE = 8
-# For counting lanes only: what a token takes as text.
+# Bytes of text per token, to compute the number of lanes only.
 _BYTES_PER_TOKEN = 4
-# How far a share may be from what was asked for, of itself: fewer than a user would notice.
+# The relative deviation of a share from the requested one: less than a user would notice.
 _SHARE_TOLERANCE = 0.03
-# Enough for one block in a thousand, and few enough to try at once.
+# Enough for one block in a thousand, and few enough to try all at once.
 _MOST_EPOCHS = 4096
 
 
@@ -47,7 +47,7 @@ class StreamOrder:
         number = int(np.searchsorted(self._ends, place, side="right"))
         epoch = cycle * len(self._ends) + number
         if epoch not in self._epochs:
-            # Lanes end their epochs at about the same time: two are all that is needed.
+            # Lanes end their epochs at about the same time: two are enough.
             self._epochs = {known: self._epochs[known] for known in (epoch - 1, epoch + 1) if known in self._epochs}
             self._epochs[epoch] = self._epoch(epoch)
         entries, blocks = self._epochs[epoch]
@@ -55,7 +55,7 @@ class StreamOrder:
         return epoch, int(entries[position]), int(blocks[position])
 
     def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """(entry, block) of every place of an epoch; of what is taken in part, another part in every epoch."""
+        """(entry, block) at every place of an epoch; if an entry is used in part, each epoch uses another part."""
         key = (self._fingerprint, self._stream.options.seed, epoch)
         drawn = self._drawn[epoch % len(self._drawn)].tolist()
         parts = [
@@ -71,9 +71,9 @@ class StreamOrder:
 
 
 def _wanted_blocks(entries: tuple[StreamEntry, ...]) -> list[float]:
-    """Blocks of each entry in an epoch, not rounded.
+    """The blocks of each entry in an epoch, not rounded.
 
-    By weights, an epoch is about as many bytes as all files together, divided in proportion; else `num_epochs`.
+    With weights, an epoch has about as many bytes as all files together, divided in proportion; otherwise `num_epochs`.
     """
     shares: list[Share] = [entry.share for entry in entries]
     weights = [share.weight for share in shares if share.weight is not None]
@@ -86,9 +86,9 @@ def _wanted_blocks(entries: tuple[StreamEntry, ...]) -> list[float]:
 
 
 def _blocks_of_epochs(wanted: list[float]) -> np.ndarray:
-    """[epochs of a cycle, entries] int64: the whole blocks that each epoch of a cycle takes, which add up to `wanted`.
+    """[epochs of a cycle, entries] int64: the whole blocks in each epoch of a cycle, whose sum is `wanted`.
 
-    A compressed file is one block, and a tenth of it is one in ten epochs. A cycle has as few as keep the shares.
+    A compressed file is one block, and a tenth of it is one in ten epochs. A cycle is as short as the shares allow.
     """
     num_epochs = np.arange(1, _MOST_EPOCHS + 1)[:, None]
     drawn = np.maximum(1, np.round(num_epochs * np.array(wanted))).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Reading one block of a stream, where it lies: its pieces, the same on every machine."""
+"""Reads one block of a stream in place: its pieces, the same on every machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CODECS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 
 
 class BlockFile(Protocol):
-    """What reading needs of a file; see files.py."""
+    """The attributes of a file that reading needs; see files.py."""
 
     @property
     def path(self) -> str: ...
@@ -47,7 +47,7 @@ class BlockFile(Protocol):
 
 
 def block_pieces(file: BlockFile, block: int, selected: Sequence[str] | None, option: str) -> Iterator[Piece]:
-    """The pieces of block `block` of a file. DataError where it cannot be read, or is no longer what it was."""
+    """The pieces of block `block` of a file. DataError if it cannot be read or has changed."""
     with open_file(file.path, file.size, file.version, option) as opened:
         if file.block_bytes is not None:
             piece = _lines(file, block, opened)
@@ -72,11 +72,11 @@ def block_pieces(file: BlockFile, block: int, selected: Sequence[str] | None, op
 
 
 def open_file(path: str, size: int, version: str, option: str) -> BinaryIO:
-    """A file to read and seek in. DataError where a local one has another size or time than it had."""
+    """Opens a file to read and seek in. DataError if a local one has changed in size or time."""
     if is_url(path):
         storage = _storage(path.split("://", 1)[0], path, option)
         file = RemoteFile(path, size, version or None)
-        # A web server tells with every part that it gives, and a commit of the Hub is what it is.
+        # A web server reports it with every part it returns, and a commit of the Hub never changes.
         if not path.startswith("http") and _COMMIT.match(path) is None:
             now = with_retries(partial(storage.stat, path), path)
             if now is None or (now.size, now.version) != (file.size, file.version):
@@ -95,7 +95,7 @@ def open_file(path: str, size: int, version: str, option: str) -> BinaryIO:
 
 
 class RemoteReader(io.RawIOBase):
-    """A remote file as a stream that seeks, each read a request of its own that is tried again."""
+    """A remote file as a seekable stream; each read is a separate request with retries."""
 
     def __init__(self, storage: Storage, file: RemoteFile) -> None:
         self._storage = storage
@@ -136,7 +136,7 @@ class RemoteReader(io.RawIOBase):
 
 
 def _storage(scheme: str, url: str, option: str) -> Storage:
-    # By process: fsspec's connections do not survive a fork.
+    # Per process: fsspec's connections do not survive a fork.
     key = (os.getpid(), scheme, option)
     if key not in _STORAGES:
         _STORAGES[key] = storage_of(url, option)
@@ -144,12 +144,12 @@ def _storage(scheme: str, url: str, option: str) -> Storage:
 
 
 def starts_an_array(file: BinaryIO) -> bool:
-    """Whether a JSON file holds one array and not an object a line."""
+    """Whether a JSON file holds one array, and not one object per line."""
     return file.read(4096).lstrip(b" \t\r\n\xef\xbb\xbf").startswith(b"[")
 
 
 def _lines(file: BlockFile, block: int, opened: BinaryIO) -> LinesPiece | None:
-    """The lines that begin in the bytes of a block; None where none does."""
+    """The lines that begin in the bytes of a block; None if no line does."""
     assert file.block_bytes is not None
     low = block * file.block_bytes
     high = min(low + file.block_bytes, file.size)
@@ -164,7 +164,7 @@ def _lines(file: BlockFile, block: int, opened: BinaryIO) -> LinesPiece | None:
 
 
 def _line_start(opened: BinaryIO, at: int, size: int) -> int:
-    """The first line that begins at byte `at` or later; `size` where none does."""
+    """The first line that begins at byte `at` or later; `size` if no line does."""
     if at == 0 or at >= size:
         return min(at, size)
     opened.seek(at - 1)

@@ -1,4 +1,4 @@
-"""The first documents of a stream, read to be looked at."""
+"""The first documents of a stream, for inspection."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from xorl.data.stream.loader import stream_bins
 from xorl.data.stream.order import StreamOrder
 from xorl.data.stream.reading import block_pieces
 
-# What is judged before training: enough for a limit of a hundredth, and blocks that take a second to read.
+# The samples judged before training: enough for a limit of one in a hundred, in blocks that take a second to read.
 _JUDGED_SAMPLES = 1000
 _JUDGED_BLOCKS = 8
 
 
 class StreamSample:
-    """Documents of the first epoch in the order in which they are read, for `dataset_statistics`.
+    """Documents of the first epoch in reading order, for `dataset_statistics`.
 
-    `is_all` tells whether they are all that an epoch holds; `fills` [B] is how full the first bins are, as fractions:
-    as many as the documents fill.
+    `is_all` says whether they are the whole epoch; `fills` [B] is the fill of the first bins as fractions, for as many
+    bins as the documents fill.
     """
 
     def __init__(self, stream: Stream, pieces: list[tuple[int, EncodedDocuments]], *, is_all: bool) -> None:
@@ -56,16 +56,16 @@ class StreamSample:
         return len(self.lengths)
 
     def distinct(self) -> tuple[np.ndarray, np.ndarray]:
-        """As of PreparedDocuments: no block was read twice."""
+        """As in PreparedDocuments: no block was read twice."""
         places = np.arange(len(self))
         return places, places
 
     def datasets(self) -> np.ndarray:
-        """Which dataset, by its place in the receipt, the document at each place is of. [N]"""
+        """[N]: the dataset of the document at each place, as its index in the receipt."""
         return self._datasets
 
     def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """(input_ids, labels) of document `index`, int32, not shifted, to be read only."""
+        """(input_ids, labels) of document `index`, int32, not shifted, read-only."""
         number = int(np.searchsorted(self._starts, index, side="right")) - 1
         piece, inner = self._pieces[number], index - int(self._starts[number])
         start = int(self._offsets[number][inner])
@@ -75,10 +75,10 @@ class StreamSample:
 
 
 def judge_beginning(stream: Stream, *, stops: bool = True) -> None:
-    """Judges the first samples of each entry in an order by the seed, as whole data is judged before the first step.
+    """Judges the first samples of each entry, in an order by the seed, by the same checks as prepared data.
 
-    A thousand of them, or all where there are fewer; of long documents those of some blocks, and then only whether
-    anything is trained. DataError for data that stops a run, or (without `stops`) a line in the log.
+    It reads a thousand samples, or all if there are fewer. With long documents it reads those of some blocks, and then
+    only checks whether anything is trained. Raises DataError for data that stops a run, or (without `stops`) logs it.
     """
     for index, entry in enumerate(stream.entries):
         counts, table = Counts(), BlockTable(entry)
@@ -101,9 +101,9 @@ def judge_beginning(stream: Stream, *, stops: bool = True) -> None:
 
 
 def read_sample(stream: Stream, num_documents: int) -> StreamSample:
-    """The first documents of a stream: `num_documents` and what else their last piece holds, or all there are.
+    """The first documents of a stream: `num_documents` and the rest of their last piece, or all if there are fewer.
 
-    DataError where data cannot be read, or where a whole epoch holds no document.
+    DataError if data cannot be read, or if a whole epoch holds no document.
     """
     pieces: list[tuple[int, EncodedDocuments]] = []
     is_all, num = True, 0
@@ -119,7 +119,7 @@ def read_sample(stream: Stream, num_documents: int) -> StreamSample:
 
 
 def _pieces(stream: Stream) -> Iterator[tuple[int, EncodedDocuments]]:
-    """The pieces of the first cycle with their entry, no block twice, whatever a mixture repeats."""
+    """The pieces of the first cycle with their entry; no block twice, whatever a mixture repeats."""
     order, tables = StreamOrder(stream), [BlockTable(entry) for entry in stream.entries]
     seen: set[tuple[int, int]] = set()
     for place in range(order.blocks_per_cycle):

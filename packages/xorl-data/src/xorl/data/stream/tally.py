@@ -1,4 +1,4 @@
-"""Tally: what became of the samples of a stream that was trained on, as numbers that add up over ranks and resumes."""
+"""Tally: what happened to the samples of a stream, as counts that add up over ranks and resumes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _NUM_COUNTS = len(fields(Counts))
 
 
 class Tally:
-    """Counts over bins that were handed out.
+    """Counts over the bins that were returned to training.
 
-    Bins and their tokens are those of the bins themselves. Samples are counted with the first bin of their lane that is
-    finished after they were read, by whoever is handed that bin: each reading of a sample once, and each epoch's
-    reading anew, on any number of ranks and workers and over resumes. A document that still waits in a lane's
+    Bins and tokens are counted for the bins themselves. Samples are counted with the first bin of their lane that is
+    finished after they were read, on the rank that gets that bin. So each reading of a sample counts once, and each
+    epoch counts again, on any number of ranks and workers and over resumes. A document that still waits in a lane's
     open bins is counted before it is trained on; what is read ahead, or read again by a resume, is not counted.
     """
 
