@@ -1,6 +1,6 @@
-"""Saves and loads a training state: collective, verified, published all at once or not at all.
+"""Saves and loads a training state: collective, verified, published atomically.
 
-What is where in a checkpoint is layout.py; how tensors become files is sharded.py and gathered.py.
+layout.py defines the files of a checkpoint; sharded.py and gathered.py turn tensors into files.
 """
 
 import json
@@ -28,7 +28,7 @@ from xorl.ckpt.regions import describe_meshes
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
-# Of each list of tensors in a message: layers repeat, and a few names tell which.
+# The limit of each list of tensors in a message: layers repeat, so a few names are enough.
 _SHOWN = 2
 FurtherFiles: TypeAlias = Callable[[Path], Mapping[str, FileRecord]]
 
@@ -36,9 +36,9 @@ FurtherFiles: TypeAlias = Callable[[Path], Mapping[str, FileRecord]]
 class Stateful(Protocol):
     """A part of a training state. `torch.nn.Module` is one.
 
-    `state_dict` is flat and holds tensors alone (DTensors too), and they are the object's own storage: loading copies
-    into them in place, and then hands them to `load_state_dict`. A plain tensor must be the same on every rank.
-    Neither method may hold a collective.
+    `state_dict` is flat and holds only tensors (DTensors too), which must be the object's own storage: loading copies
+    into them in place, and then passes them to `load_state_dict`. A plain tensor must be the same on every rank.
+    Neither method may run a collective.
     """
 
     def state_dict(self) -> Mapping[str, torch.Tensor]: ...
@@ -48,7 +48,7 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """What a checkpoint held beside the state. `rng` is None when another number of ranks saved it."""
+    """The contents of a checkpoint besides the state. `rng` is None if a different number of ranks saved it."""
 
     step: int
     info: Mapping[str, JSON]
@@ -97,17 +97,16 @@ class Checkpointer:
         """Publish `{root}/global_step_{step}` and move `latest` to it.
 
         With a `name` it becomes `{root}/{name}`, and `latest` does not change. `replaces` allows a checkpoint of this
-        name to exist; it stays complete until the new one takes its place.
+        name to exist; the old one stays complete until the new one takes its place.
 
         Rank 0's `info` goes into the manifest, its `scalars` into a file; `rng` is each rank's own. `write_further` is
-        called on every rank with the folder, writes further files of the caller into it and returns those of this rank;
-        it must raise on every rank or on none.
+        called on every rank with the folder, writes additional files into it and returns those of this rank; it must
+        raise on every rank or on none.
 
-        If any rank fails, all raise, nothing is published, and what was there before is untouched: CheckpointError for
-        what the caller can correct (a folder that cannot be written, a value that is not a tensor), CheckpointFailure
-        otherwise (a full disk).
-        Saving the step that this object saved or loaded last does nothing. Any other step that exists already is a
-        CheckpointError: an existing checkpoint is never written to.
+        If any rank fails, all raise, nothing is published, and existing files are untouched. They raise CheckpointError
+        for errors that the caller can correct (a folder that is not writable, a value that is not a tensor),
+        CheckpointFailure otherwise (a full disk). Saving the step that this object saved or loaded last does nothing.
+        Any other existing step is a CheckpointError: an existing checkpoint is never overwritten.
         """
         assert step >= 0, f"there is no step {step}"
         assert name is not None or not replaces, "a step is never saved again"
@@ -143,8 +142,9 @@ class Checkpointer:
 
         `leaves_out` names parts of the saved state that are not loaded.
 
-        Every file is checked against its hash, and every tensor's name, shape and dtype against the manifest, before
-        the first value is copied. Raises CheckpointError on every rank if the checkpoint is damaged or another model's.
+        Before any value is copied, every file is checked against its hash, and every tensor's name, shape and dtype
+        against the manifest. Raises CheckpointError on every rank if the checkpoint is damaged or belongs to another
+        model.
         """
         path = _normal(path)
         with agreed(f"load {path}"):
@@ -153,7 +153,7 @@ class Checkpointer:
             tensors = _flat(parts)
             problems = _differences(tensors, manifest.tensors)
         _require_same_text("checkpoint", f"{path} (manifest {manifest.digest()})")
-        # The manifest is the same on every rank, and so is the length of this list.
+        # The manifest is the same on every rank, so this list has the same length everywhere.
         held = any_rank_holds([name in tensors for name in sorted(manifest.tensors)])
         unwanted = tuple(f"{part}." for part in leaves_out)
         unexpected = [
@@ -175,7 +175,7 @@ class Checkpointer:
         return LoadedCheckpoint(manifest.step, manifest.info, scalars, rng, path)
 
     def latest(self) -> Path | None:
-        """The checkpoint that `auto` means, or None if there is none. Each rank looks for itself."""
+        """The checkpoint that `auto` selects, or None if there is none. Not collective."""
         return layout.latest_checkpoint(self.root)
 
     def checkpoints(self) -> list[Path]:
@@ -193,7 +193,7 @@ class Checkpointer:
         for folder in (given, self.root / given):
             if layout.is_complete(folder):
                 return _normal(folder)
-        # A run's folder has its checkpoints one below.
+        # The checkpoints of a run's folder are one level below it.
         places = (given, given / self.root.name, self.root)
         within = next((found for place in places if (found := layout.list_checkpoints(place))), [])
         known = f"There are {', '.join(map(str, within[-3:]))}" if within else f"There are none in {self.root} either"
@@ -201,7 +201,7 @@ class Checkpointer:
         raise CheckpointError(f"{given} {reason}. {known}")
 
     def _exists_already(self, final: Path) -> bool:
-        """Whether there is nothing to do. Raises for a folder that is in the way."""
+        """Whether this step is saved already. Raises if another folder is in the way."""
         if not final.exists():
             return False
         if self._current == final and layout.is_complete(final):
@@ -221,7 +221,7 @@ class Checkpointer:
         rng: Mapping[str, torch.Tensor],
         write_further: FurtherFiles | None,
     ) -> Manifest:
-        """Collective: all files but the manifest, which is complete on rank 0 alone."""
+        """Collective: writes all files but the manifest, which it returns; only rank 0's is complete."""
         with agreed("save a checkpoint"):
             tensors = _flat(_collect(state))
             files: dict[str, FileRecord] = {}
@@ -260,7 +260,7 @@ class Checkpointer:
         try:
             layout.remove_leftovers(self.root)
         except OSError as error:
-            # The next save tries again; the failure that brought us here is the one to be told.
+            # The next save tries again; the original failure is the one to report.
             logger.warning("event=leftover_kept root=%s error=%s", self.root, error)
 
     def _prune(self) -> None:
@@ -270,12 +270,12 @@ class Checkpointer:
             for folder in layout.prune(self.root, self._keep_last):
                 logger.info("event=checkpoint_pruned path=%s", folder)
         except OSError as error:
-            # The new checkpoint is published; that an old one stays is no reason to end the run.
+            # The new checkpoint is published; failing to delete an old one does not end the run.
             logger.warning("event=prune_failed root=%s error=%s", self.root, error)
 
 
 def _normal(path: Path | str) -> Path:
-    """Independent of the working folder, which may change, and comparable."""
+    """Absolute, since the working folder may change, and comparable."""
     return Path(os.path.abspath(path))
 
 
@@ -301,7 +301,7 @@ def _collect(state: Mapping[str, Stateful]) -> dict[str, dict[str, torch.Tensor]
 
 
 def _flat(parts: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Under `{part}.{key}`: unambiguous, since a part's name has no dot."""
+    """Flattens to `{part}.{key}`, which is unambiguous, since a part's name has no dot."""
     return {f"{name}.{key}": tensor for name, part in parts.items() for key, tensor in part.items()}
 
 
@@ -332,7 +332,7 @@ def _raise_other_model(path: Path, problems: Mapping[str, list[str]], unexpected
 
 
 def _require_same_text(what: str, text: str) -> None:
-    """Collective. Every rank sees the same texts, so every rank raises or none."""
+    """Collective. Every rank sees the same texts, so either all ranks raise or none."""
     told = all_gather_text(text)
     if any(other != told[0] for other in told):
         raise CheckpointError(f"the ranks were given different values for the {what}: {', '.join(sorted(set(told)))}")

@@ -1,6 +1,6 @@
-"""A model, whole or sharded, as the folder that transformers' `from_pretrained` reads.
+"""Writes a model, whole or sharded, as the folder that transformers' `from_pretrained` reads.
 
-One parameter is in memory at a time, on rank 0. The folder appears at once or not at all.
+Rank 0 holds one parameter in memory at a time. The folder is published atomically.
 """
 
 import functools
@@ -24,7 +24,7 @@ from xorl.ckpt.tensor_file import TensorGroup, write_tensor_file
 
 logger = logging.getLogger(__name__)
 
-# What a tokenizer of transformers is made of, as patterns; anything else in its folder is not the model's.
+# The files of a transformers tokenizer, as patterns; other files in its folder do not belong to the model.
 _FURTHER_TEMPLATES = "additional_chat_templates/*.jinja"  # of other names than default, such as tool_use
 TOKENIZER_FILES = (
     _FURTHER_TEMPLATES,
@@ -42,13 +42,13 @@ TOKENIZER_FILES = (
 )
 _COPIED_FILES = (*TOKENIZER_FILES, "generation_config.json")
 _CONFIG_FILE, CARD_FILE = "config.json", "README.md"
-_TEMPLATE_FILE = "chat_template.jinja"  # comes before one in tokenizer_config.json
+_TEMPLATE_FILE = "chat_template.jinja"  # takes precedence over the template in tokenizer_config.json
 MAX_SHARD_BYTES = 5e9
 
 
 @dataclass(frozen=True)
 class _Shard:
-    """What goes into one file."""
+    """The contents of one file."""
 
     file: str
     groups: tuple[TensorGroup, ...]
@@ -74,8 +74,8 @@ def export_hf(
 ) -> Path:
     """Collective: write safetensors, their index, config.json and the tokenizer's files; returns the folder.
 
-    `dtype` None keeps each parameter's own. `hf_config` is written as it is, except for its dtype, which becomes that
-    of the weights. `chat_template` takes the place of the tokenizer's own. Tied weights are absent, as they are in
+    `dtype` None keeps each parameter's own dtype. `hf_config` is written unchanged except for its dtype, which is set
+    to that of the weights. `chat_template` replaces the tokenizer's own. Tied weights are absent, as they are in
     `params`. `model_card` becomes README.md. `whole` is as in `parameter_groups`. Raises CheckpointError if the folder
     exists and is not empty: nothing is written into it.
     """
@@ -107,7 +107,7 @@ def write_model(
     max_shard_bytes: float = MAX_SHARD_BYTES,
     model_card: str | None = None,
 ) -> None:
-    """Collective: the files of `export_hf`, of tensors under the names of the files, into a folder that is there."""
+    """Collective: write the files of `export_hf`, for tensors under their file names, into an existing folder."""
     shards = _plan(groups, max_shard_bytes)
     for shard in shards:
         write_tensor_file(folder / shard.file, shard.groups)
@@ -125,11 +125,11 @@ def parameter_groups(
     whole: Callable[[str], torch.Tensor] | None = None,
     device: torch.device | None = None,
 ) -> list[TensorGroup]:
-    """Parameters under the names of the files, in the order of the recipes; nothing is gathered before it is written.
+    """Parameters under their file names, in the order of the recipes; each is gathered only when it is written.
 
-    `whole` gives the values of a parameter by its name, as one that folds adapters in does; it may be collective. None
-    gathers the parameter. The groups make tensors on `device` (None: the CPU), which may share memory with what `whole`
-    gave. Raises CheckpointError for a parameter without a recipe.
+    `whole` returns the value of a parameter by its name, for example with an adapter merged into it; it may be
+    collective. None gathers the parameter. The groups make tensors on `device` (None: the CPU), which may share memory
+    with the results of `whole`. Raises CheckpointError for a parameter without a recipe.
     """
     unknown = [name for name in params if name not in recipes]
     if unknown or not params:
@@ -156,9 +156,9 @@ def source_groups(
     names: Sequence[str] | None = None,
     dtype_of: Callable[[str], torch.dtype] | None = None,
 ) -> list[TensorGroup]:
-    """The tensors of a source as they are called there (all of them, or `names`), each read when it is written.
+    """The tensors of a source under its names (all of them, or `names`), each read when it is written.
 
-    They are cast to what `dtype_of` says of a name; None keeps what the source has.
+    They are cast to the dtype that `dtype_of` returns for a name; None keeps the source's dtype.
     """
 
     def read(name: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -191,7 +191,7 @@ def _plan(groups: Sequence[TensorGroup], max_shard_bytes: float) -> list[_Shard]
 
 
 def _units(params: Mapping[str, torch.Tensor], recipes: Mapping[str, WeightRecipe]) -> list[list[str]]:
-    """The parameters in the order of the recipes; those that share a source belong together."""
+    """The parameters in the order of the recipes; those that share a source form one unit."""
     units: list[list[str]] = []
     sharing: dict[str, list[str]] = {}
     for name, recipe in recipes.items():
@@ -214,7 +214,7 @@ def _take_apart(
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
-    """Collective: every rank takes part in each gather; rank 0 alone keeps what it gives."""
+    """Collective: every rank takes part in each gather; only rank 0 keeps the result."""
     parts: dict[str, list[torch.Tensor]] = {}
     for name in unit:
         values = whole(name)
@@ -239,7 +239,7 @@ def _write_rest(
     dtypes = {record.dtype for record in records}
     config = {name: value for name, value in hf_config.items() if name != "torch_dtype"}
     if len(dtypes) == 1:
-        # from_pretrained casts to what the config says.
+        # from_pretrained casts to the config's dtype.
         config["dtype"] = dtypes.pop()
     files: dict[str, bytes] = {_CONFIG_FILE: json_bytes(config)}
     if len(shards) > 1:
@@ -264,7 +264,7 @@ def _write_rest(
 
 
 def _check(folder: Path, shards: Sequence[_Shard]) -> None:
-    """What was written is read again as a reader would find it."""
+    """Reads the written files back as a reader would."""
     with SafetensorsSource(folder) as source:
         wanted = {name: record.shape for shard in shards for name, record in shard.records.items()}
         assert {name: source.shape(name) for name in source.names()} == wanted, (
@@ -273,5 +273,5 @@ def _check(folder: Path, shards: Sequence[_Shard]) -> None:
 
 
 def json_bytes(content: Mapping[str, object]) -> bytes:
-    """JSON as it stands in the folders of models: sorted and indented."""
+    """JSON in the style of model folders: sorted and indented."""
     return (json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()

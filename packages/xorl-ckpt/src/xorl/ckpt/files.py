@@ -1,4 +1,4 @@
-"""Files that are hashed while they are written, hashed again when they are read, and made durable before they count."""
+"""Durable files with hashes: hashed while they are written, and hashed again when they are read."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -10,28 +10,28 @@ import xxhash
 
 from xorl.ckpt.errors import CheckpointError
 
-# Reads of this size run at the speed of the page cache; larger ones only cost memory.
+# Reads of this size run at page-cache speed; larger ones only cost memory.
 READ_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file must be: its size in bytes and the hexadecimal xxh3_128 of its content."""
+    """The expected content of a file: its size in bytes and its hexadecimal xxh3_128."""
 
     size: int
     xxh3_128: str
 
 
 class HashedFile:
-    """A file written from start to end; closing it makes it durable and leaves its `record`.
+    """A file written from start to end; closing it makes it durable and sets its `record`.
 
-    Hashing what is handed over, not what lies on disk afterwards, also catches a write that the disk garbled.
+    The hash is of the bytes passed in, not of those on disk afterwards, so it also detects a corrupted write.
     """
 
     record: FileRecord
 
     def __init__(self, path: Path) -> None:
-        # Unbuffered: a failed write fails where it happens, and closing has nothing left that could fail again.
+        # Unbuffered: a failed write fails at once, and closing has nothing left to write that could fail.
         self._file = path.open("xb", buffering=0)
         self._hash = xxhash.xxh3_128()
         self._size = 0
@@ -45,7 +45,7 @@ class HashedFile:
             self.close()
         self._file.close()
         if self._failure is not None and error is not self._failure:
-            # torch's writer hides a failed write behind a complaint about positions.
+            # torch's writer hides a failed write behind an error about positions.
             raise self._failure
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
@@ -66,7 +66,7 @@ class HashedFile:
         return self._size
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Does nothing: the file is unbuffered."""
 
     def fileno(self) -> int:
         return self._file.fileno()
@@ -79,7 +79,7 @@ class HashedFile:
         self.record = FileRecord(self._size, self._hash.hexdigest())
 
     def abandon(self) -> None:
-        """Let go of a file that will not be finished; nothing where it was closed."""
+        """Close a file that will not be finished; does nothing if it is closed."""
         self._file.close()
 
 
@@ -91,7 +91,7 @@ def write_file(path: Path, content: bytes) -> FileRecord:
 
 
 def hash_file(path: Path) -> FileRecord:
-    """Read a whole file for its size and hash."""
+    """Return the size and hash of a file. Reads all of it."""
     hasher, size = xxhash.xxh3_128(), 0
     buffer = memoryview(bytearray(READ_BYTES))
     with path.open("rb", buffering=0) as stream:
@@ -102,7 +102,7 @@ def hash_file(path: Path) -> FileRecord:
 
 
 def check_sizes(folder: Path, files: Mapping[str, FileRecord]) -> None:
-    """Raise CheckpointError naming every file that is missing or has another size."""
+    """Raise CheckpointError naming every file that is missing or has the wrong size."""
     problems: list[str] = []
     for name, record in files.items():
         try:
@@ -116,7 +116,7 @@ def check_sizes(folder: Path, files: Mapping[str, FileRecord]) -> None:
 
 
 def check_hashes(folder: Path, files: Mapping[str, FileRecord], names: Iterable[str]) -> None:
-    """Raise CheckpointError naming every file among `names` whose content is not what was saved."""
+    """Raise CheckpointError naming every file among `names` whose content differs from its record."""
     problems = [
         f"{name} has another content than was saved (xxh3_128 differs)"
         for name in names
@@ -126,7 +126,7 @@ def check_hashes(folder: Path, files: Mapping[str, FileRecord], names: Iterable[
 
 
 def share_of_files(files: Mapping[str, FileRecord], rank: int, num_ranks: int) -> list[str]:
-    """The files that this rank hashes: largest first to the rank with the least bytes, the same split on every rank."""
+    """The files that this rank hashes: largest first to the rank with the fewest bytes; the same split everywhere."""
     loads = [0] * num_ranks
     shares: list[list[str]] = [[] for _ in range(num_ranks)]
     for name in sorted(files, key=lambda name: (-files[name].size, name)):

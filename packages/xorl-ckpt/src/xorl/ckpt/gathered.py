@@ -1,7 +1,7 @@
-"""Tensors as one file that rank 0 writes (`ckpt_manager: torch`): whole tensors, each rank reads its own rows.
+"""Tensors as one file that rank 0 writes (`ckpt_manager: torch`): it holds whole tensors; each rank reads its own rows.
 
 Rank 0 holds the whole state in memory while it saves; the sharded kind does not. The file is a plain `torch.save` of a
-dict of tensors, and is read back with `weights_only=True` alone.
+dict of tensors, and is only read with `weights_only=True`.
 """
 
 import pickle
@@ -25,7 +25,7 @@ def write_gathered(
     _require_same_names(names)
     whole: dict[str, torch.Tensor] = {}
     for name in names:
-        # Every rank takes part in each gather; rank 0 alone keeps what it gives.
+        # Every rank takes part in each gather; only rank 0 keeps the result.
         full = gather_whole(tensors[name])
         if this_rank() == 0:
             whole[name] = compact(full)
@@ -63,6 +63,6 @@ def _require_same_names(names: list[str]) -> None:
 
 
 def compact(tensor: torch.Tensor) -> torch.Tensor:
-    """On the CPU, and without the rest of a larger storage, which torch.save would write too."""
+    """A copy on the CPU without the rest of a larger storage, which torch.save would write too."""
     tensor = tensor.cpu()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

@@ -1,4 +1,4 @@
-"""A model's folder from what a user writes: a local path, or the id of a repository on the Hugging Face Hub."""
+"""Resolves a model's folder from a local path, or from the id of a repository on the Hugging Face Hub."""
 
 import logging
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ def resolve_folder(
     if isinstance(id_or_path, Path) or text.startswith(("/", "./", "../", "~")) or text.count("/") > 1 or not text:
         raise CheckpointError(f"there is no folder {text!r}")
     try:
-        # Only the top of the repository: folders below hold other formats of the same weights.
+        # Only the top level of the repository: folders below it hold other formats of the same weights.
         found = snapshot_download(text, revision=revision, allow_patterns=list(patterns), ignore_patterns=["*/*"])
     except HFValidationError as error:
         raise CheckpointError(f"{text!r} is neither a folder nor the id of a repository: {error}") from error

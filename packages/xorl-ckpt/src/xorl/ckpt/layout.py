@@ -46,47 +46,47 @@ FORMAT_VERSION = 1
 
 _NAME = re.compile(r"(?:global_)?step_(\d+)")
 _SAVING, _DELETING = ".saving_", ".deleting_"
-# The folder is wrong and another one helps, as opposed to a disk that is full or broken.
+# The folder is wrong and choosing another one helps; other errors mean a full or broken disk.
 _WRONG_FOLDER = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ENAMETOOLONG}
 
 
 def checkpoint_name(step: int) -> str:
-    """The folder of a step; the name that is written (`step_{N}` is read too)."""
+    """The folder name of a step, as written (`step_{N}` is read too)."""
     return f"global_step_{step}"
 
 
 def rng_name(rank: int) -> str:
-    """The file with the states of one rank's random generators."""
+    """The file with the random generator states of one rank."""
     return f"{TRAINING_STATE}/rng_rank{rank}.safetensors"
 
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A saved tensor as the model knows it: its global shape, and its dtype as torch spells it (`float32`)."""
+    """A saved tensor: its global shape, and its dtype as torch spells it (`float32`)."""
 
     shape: tuple[int, ...]
     dtype: str
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "TensorRecord":
-        """That of a tensor, whole or sharded."""
+        """The record of a tensor, whole or sharded."""
         return cls(tuple(tensor.shape), dtype_name(tensor.dtype))
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """torch's object of that name."""
+        """The torch.dtype of that name."""
         found = getattr(torch, self.dtype)
         assert isinstance(found, torch.dtype), f"{self.dtype} is no dtype"
         return found
 
     @property
     def num_bytes(self) -> int:
-        """Of all values."""
+        """The size of all values in bytes."""
         return math.prod(self.shape) * self.torch_dtype.itemsize
 
 
 def software_versions() -> dict[str, str]:
-    """What a checkpoint says it was written with."""
+    """The software versions that a checkpoint records."""
     try:
         own = version("xorl-ckpt")
     except PackageNotFoundError:
@@ -96,10 +96,10 @@ def software_versions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that can be known of a checkpoint without reading its tensors.
+    """Everything about a checkpoint except its tensors' values.
 
-    `info` is the caller's (data position, bins per step, ...). `mesh` lists the device meshes the tensors were spread
-    over. `previous` names what `latest` said when this checkpoint was saved.
+    `info` is the caller's (data position, bins per step, ...). `mesh` lists the device meshes over which the tensors
+    were sharded. `previous` is the content of `latest` when this checkpoint was saved.
     """
 
     step: int
@@ -183,7 +183,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def latest_checkpoint(root: Path) -> Path | None:
-    """What `auto` resumes from: the checkpoint that `latest` names; else the complete one of the highest step."""
+    """The checkpoint from which `auto` resumes: the one that `latest` names, else the highest complete step."""
     complete = list_checkpoints(root)
     pointed = _pointed(root)
     if pointed is None:
@@ -194,7 +194,7 @@ def latest_checkpoint(root: Path) -> Path | None:
         return complete[-1] if complete else None
     step = step_of(pointed) or 0
     for folder in reversed(complete):
-        # The crash came after the rename and before `latest` moved: this one is published, and the newest.
+        # A crash after the rename and before `latest` moved: this checkpoint is published and the newest.
         if (step_of(folder) or 0) > step and read_manifest(folder).previous == pointed.name:
             logger.warning("event=latest_behind root=%s using=%s", root, folder.name)
             return folder
@@ -202,12 +202,12 @@ def latest_checkpoint(root: Path) -> Path | None:
 
 
 def prepare_root(root: Path, option: str) -> None:
-    """Make the root and prove that it can be written; `option` is how the caller's user chose it."""
+    """Make the root and check that it is writable; `option` is the option that names it, for messages."""
     try:
         if not root.is_dir():
             root.mkdir(parents=True, exist_ok=True)
             sync_file(root.parent)
-        # A name of its own: the ranks of several hosts may do this at once.
+        # A unique name: the ranks of several hosts may do this at once.
         Path(tempfile.mkdtemp(prefix=f"{_SAVING}probe_", dir=root)).rmdir()
     except OSError as error:
         if error.errno not in _WRONG_FOLDER:
@@ -218,7 +218,7 @@ def prepare_root(root: Path, option: str) -> None:
 
 
 def begin(root: Path, name: str) -> Path:
-    """Remove what crashed saves left and make the folder that will become the checkpoint of this name."""
+    """Remove the leftovers of crashed saves and create the folder for the checkpoint of this name."""
     remove_leftovers(root)
     folder = root / f"{_SAVING}{name}"
     (folder / TRAINING_STATE).mkdir(parents=True)
@@ -228,7 +228,7 @@ def begin(root: Path, name: str) -> Path:
 def publish(folder: Path, root: Path, manifest: Manifest) -> Path:
     """Turn a folder of `begin`, whose files are written and durable, into the checkpoint that `latest` names.
 
-    That is one of a step; one that has a name of its own is `publish_named`.
+    For a checkpoint of a step; `publish_named` publishes one with a name of its own.
     """
     _require_shared(folder, manifest)
     pointed = _pointed(root)
@@ -239,7 +239,7 @@ def publish(folder: Path, root: Path, manifest: Manifest) -> Path:
     final = root / checkpoint_name(manifest.step)
     if final.exists():
         raise CheckpointError(f"{final} appeared while this checkpoint was written; does another job save there?")
-    # All that can fail on a full disk comes before the rename, which publishes.
+    # Everything that can fail on a full disk comes before the rename that publishes.
     pointer = root / f"{_SAVING}{LATEST}"
     write_file(pointer, f"{final.name}\n".encode())
     folder.rename(final)
@@ -250,9 +250,9 @@ def publish(folder: Path, root: Path, manifest: Manifest) -> Path:
 
 
 def publish_named(folder: Path, final: Path, manifest: Manifest, *, replaces: bool) -> None:
-    """Turn a folder of `begin` into the checkpoint `final`, which `latest` does not know.
+    """Turn a folder of `begin` into the checkpoint `final`; `latest` does not change.
 
-    `replaces` puts it in the place of one that is there, which is whole until then.
+    With `replaces` it replaces an existing one, which stays whole until then.
     """
     _require_shared(folder, manifest)
     write_file(folder / MANIFEST, manifest.to_json().encode())
@@ -272,11 +272,11 @@ def publish_named(folder: Path, final: Path, manifest: Manifest, *, replaces: bo
 
 
 def prune(root: Path, keep_last: int) -> list[Path]:
-    """Remove all but the `keep_last` highest steps, never the one that `latest` names; returns what went."""
+    """Remove all but the `keep_last` highest steps, never the one that `latest` names; returns the removed folders."""
     latest = latest_checkpoint(root)
     old = [folder for folder in list_checkpoints(root)[:-keep_last] if folder != latest]
     for folder in old:
-        # Renamed first: a half deleted checkpoint must not look like a whole one.
+        # Renamed first: a half-deleted checkpoint must not look complete.
         doomed = root / f"{_DELETING}{folder.name}"
         folder.rename(doomed)
         shutil.rmtree(doomed)
@@ -284,7 +284,7 @@ def prune(root: Path, keep_last: int) -> list[Path]:
 
 
 def remove_leftovers(root: Path) -> None:
-    """Remove what a save or a removal left that did not come to its end."""
+    """Remove the leftovers of interrupted saves and removals."""
     for leftover in root.iterdir():
         if leftover.name.startswith((_SAVING, _DELETING)):
             logger.warning("event=leftover_removed path=%s", leftover)
@@ -320,7 +320,7 @@ def _named_latest(root: Path) -> str | None:
 
 
 def _why_unusable(root: Path) -> str:
-    """For people: what `_pointed` met where it gives None."""
+    """The reason, for messages, why `_pointed` returned None."""
     name = _named_latest(root)
     if name is None:
         return f"{LATEST!r} is missing or is no text"
@@ -342,6 +342,6 @@ def _inside(name: str) -> str:
 
 
 def _content_hash(content: Mapping[str, object]) -> str:
-    # Through JSON once more: tuples become lists, so that what is hashed before writing equals what is read.
+    # Through JSON once: tuples become lists, so that the content hashed before writing equals the content read.
     normal = cast(object, json.loads(json.dumps(content)))
     return xxhash.xxh3_128(json.dumps(normal, sort_keys=True).encode()).hexdigest()

@@ -1,10 +1,10 @@
-"""Model weights from a source into parameters that exist, whole or sharded, in place.
+"""Loads model weights from a source into existing parameters, whole or sharded, in place.
 
     all_ranks   each rank reads just the rows of its own shards
     broadcast   rank 0 reads everything once and sends it; the others keep their rows
 
-Both work through the same list of row ranges, in buckets of bounded size, so no rank holds the model beside its shards.
-Rows go to RowTargets: parameters that keep what they are given, or anything else that makes something of it.
+Both process the same list of row ranges, in buckets of bounded size, so no rank holds the whole model beside its
+shards. Rows go to RowTargets: parameters that keep them, or other objects that transform them.
 """
 
 import functools
@@ -37,19 +37,19 @@ logger = logging.getLogger(__name__)
 
 LoadMode: TypeAlias = Literal["broadcast", "all_ranks"]
 
-# Large enough that a broadcast or a copy runs at full speed, small enough that pinning a few of them costs nothing:
-# a file of 1.6 GB in the page cache reaches two H200 at 13 GB/s by 10 MiB, and at 11 GB/s by 128 MiB.
+# Large enough that a broadcast or a copy runs at full speed, small enough that pinning a few buckets costs nothing: a
+# file of 1.6 GB in the page cache reaches two H200 at 13 GB/s with 10 MiB, and at 11 GB/s with 128 MiB.
 BUCKET_BYTES = 32 << 20
 _WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-# A bucket opens with a byte that says whether rank 0 could read it; tensors in it start at multiples of this.
+# A bucket begins with a byte that says whether rank 0 could read it; its tensors start at multiples of this.
 _ALIGNMENT = 64
 
 
 class RowTarget(Protocol):
     """Takes the rows of one parameter, in order.
 
-    `shape` is that of the whole parameter in its recipe; `rows` is the range [first, last) that this rank takes, (0, 0)
-    for none; `device` is where it takes them. After the last rows every rank calls `finish`, in the order of the
+    `shape` is the shape of the whole parameter in its recipe; `rows` is the range [first, last) that this rank takes,
+    (0, 0) for none; `device` is where it takes them. After the last rows every rank calls `finish`, in the order of the
     parameters, so `finish` may be collective.
     """
 
@@ -63,14 +63,14 @@ class RowTarget(Protocol):
     def device(self) -> torch.device: ...
 
     def put(self, start: int, rows: torch.Tensor) -> None:
-        """Take the next rows, which begin at row `start`. They are overwritten after the call."""
+        """Take the next rows, which begin at row `start`. The caller overwrites them afterwards."""
         ...
 
     def finish(self) -> None: ...
 
 
 class _TensorRows:
-    """A parameter that keeps its rows as they are, cast to its dtype."""
+    """A parameter that stores its rows, cast to its dtype."""
 
     def __init__(self, parameter: torch.Tensor) -> None:
         self._local = local_tensor(parameter)
@@ -81,16 +81,16 @@ class _TensorRows:
 
     def put(self, start: int, rows: torch.Tensor) -> None:
         first = start - self._region.offsets[0]
-        # On the device, so that the file's dtype crosses the bus and the cast runs where it is fast.
+        # On the device: the file's dtype crosses the bus, and the cast runs where it is fast.
         self._local[first : first + len(rows)].copy_(self._region.cut_beyond_rows(rows))
 
     def finish(self) -> None:
-        """Nothing is left to do."""
+        """Does nothing."""
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a load did. `bytes_read` are this rank's, from files; `ignored` are names that no parameter needed."""
+    """The result of a load. `bytes_read` counts this rank's reads; `ignored` are names that no parameter needed."""
 
     num_tensors: int
     bytes_read: int
@@ -100,7 +100,7 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Rows [start, stop) of one parameter, as they are stored, at `offset` in a bucket."""
+    """Rows [start, stop) of one parameter, as stored, at `offset` in a bucket."""
 
     name: str
     start: int
@@ -126,12 +126,12 @@ def load_weights(
     ignore: Callable[[str], bool] | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> LoadReport:
-    """Collective: fill every parameter by its recipe, cast to the parameter's dtype; RowTargets take rows as they come.
+    """Collective: fill every parameter by its recipe, cast to the parameter's dtype; RowTargets get rows in order.
 
-    Recipes must be the same on every rank and may be more than this rank's parameters. In broadcast mode only rank 0
-    needs a `source`. Raises CheckpointError on every rank, before anything is written, when names or shapes do not fit:
-    that includes tensors of the source that no recipe uses, unless `ignore(name)` says that they are not wanted, and
-    integers or fp8 where a parameter wants weights.
+    Recipes must be the same on every rank; there may be more of them than this rank has parameters. In broadcast mode
+    only rank 0 needs a `source`. Raises CheckpointError on every rank, before anything is written, if names or shapes
+    do not fit. That includes tensors of the source that no recipe uses, unless `ignore(name)` is true for them, and
+    integers or fp8 values for a parameter that needs weights.
     """
     started = time.monotonic()
     broadcasting = mode == "broadcast" and num_ranks() > 1
@@ -162,7 +162,7 @@ def load_weights(
                 for bucket, data in zip(buckets, _read(buckets, recipes, reading, _device_of(targets)), strict=True):
                     _keep_own_rows(bucket, data, targets, recipes, unfinished)
             finally:
-                # Also where this rank could not read on: the others wait for it in each.
+                # Even if this rank could not continue reading: the others wait for it in each `finish`.
                 unfinished.before(None)
     num_bytes = 0 if reading is None else sum(chunk.num_bytes for bucket in buckets for chunk in bucket.chunks)
     report = LoadReport(len(params), num_bytes, time.monotonic() - started, ignored)
@@ -189,7 +189,7 @@ def _check_source(
     source: WeightSource,
     ignore: Callable[[str], bool] | None,
 ) -> tuple[str, ...]:
-    """Returns the names that are ignored."""
+    """Returns the ignored names."""
     held = set(source.names())
     needed = dict.fromkeys(name for recipe in wanted.values() for name in recipe.sources)
     missing = [name for name in needed if name not in held]
@@ -218,7 +218,7 @@ def _stored_dtype(recipe: WeightRecipe, source: WeightSource) -> torch.dtype:
 def _check_dtypes(
     params: Mapping[str, torch.Tensor | RowTarget], recipes: Mapping[str, WeightRecipe], source: WeightSource
 ) -> None:
-    """Codes of quantised weights are no weights: nothing here knows their scales."""
+    """Codes of quantised weights are no weights: their scales are unknown here."""
     plain = [name for name, param in params.items() if isinstance(param, torch.Tensor) and param.is_floating_point()]
     stored = {name: source.dtype(name) for parameter in plain for name in recipes[parameter].sources}
     codes = [f"{name} ({dtype_name(dtype)})" for name, dtype in stored.items() if dtype not in _WEIGHT_DTYPES]
@@ -235,7 +235,7 @@ def _pack(
     dtypes: Mapping[str, torch.dtype],
     bucket_bytes: int,
 ) -> list[_Bucket]:
-    """Cut ranges of rows into chunks, and put chunks into buckets, in order."""
+    """Cut ranges of rows into chunks, and pack the chunks into buckets, in order."""
     buckets: list[_Bucket] = []
     chunks: list[_Chunk] = []
     end = _ALIGNMENT
@@ -278,7 +278,7 @@ def _broadcast(
     dtypes: Mapping[str, torch.dtype],
     bucket_bytes: int,
 ) -> list[_Bucket]:
-    """Collective: rank 0, which has a source, reads and sends every bucket."""
+    """Collective: rank 0, which has the source, reads and sends every bucket."""
     _require_same_recipes(recipes)
     stored = broadcast_text(" ".join(dtype_name(dtypes[name]) for name in dtypes)).split()
     dtypes = {name: getattr(torch, dtype) for name, dtype in zip(recipes, stored, strict=True)}
@@ -306,13 +306,13 @@ def _broadcast(
 
 
 class _Unfinished:
-    """The targets whose rows have not all come, in the order of the parameters."""
+    """The targets that still miss rows, in the order of the parameters."""
 
     def __init__(self, targets: Mapping[str, RowTarget]) -> None:
         self._targets = list(targets.items())
 
     def before(self, name: str | None) -> None:
-        """Finish those before `name`, whose rows come next; all for None."""
+        """Finish the targets before `name`, whose rows come next; all of them for None."""
         while self._targets and self._targets[0][0] != name:
             self._targets.pop(0)[1].finish()
 
@@ -340,7 +340,7 @@ def _rows(chunk: _Chunk, data: torch.Tensor, recipes: Mapping[str, WeightRecipe]
 
 
 def _require_same_recipes(recipes: Mapping[str, WeightRecipe]) -> None:
-    """Collective. Every rank sees the same texts, so every rank raises or none."""
+    """Collective. Every rank sees the same texts, so either all ranks raise or none."""
     listed = repr([(name, tuple(recipe.shape)) for name, recipe in recipes.items()])
     if len(set(all_gather_text(xxhash.xxh3_128(listed.encode()).hexdigest()))) > 1:
         raise CheckpointError(

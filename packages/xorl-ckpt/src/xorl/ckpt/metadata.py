@@ -1,9 +1,9 @@
-"""Reads DCP's `.metadata`, a pickle, without letting it touch anything.
+"""Reads DCP's `.metadata`, a pickle, without executing anything in it.
 
-Every class the pickle asks for by name is replaced by a throwaway record of this one reading; a name that DCP does not
-write is refused. So a crafted file can neither call nor alter what belongs to Python or torch. The true metadata is
-then built from those records, each value checked. BytesStorageMetadata is missing on purpose: DCP reads the items it
-stands for with an unrestricted unpickler.
+Every class that the pickle names is replaced by a record class made for this one reading; a name that DCP does not
+write is refused. So a crafted file can neither call nor change anything in Python or torch. The real metadata is then
+built from those records, with each value checked. BytesStorageMetadata is missing on purpose: DCP reads the items that
+it describes with an unrestricted unpickler.
 """
 
 import math
@@ -42,7 +42,7 @@ _VALUES = frozenset(
 
 
 def read_metadata(folder: Path, files: Collection[str]) -> dcp.Metadata:
-    """The metadata of a folder, which may refer to `files` alone. Raises CheckpointError for all that is not so."""
+    """The metadata of a folder, which may only refer to `files`. Raises CheckpointError for anything else."""
     path = folder / METADATA
     with path.open("rb") as stream:
         try:
@@ -70,7 +70,7 @@ class _RecordUnpickler(pickle.Unpickler):
 
 
 def _stand_in(name: tuple[str, str]) -> object:
-    """Made anew for each reading, since a pickle can set attributes on what it is given."""
+    """Created for each reading, since a pickle can set attributes on the classes it gets."""
     if name in _RECORDS:
 
         def keep(record: _Record, state: object) -> None:

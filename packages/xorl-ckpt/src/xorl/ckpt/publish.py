@@ -1,4 +1,4 @@
-"""A folder that appears under its name when it is complete, or not at all."""
+"""Publishing a folder atomically: it appears under its name when it is complete, or not at all."""
 
 import shutil
 from collections.abc import Iterator
@@ -12,14 +12,15 @@ from xorl.ckpt.ranks import agreed, this_rank
 
 @contextmanager
 def published(folder: Path) -> Iterator[Path]:
-    """Collective: a temporary sibling to write into, on every rank, which becomes `folder` when the block ends.
+    """Collective: yields, on every rank, a temporary sibling to write into; it becomes `folder` when the block ends.
 
-    Rank 0 alone makes and renames it. The block may hold collectives; it must raise on every rank or on none. Raises
-    CheckpointError if the folder exists and is not empty: nothing is written into it. What a process that was killed
-    left goes when the same folder is made again.
+    Only rank 0 creates and renames it. The block may run collectives; it must raise on every rank or on none. Raises
+    CheckpointError if the folder exists and is not empty: nothing is written into it. Leftovers of a killed process are
+    removed when the same folder is published again.
     """
     folder = Path(folder).absolute()
-    # Not the name of a save in progress: the sibling may be a run's checkpoint, and the run's next save removes those.
+    # Not the name of a save in progress: the sibling may lie in a run's checkpoint folder, and the run's next save
+    # removes those.
     temporary = folder.with_name(f".exporting_{folder.name}")
     with agreed(f"export to {folder}"):
         if this_rank() == 0:
@@ -36,7 +37,7 @@ def published(folder: Path) -> Iterator[Path]:
                 sync_file(temporary)
                 temporary.rename(folder)
                 sync_file(folder.parent)
-    except BaseException:  # Ctrl-C too: nobody else removes it
+    except BaseException:  # Ctrl-C too: nothing else removes it
         if this_rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         raise

@@ -1,7 +1,7 @@
-"""What ranks exchange: short texts, and whether a step succeeded on all of them.
+"""Exchanges short texts between ranks, and whether a step succeeded on all of them.
 
-Everything here also works in a single process without a process group. The default process group is used throughout;
-texts are sent as byte tensors, so that no rank unpickles what another sent.
+Everything here also works in a single process without a process group. It always uses the default process group. Texts
+are sent as byte tensors, so that no rank unpickles data of another.
 """
 
 import json
@@ -15,7 +15,7 @@ from xorl.ckpt.errors import CheckpointError, CheckpointFailure
 
 
 def is_distributed() -> bool:
-    """Whether there are ranks to talk to."""
+    """Whether there are other ranks."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -42,7 +42,7 @@ def collective_device(preferred: torch.device | None = None) -> torch.device:
 
 
 def all_gather_text(text: str) -> list[str]:
-    """Collective: the text of every rank, in the order of ranks."""
+    """Collective: the texts of all ranks, in rank order."""
     if not is_distributed():
         return [text]
     device = collective_device()
@@ -85,7 +85,7 @@ def any_rank_holds(held: list[bool]) -> list[bool]:
 def agreed(action: str) -> Iterator[None]:
     """Collective at its end: if the body raised on any rank, every rank raises. `action` completes "could not ...".
 
-    The body must hold no collective, since a rank that fails in it never reaches the next one.
+    The body must not run a collective, since a rank that fails in it never reaches the next one.
     """
     error: Exception | None = None
     try:
@@ -120,7 +120,7 @@ def raise_together(action: str, error: Exception | None) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """The message, with the kind of error where the message alone may not say it."""
+    """The message, with the error's type if the message alone may not be clear."""
     if isinstance(error, (CheckpointError, CheckpointFailure)):
         return str(error)
     return f"{type(error).__name__}: {error}"

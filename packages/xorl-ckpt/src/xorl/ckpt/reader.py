@@ -1,6 +1,6 @@
-"""WeightSource: tensors that can be read by ranges of rows. WeightRecipe: how they make the parameters of a model.
+"""WeightSource: tensors readable by row ranges. WeightRecipe: how a model's parameters are built from them.
 
-SafetensorsSource reads a folder as Hugging Face writes it: `model.safetensors`, or several files and their index.
+SafetensorsSource reads a folder in Hugging Face's layout: `model.safetensors`, or several files and their index.
 """
 
 import json
@@ -38,7 +38,7 @@ STORED_DTYPES = {
 
 
 class WeightSource(Protocol):
-    """Named tensors that can be read in part. Errors are CheckpointErrors that name the file and the tensor."""
+    """Named tensors that can be read in part. Raises CheckpointErrors that name the file and the tensor."""
 
     def names(self) -> Collection[str]: ...
 
@@ -52,13 +52,13 @@ class WeightSource(Protocol):
 
 
 class WeightRecipe(Protocol):
-    """How one parameter of a model is made of the tensors of a source, and back.
+    """How one parameter of a model is built from the tensors of a source, and split into them again.
 
     `shape` is the parameter's global shape; it has at least one dim. `read` returns its rows [start, stop). `split`
-    takes the whole parameter and returns the source's tensors by name. It must also work on a meta tensor, from which
-    the expected shapes of the source's tensors are known. `join_dim` is None if the parameter holds its sources whole.
-    Otherwise several parameters share one source: each holds a part of it, and the parts, in the order of the recipes,
-    are joined along this dim.
+    takes the whole parameter and returns the source's tensors by name. It must also work on a meta tensor, which gives
+    the expected shapes of the source's tensors. `join_dim` is None if the parameter holds its sources whole. Otherwise
+    several parameters share one source: each holds a part of it, and the parts, in the order of the recipes, are
+    concatenated along this dim.
     """
 
     @property
@@ -76,7 +76,7 @@ class WeightRecipe(Protocol):
 
 
 def source_shapes(recipes: Mapping[str, WeightRecipe]) -> dict[str, tuple[int, ...]]:
-    """The shapes that these recipes, which hold all parts of what they share, expect of their sources."""
+    """The shapes of the source tensors that these recipes expect; they must hold all parts of shared sources."""
     shapes: dict[str, tuple[int, ...]] = {}
     for recipe in recipes.values():
         for name, part in recipe.split(torch.empty(recipe.shape, device="meta")).items():
@@ -88,13 +88,13 @@ def source_shapes(recipes: Mapping[str, WeightRecipe]) -> dict[str, tuple[int, .
 
 
 class SafetensorsSource:
-    """The safetensors of one folder. Files are mapped when first asked for; `close` (or `with`) lets go of them.
+    """The safetensors of one folder. Files are mapped on first use; `close` (or `with`) closes them.
 
-    `single_file` is how the one file is called that needs no index.
+    `single_file` is the name of the only file if there is no index.
     """
 
     def __init__(self, folder: Path, *, single_file: str = SINGLE_FILE) -> None:
-        """Raises CheckpointError when the folder holds no safetensors, or an index that is wrong."""
+        """Raises CheckpointError if the folder holds no safetensors, or a wrong index."""
         self._folder = Path(folder)
         self._single_file = single_file
         self._stack = ExitStack()

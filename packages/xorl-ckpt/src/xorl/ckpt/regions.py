@@ -1,4 +1,4 @@
-"""Which part of a global tensor this rank holds; the one place that asks DTensor about it."""
+"""Which part of a global tensor this rank holds; the only file that asks DTensor for it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 @dataclass(frozen=True)
 class Region:
-    """A box of a global tensor: where it starts and how long it is in each dim. A plain tensor is the whole box."""
+    """A box of a global tensor: its start and length in each dim. A plain tensor is the whole box."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -29,21 +29,21 @@ class Region:
         return whole
 
     def cut_beyond_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """The view of this box in some rows of the global tensor, which dim 0 is already cut to."""
+        """The view of this box in rows of the global tensor, which is already cut along dim 0."""
         for dim in range(1, len(self.sizes)):
             rows = rows.narrow(dim, self.offsets[dim], self.sizes[dim])
         return rows
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The storage of this rank, to be written in place."""
+    """This rank's storage of the tensor, to be written in place."""
     if isinstance(tensor, DTensor):
         return tensor.to_local().detach()
     return tensor.detach()
 
 
 def local_region(tensor: torch.Tensor) -> Region:
-    """The box of the global tensor that `local_tensor` is."""
+    """The box of the global tensor that `local_tensor` covers."""
     if not isinstance(tensor, DTensor):
         return Region((0,) * tensor.ndim, tuple(tensor.shape))
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -58,7 +58,7 @@ def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def describe_meshes(tensors: Sequence[torch.Tensor]) -> list[dict[str, list[str] | list[int]]]:
-    """The device meshes of the DTensors among `tensors`, each once: names and sizes of its axes."""
+    """The distinct device meshes of the DTensors among `tensors`: names and sizes of their axes."""
     meshes = {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}
     described = {(tuple(mesh.mesh_dim_names or ()), tuple(mesh.shape)) for mesh in meshes}
     return [{"axes": list(names), "sizes": list(sizes)} for names, sizes in sorted(described)]

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, one at a time and whole, for those who want no training state: exports."""
+"""The tensors of a checkpoint, whole and one at a time, for exports, which need no training state."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
@@ -17,18 +17,18 @@ Dense = Callable[[str, Callable[[str], torch.Tensor | None]], torch.Tensor | Non
 
 
 class SavedParameters:
-    """The parameters of a checkpoint's model under the names that they have outside, as a `WeightSource`.
+    """The parameters of a checkpoint's model under their external names, as a `WeightSource`.
 
-    Parameters are read whole, one at a time; the last is kept, since several tensors may be parts of it.
+    Parameters are read whole, one at a time; the last one is kept, since several tensors may be parts of it.
     """
 
     def __init__(
         self, folder: Path, part: str, recipes: Mapping[str, WeightRecipe], dense: Dense | None = None
     ) -> None:
-        """`part` is the model's name in the checkpoint's state. Raises CheckpointError where one is not saved.
+        """`part` is the model's name in the checkpoint's state. Raises CheckpointError if a parameter is not saved.
 
-        dense: (name, what reads a saved tensor by its name, or None where it is not saved) -> the parameter, of weights
-        that are saved in another form; None takes what is saved by the parameter's name.
+        dense: (name, function from a name to the saved tensor, or to None if it is not saved) -> the parameter, for
+        weights that are saved in another form; None reads the tensor saved under the parameter's name.
         """
         self._folder = folder
         self._part = part
@@ -48,14 +48,14 @@ class SavedParameters:
 
     @classmethod
     def holds(cls, folder: Path, part: str, names: Iterable[str]) -> bool:
-        """Whether all these parameters are in the checkpoint."""
+        """Whether the checkpoint has all these parameters."""
         saved = read_manifest(folder).tensors
         return all(f"{part}.{name}" in saved for name in names)
 
     def verify(self) -> None:
-        """Check sizes and hashes of the checkpoint's files, which the ranks share; collective.
+        """Check sizes and hashes of the checkpoint's files, split over the ranks; collective.
 
-        Raises CheckpointError on every rank that says what is damaged.
+        Raises CheckpointError on every rank, naming what is damaged.
         """
         with agreed(f"read {self._folder}"):
             files = self._manifest.files
@@ -70,7 +70,7 @@ class SavedParameters:
 
     def dtype(self, name: str) -> torch.dtype:
         dtype = self._manifest.tensors[f"{self._part}.{self._makers[name][0]}"].torch_dtype
-        # What is saved in another form, as bytes, has none of its own.
+        # Weights saved in another form, as bytes, have no dtype of their own.
         return dtype if dtype.is_floating_point else torch.bfloat16
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> torch.Tensor:
@@ -95,6 +95,6 @@ class SavedParameters:
         if self._metadata is None:
             gathered.read_gathered(wanted, self._folder)
         else:
-            # Who loads a model from here has rank 0 read, in its own time.
+            # When a model is loaded from here, only rank 0 reads, and not in step with the others.
             sharded.read_shards(wanted, self._folder, self._metadata, alone=True)
         return values

@@ -1,7 +1,7 @@
 """Tensors as torch's distributed checkpoint (DCP) files: each rank writes and reads its own shards.
 
-DCP brings the planning and the resharding. What it lacks is here: files are hashed as they are written, and nothing
-that is read back is unpickled without restriction (`.metadata` is read by `metadata.py`).
+DCP does the planning and the resharding. This file adds two things: files are hashed as they are written, and nothing
+is unpickled without restriction (`metadata.py` reads `.metadata`).
 """
 
 import io
@@ -31,7 +31,7 @@ from xorl.ckpt.regions import dtype_name
 def write_shards(
     tensors: Mapping[str, torch.Tensor], folder: Path
 ) -> tuple[dict[str, FileRecord], dict[str, TensorRecord]]:
-    """Collective: this rank's files, and the shapes and dtypes of all tensors. A failing rank fails every rank."""
+    """Collective: writes this rank's files; returns them and all shapes and dtypes. Fails on every rank or on none."""
     writer = _HashingWriter(folder)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _dcp_failures("write the checkpoint", CheckpointFailure), _quiet_single_process():
@@ -40,9 +40,9 @@ def write_shards(
 
 
 def read_shards(tensors: Mapping[str, torch.Tensor], folder: Path, metadata: Metadata, *, alone: bool = False) -> None:
-    """Collective: copies into `tensors` in place. `metadata` is what `read_metadata` returned for the folder.
+    """Collective: copies into `tensors` in place. `metadata` is the result of `read_metadata` for the folder.
 
-    `alone` reads plain tensors for this rank, whatever others do.
+    `alone` reads plain tensors on this rank only, without a collective.
     """
     reader = _CheckedReader(folder, metadata)
     planner = _TensorsOnlyPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -59,7 +59,7 @@ def _tensor_records(metadata: Metadata) -> dict[str, TensorRecord]:
 
 
 class _HashedFiles(FileSystem):
-    """DCP's file system, whose new files are hashed, exclusive, and durable when they are closed."""
+    """DCP's file system with new files that are hashed, exclusive, and durable when they are closed."""
 
     def __init__(self) -> None:
         self.records: dict[str, FileRecord] = {}
@@ -78,7 +78,7 @@ class _HashedFiles(FileSystem):
 
 class _HashingWriter(FileSystemWriter):
     def __init__(self, folder: Path) -> None:
-        # No sync_files: our files are synced when they are closed.
+        # No sync_files: closing a file syncs it.
         super().__init__(folder, sync_files=False, overwrite=False)
         self.files = _HashedFiles()
         self.fs = self.files
@@ -89,7 +89,7 @@ class _HashingWriter(FileSystemWriter):
 
 
 class _CheckedReader(FileSystemReader):
-    """Serves the metadata that was checked. DCP reads the tensors in the shards with `weights_only=True`."""
+    """Returns the checked metadata. DCP reads the tensors in the shards with `weights_only=True`."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
@@ -107,7 +107,7 @@ class _TensorsOnlyPlanner(DefaultLoadPlanner):
 
 @contextmanager
 def _dcp_failures(action: str, kind: type[CheckpointError] | type[CheckpointFailure]) -> Iterator[None]:
-    """DCP raises its own BaseException, on every rank, with the errors of all."""
+    """Translates DCP's own BaseException, which it raises on every rank with the errors of all."""
     try:
         yield
     except CheckpointException as failure:

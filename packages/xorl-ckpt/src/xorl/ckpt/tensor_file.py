@@ -1,6 +1,6 @@
-"""A safetensors file, written as its tensors come: the header first, then the values of one group after another.
+"""Writes a safetensors file as its tensors become available: the header first, then the values, group by group.
 
-No process ever holds the file. What tensors there are, and how they are made, is the caller's.
+No process ever holds the whole file. The caller defines the tensors and how they are made.
 """
 
 import json
@@ -16,17 +16,17 @@ from xorl.ckpt.ranks import agreed, this_rank
 from xorl.ckpt.reader import STORED_DTYPES
 
 _NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
-# What readers of safetensors expect of whoever wrote tensors of torch.
+# Readers of safetensors expect this of files with torch tensors.
 _METADATA = {"format": "pt"}
 _HEADER_ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """Tensors that come into being together, such as those into which one parameter is taken apart.
+    """Tensors that are made together, such as those that one parameter splits into.
 
-    `records` says what they are before any of them has values. `make` gives the values on rank 0; it may be collective,
-    so every rank calls it, and what the others get does not matter.
+    `records` describes them before any of them has values. `make` returns the values on rank 0; it may be collective,
+    so every rank calls it, and its result on other ranks is ignored.
     """
 
     records: Mapping[str, TensorRecord]
@@ -38,11 +38,11 @@ class TensorGroup:
 
 
 def write_tensor_file(path: Path, groups: Sequence[TensorGroup]) -> FileRecord | None:
-    """Collective: rank 0 writes a new, durable file, and gets what it is; None elsewhere.
+    """Collective: rank 0 writes a new, durable file, and returns its record; None elsewhere.
 
-    The bytes depend on the names, the values and the order of the groups alone, not on the number of ranks.
+    The bytes depend only on the names, the values and the order of the groups, not on the number of ranks.
     """
-    # Wide elements first, as every writer does: readers view the values in place, which needs them aligned.
+    # Wide elements first, as every writer does: readers view the values in place, which needs alignment.
     ordered = sorted(groups, key=lambda group: -max(record.torch_dtype.itemsize for record in group.records.values()))
     stream: HashedFile | None = None
     with agreed(f"write {path}"):
@@ -87,5 +87,5 @@ def _bytes(name: str, tensor: torch.Tensor, record: TensorRecord) -> memoryview 
     tensor = tensor.detach().cpu().contiguous()
     found = TensorRecord.of(tensor)
     assert found == record, f"{name} was announced as {record} and came as {found}"
-    # A view of no bytes cannot be cast.
+    # A view without bytes cannot be cast.
     return tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b""

@@ -1,7 +1,7 @@
-"""Bytes from files to a device in buckets of bounded size: the next bucket is read while this one is used.
+"""Streams bytes from files to a device in buckets of bounded size: reads the next bucket while this one is used.
 
-On CUDA the buckets pass through pinned memory and a stream of their own, so that reading, copying and using overlap. On
-the CPU a bucket is used where it was read.
+On CUDA the buckets pass through pinned memory and a separate stream, so that reading, copying and using overlap. On the
+CPU a bucket is used where it was read.
 """
 
 from collections import deque
@@ -17,9 +17,9 @@ _NUM_BUFFERS = 3
 def stream_buckets(
     num_bytes: Sequence[int], fill: Callable[[int, torch.Tensor], None], device: torch.device
 ) -> Iterator[torch.Tensor]:
-    """Yields, for each i, `num_bytes[i]` bytes on `device` that `fill(i, bytes)` wrote on a thread of its own.
+    """Yields, for each i, `num_bytes[i]` bytes on `device` that `fill(i, bytes)` wrote in a thread.
 
-    What is yielded is valid until the next one is asked for. An error in `fill` is raised here, in its turn.
+    A yielded bucket is valid until the next one is requested. An error in `fill` is raised here, in order.
     """
     if device.type == "cuda":
         yield from _through_pinned_memory(num_bytes, fill, device)
@@ -58,7 +58,7 @@ class _ReadAhead:
         return self._filling.popleft().result()
 
     def give_back(self) -> None:
-        """The oldest buffer taken is free again: read the next bucket into it."""
+        """Release the oldest buffer taken: the next bucket is read into it."""
         if self._submitted < len(self._num_bytes):
             self._filling.append(self._pool.submit(self._fill_one, self._submitted))
             self._submitted += 1
@@ -82,7 +82,7 @@ def _through_pinned_memory(
         def start_copy(index: int) -> tuple[torch.Tensor, torch.cuda.Event]:
             host, copied = read_ahead.next(), torch.cuda.Event()
             with torch.cuda.stream(copying):
-                # An event that was never recorded is no obstacle.
+                # Waiting for an event that was never recorded returns at once.
                 copying.wait_event(used[index % 2])
                 target = slots[index % 2][: host.numel()]
                 target.copy_(host, non_blocking=True)
@@ -93,7 +93,7 @@ def _through_pinned_memory(
         for index in range(len(num_bytes)):
             assert ahead is not None
             target, copied = ahead
-            # Bucket i + 1 is copied while bucket i is used; its buffer on the device was used by bucket i - 1.
+            # Bucket i + 1 is copied while bucket i is used; its device buffer was last used by bucket i - 1.
             ahead = start_copy(index + 1) if index + 1 < len(num_bytes) else None
             using.wait_event(copied)
             yield target
