@@ -1,8 +1,8 @@
-"""Linear layers with one weight for each group of neighbouring tokens, of which several groups make up a row.
+"""Linear layers with a separate weight for each group of adjacent tokens, for several groups in a row.
 
-One product serves all groups, however many there are and wherever they end: the ends are on the device, so the host
-waits for nothing, and compiled code knows nothing of them. Operators of torch's own kernels for grouped products on
-GPUs, in bf16; a loop over the groups elsewhere, which is the plain twin.
+One product serves all groups, whatever their number and sizes: the group ends are on the device, so the host does not
+wait, and compiled code does not depend on them. On GPUs in bf16 these are torch's grouped matrix products; elsewhere a
+loop over the groups, which is the plain twin.
 
 Shapes: T tokens, S weights, N output features, K input features.
 """
@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-# What torch's kernels need of the strides of their operands.
+# torch's kernels require operand strides that are multiples of this.
 ALIGNMENT_BYTES = 16
 
 
 class TokenGroups(NamedTuple):
-    """Which tokens use which of S weights. Tensors on the device of the tokens.
+    """Which tokens use which of S weights. The tensors are on the device of the tokens.
 
-    ends: [S] int32, where the groups end in the row, in its order; groups may be empty, and the last ends at T.
+    ends: [S] int32, the ends of the groups, in row order; groups may be empty, and the last ends at T.
     order: [S] int64, the weight of each group: every weight once.
     inverse: [S] int64, the group of each weight.
     """
@@ -35,9 +35,9 @@ class TokenGroups(NamedTuple):
 
     @classmethod
     def of(cls, runs: Sequence[tuple[int, int]], num_weights: int) -> TokenGroups:
-        """On the CPU, from (weight, number of tokens) of each group in the order of the row.
+        """Builds it on the CPU, from (weight, number of tokens) of each group in row order.
 
-        Raises ValueError for a weight that has two groups, since its tokens must be neighbours.
+        Raises ValueError if a weight has two groups, since its tokens must be adjacent.
         """
         order = [weight for weight, _ in runs]
         if len(set(order)) < len(order):
@@ -49,9 +49,9 @@ class TokenGroups(NamedTuple):
 
 
 def grouped_linear(x: Tensor, weight: Tensor, groups: TokenGroups, addend: Tensor | None = None) -> Tensor:
-    """x[t] @ weight[s].T for each token t of the group of weight s, and the addend's row; [T, N] in the dtype of x.
+    """x[t] @ weight[s].T for each token t in the group of weight s, plus the addend's row; [T, N] in the dtype of x.
 
-    Products accumulate in fp32 and are rounded once before the sum. A weight without tokens has a gradient of zeros.
+    Products accumulate in fp32 and are rounded once before the sum. The gradient of a weight without tokens is zero.
 
     Args:
         x: [T, K].
@@ -116,7 +116,7 @@ def _outer(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     x = x.contiguous()
     if _has_kernel(x, x.shape[1], grad.shape[1]):
         outer = torch._grouped_mm(grad.t(), x, offs=ends)
-        # Whatever the kernel leaves where it sums over no token.
+        # The kernel leaves arbitrary values where it sums over no token.
         return outer.masked_fill_((ends.diff(prepend=ends.new_zeros(1)) == 0)[:, None, None], 0)
     outer = x.new_zeros(len(ends), grad.shape[1], x.shape[1])
     for group, tokens in enumerate(_slices(ends, x.shape[0])):
@@ -132,7 +132,7 @@ def _slices(ends: Tensor, num_tokens: int) -> list[slice]:
 
 
 def _has_kernel(x: Tensor, *widths: int) -> bool:
-    """Whether torch multiplies such groups at once, without asking the host where they end."""
+    """Whether torch has a kernel for these groups that does not need their ends on the host."""
     if x.device.type != "cuda" or x.dtype != torch.bfloat16:
         return False
     is_aligned = all(width * x.element_size() % ALIGNMENT_BYTES == 0 for width in widths)

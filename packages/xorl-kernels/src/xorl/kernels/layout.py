@@ -1,4 +1,4 @@
-"""How documents lie in a packed row: where each begins and ends, and the position of every token in its document."""
+"""The layout of documents in a packed row: where each begins and ends, and each token's position in its document."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -8,10 +8,11 @@ from torch import Tensor
 
 
 class SequenceLayout:
-    """N documents laid end to end in one row of T tokens; what every attention function takes. Nothing in it changes.
+    """N documents concatenated to one row of T tokens; an argument of every attention function. Immutable.
 
-    Compiled code may read everything but `lengths`: a tuple of numbers would be compared with those of the first batch,
-    and each new one compiled for. It is not a dataclass because a frozen one is read, and so compared, as a whole.
+    Compiled code may read everything but `lengths`: the compiler would compare a tuple of numbers with that of the
+    first batch, and recompile for each new one. It is not a dataclass because a frozen one is read, and so compared, as
+    a whole.
 
     Args:
         cu_seqlens: [N + 1] int32, the first token of each document, and T.
@@ -42,7 +43,7 @@ class SequenceLayout:
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> "SequenceLayout":
-        """Lay out documents of these lengths, in this order, with positions counted from 0 in each."""
+        """The layout of documents of these lengths, in this order, with positions counted from 0 in each."""
         ends = list(accumulate(lengths, initial=0))
         positions = [torch.arange(length, dtype=torch.int64) for length in lengths]
         layout = cls(
@@ -53,9 +54,9 @@ class SequenceLayout:
         return layout.to(device)
 
     def mark_dynamic(self) -> None:
-        """Tell the compiler that the numbers of tokens and documents vary, before compiled code sees this layout.
+        """Mark the numbers of tokens and documents as dynamic, before compiled code sees this layout.
 
-        Otherwise it learns it by compiling once for the first numbers of each.
+        Otherwise the compiler compiles once more to learn that they vary.
         """
         for tensor in (self.cu_seqlens, self.positions, self.offsets):
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
@@ -65,7 +66,7 @@ class SequenceLayout:
         return self.positions.shape[0]
 
     def of_layer(self, index: int) -> "SequenceLayout":
-        """What a model's layer of this index is given: the layout itself, or one with that layer's cache."""
+        """The layout for a model's layer of this index: the layout itself, or one with that layer's cache."""
         return self
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "SequenceLayout":

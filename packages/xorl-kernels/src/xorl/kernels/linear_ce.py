@@ -1,14 +1,15 @@
-"""Cross entropy straight from hidden states: the logits exist one chunk of tokens at a time.
+"""Cross-entropy directly from hidden states: logits exist for one chunk of tokens at a time.
 
 Shapes: T tokens, B tokens of a chunk, P of a part of it, D model width, V vocabulary.
 
 Precision: products are in the dtype of `hidden` (the operand dtype), to which the weight is cast, and accumulated in
-fp32. Logits are kept, and the softmax taken, in fp32; with `logits_fp32=False` the logits are rounded to the operand
-dtype first. The gradient by the logits is computed in fp32 and rounded to the operand dtype, but for a factor of each
-token's: the gradient by its hidden state is multiplied by it and rounded once, and for the weight's gradient the hidden
-state times the factor is rounded to the operand dtype. The weight's gradient is added up over chunks in the operand
-dtype where these are at most 8, as for 16,384 tokens of a 151,936 vocabulary: one rounding a chunk. For more, and for
-an fp32 weight, it is added up in fp32. fp64 inputs are computed in fp64 throughout.
+fp32. Logits are kept, and the softmax computed, in fp32; with `logits_fp32=False` the logits are rounded to the operand
+dtype first. The gradient of the logits is computed in fp32 and rounded to the operand dtype, without a factor per
+token. For the gradient of a token's hidden state, the product is multiplied by that factor and rounded once. For the
+weight's gradient, the hidden state times the factor is rounded to the operand dtype. The weight's gradient is
+accumulated over chunks in the operand dtype for at most 8 chunks, as for 16,384 tokens of a 151,936 vocabulary, with
+one rounding per chunk. For more chunks, and for an fp32 weight, it is accumulated in fp32. fp64 inputs are computed in
+fp64 throughout.
 """
 
 import math
@@ -23,32 +24,32 @@ from xorl.kernels.fused.reference import cross_entropy_rows as plain_cross_entro
 
 __all__ = ["IGNORE", "linear_cross_entropy", "linear_cross_entropy_scores", "linear_cross_entropy_sum", "wide_logits"]
 
-# What logits that exist at once may take, and what their gradient may, which exists for a larger chunk: the weight's
-# gradient is read and written once a chunk.
+# Memory limits for the logits that exist at once, and for their gradient. The gradient exists for a larger chunk,
+# because the weight's gradient is read and written once per chunk.
 LOGITS_BYTES = int(0.3 * 2**30)
 GRADIENT_BYTES = int(0.6 * 2**30)
 ROW_MULTIPLE = 128  # rows of a matrix product's tile
 MAX_ROUNDINGS = 8  # of the weight's gradient, each of half a unit in the last place; twice as many lose another bit
-COLUMN_MULTIPLE = 64  # rows of the buffer begin on whole cache lines, which odd vocabularies would break
+COLUMN_MULTIPLE = 64  # buffer rows begin on whole cache lines, which odd vocabularies would break
 
 
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, logits_fp32: bool = True, chunk_tokens: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Loss and log-probability of each token, either of which may be backpropagated with any gradient.
+    """Loss and log-probability of each token; both can be backpropagated with any gradient.
 
-    A weight that is trained makes the backward pass compute the logits a second time. Where it is frozen, the forward
-    pass takes the gradient by each token's hidden state, and the backward pass multiplies it by that of the token's
-    loss, rounding it once more. Where the sum of the losses is all that is backpropagated, `linear_cross_entropy_sum`
-    has a fourth less to multiply for a weight that is trained.
+    If the weight is trained, the backward pass computes the logits a second time. If it is frozen, the forward pass
+    computes the gradient of each token's hidden state, and the backward pass multiplies it by the gradient of the
+    token's loss, with one more rounding. If only the sum of the losses is backpropagated and the weight is trained,
+    `linear_cross_entropy_sum` needs a fourth less matrix multiplication.
 
     Args:
         hidden: [T, D].
         weight: [V, D].
         labels: [T] int64, already shifted; -100 is ignored.
         logits_fp32: keep the logits in fp32, or round them to the dtype of `hidden`.
-        chunk_tokens: tokens whose gradients by the logits exist at once, at most; by default as many as fit 0.6 GiB,
-            beside 0.3 GiB of logits where these have another dtype.
+        chunk_tokens: the most tokens whose gradients of the logits exist at once; by default as many as fit 0.6 GiB,
+            plus 0.3 GiB of logits if these have another dtype.
 
     Returns:
         (loss [T], logprob [T]), fp32: loss = -logprob, both 0 where the label is ignored.
@@ -74,9 +75,9 @@ def linear_cross_entropy_sum(
 ) -> tuple[Tensor, Tensor]:
     """Sum of the losses, each times its `token_weight`, and the losses themselves.
 
-    The gradient is taken in the forward pass, chunk by chunk while the logits are there: three matrix products in
-    place of four, and no memory but the two gradients and one chunk. The backward pass multiplies them by the gradient
-    of the sum, in place and only where that is not 1; so it can run once.
+    The forward pass computes the gradient, chunk by chunk while the logits exist: three matrix products instead of
+    four, and no memory besides the two gradients and one chunk. The backward pass multiplies them by the gradient of
+    the sum, in place and only if that is not 1; so it can run only once.
 
     Args:
         token_weight: [T], not differentiated; None means 1.
@@ -119,7 +120,7 @@ def linear_cross_entropy_scores(
 
 
 def wide_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Logits [T, V] of hidden [T, D] and weight [V, D], as the losses make them: products in the dtype of `hidden`.
+    """Logits [T, V] of hidden [T, D] and weight [V, D], as the losses compute them: products in the dtype of `hidden`.
 
     They accumulate, and are kept, in fp32 (fp64 for fp64). No gradient.
     """
@@ -130,7 +131,7 @@ def wide_logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def _check(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int | None) -> int:
-    """`chunk_tokens`, 0 for the default; ValueError for what does not fit."""
+    """Returns `chunk_tokens`, 0 for the default; ValueError for wrong shapes or values."""
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"want hidden [T, D] and weight [V, D], got {list(hidden.shape)} and {list(weight.shape)}")
     if labels.shape != hidden.shape[:1]:
@@ -172,7 +173,7 @@ class _LossPerToken(torch.autograd.Function):
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
         if len(ctx.saved_tensors) == 1:
             (kept,) = ctx.saved_tensors  # [T, D]
-            # Not in place, since whoever keeps the graph may come again; and with no copy in fp32 on the way.
+            # Not in place, since a retained graph may run backward again; and without an intermediate copy in fp32.
             grad_hidden, grad_weight = torch.mul(kept, grad_loss[:, None], out=torch.empty_like(kept)), None
         else:
             hidden, weight, labels = ctx.saved_tensors
@@ -228,9 +229,9 @@ def _linear_cross_entropy(
     needs_hidden: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss [T], correct [T], gradient of sum(loss * token_weight) by hidden [T, D] and by weight [V, D]).
+    """(loss [T], correct [T], gradients of sum(loss * token_weight): of hidden [T, D] and of weight [V, D]).
 
-    Gradients that are not needed are empty. An operator of its own, so that torch.compile leaves it whole.
+    Gradients that are not needed are empty. A separate operator, so that torch.compile does not split it.
     """
     operand_dtype, num_tokens, vocab_size = hidden.dtype, hidden.shape[0], weight.shape[0]
     labels = labels.contiguous()
@@ -271,7 +272,7 @@ def _linear_cross_entropy(
                 found.rows(first, tokens.stop),
             )
         if gradient is not None and needs_hidden:
-            # Through fp32, since a product over the whole vocabulary may be split and its parts be added as they are.
+            # Through fp32: a product over the whole vocabulary may be split, and its parts added in their own dtype.
             product = torch.empty(len(gradient), hidden.shape[1], dtype=found.loss.dtype, device=hidden.device)
             _matmul_into_(product, gradient, weight)
             torch.mul(product, found.scale[rows, None], out=grad_hidden[rows])
@@ -310,7 +311,7 @@ def _scale_(x: Tensor, factor: Tensor) -> None:
 
 
 def chunk_rows(num_tokens: int, bytes_per_row: int, limit_bytes: int = LOGITS_BYTES) -> int:
-    """Tokens of a chunk: equal chunks, as few as keep their rows within `limit_bytes`."""
+    """Tokens per chunk: chunks of equal size, as few as keep their rows within `limit_bytes`."""
     limit = max(limit_bytes // bytes_per_row, 1)
     limit = limit // ROW_MULTIPLE * ROW_MULTIPLE or limit
     num_chunks = max(math.ceil(num_tokens / limit), 1)
@@ -330,7 +331,7 @@ def _gradients(hidden: Tensor, weight: Tensor, needs_hidden: bool, needs_weight:
 
 
 def _rows_buffer(num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[num_rows, num_columns], not initialised, every row beginning on an aligned address."""
+    """[num_rows, num_columns], uninitialised, with every row at an aligned address."""
     stride = math.ceil(num_columns / COLUMN_MULTIPLE) * COLUMN_MULTIPLE
     return torch.empty(num_rows, stride, dtype=dtype, device=device)[:, :num_columns]
 
@@ -345,7 +346,7 @@ def _rows_kernel(logits: Tensor):  # noqa: ANN202 - a function of reference.py o
 
 
 def _matmul_into_(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
-    """Write a @ b into `out`, or add it: accumulated in fp32 (fp64 for fp64), rounded once, to the dtype of `out`."""
+    """Write a @ b into `out`, or add it to `out`: accumulated in fp32 (fp64 for fp64), rounded once to its dtype."""
     if a.device.type != "cuda" and a.dtype.itemsize < 4:
         product = a.float() @ b.float()
         _ = out.add_(product) if add else out.copy_(product)

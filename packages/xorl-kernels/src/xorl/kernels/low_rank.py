@@ -1,4 +1,4 @@
-"""A frozen linear layer with a low-rank product beside it, whose sums are made by the products themselves.
+"""A frozen linear layer with a low-rank product beside it; the matrix products themselves compute the sums.
 
 Shapes: T tokens, I input features, O output features, R rank.
 """
@@ -12,10 +12,11 @@ from torch.nn import functional as F
 
 
 def adapted_linear(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor) -> Tensor:
-    """x @ weight.T + bias + (x @ down.T) @ up.T, [T, I] to [T, O]; weight [O, I] and bias are taken as constants.
+    """x @ weight.T + bias + (x @ down.T) @ up.T, [T, I] to [T, O]; weight [O, I] and bias are treated as constants.
 
-    All are of one dtype; products accumulate as torch's do in it. Written as a sum, both passes would write the small
-    product and read both again, or copy one of them; here compiled code adds it to the large one where that lies.
+    All have one dtype; products accumulate as torch's do in it. As a plain sum, both passes would write the small
+    product and read both again, or copy one of them. Here compiled code adds the small product to the large one in
+    place.
     """
     y = _AdaptedLinear.apply(x, weight, bias, down, up)
     assert isinstance(y, Tensor)
@@ -46,7 +47,7 @@ class _AdaptedLinear(torch.autograd.Function):
 
 
 def add_product(summand: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """summand + a @ b, where compiled code may do as it likes with the memory of `summand`."""
+    """summand + a @ b; compiled code may reuse the memory of `summand`."""
     if not torch.compiler.is_compiling():
         # Recomputation may keep the summand, and would find it changed.
         return torch.addmm(summand, a, b)

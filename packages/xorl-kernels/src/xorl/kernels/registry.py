@@ -1,6 +1,6 @@
-"""Backends by name: what can run a request, what cannot and why.
+"""Backends by name, and the reasons why a backend cannot run a request.
 
-Knows no kernel; each kind of kernel fills a registry of its own.
+Independent of kernels; each kind of kernel fills its own registry.
 """
 
 import logging
@@ -18,13 +18,13 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Backend(Generic[RequestT, FunctionT]):
-    """One way to compute something.
+    """One implementation of an operation.
 
     Attributes:
         name: what the user writes.
-        load: imports what the backend needs and returns its function; called only when nothing speaks against it.
-        refusal: why this backend cannot serve a request, or None when it can. It must not raise.
-        missing: which library it needs, and how to get it, or None when that is installed. It must not import it.
+        load: imports what the backend needs and returns its function; called only if there is no refusal.
+        refusal: the reason why this backend cannot serve a request, or None if it can. It must not raise.
+        missing: the library that is missing, and how to install it, or None if it is installed. It must not import it.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Backend(Generic[RequestT, FunctionT]):
 
 
 class Registry(Generic[RequestT, FunctionT]):
-    """The backends of one kind of kernel. A name asked for runs or says why not; nothing falls back silently.
+    """The backends of one kind of kernel. A backend requested by name runs or raises; there is no silent fallback.
 
     Args:
         kind: what the backends compute, for messages ("attention").
@@ -60,7 +60,7 @@ class Registry(Generic[RequestT, FunctionT]):
 
         Raises:
             ValueError: there is no backend of that name.
-            RuntimeError: the backend cannot run this request; the message says why and which can.
+            RuntimeError: the backend cannot run this request; the message gives the reason and the backends that can.
         """
         if name == AUTO:
             return self._choose(request)
@@ -71,7 +71,7 @@ class Registry(Generic[RequestT, FunctionT]):
             raise self._refused(name, request, [_broken(error)]) from error
 
     def check(self, name: str, request: RequestT) -> None:
-        """Raises what `resolve` raises for a name, as far as can be told without importing what the backend needs."""
+        """Raises what `resolve` raises for a name, as far as it can be checked without importing the library."""
         if name == AUTO:
             return
         backend = self._backends.get(name)
@@ -82,7 +82,7 @@ class Registry(Generic[RequestT, FunctionT]):
             raise self._refused(name, request, reasons)
 
     def runnable(self, request: RequestT) -> tuple[str, ...]:
-        """Names of the backends that can serve this request, as far as can be told without importing them."""
+        """Names of the backends that can serve this request, as far as it can be checked without importing them."""
         return tuple(name for name, backend in self._backends.items() if not self._reasons(backend, request))
 
     def _refused(self, name: str, request: RequestT, reasons: Sequence[str]) -> RuntimeError:

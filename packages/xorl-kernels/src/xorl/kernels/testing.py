@@ -1,4 +1,4 @@
-"""For tests of kernels: how exact each dtype must be, uninitialised memory that shows, and the comparison itself."""
+"""Tests of kernels: tolerances by dtype, NaN in uninitialised memory, and the comparison with the plain twin."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -15,7 +15,7 @@ Kernel = Callable[..., Tensor | tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far a result may be from its reference, both relative to the reference.
+    """The allowed error of a result, relative to the reference.
 
     Attributes:
         worst: largest absolute difference over the largest absolute value.
@@ -38,10 +38,10 @@ TOLERANCES: Mapping[torch.dtype, Tolerance] = MappingProxyType(
 
 
 def nan_poisoned_empty() -> AbstractContextManager[object]:
-    """Inside, memory that Python code allocates uninitialised holds NaN, so that reading it before writing shows.
+    """Fills memory that Python code allocates uninitialised with NaN, so that reading it before writing is detected.
 
-    Reaches the backward pass and the Python code of custom operators. Memory that an operator of torch allocates for
-    itself is left alone.
+    Also covers the backward pass and the Python code of custom operators. Memory that an operator of torch allocates
+    internally is not covered.
     """
     return _PoisonEmpty()
 
@@ -57,8 +57,8 @@ def assert_matches_reference(
     """Compare outputs, and gradients of every floating-point input, of a kernel and its plain twin.
 
     The kernel runs on `inputs` as they are, with `nan_poisoned_empty`; the reference on the same values in fp64.
-    Outputs must agree in number, shape and, where the kernel's input dtype is its output dtype, precision. Gradients
-    are those of one random linear function of all outputs.
+    Outputs must agree in number, shape and, if the kernel's input dtype is its output dtype, precision. Gradients are
+    those of one random linear function of all outputs.
 
     Args:
         kernel: takes `inputs`, returns one tensor or a tuple of them.
@@ -68,7 +68,7 @@ def assert_matches_reference(
         seed: of the random linear function.
 
     Raises:
-        AssertionError: says which output or gradient is off and by how much.
+        AssertionError: names the output or gradient and its error.
     """
     floating = [x.dtype for x in inputs if x.is_floating_point()]
     tolerance = tolerance or max((TOLERANCES[dtype] for dtype in floating), key=lambda limits: limits.mean)
@@ -105,7 +105,7 @@ def _run(kernel: Kernel, inputs: Sequence[Tensor], seed: int) -> tuple[list[Tens
     result = kernel(*leaves)
     outputs = [result] if isinstance(result, Tensor) else list(result)
     generator = torch.Generator("cpu").manual_seed(seed)
-    # Values that bfloat16 holds exactly, so that kernel and reference differentiate the same function.
+    # Values that bfloat16 represents exactly, so that kernel and reference differentiate the same function.
     cotangents = [
         torch.randn(output.shape, generator=generator).bfloat16().to(output.device, output.dtype) for output in outputs
     ]
@@ -132,7 +132,7 @@ class _PoisonEmpty(TorchDispatchMode):
     ) -> object:
         name = func.name() if isinstance(func, torch._ops.OpOverload) else ""
         if name in OPDEFS:
-            # A custom operator's own code runs without the modes that its caller is in, unless it is called under one.
+            # A custom operator's own code runs without its caller's modes, unless it is called under one.
             with self:
                 return OPDEFS[name]._init_fn(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""Attention over packed rows: the contract, and the backends by name."""
+"""Attention over packed rows: the interface, and the backends by name."""
 
 from xorl.kernels.attention.backends import ATTENTION, resolve_attention
 from xorl.kernels.attention.cached import (

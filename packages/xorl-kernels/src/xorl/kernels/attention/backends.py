@@ -1,4 +1,4 @@
-"""The table of attention backends: a new one is a file beside this and a line here."""
+"""The table of attention backends. To add one: a new file in this folder, and an entry here."""
 
 import os
 from collections.abc import Callable
@@ -16,22 +16,22 @@ from xorl.kernels.attention.sdpa import sdpa_attention
 from xorl.kernels.registry import Backend, Registry
 
 FLASH_2_MIN_VERSION = (2, 8)
-# The adapter calls functions that are private to the library, so it is written for one version.
+# The adapter calls private functions of the library, so it supports one version only.
 FLASH_4_VERSION = "4.0.0b36"
-# Wider heads are summed in no fixed order whatever is asked.
+# Wider heads are summed in no fixed order, even if determinism is requested.
 FLASH_3_MAX_DETERMINISTIC_HEAD_DIM = 192
-# On Hopper; with others its gradients are wrong.
+# On Hopper; with other sizes its gradients are wrong.
 FLASH_4_HOPPER_HEAD_DIMS = (32, 64, 128, 192, 256)
 # On Blackwell, besides 256.
 FLASH_4_MAX_BLACKWELL_HEAD_DIM = 128
 
 
 def resolve_attention(name: str, request: AttentionRequest) -> AttentionFn:
-    """The attention function called `name` ("auto" picks), checked against what it will be asked to run.
+    """The attention function called `name` ("auto" chooses one), checked against the request.
 
     Raises:
         ValueError: no backend has that name.
-        RuntimeError: the backend cannot run the request; the message says why and what else can.
+        RuntimeError: the backend cannot run the request; the message gives the reason and the backends that can.
     """
     return ATTENTION.resolve(name, request)
 
@@ -85,7 +85,7 @@ def _flash_4_missing() -> str | None:
 
 
 def _load_flash_4() -> AttentionFn:
-    """Its kernels take seconds to compile; the library keeps them on disk when asked to before it is imported."""
+    """Its kernels take seconds to compile; the library caches them on disk if that is enabled before its import."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(root / "xorl" / "flash_attention_4"))
@@ -93,12 +93,12 @@ def _load_flash_4() -> AttentionFn:
 
 
 def _library(module: str, name: str) -> Callable[[], AttentionFn]:
-    """A function from a file that imports its library at the top, read when it is asked for."""
+    """A function from a file that imports its library at the top; the file is imported on first use."""
     return lambda: getattr(import_module(f"xorl.kernels.attention.{module}"), name)
 
 
 ATTENTION: Registry[AttentionRequest, AttentionFn] = Registry(
-    # Fastest first, as measured on Hopper. flash_attention_2 is what `native` runs too.
+    # Fastest first, as measured on Hopper. `native` also runs FlashAttention 2.
     "attention",
     preference=("flash_attention_4", "flash_attention_3", "native", "sdpa"),
 )

@@ -1,6 +1,6 @@
-"""Attention of new tokens over the keys and values of those before them, kept in blocks: what generation needs.
+"""Attention of new tokens over a block-wise KV cache, for generation. No gradients.
 
-Which blocks a sequence has is the caller's; here they are written and read. There is no gradient.
+The caller assigns blocks to sequences; the functions here write and read them.
 
 Shapes: T new tokens of S sequences, M tokens of the longest sequence, E blocks of B tokens, H query heads, G key/value
 heads, C channels of a head.
@@ -25,7 +25,7 @@ from xorl.kernels.layout import SequenceLayout
 
 
 class KeyValueCache:
-    """Keys and values of all layers, [layers, E * B, G, C] each: block e has the rows from e * B on."""
+    """Keys and values of all layers, [layers, E * B, G, C] each: block e occupies the rows from e * B on."""
 
     def __init__(
         self,
@@ -45,13 +45,13 @@ class KeyValueCache:
 
 
 class CachedLayout(SequenceLayout):
-    """New tokens of several sequences end to end in one row; each sees those of its own sequence before it.
+    """New tokens of several sequences, concatenated to one row; each attends to its own sequence up to itself.
 
-    Those before it are in a cache, where the new ones are written before any is read.
+    Earlier tokens are in a cache; the new ones are written to it before any is read.
 
     Attributes:
-        cache: where keys and values are.
-        new_rows: [T] int64, the rows of the cache that the new tokens have.
+        cache: the keys and values.
+        new_rows: [T] int64, the rows of the cache for the new tokens.
     """
 
     cache: KeyValueCache
@@ -59,32 +59,32 @@ class CachedLayout(SequenceLayout):
     layer: int = 0
 
     def of_layer(self, index: int) -> Self:
-        """This layout, with the keys and values of one layer."""
+        """A copy of this layout with the keys and values of one layer."""
         layout = copy.copy(self)
         layout.layer = index
         return layout
 
     def write(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep the new tokens' k and v, [T, G, C]; returns those of all tokens of the cache, [E * B, G, C] each."""
+        """Store the new tokens' k and v, [T, G, C], in the cache; returns all rows of the cache, [E * B, G, C] each."""
         keys, values = self.cache.keys[self.layer], self.cache.values[self.layer]
         keys[self.new_rows] = k
         values[self.new_rows] = v
         return keys, values
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, *, scale: float, window: int | None) -> Tensor:
-        """Attention [T, H, C] of q [T, H, C] over what `write` returned."""
+        """Attention [T, H, C] of q [T, H, C] over the keys and values that `write` returned."""
         raise NotImplementedError
 
 
 class GrowthLayout(CachedLayout):
-    """One new token of each of S sequences; CUDA, bf16 and fp16.
+    """One new token for each of S sequences; CUDA, bf16 and fp16.
 
-    What differs from pass to pass is in the two tensors alone, so a pass may be recorded and run again when they have
-    changed.
+    Only the two tensors change from pass to pass, so a pass can be recorded (CUDA graph) and replayed after they
+    change.
 
     Args:
-        cache: where keys and values are.
-        tables: [W, S] int64, the blocks of each sequence, down its column, in the order of its tokens.
+        cache: the keys and values.
+        tables: [W, S] int64, column s lists the blocks of sequence s in the order of its tokens.
         positions: [S] int64, of the new tokens.
     """
 
@@ -100,8 +100,8 @@ class GrowthLayout(CachedLayout):
         self.new_rows += positions % cache.block_size
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, *, scale: float, window: int | None) -> Tensor:
-        """By a kernel that reads the blocks where they are."""
-        # Triton is there where torch has a GPU to run it on, and not on every machine without one.
+        """Runs a kernel that reads the blocks in place."""
+        # Triton comes with torch's GPU builds, and may be missing elsewhere.
         from xorl.kernels.attention.paged_triton import paged_attention  # noqa: PLC0415
 
         return paged_attention(
@@ -117,26 +117,25 @@ class GrowthLayout(CachedLayout):
 
 
 def growth_refusal(request: AttentionRequest) -> str | None:
-    """Why a `GrowthLayout` cannot serve a request, or None when it can."""
+    """The reason why `GrowthLayout` cannot serve a request, or None if it can."""
     return flash_refusal(request, AMPERE) or triton_refusal(request.device_type)
 
 
 class MixedLayout(CachedLayout):
     """Any number of new tokens of each sequence.
 
-    A sequence of N tokens of which n are new brings the last n; the keys of the others are in the cache.
+    Of a sequence's N tokens, the last n are new; the keys of the others are in the cache.
 
     Args:
-        cache: where keys and values are.
-        tables: for each sequence, its blocks in the order of its tokens, which hold N tokens at least.
-        new: tokens of each sequence that are new, at least one.
+        cache: the keys and values.
+        tables: the blocks of each sequence, in the order of its tokens, with room for at least N tokens.
+        new: the number n of new tokens of each sequence, at least one.
         totals: N of each sequence.
-        device: where attention computes.
+        device: of the computation.
 
     Attributes:
-        max_seqlen: of the longest sequence, M.
-        key_starts, total_lengths: [S + 1] int32 and [S] int64, where each sequence's keys begin when all are end to
-            end, and N.
+        max_seqlen: M.
+        key_starts, total_lengths: [S + 1] int32, the offsets of the sequences' concatenated keys, and [S] int64, N.
     """
 
     def __init__(
@@ -161,17 +160,17 @@ class MixedLayout(CachedLayout):
         self.key_starts = torch.tensor(list(accumulate(totals, initial=0)), dtype=torch.int32).to(device)
         sequence_of = torch.arange(len(new)).repeat_interleave(torch.tensor(new)).to(device)
         self.new_rows = self._rows(sequence_of, self.positions)  # [T]
-        # Made once for all layers, whose layouts are copies of this one.
+        # Computed once for all layers, whose layouts are copies of this one.
         self._read_rows: dict[str, Tensor] = {}
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, *, scale: float, window: int | None) -> Tensor:
-        """By FlashAttention where it runs, and else by `scaled_dot_product_attention`."""
+        """Uses FlashAttention if it can run, else `scaled_dot_product_attention`."""
         request = AttentionRequest(q.device.type, q.dtype, q.shape[-1], window, deterministic=False)
         attend = plain_cached_attention if native_refusal(request) else flash_cached_attention
         return attend(q, keys, values, self, scale=scale, window=window)
 
     def packed_rows(self) -> Tensor:
-        """Rows of the cache with all tokens of all sequences, end to end, [sum of N]."""
+        """[sum of N]: the cache rows of all tokens, sequence after sequence."""
         if "packed" not in self._read_rows:
             total = sum(self.totals)
             sequence_of = torch.arange(len(self.totals), device=self.tables.device)
@@ -181,7 +180,7 @@ class MixedLayout(CachedLayout):
         return self._read_rows["packed"]
 
     def padded_rows(self) -> Tensor:
-        """Rows of the cache with the tokens of each sequence, [S, M]; past its end they are of no meaning."""
+        """[S, M]: the cache rows of each sequence's tokens; entries past its end are meaningless."""
         if "padded" not in self._read_rows:
             within = torch.arange(self.cache.block_size, device=self.tables.device)
             rows = (self.tables[:, :, None] * self.cache.block_size + within).flatten(1)
@@ -196,9 +195,9 @@ class MixedLayout(CachedLayout):
 def cached_attention(
     q: Tensor, k: Tensor, v: Tensor, layout: CachedLayout, *, scale: float, window: int | None
 ) -> Tensor:
-    """As an `AttentionFn`, for the new tokens of a cached layout, whose keys and values it writes first.
+    """An `AttentionFn` for the new tokens of a cached layout: writes their keys and values to the cache, then attends.
 
-    Since all are written before any is read, one sequence may read what another one writes in the same pass.
+    All are written before any is read, so one sequence may read what another one writes in the same pass.
     """
     keys, values = layout.write(k, v)
     return layout.attend(q, keys, values, scale=scale, window=window)
@@ -207,7 +206,7 @@ def cached_attention(
 def plain_cached_attention(
     q: Tensor, keys: Tensor, values: Tensor, layout: MixedLayout, *, scale: float, window: int | None
 ) -> Tensor:
-    """By `scaled_dot_product_attention`: sequences with one new token together, padded, and each other one alone.
+    """Attention by `scaled_dot_product_attention`: sequences with one new token in one padded call, others one by one.
 
     q is [T, H, C], keys and values are all rows of the cache, [E * B, G, C].
     """
@@ -220,7 +219,7 @@ def plain_cached_attention(
         longest = max(layout.totals[index] for index in ones)
         mask = _visible(layout.positions[tokens, None], longest, window)  # [S, 1, M]
         own = rows[which, :longest]
-        # A weight of zero does not hide what is not finite in rows of others.
+        # A weight of zero times a non-finite value of another sequence's row is NaN.
         is_past = torch.arange(longest, device=q.device) >= layout.total_lengths[which, None]  # [S, M]
         k, v = (x[own].masked_fill_(is_past[:, :, None, None], 0) for x in (keys, values))
         out[tokens] = _attend(q[tokens, None], k, v, mask, scale)[:, 0]
@@ -236,9 +235,10 @@ def plain_cached_attention(
 def flash_cached_attention(
     q: Tensor, keys: Tensor, values: Tensor, layout: MixedLayout, *, scale: float, window: int | None
 ) -> Tensor:
-    """By the FlashAttention 2 that torch carries, all sequences in one launch, on keys gathered end to end.
+    """Attention by torch's FlashAttention 2: all sequences in one launch, over concatenated keys.
 
-    Its causal mask ends at the last key of each sequence, where the last new token stands. CUDA, fp16 and bf16.
+    Its causal mask is aligned with the last key of each sequence, which belongs to the last new token. CUDA, fp16 and
+    bf16.
     """
     rows = layout.packed_rows()
     out, *_ = torch.ops.aten._flash_attention_forward(
@@ -260,14 +260,14 @@ def flash_cached_attention(
 
 
 def _visible(positions: Tensor, num_keys: int, window: int | None) -> Tensor:
-    """[S, L, num_keys] bool: may the token at positions [S, L] see each key."""
+    """[S, L, num_keys] bool: whether the token at positions [S, L] sees each key."""
     distance = positions[:, :, None] - torch.arange(num_keys, device=positions.device)
     visible = distance >= 0
     return visible if window is None else visible & (distance < window)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """[S, L, H, C] of q, from k and v [S, M, G, C] and mask [S, L, M]."""
+    """[S, L, H, C], from q of that shape, k and v [S, M, G, C] and mask [S, L, M]."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], scale=scale, enable_gqa=grouped)

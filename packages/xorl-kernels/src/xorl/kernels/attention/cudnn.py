@@ -1,4 +1,4 @@
-"""cuDNN's attention for N documents of one length, shared by the backends that may use it.
+"""cuDNN attention for N documents of one length, shared by the backends that use it.
 
 Shapes: N documents of L tokens, H query heads, G key/value heads, C channels of a head.
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from xorl.kernels.attention.operator import Gradients
 
-# Its backward pass takes more on Blackwell alone.
+# Its backward pass supports wider heads only on Blackwell.
 CUDNN_MAX_HEAD_DIM = 128
 
 aten = torch.ops.aten
@@ -49,12 +49,12 @@ def cudnn_backward(
 
 
 def no_dropout(device: torch.device) -> list[Tensor]:
-    """Seed and offset of a generator that torch's operators ask for, and do not read as nothing is dropped."""
+    """A seed and an offset for torch's operators, which require them but do not read them without dropout."""
     return [torch.zeros((), dtype=torch.int64, device=device) for _ in range(2)]
 
 
 @lru_cache(maxsize=1)
 def _num_statistics_dims(device: torch.device) -> int:
-    """Dimensions of the log-sum-exp that torch's cuDNN operators pass from one to the other: undocumented, so asked."""
+    """Number of dims of the log-sum-exp that torch's cuDNN operators exchange: undocumented, so measured."""
     x = torch.zeros((1, 1, 128, 64), dtype=torch.bfloat16, device=device)
     return aten._scaled_dot_product_cudnn_attention(x, x, x, None, True, 0.0, True)[1].dim()

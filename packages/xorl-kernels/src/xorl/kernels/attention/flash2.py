@@ -24,7 +24,7 @@ def flash2_forward(
     window: int | None,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`ForwardKernel` by FlashAttention 2 (arXiv:2307.08691)."""
+    """`ForwardKernel` using FlashAttention 2 (arXiv:2307.08691)."""
     out, lse, *_ = _flash_attn_varlen_forward(
         q, k, v, cu_seqlens, cu_seqlens, **_options(offsets, scale, window), return_softmax=False
     )
@@ -45,7 +45,7 @@ def flash2_backward(
     window: int | None,
     deterministic: bool,
 ) -> Gradients:
-    """`BackwardKernel` by FlashAttention 2; deterministic, it sums the gradient of q in a fixed order."""
+    """`BackwardKernel` using FlashAttention 2; if deterministic, it sums the gradient of q in a fixed order."""
     grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     _flash_attn_varlen_backward(
         grad_out,
@@ -69,7 +69,7 @@ flash_attention_2 = PackedAttention("flash_attention_2", flash2_forward, flash2_
 
 
 def _options(offsets: Tensor, scale: float, window: int | None) -> dict[str, object]:
-    """The library counts the tokens before the query; ours counts the query too."""
+    """The library's window counts the tokens before the query; ours includes the query."""
     longest = longest_document(offsets)
     return {
         "max_seqlen_q": longest,

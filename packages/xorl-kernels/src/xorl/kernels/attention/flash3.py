@@ -9,7 +9,7 @@ from torch import Tensor
 
 from xorl.kernels.attention.operator import Gradients, PackedAttention, longest_document
 
-# Versions differ in which arguments have defaults, and in the wrappers around these operators, but not in the names.
+# Versions differ in the default arguments and in the wrappers of these operators, but not in the names.
 UNUSED = [
     "k_new",
     "v_new",
@@ -41,8 +41,8 @@ def flash3_forward(
     window: int | None,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`ForwardKernel` by FlashAttention 3 (arXiv:2407.08608)."""
-    # Without num_splits it may split the keys of a row over blocks and add the parts up.
+    """`ForwardKernel` using FlashAttention 3 (arXiv:2407.08608)."""
+    # Without num_splits it may split a row's keys over thread blocks and add the partial results.
     out, lse, *_ = torch.ops.flash_attn_3.fwd(
         q=q,
         k=k,
@@ -68,7 +68,7 @@ def flash3_backward(
     window: int | None,
     deterministic: bool,
 ) -> Gradients:
-    """`BackwardKernel` by FlashAttention 3; deterministic, it sums the gradient of q in a fixed order."""
+    """`BackwardKernel` using FlashAttention 3; if deterministic, it sums the gradient of q in a fixed order."""
     grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     torch.ops.flash_attn_3.bwd(
         dout=grad_out,
@@ -92,7 +92,7 @@ flash_attention_3 = PackedAttention("flash_attention_3", flash3_forward, flash3_
 
 
 def _options(cu_seqlens: Tensor, offsets: Tensor, scale: float, window: int | None) -> dict[str, object]:
-    """The library counts the tokens before the query; ours counts the query too."""
+    """The library's window counts the tokens before the query; ours includes the query."""
     longest = longest_document(offsets)
     return {
         "cu_seqlens_q": cu_seqlens,

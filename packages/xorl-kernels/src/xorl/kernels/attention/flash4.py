@@ -1,6 +1,7 @@
 """`flash_attention_4`: the package flash-attn-4, for Hopper and Blackwell. Importing this file imports it.
 
-Its kernels are compiled when first called, for 3-5 s, for each head_dim, dtype and kind of mask, and kept on disk.
+On the first call for each head_dim, dtype and kind of mask its kernels are compiled, which takes 3-5 s, and cached on
+disk.
 
 Shapes: T tokens, H query heads, G key/value heads, C channels of a head.
 """
@@ -25,7 +26,7 @@ def flash4_forward(
     window: int | None,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`ForwardKernel` by FlashAttention 4."""
+    """`ForwardKernel` using FlashAttention 4."""
     out, lse, *_ = _flash_attn_fwd(q, k, v, **_options(cu_seqlens, offsets, scale, window), return_lse=True)
     return out, lse
 
@@ -44,7 +45,7 @@ def flash4_backward(
     window: int | None,
     deterministic: bool,
 ) -> Gradients:
-    """`BackwardKernel` by FlashAttention 4; deterministic, thread blocks add to a gradient one after the other."""
+    """`BackwardKernel` using FlashAttention 4; if deterministic, thread blocks add to a gradient one by one."""
     return _flash_attn_bwd(
         q,
         k,
@@ -61,7 +62,7 @@ flash_attention_4 = PackedAttention("flash_attention_4", flash4_forward, flash4_
 
 
 def _options(cu_seqlens: Tensor, offsets: Tensor, scale: float, window: int | None) -> dict[str, object]:
-    """The library counts the tokens before the query; ours counts the query too."""
+    """The library's window counts the tokens before the query; ours includes the query."""
     longest = longest_document(offsets)
     return {
         "cu_seqlens_q": cu_seqlens,

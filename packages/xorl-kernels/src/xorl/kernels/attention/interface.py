@@ -1,4 +1,4 @@
-"""What an attention function is and what a backend is asked: the contract every attention backend keeps."""
+"""The interface of attention backends: the attention function, and the request that a backend accepts or refuses."""
 
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -26,20 +26,20 @@ class AttentionFn(Protocol):
     def with_lse(
         self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, *, scale: float, window: int | None
     ) -> tuple[Tensor, Tensor]:
-        """The output, and [T, H] in fp32 (fp64 for fp64) the natural log-sum-exp of each token's scaled scores."""
+        """The output, and the natural log-sum-exp of each token's scaled scores, [T, H] in fp32 (fp64 for fp64)."""
         ...
 
 
 @dataclass(frozen=True)
 class AttentionRequest:
-    """What a backend must be able to run; known when the model is built, before any data.
+    """The requirements for a backend; known when the model is built, before any data.
 
     Attributes:
         device_type: "cpu", "cuda", ...
         dtype: of q, k and v (the compute dtype).
         head_dim: C.
         window: the sliding window of the layers that have one, or None.
-        deterministic: whether the same inputs must give the same bits, gradients too; by default, what torch is told.
+        deterministic: whether the same inputs must give the same bits, gradients too; by default, torch's own setting.
     """
 
     device_type: str

@@ -1,4 +1,4 @@
-"""Which requests and machines a flash attention kernel is made for; found out without importing any library."""
+"""The requests and machines that flash attention kernels support; checked without importing any library."""
 
 from importlib.metadata import PackageNotFoundError, version
 
@@ -15,9 +15,9 @@ AMPERE, HOPPER, BLACKWELL = 8, 9, 11
 
 
 def flash_refusal(request: AttentionRequest, lowest: int, highest: int | None = None) -> str | None:
-    """Why a kernel for the major compute capabilities `lowest` to `highest` cannot serve a request, or None if it can.
+    """The reason why a kernel for compute capabilities (major) `lowest` to `highest` cannot serve a request, or None.
 
-    What all of these kernels share: CUDA, half precision, and head_dims in steps of 8 up to 256.
+    Checks what all of these kernels require: CUDA, half precision, and a head_dim that is a multiple of 8 up to 256.
     """
     if request.device_type != "cuda":
         return f"it needs a CUDA device, the model runs on {request.device_type}"
@@ -38,7 +38,7 @@ def flash_refusal(request: AttentionRequest, lowest: int, highest: int | None = 
 
 
 def installed_version(distribution: str) -> str | None:
-    """Of a Python distribution, or None when it is not installed."""
+    """The version of an installed Python distribution, or None."""
     try:
         return version(distribution)
     except PackageNotFoundError:

@@ -1,6 +1,6 @@
-"""`native`: attention by the kernels PyTorch carries for CUDA, all documents of a row in one launch.
+"""`native`: attention by PyTorch's own CUDA kernels, all documents of a row in one launch.
 
-FlashAttention 2 takes any row; cuDNN, which is half again as fast on Hopper, rows of long documents of one length.
+FlashAttention 2 takes any row. cuDNN, which is 1.5 times as fast on Hopper, takes rows of long documents of one length.
 
 Shapes: T tokens, N documents of L tokens, H query heads, G key/value heads, C channels of a head.
 """
@@ -14,7 +14,7 @@ from xorl.kernels.attention.interface import AttentionRequest
 from xorl.kernels.attention.limits import AMPERE, HOPPER, flash_refusal
 from xorl.kernels.attention.operator import Gradients, PackedAttention, longest_document
 
-# cuDNN plans each length anew, for tens of milliseconds: worth it for lengths that come again, as full bins do.
+# cuDNN plans each new length, for tens of milliseconds: worth it for recurring lengths, as full bins have.
 CUDNN_MIN_LENGTH = 2048
 CUDNN_LENGTH_MULTIPLE = 128
 
@@ -32,7 +32,7 @@ def native_forward(
     window: int | None,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`ForwardKernel`; both kernels take grouped heads as they are."""
+    """`ForwardKernel`; both kernels support grouped heads directly."""
     length = _cudnn_length(q, k, v, offsets, window, deterministic)
     if length is not None:
         q, k, v = (_heads_first(x, length) for x in (q, k, v))
@@ -60,7 +60,7 @@ def native_backward(
     window: int | None,
     deterministic: bool,
 ) -> Gradients:
-    """`BackwardKernel`; FlashAttention 2 follows torch's own switch to deterministic algorithms, cuDNN has none."""
+    """`BackwardKernel`; FlashAttention 2 follows torch's switch to deterministic algorithms, cuDNN has none."""
     length = _cudnn_length(q, k, v, offsets, window, deterministic)
     if length is not None:
         grad_out, q, k, v, out = (_heads_first(x, length) for x in (grad_out, q, k, v, out))
@@ -69,7 +69,7 @@ def native_backward(
         grad_q, grad_k, grad_v = (x.transpose(1, 2).flatten(0, 1) for x in gradients)
         return grad_q, grad_k, grad_v
     longest = longest_document(offsets)
-    # Where nothing is dropped, the state of the generator is not read.
+    # Without dropout, the generator state is not read.
     generator = torch.zeros((2,), dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     return aten._flash_attention_backward(
         grad_out,
@@ -94,19 +94,19 @@ native_attention = PackedAttention("native", native_forward, native_backward)
 
 
 def native_refusal(request: AttentionRequest) -> str | None:
-    """Why `native_attention` cannot serve a request, or None when it can."""
+    """The reason why `native_attention` cannot serve a request, or None if it can."""
     return flash_refusal(request, AMPERE)
 
 
 def _window(window: int | None) -> dict[str, int]:
-    """The kernel counts the tokens before the query; ours counts the query too. Zero to the right is causal."""
+    """The kernel's window counts the tokens before the query; ours includes the query. Zero to the right is causal."""
     return {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
 
 
 def _cudnn_length(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, window: int | None, deterministic: bool
 ) -> int | None:
-    """L when cuDNN is to compute this row of N documents of L tokens each; the same in both passes."""
+    """L if cuDNN should compute this row of N documents of L tokens each; the same in both passes."""
     length = longest_document(offsets)
     of_one_length = length * (len(offsets) - 1) == len(q)
     if not of_one_length or length < CUDNN_MIN_LENGTH or length % CUDNN_LENGTH_MULTIPLE:

@@ -1,6 +1,6 @@
-"""PackedAttention: an attention function made of two torch operators, so that compiled code holds it as one node.
+"""PackedAttention: an attention function as two torch operators, so that it is one node in compiled code.
 
-Knows no kernel: a backend hands in what computes the forward pass and what computes the backward pass.
+Independent of kernels: a backend passes in the forward and the backward kernel.
 
 Shapes: T tokens, N documents, H query heads, G key/value heads, C channels of a head.
 """
@@ -21,8 +21,8 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 class ForwardKernel(Protocol):
     """(q [T, H, C], k and v [T, G, C], ...) -> (output [T, H, C], log-sum-exp [H, T] in fp32, fp64 for fp64).
 
-    There is at least one token. `cu_seqlens` and `offsets` are those of `SequenceLayout`: kernels that the host drives
-    read the latter. With `deterministic` the same inputs give the same bits.
+    There is at least one token. `cu_seqlens` and `offsets` are those of `SequenceLayout`; kernels driven by the host
+    read `offsets`. With `deterministic` the same inputs give the same bits.
     """
 
     def __call__(
@@ -40,10 +40,10 @@ class ForwardKernel(Protocol):
 
 
 class BackwardKernel(Protocol):
-    """The gradient of q, k and v from that of the output, [T, H, C] contiguous, and what the forward pass returned.
+    """The gradients of q, k and v, from that of the output, [T, H, C] contiguous, and the results of the forward pass.
 
-    Documents of which `out` and `lse` belong to attention over more keys than these give these keys' part of the
-    gradient, which is what attention over a ring of ranks adds up.
+    If `out` and `lse` come from attention over more keys than the given ones, the result is the part of the gradient
+    that belongs to the given keys. Ring attention over ranks sums these parts.
     """
 
     def __call__(
@@ -64,7 +64,7 @@ class BackwardKernel(Protocol):
 
 
 class PackedAttention:
-    """`AttentionFn` over the operators `xorl::attention_{name}` and `xorl::attention_{name}_backward`.
+    """`AttentionFn` based on the operators `xorl::attention_{name}` and `xorl::attention_{name}_backward`.
 
     Args:
         name: of the backend.
@@ -76,7 +76,7 @@ class PackedAttention:
         self._operator = _define(name, forward, backward)
 
     def __deepcopy__(self, memo: object) -> "PackedAttention":
-        return self  # as a function would; a copied model calls the same operators
+        return self  # as for a function; a copied model calls the same operators
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, *, scale: float, window: int | None
@@ -86,10 +86,10 @@ class PackedAttention:
     def with_lse(
         self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, *, scale: float, window: int | None
     ) -> tuple[Tensor, Tensor]:
-        """The output and, [T, H] in fp32 (fp64 for fp64), the natural log-sum-exp of each token's scaled scores.
+        """The output, and the natural log-sum-exp of each token's scaled scores, [T, H] in fp32 (fp64 for fp64).
 
-        Both carry gradients. That of the log-sum-exp costs a forward and a backward pass more, in the kernel's own
-        precision: its derivative is the attention of the keys, sum_j P_ij k_j for q_i and sum_i P_ij q_i for k_j.
+        Both carry gradients. The gradient of the log-sum-exp costs one more forward and backward pass, in the kernel's
+        own precision: its derivative is the attention of the keys, sum_j P_ij k_j for q_i and sum_i P_ij q_i for k_j.
         """
         deterministic = torch.are_deterministic_algorithms_enabled()
         return self._operator(q, k, v, layout.cu_seqlens, layout.offsets, scale, window, deterministic)
@@ -103,7 +103,7 @@ class _Context(FunctionCtx):
 def _define(
     name: str, forward: ForwardKernel, backward: BackwardKernel
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, int | None, bool], tuple[Tensor, Tensor]]:
-    """Register both operators of a backend; the forward one is returned."""
+    """Register both operators of a backend; returns the forward one."""
 
     @torch.library.custom_op(f"xorl::attention_{name}", mutates_args=())
     def attend(
@@ -187,9 +187,9 @@ def _define(
 
 
 def _count_flops(name: str) -> None:
-    """Tell torch's counter of floating-point operations what the operators do, on the pairs of tokens that are seen.
+    """Tell torch's FLOP counter the operators' operations, for the pairs of tokens that see each other.
 
-    The backward pass counts twice the forward one: what it computes again is not the model's work.
+    The backward pass counts twice the forward one: recomputation is not counted as the model's work.
     """
     operators = torch.ops.xorl
 
@@ -226,20 +226,20 @@ def _count_flops(name: str) -> None:
 
 
 def visible_pairs(offsets: Tensor, window: int | None) -> int:
-    """How many (query, key) there are in all documents: each token sees itself and those before it in its window."""
+    """The number of (query, key) pairs in all documents: a token sees itself and those before it in its window."""
     lengths = offsets.diff()
     seen = lengths if window is None else lengths.clamp(max=window)
     return int((seen * (seen + 1) // 2 + (lengths - seen) * seen).sum())
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What log-sum-exps of scores of q and k in `dtype` are kept in."""
+    """The dtype of log-sum-exps for q and k in `dtype`."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def longest_document(offsets: Tensor) -> int:
-    """Tokens of the longest document; read on the host within an operator.
+    """Tokens of the longest document; read on the host, inside an operator.
 
-    The compiler never sees this number: it would compile once for the first and once more for all others.
+    The compiler never sees this number: it would compile once for the first value and once more for all others.
     """
     return int(offsets.diff().max())

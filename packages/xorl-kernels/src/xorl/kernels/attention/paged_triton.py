@@ -1,8 +1,8 @@
-"""Paged attention as a Triton kernel: one query of each sequence over its keys in blocks, which stay where they are.
+"""Paged attention as a Triton kernel: one query per sequence over its keys, which are read in their cache blocks.
 
-Imported only where Triton is. `cached.py` has the contract; `plain_cached_attention` is the plain twin. The keys of a
-sequence are shared out among several programs, so that few sequences keep a GPU busy too, and the parts are joined by
-their log-sum-exps (Flash-Decoding, Dao et al., 2023).
+Imported only if Triton is installed. `cached.py` has the contract; `plain_cached_attention` is the plain twin. Several
+programs share the keys of a sequence, so that a few sequences also keep a GPU busy; their partial results are combined
+by their log-sum-exps (Flash-Decoding, Dao et al., 2023).
 
 Shapes: S sequences, W blocks of the longest table, B tokens of a block, E blocks of the cache, H query heads, G
 key/value heads, C channels of a head, P parts.
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from xorl.kernels.fused.device import NUM_PROCESSORS, launch, power_of_2
 
-# Keys that a program reads at a time.
+# Keys that a program reads at once.
 BLOCK_KEYS = 64
-# Rows and columns of the smallest matrix product. Query heads that share a key head, and channels, are filled up to it.
+# Rows and columns of the smallest matrix product; query heads that share a key head, and channels, are padded to it.
 LEAST_SIZE = 16
 MAX_PARTS = 32
 PROGRAMS_PER_PROCESSOR = 8
@@ -37,18 +37,17 @@ def paged_attention(
 ) -> Tensor:
     """Attention [S, H, C] of the last token of each sequence over all its tokens.
 
-    Nothing depends on what is in tables and lengths but what is computed: the launches are the same, so that a pass may
-    be recorded.
+    The launches do not depend on the values in tables and lengths, so a pass can be recorded (CUDA graph).
 
     Args:
         q: [S, H, C], contiguous.
         keys, values: [E * B, G, C], contiguous.
-        tables: [W, S] int64, the blocks of each sequence, down its column.
+        tables: [W, S] int64, column s lists the blocks of sequence s.
         lengths: [S] int64, tokens of each sequence, at least one.
         block_size: B.
         scale: multiplies the scores.
         window: how many tokens, itself included, a token sees; None for all.
-        block_keys: keys that a program reads at a time.
+        block_keys: keys that a program reads at once.
     """
     num_sequences, num_heads, head_dim = q.shape
     num_kv_heads = keys.shape[1]
@@ -123,7 +122,7 @@ def _attend(
     BLOCK_CHANNELS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ) -> None:
-    """A program attends for the query heads of one key head of one sequence, to one part of its keys."""
+    """One program: attention of the query heads of one key head of one sequence over one part of its keys."""
     sequence, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + sequence)
     first = length * 0
@@ -135,7 +134,7 @@ def _attend(
     stop = tl.minimum(start + steps_of_part * BLOCK_KEYS, length)
     heads = tl.arange(0, BLOCK_HEADS)
     channels = tl.arange(0, BLOCK_CHANNELS)
-    # Where a query or a result of [S, H, C] lies.
+    # The position of a query or a result in [S, H, C].
     row = (sequence * num_kv_heads + kv_head) * GROUP + heads
     places = row[:, None] * HEAD_DIM + channels[None, :]
     is_query = (heads[:, None] < GROUP) & (channels[None, :] < HEAD_DIM)
@@ -161,7 +160,7 @@ def _attend(
         weighted = weighted * shrink[:, None] + tl.dot(weights.to(value.dtype), value)
         largest = new_largest
         start += BLOCK_KEYS
-    # A part without keys weighs nothing beside the others.
+    # A part without keys has weight zero.
     weighted = weighted / tl.where(total > 0, total, 1.0)[:, None]
     offset = part.to(tl.int64) * num_sequences * num_kv_heads * GROUP
     tl.store(parts + offset * HEAD_DIM + places, weighted.to(parts.dtype.element_ty), mask=is_query)  # pyright: ignore[reportAttributeAccessIssue]
@@ -178,7 +177,7 @@ def _join(
     HEAD_DIM: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
 ) -> None:
-    """The mean of the parts of one query head, each weighted by its sum."""
+    """The mean of the parts of one query head, weighted by their softmax sums."""
     row = tl.program_id(0)
     numbers, channels = tl.arange(0, NUM_PARTS), tl.arange(0, BLOCK_CHANNELS)
     offsets = numbers.to(tl.int64) * num_rows + row

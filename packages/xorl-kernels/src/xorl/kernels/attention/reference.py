@@ -23,14 +23,14 @@ def eager_forward(
     window: int | None,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`ForwardKernel` written as the formula; memory grows with the square of the longest document."""
+    """`ForwardKernel` as in the formula; memory grows with the square of the longest document."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((q.shape[1], q.shape[0]), dtype=lse_dtype(q.dtype), device=q.device)
     for rows in documents(offsets):
         q_doc, k_doc, v_doc = (_heads_first(x[rows], k.shape[1]) for x in (q, k, v))
         scores = _scores(q_doc * scale, k_doc, window)  # [H, L, L]
         log_weights = scores.log_softmax(dim=-1)
-        # A token sees itself whatever the window, so that the difference on the diagonal is finite.
+        # A token always sees itself, so the difference on the diagonal is finite.
         lse[:, rows] = scores.diagonal(dim1=1, dim2=2) - log_weights.diagonal(dim1=1, dim2=2)
         out[rows] = _tokens_first(_group(log_weights.exp_(), k_doc) @ v_doc, like=q)
     return out, lse
@@ -82,12 +82,12 @@ def causal_mask(length: int, window: int | None, device: torch.device) -> Tensor
 
 
 def _heads_first(x: Tensor, num_kv_heads: int) -> Tensor:
-    """[L, H, C] -> [G, R * L, C] in the dtype of the softmax: the R heads that read one key/value head together."""
+    """[L, H, C] -> [G, R * L, C] in the softmax dtype: the R heads that read one key/value head, concatenated."""
     return x.to(lse_dtype(x.dtype)).transpose(0, 1).reshape(num_kv_heads, -1, x.shape[-1])
 
 
 def _tokens_first(x: Tensor, like: Tensor) -> Tensor:
-    """[G, R * L, C] -> [L, H, C], with as many heads as `like` has."""
+    """[G, R * L, C] -> [L, H, C], with the number of heads of `like`."""
     return x.view(like.shape[1], -1, like.shape[2]).transpose(0, 1)
 
 
@@ -97,7 +97,7 @@ def _group(x: Tensor, k: Tensor) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, window: int | None) -> Tensor:
-    """[H, L, L] of scaled queries and keys, minus infinity where a query does not see a key."""
+    """[H, L, L] scaled products of queries and keys, minus infinity where a query does not see a key."""
     length = k.shape[1]
     scores = (q @ k.transpose(1, 2)).view(-1, length, length)
     return scores.masked_fill_(~causal_mask(length, window, q.device), float("-inf"))

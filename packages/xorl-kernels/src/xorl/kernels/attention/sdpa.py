@@ -1,4 +1,4 @@
-"""`sdpa`: attention by the kernels of `scaled_dot_product_attention`, on any device, documents of one length at a time.
+"""`sdpa`: attention by `scaled_dot_product_attention`'s kernels, on any device; documents of one length share a call.
 
 Shapes: T tokens, N documents of L tokens, H query heads, G key/value heads, C channels of a head.
 """
@@ -22,7 +22,7 @@ from xorl.kernels.attention.reference import causal_mask, eager_backward, eager_
 FLASH_HEAD_DIM_MULTIPLE = 8
 # The memory-efficient kernel reads log-sum-exps in blocks of this many tokens, infinite past the last one.
 EFFICIENT_LSE_BLOCK = 32
-# And the bias in rows that begin at multiples of this many elements.
+# It reads the bias in rows that begin at multiples of this many elements.
 EFFICIENT_BIAS_BLOCK = 16
 
 aten = torch.ops.aten
@@ -39,7 +39,7 @@ def sdpa_forward(
     window: int | None,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`ForwardKernel` by whichever kernel torch picks for the device, dtype and determinism asked of it."""
+    """`ForwardKernel` using the kernel that torch chooses for the device, dtype and determinism."""
     plan = _plan(tuple(offsets.diff().tolist()), q.device)
     q, k, v = (plan.sort(x) for x in (q, k, v))
     outs, lses = [], []
@@ -86,10 +86,10 @@ sdpa_attention = PackedAttention("sdpa", sdpa_forward, sdpa_backward)
 
 @dataclass(frozen=True)
 class _Plan:
-    """Which rows go into one call, as (rows, length of a document).
+    """The rows of each call, as (rows, length of a document).
 
-    Documents of one length run in one call where that saves at least half of the calls: packs of short documents would
-    otherwise spend their time starting kernels. Then rows are sorted first, by `order`, and back by `back`.
+    Documents of one length run in one call if that saves at least half of the calls: otherwise packs of short documents
+    would spend their time launching kernels. In that case `order` sorts the rows first, and `back` restores them.
     """
 
     pieces: tuple[tuple[slice, int], ...]
@@ -105,7 +105,7 @@ class _Plan:
 
 @lru_cache(maxsize=8)
 def _plan(lengths: tuple[int, ...], device: torch.device) -> _Plan:
-    """Every layer of a forward and a backward pass asks for the same one."""
+    """Cached: every layer of a forward and a backward pass needs the same plan."""
     groups = Counter(lengths)
     if 2 * len(groups) > len(lengths):
         return _Plan(_consecutive([(length, length) for length in lengths]))
@@ -128,7 +128,7 @@ def _consecutive(sizes: list[tuple[int, int]]) -> tuple[tuple[slice, int], ...]:
 
 @dataclass(frozen=True)
 class _Case:
-    """N documents of L tokens for one call: q [N, H, L, C], k and v [N, G, L, C], and which kernel takes them.
+    """N documents of L tokens for one call: q [N, H, L, C], k and v [N, G, L, C], and the kernel to use.
 
     `bias` [L, L] is added to the scores; None means causal.
     """
@@ -143,10 +143,11 @@ class _Case:
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, length: int, scale: float, window: int | None) -> "_Case":
-        """From [N * L, H, C] and [N * L, G, C]."""
+        """Builds it from [N * L, H, C] and [N * L, G, C]."""
         num_heads = q.shape[1]
         bias = None if window is None or window >= length else _bias(length, window, q)
-        # On CUDA only the half precision kernel without a bias takes grouped heads; others would fall to full scores.
+        # On CUDA only the half-precision kernel without a bias supports grouped heads; others would compute full
+        # scores.
         if k.shape[1] != num_heads and q.is_cuda and (bias is not None or q.dtype not in HALF_DTYPES):
             k, v = (x.repeat_interleave(num_heads // x.shape[1], dim=1) for x in (k, v))
         q, k, v = (_heads_first(x, length) for x in (q, k, v))
@@ -154,12 +155,12 @@ class _Case:
         kernel = SDPBackend(torch._fused_sdp_choice(q, k, v, bias, 0.0, bias is None, **options))
         wide, deterministic = q.shape[-1] > CUDNN_MAX_HEAD_DIM, torch.are_deterministic_algorithms_enabled()
         if kernel == SDPBackend.CUDNN_ATTENTION and (bias is not None or wide or deterministic):
-            # torch was asked about the forward pass alone; what cuDNN takes there, one of these takes in both.
+            # torch's choice covers only the forward pass; where it chooses cuDNN, one of these supports both passes.
             kernel = SDPBackend.FLASH_ATTENTION if bias is None else SDPBackend.EFFICIENT_ATTENTION
         return cls(q, k, v, scale, window, bias, kernel)
 
     def sum_groups(self, gradients: Gradients, num_kv_heads: int) -> Gradients:
-        """The gradients of the key/value heads as they were before they were repeated."""
+        """Sums the gradients of repeated key/value heads to those of the original heads."""
         grad_q, *others = gradients
         grad_k, grad_v = (
             x if x.shape[1] == num_kv_heads else x.unflatten(1, (num_kv_heads, -1)).sum(dim=2) for x in others
@@ -216,7 +217,7 @@ def _flash_backward(case: _Case, grad_out: Tensor, out: Tensor, lse: Tensor) -> 
         length,
         0.0,
         True,
-        # The state of a generator that is not read, as nothing is dropped.
+        # A generator state that is not read, since there is no dropout.
         torch.zeros((2,), dtype=torch.uint64, device=q.device),
         torch.empty(0, device=q.device),
         scale=case.scale,
@@ -260,7 +261,7 @@ def _efficient_backward(case: _Case, grad_out: Tensor, out: Tensor, lse: Tensor)
 
 
 def _expand_bias(case: _Case) -> Tensor | None:
-    """[N, H, L, L] with rows aligned as the kernel wants them, without a copy for each document and head."""
+    """[N, H, L, L] with rows aligned as the kernel requires, without a copy for each document and head."""
     if case.bias is None:
         return None
     num_documents, num_heads, length, _ = case.q.shape

@@ -1,4 +1,4 @@
-"""Fused kernels, each beside a plain twin in torch. Importing this needs no Triton; the kernels' own modules do."""
+"""Fused kernels, each with a plain twin in torch. Importing this needs no Triton; the kernels' own modules do."""
 
 from xorl.kernels.fused.device import triton_refusal
 from xorl.kernels.fused.reference import HeadNorms, HeadShape, RopeTables

@@ -1,4 +1,4 @@
-"""Cross-entropy of rows of logits with its gradient in one launch, and scaling that costs nothing when there is none.
+"""Cross-entropy of rows of logits with its gradient in one launch, and a scaling that skips a factor of 1.
 
 Shapes: B rows, V vocabulary.
 """
@@ -13,16 +13,16 @@ from torch import Tensor
 from xorl.kernels.fused.device import launch, power_of_2, rows_per_program
 from xorl.kernels.fused.reference import IGNORE, LossOfRows
 
-# A row is read in blocks of so many values. A thread takes neighbours, as many as it loads at once, and finds their
-# maximum and sum alone.
+# Values per block of a row. A thread processes adjacent values, as many as it loads at once, and reduces them to their
+# maximum and sum by itself.
 BLOCK = 8192
 NEIGHBOURS = 8
 NUM_WARPS = 16
 SCALE_BLOCK = 4096
 SCALE_WARPS = 8
 LOWEST = tl.constexpr(-3.0e38)
-# How much larger a row's largest logit may be than that of its first block, for exponentials that are taken from there:
-# their sum over any vocabulary and its inverse are far within the range of fp32.
+# The largest excess of a row's maximum over that of its first block for which exponentials relative to the latter are
+# used: their sum over any vocabulary, and its inverse, stay far within the range of fp32.
 FURTHEST = tl.constexpr(40.0)
 
 
@@ -33,10 +33,10 @@ def cross_entropy_rows(
 
     A label outside the vocabulary gives a loss and a scale of NaN.
 
-    One program takes a row. A gradient elsewhere in a dtype of fp32's range is written while the row is read for its
-    sum, as multiples of an exponential near the maximum's: once is enough but for rows whose maximum is far above that
-    of their first block. Otherwise the row is read twice: for the running log-sum-exp, and for the gradient, which may
-    overwrite the row where the dtypes are the same.
+    One program processes a row. If the gradient goes to a separate buffer in a dtype with fp32's range, it is written
+    while the row is read for its sum, as multiples of exponentials relative to the maximum of the first block. So one
+    pass is enough, except for rows whose maximum is far above that. Otherwise the row is read twice: for the running
+    log-sum-exp, and for the gradient, which may overwrite the row if the dtypes are equal.
     """
     assert logits.stride(1) == 1
     assert gradient is None or gradient.stride(1) == 1
@@ -67,10 +67,10 @@ def cross_entropy_rows(
 
 
 def scale_(x: Tensor, factor: Tensor) -> None:
-    """Multiply contiguous `x` by the scalar tensor `factor` in place; reads and writes nothing of x when it is 1."""
+    """Multiply contiguous `x` by the scalar tensor `factor` in place; does not access x if it is 1."""
     assert x.is_contiguous()
     if x.numel():
-        # Few programs, since all of them start even where there is nothing to do.
+        # Few programs, since all of them start even if there is nothing to do.
         blocks = rows_per_program(math.ceil(x.numel() / SCALE_BLOCK), 2)
         grid = (math.ceil(x.numel() / SCALE_BLOCK / blocks),)
         launch(_scale, grid, x, factor, x.numel(), BLOCKS=blocks, BLOCK=SCALE_BLOCK, num_warps=SCALE_WARPS)
@@ -113,9 +113,9 @@ def _cross_entropy_rows(
                 tl.store(gradient_ptr + columns, zeros, mask=columns < NUM_COLUMNS)
     else:
         is_known = (label >= 0) & (label < NUM_COLUMNS)
-        column = tl.where(is_known, label, 0).to(tl.int32)  # a wide one would widen what it is compared with
+        column = tl.where(is_known, label, 0).to(tl.int32)  # a wide one would widen the values it is compared with
         target = tl.load(logits_ptr + column, mask=is_known, other=float("nan")).to(tl.float32)
-        # The gradient that is written is exp(logit - shift), less the row's total of that at the label.
+        # The gradient written is exp(logit - shift), minus the row's total at the label.
         shift, total = tl.full([], 0.0, tl.float32), tl.full([], 1.0, tl.float32)
         maximum, earliest, is_written = shift, shift, False
         if READS_ONCE:
@@ -137,7 +137,7 @@ def _cross_entropy_rows(
             total = tl.sum(sums, axis=0)
             is_written = maximum - shift <= FURTHEST
         if not is_written:
-            # LOWEST is finite, so that a lane which has seen nothing but -inf still has a sum of 0 and not NaN.
+            # LOWEST is finite, so that the sum of a lane with only -inf is 0 and not NaN.
             maxima = tl.full([LANES], LOWEST, tl.float32)
             sums = tl.zeros([LANES], tl.float32)
             earlier = tl.full([LANES], float("-inf"), tl.float32)
@@ -160,7 +160,7 @@ def _cross_entropy_rows(
         tl.store(losses_ptr + row, shift + tl.log(total) - target)
         tl.store(correct_ptr + row, (target >= maximum) & (target > earliest))
         if WRITES_GRADIENT:
-            tl.debug_barrier()  # another thread may have written what the label has by now
+            tl.debug_barrier()  # another thread may have written the label's element
             tl.store(gradient_ptr + column, (tl.exp(target - shift) - total).to(gradient_type), mask=is_known)
             weight = tl.where(is_known, 1.0, float("nan"))
             if HAS_WEIGHT:

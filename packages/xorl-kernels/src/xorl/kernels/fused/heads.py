@@ -1,8 +1,8 @@
-"""Queries and keys normed per head and turned by their positions, one launch each way. Twin: `reference.split_heads`.
+"""RMS norm per head and rotary embedding of queries and keys, one launch each way. Twin: `reference.split_heads`.
 
-Computed in fp32, from the projections' output to the final rounding; the norms' weights are rounded to the dtype of the
-projections first. The backward pass writes into one gradient of the merged projection's output, so that nothing is
-concatenated. The weights' gradients are summed in fp32 within each program and then over programs, in one order.
+Computed in fp32, from the projections' output to the final rounding; the norms' weights are first rounded to the dtype
+of the projections. The backward pass writes into one gradient of the merged projection's output, so that nothing is
+concatenated. The weights' gradients are summed in fp32, within each program and then over programs, in a fixed order.
 
 Shapes: T tokens, H query heads, G key/value heads, C channels of a head.
 """
@@ -22,7 +22,7 @@ from xorl.kernels.fused.reference import split_heads as plain_split_heads
 
 TILE = 1024  # values of half a head times heads: 8 a thread
 NUM_WARPS = 4
-# Of the backward pass, for queries and as many for keys: what it waits for is memory, so there are many.
+# Programs of the backward pass for queries, and the same number for keys: many, since they wait for memory.
 PROGRAMS_PER_PROCESSOR = 8
 COPIED_AT_ONCE = tl.constexpr(4)
 
@@ -30,9 +30,9 @@ COPIED_AT_ONCE = tl.constexpr(4)
 def split_heads(
     projected: tuple[Tensor, ...], shape: HeadShape, norms: HeadNorms | None, rope: RopeTables | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [T, H, C], k and v [T, G, C]; `reference.split_heads` says of what. C must be even.
+    """q [T, H, C], k and v [T, G, C], as in `reference.split_heads`. C must be even.
 
-    v is a view of what was projected. Without norms and without rope so are q and k, and nothing is computed.
+    v is a view of the projection. Without norms and rope q and k are views too, and nothing is computed.
     """
     if norms is None and rope is None:
         return plain_split_heads(projected, shape, None, None)
@@ -125,7 +125,7 @@ def _qk_norm_rope(
     sin: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """q [T, H, C] and k [T, G, C], normed where there are weights and turned where there are tables."""
+    """q [T, H, C] and k [T, G, C], normed if there are weights and rotated if there are tables."""
     q, k = _with_whole_heads(q), _with_whole_heads(k)
     q_out, k_out = _like(q), _like(k)
     if q.shape[0]:
@@ -169,7 +169,7 @@ def _qk_norm_rope_backward(
     sin: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients by q, k and the two weights; the latter empty where there are none."""
+    """Gradients of q, k and the two weights; the latter are empty if there are none."""
     out_q, out_k = _like(q), _like(k)
     weights = _launch_backward(grad_q, grad_k, q, k, q_weight, k_weight, cos, sin, eps, out_q, out_k)
     return out_q, out_k, *weights
@@ -205,7 +205,7 @@ def _qkv_norm_rope_backward(
     num_kv_heads: int,
     head_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients by qkv [T, (H + 2G) * C] and the two weights; the latter empty where there are none."""
+    """Gradients of qkv [T, (H + 2G) * C] and the two weights; the latter are empty if there are none."""
     shape = HeadShape(num_heads, num_kv_heads, head_dim)
     grad_qkv = _like(qkv)
     out_q, out_k, out_v = plain_split_heads((grad_qkv,), shape, None, None)
@@ -248,9 +248,9 @@ def _launch_backward(
     out_k: Tensor,
     values: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Write the gradients by q and k into `out_q` and `out_k`; returns those by the weights.
+    """Write the gradients of q and k into `out_q` and `out_k`; returns those of the weights.
 
-    `values` are a tensor like grad_k and where the same launch copies it to.
+    `values` are a tensor like grad_k and the target to which the same launch copies it.
     """
     q, k, grad_q, grad_k = (_with_whole_heads(x) for x in (q, k, grad_q, grad_k))
     num_tokens, _, head_dim = q.shape
@@ -290,7 +290,7 @@ def _launch_backward(
 
 
 def _with_whole_heads(x: Tensor) -> Tensor:
-    """x [T, H, C] with the heads of a token side by side; tokens may be apart."""
+    """x [T, H, C] with the heads of a token contiguous; tokens may be strided."""
     is_whole = x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == x.shape[2])
     return x if is_whole else x.contiguous()
 
@@ -306,7 +306,7 @@ def _like_weight(x: Tensor, weight: Tensor | None) -> Tensor:
 def _pointers(
     q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor | None, sin: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """What the kernels read; q stands in for what is not there and not read."""
+    """The kernels' inputs; q replaces missing ones, which are not read."""
     tables = (q, q) if cos is None or sin is None else (cos.contiguous(), sin.contiguous())
     weights = (q, q) if q_weight is None or k_weight is None else (q_weight, k_weight)
     return q, k, *weights, *tables
@@ -352,7 +352,7 @@ def _forward(
     K_BLOCK: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
-    # By index: a type checker takes the result of a jitted function for nothing that could be unpacked.
+    # By index: type checkers do not see the result of a jitted function as unpackable.
     tables = _load_tables(cos_ptr, sin_ptr, token, True, HEAD_DIM, HAS_ROPE, HALF_BLOCK)
     cos, sin = tables[0], tables[1]
     first, second = _load_weight(q_weight_ptr, q_ptr, HEAD_DIM, HAS_NORM, HALF_BLOCK)
@@ -428,7 +428,7 @@ def _backward(
     HAS_VALUES: tl.constexpr,
     TOKENS: tl.constexpr,
 ) -> None:
-    """Queries by programs whose second index is 0, keys and values by the others: fewer registers, so more warps."""
+    """Programs with second index 0 process queries, the others keys and values: fewer registers, so more warps."""
     program = tl.program_id(0).to(tl.int64)
     start = program * TOKENS
     if tl.program_id(1) == 0:
@@ -503,7 +503,7 @@ def _copy_tokens(
     BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
 ) -> None:
-    """Copy TOKENS tokens from `start` on, several at once: no load is moved before a store by the compiler."""
+    """Copy TOKENS tokens from `start` on, several at once: the compiler moves no load before a store."""
     for index in range(0, TOKENS, COPIED_AT_ONCE):
         tokens = start + index + tl.arange(0, COPIED_AT_ONCE)[:, None]
         is_token = (tokens < num_tokens) & (tokens < start + TOKENS)
@@ -572,7 +572,7 @@ def _turn(
     HALF_BLOCK: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
 ) -> None:
-    """Norm and turn HEAD_BLOCK heads of a token from `first_head` on."""
+    """Norm and rotate HEAD_BLOCK heads of a token from `first_head` on."""
     heads = first_head + tl.arange(0, HEAD_BLOCK)
     lanes = tl.arange(0, HALF_BLOCK)
     is_inside = (heads < NUM)[:, None] & (lanes < HEAD_DIM // 2)[None, :]
@@ -615,10 +615,10 @@ def _turn_back_tokens(
     HEAD_BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
 ) -> None:
-    """The gradient of `_turn` for all heads of TOKENS tokens from `start` on, and what they add to the weight's."""
-    # By index: a type checker takes the result of a jitted function for nothing that could be unpacked.
+    """The gradient of `_turn` for all heads of TOKENS tokens from `start` on, and their part of the weight's."""
+    # By index: type checkers do not see the result of a jitted function as unpackable.
     weight = _load_weight(weight_ptr, source_ptr, HEAD_DIM, HAS_NORM, HALF_BLOCK)
-    # Kept apart by head up to the end: a sum over heads makes warps wait for one another.
+    # Kept separate by head until the end: a sum over heads makes warps wait for one another.
     sum_first = tl.zeros([HEAD_BLOCK, HALF_BLOCK], tl.float32)
     sum_second = tl.zeros([HEAD_BLOCK, HALF_BLOCK], tl.float32)
     NUM_BLOCKS: tl.constexpr = (NUM + HEAD_BLOCK - 1) // HEAD_BLOCK
@@ -659,7 +659,7 @@ def _turn_back(
     HALF_BLOCK: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The gradient of `_turn`; returns what each head adds to that of the weight's halves, [HEAD_BLOCK, HALF_BLOCK]."""
+    """The gradient of `_turn`; returns each head's share of the weight halves' gradient, [HEAD_BLOCK, HALF_BLOCK]."""
     heads = first_head + tl.arange(0, HEAD_BLOCK)
     lanes = tl.arange(0, HALF_BLOCK)
     is_inside = (heads < NUM)[:, None] & (lanes < HEAD_DIM // 2)[None, :] & is_token

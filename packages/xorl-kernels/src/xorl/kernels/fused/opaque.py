@@ -1,7 +1,7 @@
-"""Plain forms that stay as they are in compiled layers: each is an operator, which a compiler calls and looks not into.
+"""Plain functions that torch.compile must not change: each is an operator, which the compiler calls without tracing it.
 
-What torch.compile fuses it computes in fp32 throughout, so roundings that plain torch has in between are left out. An
-inference engine that does not compile has them. Gradients are those of the plain forms, compiled or not.
+torch.compile computes fused operations in fp32 throughout, without the roundings that plain torch has in between. An
+inference engine that does not compile has these roundings. Gradients are those of the plain functions, compiled or not.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from xorl.kernels.fused.reference import RopeTables
 
 
 class _Context(FunctionCtx):
-    """What autograd and `save` put there."""
+    """The attributes that autograd and `save` set."""
 
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
@@ -23,7 +23,7 @@ class _Context(FunctionCtx):
 
 
 def _operator(function: Callable[..., Tensor], name: str) -> Callable[..., Tensor]:
-    """`function` of tensors and then of what else it takes, as an operator. Its result shares no memory with them."""
+    """`function` as an operator: tensor arguments come first; the result shares no memory with them."""
     operator = torch.library.custom_op(f"xorl::opaque_{name}", function, mutates_args=())
     operator.register_fake(function)
 
@@ -66,7 +66,7 @@ round_to_bf16 = _operator(_round_to_bf16, "round_to_bf16")
 
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`reference.add_rms_norm`. Of the addition a compiler would make a part of the product that x is."""
+    """`reference.add_rms_norm`. A compiler would fuse the addition into the product that computes x."""
     summed = x if residual is None else add(residual, x)
     return summed, rms_norm(summed, weight, eps)
 

@@ -1,4 +1,4 @@
-"""Sums over programs: what each program of a kernel has summed is added up in one order, so that it repeats to the bit.
+"""Sums over programs: adds the partial sums of a kernel's programs in a fixed order, so that results repeat to the bit.
 
 Shapes: P programs, D width.
 """
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from xorl.kernels.fused.device import launch, power_of_2
 
-# A program reads 64 bytes of each row, and most buffers in one or two rounds of loads: they are too small to be bound
-# by anything but latency.
+# A program reads 64 bytes of each row, and most buffers in one or two rounds of loads: they are so small that only
+# latency matters.
 COLUMNS = 16
 MAX_ROWS = 512
 NUM_WARPS = 8

@@ -1,7 +1,7 @@
-"""The plain twins: what each fused kernel computes, in torch, on any device and in any floating-point dtype.
+"""The plain twins of the fused kernels, in torch, on any device and in any floating-point dtype.
 
-Shapes: T tokens, D model width, H query heads, G key/value heads, C channels of a head, F feed-forward width, B rows,
-V vocabulary.
+Shapes: T tokens, D model width, H query heads, G key/value heads, C channels of a head, F feed-forward width, B rows, V
+vocabulary.
 """
 
 from collections.abc import Callable
@@ -51,16 +51,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(residual + x, rounded to the dtype of x, or x where there is no residual; its `rms_norm`).
+    """(residual + x, rounded to the dtype of x, or x if there is no residual; its `rms_norm`).
 
-    x and residual are of one shape and dtype. Whoever needs x beside its norm goes on with the first of the results.
+    x and residual have one shape and dtype. Code that needs x besides its norm must continue with the first result.
     """
     summed = x if residual is None else residual + x
     return summed, rms_norm(summed, weight, eps)
 
 
 def apply_rope(x: Tensor, rope: RopeTables) -> Tensor:
-    """Turn each channel pair (i, i + C / 2) of x [T, H, C] by its angle, in fp32, returned in the dtype of x."""
+    """Rotate each channel pair (i, i + C / 2) of x [T, H, C] by its angle, in fp32, returned in the dtype of x."""
     cos, sin = (table[:, None, :] for table in rope)  # [T, 1, C / 2]
     first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
@@ -75,13 +75,13 @@ def split_heads(
     norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm,
     turn: Callable[[Tensor, RopeTables], Tensor] = apply_rope,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [T, H, C], k and v [T, G, C] for attention, from what the projections gave.
+    """q [T, H, C], k and v [T, G, C] for attention, from the output of the projections.
 
     Args:
         projected: (qkv [T, (H + 2G) * C],) or (q [T, H * C], k and v [T, G * C]).
         shape: H, G and C.
-        norms: RMS norms of queries and keys; None where the model has none.
-        rope: rotation of queries and keys, after the norms; None where the model has none.
+        norms: RMS norms of queries and keys; None if the model has none.
+        rope: rotation of queries and keys, after the norms; None if the model has none.
     """
     if len(projected) == 1:
         projected = projected[0].split(shape.row_counts, dim=-1)
@@ -94,7 +94,7 @@ def split_heads(
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up, [T, 2F] -> [T, F], the gate being the first half of each row (arXiv:2002.05202)."""
+    """silu(gate) * up, [T, 2F] -> [T, F]; the first half of each row is the gate (arXiv:2002.05202)."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -105,12 +105,12 @@ def swiglu_linear(gate_up: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
 
 
 class LossOfRows(NamedTuple):
-    """What `cross_entropy_rows` finds out about B rows of logits; rows of it are views, to be filled chunk by chunk.
+    """The results of `cross_entropy_rows` for B rows of logits; a slice is a view, to be filled chunk by chunk.
 
     Attributes:
         loss: [B] fp32, or fp64 for fp64 logits.
         correct: [B] bool: no other logit is larger than the label's, and none before it as large.
-        scale: [B] of the loss's dtype: what a row's gradient is still to be multiplied by.
+        scale: [B] of the loss's dtype: the factor by which a row's gradient must still be multiplied.
     """
 
     loss: Tensor
@@ -119,7 +119,7 @@ class LossOfRows(NamedTuple):
 
     @classmethod
     def empty(cls, num_rows: int, dtype: torch.dtype, device: torch.device) -> Self:
-        """Values that are not initialised, for losses of `dtype`."""
+        """Uninitialised values, for losses of `dtype`."""
         return cls(*(torch.empty(num_rows, dtype=each, device=device) for each in (dtype, torch.bool, dtype)))
 
     def rows(self, start: int, stop: int) -> Self:
@@ -130,15 +130,15 @@ class LossOfRows(NamedTuple):
 def cross_entropy_rows(
     logits: Tensor, labels: Tensor, token_weight: Tensor | None, gradient: Tensor | None, found: LossOfRows
 ) -> None:
-    """Cross-entropy of each row, and where asked for its gradient, computed in fp32 (fp64 for fp64 logits).
+    """Cross-entropy of each row, and optionally its gradient, computed in fp32 (fp64 for fp64 logits).
 
     Args:
         logits: [B, V].
         labels: [B] int64; -100 is ignored.
         token_weight: [B], multiplies the scales; None means 1. The losses are not multiplied.
-        gradient: [B, V] in any dtype, overwritten; may be `logits`. Its rows times the scales are the gradient by the
-            logits. None: not wanted.
-        found: of B rows, overwritten: 0, False and 0 where the label is ignored. The scales say something only with a
+        gradient: [B, V] in any dtype, overwritten; may be `logits`. Its rows times the scales are the gradient of the
+            logits. None: not computed.
+        found: for B rows, overwritten: 0, False and 0 where the label is ignored. The scales are only meaningful with a
             gradient.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))

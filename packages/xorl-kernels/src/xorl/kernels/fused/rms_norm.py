@@ -1,7 +1,8 @@
 """RMS norm, alone or after a residual addition, and its gradient. Twin: `reference.add_rms_norm`.
 
-Computed in fp32; the sum is rounded to the dtype of x before it is normed, the weight as well, each result once. The
-weight's gradient is summed in fp32 within each program and then over programs, in one order: it repeats to the bit.
+Computed in fp32; the sum is rounded to the dtype of x before it is normed, the weight is rounded to it too, and each
+result is rounded once. The weight's gradient is summed in fp32, within each program and then over programs, in a fixed
+order, so it repeats to the bit.
 
 Shapes: T rows, D width.
 """
@@ -17,16 +18,16 @@ from torch.autograd.function import FunctionCtx
 from xorl.kernels.fused.device import launch, power_of_2, rows_per_program
 from xorl.kernels.fused.partial import sum_of_programs
 
-# Of the backward pass, on each processor: with the next rows' loads in flight, enough to keep the memory busy.
+# Warps per processor in the backward pass: enough to keep the memory busy, with the next rows' loads in flight.
 WARPS_PER_PROCESSOR = 16
-# Bytes of a row for each warp: of longer rows the next one, and the weight, would not fit into registers.
+# Bytes of a row per warp; for longer rows, the next row and the weight would not fit into registers.
 MAX_PREFETCHED_BYTES = 1024
 
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(residual + x, or x where there is none; its rms_norm), the weight [D] of any floating-point dtype.
+    """(residual + x, or x if there is no residual; its rms_norm), the weight [D] of any floating-point dtype.
 
-    In the backward pass one launch gives the gradient of both addends, with that of the first result added to it.
+    In the backward pass one launch computes the gradient of both addends, including that of the first result.
     """
     if residual is None:
         kept = _NormBeside.apply(x, weight, eps)
@@ -70,7 +71,7 @@ def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, 
 def _rms_norm_backward(
     grad_normed: Tensor, grad_summed: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(gradient by x, to which `grad_summed`, that of x itself, has been added; gradient by weight)."""
+    """(gradient of x, including `grad_summed`, the gradient of x itself; gradient of weight)."""
     grad_normed, x = grad_normed.contiguous(), x.contiguous()
     grad_summed = None if grad_summed is None else grad_summed.contiguous()
     width = x.shape[-1]
@@ -110,7 +111,7 @@ def _(
 
 
 class _NormBeside(torch.autograd.Function):
-    """(x itself, its norm): whoever goes on with the first leaves the sum of x's gradients to the norm's kernel."""
+    """(x itself, its norm). Using the first result lets the norm's kernel sum the gradients of x."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -150,7 +151,7 @@ def _like(x: Tensor) -> Tensor:
 
 
 def _num_warps(width: int) -> int:
-    """16 values of a row for each thread, within what a program may have."""
+    """16 values of a row per thread, within the limits of a program."""
     return min(max(power_of_2(width) // 512, 1), 16)
 
 
@@ -238,7 +239,7 @@ def _backward(
         )
     for index in range(ROWS):
         row = start + index
-        # A sum over the row waits for all warps: what is loaded after it, memory stands idle for.
+        # A sum over the row waits for all warps; loads issued after it would leave the memory idle.
         at, is_row = (row + 1, row + 1 < end) if PREFETCHES else (row, row < end)
         loaded = _load_row(x_ptr, grad_normed_ptr, grad_summed_ptr, rstd_ptr, at, is_row, WIDTH, HAS_SUM, BLOCK)
         if not PREFETCHES:
@@ -270,7 +271,7 @@ def _load_row(
     HAS_SUM: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """x, the gradients by what was normed and by the sum, [BLOCK] each, and 1 / rms; 1 / rms again without a sum."""
+    """x, the gradients of the normed result and of the sum, [BLOCK] each, and 1 / rms; 1 / rms again without a sum."""
     columns = tl.arange(0, BLOCK)
     is_inside = (columns < WIDTH) & is_row
     offsets = row * WIDTH + columns

@@ -20,15 +20,15 @@ NUM_WARPS = 4
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up, [..., 2F] -> [..., F]; keeps `gate_up` alone for the backward pass."""
+    """silu(gate) * up, [..., 2F] -> [..., F]; saves only `gate_up` for the backward pass."""
     return _swiglu(gate_up)
 
 
 def swiglu_linear(gate_up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """swiglu(gate_up [T, 2F]) @ weight.T + bias, [T, D]; keeps `gate_up` and `weight` [D, F] for the backward pass.
+    """swiglu(gate_up [T, 2F]) @ weight.T + bias, [T, D]; saves `gate_up` and `weight` [D, F] for the backward pass.
 
-    What the gradient of the weight is made of, silu(gate) * up, is made again beside the gradient of `gate_up`, which
-    reads the same, and takes the memory of the gradient that both are made of. Meant to be compiled: otherwise
+    The weight's gradient needs silu(gate) * up. The backward pass recomputes it with the gradient of `gate_up`, which
+    reads the same data, and overwrites the gradient that both are computed from. Meant to be compiled: otherwise the
     recomputation of a layer would run the product in vain.
     """
     y = _SwigluLinear.apply(gate_up, weight, bias)
@@ -88,7 +88,7 @@ def _swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
 
 @torch.library.custom_op("xorl::swiglu_backward_", mutates_args=("grad",))
 def _swiglu_backward_(grad: Tensor, gate_up: Tensor) -> Tensor:
-    """The gradient of `gate_up`; `grad`, contiguous, is overwritten with the output of `_swiglu`."""
+    """The gradient of `gate_up`; overwrites `grad`, contiguous, with the output of `_swiglu`."""
     assert grad.is_contiguous(), "its memory is written row by row"
     return _launch_backward(grad, gate_up, makes_output=True)
 

@@ -1,4 +1,4 @@
-"""Vectors added up in fp32, whatever they are kept in, one pass over memory. Twin: `reference.widened_sum_`."""
+"""Sums vectors of any dtype in fp32, in one pass over memory. Twin: `reference.widened_sum_`."""
 
 import math
 

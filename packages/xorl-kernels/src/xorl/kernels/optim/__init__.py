@@ -1,6 +1,7 @@
-"""What optimizers compute, each with a plain twin.
+"""The computations of optimizers, each with a plain twin.
 
-Updates in one pass over memory, rounded to bf16 as wanted; sums of squares; products of matrices with their transposes.
+Updates in one pass over memory, optionally rounded to bf16; sums of squares; products of matrices with their
+transposes.
 """
 
 from xorl.kernels.optim.noise import Noise, philox2x32, round_stochastically

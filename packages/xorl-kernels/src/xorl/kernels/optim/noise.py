@@ -1,4 +1,4 @@
-"""Random bits that depend on what they are for and not on who draws them, and rounding to bf16 by them.
+"""Random bits that depend on their purpose and not on the rank that draws them, and rounding to bf16 with them.
 
 In plain torch; `triton_updates.py` draws the same bits.
 """
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 # Philox-2x32 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011), table 2: seven rounds are the
-# fewest that pass BigCrush. Ten are what its authors' library takes by default, and would cost more than the memory
-# traffic that hides them.
+# fewest that pass BigCrush. Ten, the default of its authors' library, would take longer than the memory traffic that
+# hides them.
 MULTIPLIER = 0xD256D193
 KEY_STEP = 0x9E3779B9
 ROUNDS = 7
@@ -19,10 +19,10 @@ _MASK = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class Noise:
-    """Which random bits a run of consecutive elements of a parameter gets in a step.
+    """Identifies the random bits of a run of consecutive elements of a parameter in a step.
 
-    They depend on the key, the step and each element's index in the whole parameter, so shards draw what the whole
-    parameter would, and a resumed run what the run that was not stopped would.
+    They depend on the key, the step and each element's index in the whole parameter. So a shard draws the same bits as
+    the whole parameter, and a resumed run the same as an uninterrupted one.
 
     Attributes:
         key: of the parameter and the run's seed, in [0, 2**31).
@@ -36,11 +36,11 @@ class Noise:
 
 
 def philox2x32(low: Tensor, high: Tensor, key: Tensor | int, num_rounds: int = ROUNDS) -> tuple[Tensor, Tensor]:
-    """Two words of 32 random bits for each counter (low, high); all are int64 tensors of values below 2**32."""
+    """Two 32-bit random words for each counter (low, high); all are int64 tensors of values below 2**32."""
     low, high = low.clone(), high.clone()
     product = torch.empty_like(low)
     for _ in range(num_rounds):
-        # The product has up to 64 bits: as int64 it may be negative, and its bits are right.
+        # The product has up to 64 bits: as int64 it may be negative, but its bits are right.
         torch.mul(low, MULTIPLIER, out=product)
         torch.bitwise_right_shift(product, 32, out=low)
         low.bitwise_and_(_MASK).bitwise_xor_(high).bitwise_xor_(key)
@@ -61,10 +61,10 @@ def draw(noise: Noise, start: int, count: int) -> tuple[Tensor, Tensor]:
 
 
 def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:
-    """fp32 values to bf16, up or down with the odds that make the mean right. bits: integers in [0, 2**16).
+    """Rounds fp32 values to bf16, up or down with probabilities that keep the mean. bits: integers in [0, 2**16).
 
-    Adding the bits below the last place that bf16 has carries into it as often as the cut off fraction is large.
-    Values that bf16 holds stay as they are, NaN too.
+    Adding the bits below bf16's last place carries into it with a probability equal to the fraction cut off. Values
+    that bf16 can represent do not change, nor does NaN.
     """
     raw = values.view(torch.int32)
     rounded = torch.where(values.isnan(), raw, raw + bits.to(torch.int32))

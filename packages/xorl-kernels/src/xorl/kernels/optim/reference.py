@@ -1,7 +1,7 @@
 """The plain twins of triton_updates.py and triton_lists.py: the same arithmetic in torch, a block at a time.
 
 No operation fuses a product with a sum: the vectorised and the scalar parts of torch's CPU loops would then round
-differently, and an element's value would depend on where in a shard it stands.
+differently, and an element's result would depend on its position in a shard.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from xorl.kernels.optim.noise import Noise, draw, round_stochastically
 
-# Keeps the fp32 copies and the random words, some 60 bytes an element, in a core's cache: half the time of 2**18.
+# The fp32 copies and the random words, some 60 bytes per element, fit into a core's cache: half the time of 2**18.
 BLOCK = 1 << 16
 _LOW_16 = 0xFFFF
 
@@ -109,7 +109,7 @@ def square_sum(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _inverse(grad_scale: Tensor | None) -> Tensor | float:
-    """What gradients are multiplied by."""
+    """The factor for gradients."""
     return 1.0 if grad_scale is None else 1 / grad_scale
 
 

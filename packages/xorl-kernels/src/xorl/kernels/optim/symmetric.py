@@ -1,4 +1,4 @@
-"""Products of matrices with their own transposes, of which a GPU computes one triangle."""
+"""Products of matrices with their own transposes; a GPU computes only one triangle."""
 
 from functools import cache
 
@@ -11,11 +11,11 @@ from xorl.kernels.fused.device import triton_refusal
 def symmetric_product(x: Tensor, added: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
     """alpha x x^T + beta added, for matrices x [B, M, K] and symmetric ones `added` [B, M, M], in the dtype of x.
 
-    Sums are accumulated in fp32. On a Hopper GPU, and in bf16 or fp16, only the lower triangle is computed, and of
-    `added` only it is read: the result is symmetric to the bit, and about 1.6 times as fast as torch's.
+    Sums are accumulated in fp32. On a Hopper GPU, in bf16 or fp16, only the lower triangle is computed, and only that
+    of `added` is read: the result is symmetric to the bit, and the product about 1.6 times as fast as torch's.
     """
     if _runs_on(x.device) and x.dtype in (torch.bfloat16, torch.float16) and _suits(x):
-        # Triton is there where torch has a GPU to run it on, and not on every machine without one.
+        # Triton comes with torch's GPU builds, and may be missing elsewhere.
         from xorl.kernels.optim import triton_symmetric  # noqa: PLC0415
 
         return triton_symmetric.symmetric_product(x, added, alpha=alpha, beta=beta)
@@ -32,16 +32,16 @@ def reference(x: Tensor, added: Tensor | None, *, alpha: float, beta: float) -> 
 
 @cache
 def _runs_on(device: torch.device) -> bool:
-    """The kernel's tiles are chosen, and were measured, for Hopper's memory and instructions."""
+    """The kernel's tiles are tuned for Hopper's memory and instructions."""
     return triton_refusal(device.type) is None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _suits(x: Tensor) -> bool:
-    """Whether the kernel can read x, by rows or columns that begin at multiples of 16 bytes, and count the result."""
+    """Whether the kernel can read x (its rows or columns begin at multiples of 16 bytes) and index the result."""
     in_memory = x if x.stride(-1) == 1 else x.mT
     return (
         in_memory.is_contiguous()
-        # The stride, and not the length, which says another thing where there is one element in a row.
+        # The stride and not the length: they differ if a row has one element.
         and in_memory.stride(-2) * x.element_size() % 16 == 0
         and in_memory.data_ptr() % 16 == 0
         and x.shape[-2] ** 2 < 2**31

@@ -1,7 +1,7 @@
-"""Triton kernels over lists of tensors: one launch for all of a kind, which finds its tensors in a table of addresses.
+"""Triton kernels over lists of tensors: one launch for all of a kind, which reads their addresses from a table.
 
-Imported only where Triton is. A program takes one chunk of one tensor, so small tensors cost no launch each, and large
-ones are spread over the whole device. `reference.py` has the plain twins, and `updates.py` the contracts.
+Imported only if Triton is installed. A program processes one chunk of one tensor, so small tensors need no launch each,
+and large ones spread over the whole device. `reference.py` has the plain twins, and `updates.py` the contracts.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,11 +18,11 @@ from xorl.kernels.optim.noise import Noise
 from xorl.kernels.optim.triton_updates import draw, inverse, load, store
 
 BLOCK = 1024
-# The loads of the table are paid once for 16 blocks, and the smallest of models still fills the device.
+# The table is loaded once for 16 blocks, and even the smallest model fills the device.
 CHUNK = 16 * BLOCK
-# Bytes of the widest load: tensors that begin elsewhere are read element by element.
+# Bytes of the widest load: tensors at other addresses are read element by element.
 ALIGNMENT = 16
-# Columns of a table: elements, the first of the programs that work on them, and what the kernel wants to know.
+# Columns of a table: number of elements, first program, and the kernel's own arguments.
 _COLUMNS_OF_ADAMW = tl.constexpr(10)
 _COLUMNS_OF_SUM = tl.constexpr(3)
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
@@ -31,7 +31,7 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 @dataclass(frozen=True)
 class _Table:
-    """What a launch works on.
+    """The table of a launch.
 
     Attributes:
         rows: int64 [tensors, columns], on the device.
@@ -43,13 +43,13 @@ class _Table:
 
     @classmethod
     def of(cls, counts: Sequence[int], columns: Sequence[Sequence[int]], device: torch.device) -> "_Table":
-        """Rows of (elements, first program, *columns)."""
+        """Builds it from rows of (elements, first program, *columns)."""
         chunks = [-(-count // CHUNK) for count in counts]
         firsts = [0]
         for number in chunks:
             firsts.append(firsts[-1] + number)
         rows = [(*row, *rest) for *row, rest in zip(counts, firsts[:-1], columns, strict=True)]
-        # From pageable memory the copy would make the host wait for all work queued before it.
+        # From pageable memory, the copy would make the host wait for all queued work.
         table = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
         owners = torch.repeat_interleave((table[:, 0] + (CHUNK - 1)) // CHUNK, output_size=firsts[-1])
         return cls(table, owners)
@@ -96,14 +96,14 @@ def square_sum(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class _Kind(NamedTuple):
-    """What one launch is compiled for."""
+    """The parameters that one launch is compiled for."""
 
     dtypes: tuple[torch.dtype, ...]
     is_aligned: bool
 
 
 def _by_kind(groups: Iterable[tuple[Tensor, ...]]) -> dict[_Kind, list[tuple[int, list[int]]]]:
-    """(index, addresses) of each group of tensors that are not empty, by what a launch for it is compiled for."""
+    """(index, addresses) of each group of non-empty tensors, by the kind of launch they need."""
     kinds: dict[_Kind, list[tuple[int, list[int]]]] = {}
     for index, group in enumerate(groups):
         if not group[0].numel():
@@ -123,7 +123,7 @@ def _noise_columns(noises: Sequence[Noise] | None, index: int) -> tuple[int, int
 
 @triton.jit
 def _pointer(address: tl.tensor, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr) -> tl.tensor:
-    """What the address that stands at `address` points to."""
+    """The pointer stored at `address`."""
     pointer = tl.load(address).to(tl.pointer_type(DTYPE))  # pyright: ignore[reportArgumentType] a constant dtype
     if IS_ALIGNED:
         pointer = tl.multiple_of(pointer, _ALIGNMENT)
@@ -152,15 +152,15 @@ def _adamw_block(
     eps: float,
     IS_STOCHASTIC: tl.constexpr,
 ) -> None:
-    """A block, at pointers. What is fused is written out: left to the compiler, shards might round unlike the whole."""
+    """A block, at pointers. Fused operations are explicit: a compiler's choice could make shards round differently."""
     gradient = load(grad, mask) * factor
     mean = tl.fma(load(exp_avg, mask), beta1, gradient * rest1)
     square = tl.fma(load(exp_avg_sq, mask), beta2, gradient * gradient * rest2)
     ratio = mean / tl.fma(tl.sqrt(square), root, eps)
     value = tl.fma(ratio, -rate, load(param, mask) * keep)
     if IS_STOCHASTIC:
-        # Adds nothing, but ties the indices to the order in which the loads lie in registers. Words drawn in another
-        # order would be exchanged through shared memory, and take more registers.
+        # Adds nothing, but gives the indices the register layout of the loads. Words drawn in another layout would be
+        # exchanged through shared memory, and take more registers.
         index = index + (gradient.to(tl.int32, bitcast=True) & zero)
         word, other = draw(index, step, key)  # pyright: ignore[reportGeneralTypeIssues]
         store(param, value, mask, word)
@@ -214,9 +214,9 @@ def _adamw(
         key = tl.load(row + 7)
         first = tl.load(row + 8) + start
         step = tl.load(tl.load(row + 9).to(tl.pointer_type(tl.int64)))
-    zero = tl.load(skip).to(tl.int32)  # As was found above, which the compiler does not make use of.
+    zero = tl.load(skip).to(tl.int32)  # Always 0, as checked above, but the compiler does not know that.
     lanes = tl.arange(0, BLOCK)
-    # A whole chunk needs no mask, which would keep loads narrow: nothing is known of what `count` is divisible by.
+    # A whole chunk needs no mask. A mask would keep loads narrow, since the divisibility of `count` is unknown.
     if start + CHUNK <= count:
         for begin in range(0, CHUNK, BLOCK):
             at = begin + lanes

@@ -1,6 +1,6 @@
 """Products of matrices with their own transposes as a Triton kernel, which computes one triangle and writes both.
 
-Imported only where Triton is. `symmetric.py` has the contract and the plain twin.
+Imported only if Triton is installed. `symmetric.py` has the contract and the plain twin.
 """
 
 import torch
@@ -11,7 +11,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from xorl.kernels.fused.device import launch
 
-# A tile of the result, and how much of the summed axis is read for it at a time. A tile is as wide as several are high.
+# A tile of the result, and the part of the summed axis that is read at once. A tile's width is a multiple of its
+# height.
 BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_SUMMED = 128, 256, 64
 NUM_WARPS = 8
 
@@ -24,11 +25,11 @@ def symmetric_product(
     beta: float,
     block: tuple[int, int, int] = (BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_SUMMED),
 ) -> Tensor:
-    """See `symmetric.symmetric_product`; x lies in rows or in columns, the elements of each beginning at 16 bytes."""
+    """See `symmetric.symmetric_product`; x is stored by rows or columns, each beginning at a multiple of 16 bytes."""
     num_matrices, rows, summed = x.shape
     block_rows, block_columns, block_summed = block
     in_rows = x.stride(-1) == 1
-    # Blocks that reach over a matrix's end are filled with zeros, which a product does not notice.
+    # Blocks beyond a matrix's end are filled with zeros, which do not change a product.
     panels = [
         TensorDescriptor.from_tensor(x, [1, width, block_summed])
         if in_rows
@@ -97,17 +98,17 @@ def _symmetric_product(
     if row >= column + BLOCK_COLUMNS:
         _write(total, added, out, rows, columns, num_rows, beta, inside, inside)
     else:
-        # On the diagonal. Every element has one writer, so that the result is the same each time.
+        # On the diagonal. Every element has one writer, so the result is deterministic.
         lower, strictly_lower = inside & (rows >= columns), inside & (rows > columns)
         _write(total, added, out, rows, columns, num_rows, beta, lower, strictly_lower)
 
 
 @triton.jit
 def _corner(tile: tl.tensor, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """The first row and column of a tile. They are numbered by bands as high as a tile is wide, each by its columns."""
+    """The first row and column of a tile. Tiles are numbered by bands as high as a tile is wide, then by columns."""
     per_square: tl.constexpr = BLOCK_COLUMNS // BLOCK_ROWS
     square = tile // per_square
-    # Band b holds the squares from b (b + 1) / 2 on. The root may be off by its rounding.
+    # Band b holds the squares from b (b + 1) / 2 on. The root may be off by rounding.
     band = ((tl.sqrt(8.0 * square.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
     band = tl.where(band * (band + 1) // 2 > square, band - 1, band)
     band = tl.where((band + 1) * (band + 2) // 2 <= square, band + 1, band)
@@ -127,7 +128,7 @@ def _write(
     mask: tl.tensor,
     mirrored_mask: tl.tensor,
 ) -> None:
-    """Values of the lower triangle, with what is added to them, in their places and in those across the diagonal."""
+    """Writes values of the lower triangle, with `added`, to their places and to those mirrored at the diagonal."""
     offsets = rows * num_rows + columns
     if added is not None:
         values += beta * tl.load(added + offsets, mask=mask, other=0.0).to(tl.float32)

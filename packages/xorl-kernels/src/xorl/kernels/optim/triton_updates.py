@@ -1,7 +1,7 @@
 """Updates of one tensor as Triton kernels, which read and write it once and draw their random bits in registers.
 
-Imported only where Triton is. `reference.py` has the plain twins, and `updates.py` the contracts. An integer annotated
-as `int` is one of 32 bits to Triton, hence `tl.int64`.
+Imported only if Triton is installed. `reference.py` has the plain twins, and `updates.py` the contracts. Triton takes
+an integer annotated as `int` as 32 bits, hence `tl.int64`.
 """
 
 import triton
@@ -64,7 +64,7 @@ def _grid(count: int) -> tuple[int]:
 
 @triton.jit
 def draw(index: tl.tensor, step: tl.tensor, key: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """The two words of `noise.draw` for int64 indices; dequantised weights draw their noise by it too."""
+    """The two words of `noise.draw` for int64 indices; also used for the noise of dequantised weights."""
     low = index.to(tl.uint32)
     high = tl.full(low.shape, 0, tl.uint32) + step.to(tl.uint32)
     multiplier = tl.full(low.shape, _MULTIPLIER, tl.uint32)
@@ -81,7 +81,7 @@ def draw(index: tl.tensor, step: tl.tensor, key: tl.tensor) -> tuple[tl.tensor, 
 
 @triton.jit
 def load(pointers: tl.tensor, mask: tl.tensor | None) -> tl.tensor:
-    """Values in fp32, zero where the mask is not."""
+    """Values in fp32, zero where masked out."""
     values = tl.load(pointers) if mask is None else tl.load(pointers, mask=mask, other=0.0)
     return values.to(tl.float32)
 
@@ -99,7 +99,7 @@ def store(pointers: tl.tensor, values: tl.tensor, mask: tl.tensor | None, word: 
 
 @triton.jit
 def inverse(grad_scale: tl.tensor | None) -> tl.tensor | float:
-    """What gradients are multiplied by."""
+    """The factor for gradients."""
     factor = 1.0
     if grad_scale is not None:
         factor = 1.0 / tl.load(grad_scale)

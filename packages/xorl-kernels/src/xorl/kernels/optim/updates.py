@@ -1,10 +1,10 @@
-"""The updates as callers know them: in place, elementwise, in fp32; by a kernel on a GPU, in plain torch elsewhere.
+"""The public update functions: in place, elementwise, in fp32; a kernel on a GPU, plain torch elsewhere.
 
 All tensors of a call are contiguous, fp32 or bf16, on one device, and those that belong together have the same number
-of elements. With a `Noise`, bf16 results are rounded stochastically: an update that is smaller than half of a value's
-last place, which rounding to nearest would drop every time, happens as often as it should. Without one they are rounded
-to nearest. `grad_scale` and `skip` are 0-dim fp32 tensors on that device and read there: gradients are divided by the
-one as they are read, and nothing is changed where the other is not zero.
+of elements. With a `Noise`, bf16 results are rounded stochastically: an update smaller than half of a value's last
+place, which rounding to nearest would always drop, is applied as often as it should be. Without one they are rounded to
+nearest. `grad_scale` and `skip` are 0-dim fp32 tensors on that device and read there: gradients are divided by
+`grad_scale` as they are read, and nothing changes if `skip` is not zero.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def adamw_(
 ) -> None:
     """One step of AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101, algorithm 2) on lists of tensors.
 
-    steps: 0-dim and counted already, fp32 where there are no noises. The gradients may be overwritten.
+    steps: 0-dim, already incremented, fp32 if there are no noises. The gradients may be overwritten.
     """
     lists = (params, grads, exp_avgs, exp_avg_sqs)
     for quad in zip(*lists, strict=True):
@@ -46,7 +46,7 @@ def adamw_(
     hyper = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
     kinds = {tensor.dtype for tensors in (params, exp_avgs, exp_avg_sqs) for tensor in tensors}
     if noises is None and len(kinds) == 1 and not params[0].is_cuda:
-        # On all cores at once, and so worth one rounding of gradients that were accumulated in a wider dtype.
+        # Uses all cores at once, which is worth one rounding of gradients that were accumulated in a wider dtype.
         torch._fused_adamw_(
             list(params),
             [grad.to(params[0].dtype) for grad in grads],
@@ -80,10 +80,10 @@ def momentum_(
     skip: Tensor,
     noise: Noise,
 ) -> None:
-    """buffer = momentum * buffer + (1 - momentum) * grad, and the direction that follows from it into `update`.
+    """buffer = momentum * buffer + (1 - momentum) * grad, and writes the resulting direction to `update`.
 
     The direction is the new buffer before it is rounded or, with nesterov, the same mean of it and the gradient again;
-    it is rounded to nearest to the dtype of `update`. Where the step is skipped `update` is left as it is.
+    it is rounded to nearest to the dtype of `update`. If the step is skipped, `update` is unchanged.
     """
     _check(*(tensor for tensor in (buffer, grad, update) if tensor is not None))
     if buffer.numel():
@@ -101,7 +101,7 @@ def descend_(
     skip: Tensor,
     noise: Noise | None,
 ) -> None:
-    """param = keep * param - rate * update, where the update may be a gradient with its scale."""
+    """param = keep * param - rate * update; the update may be a gradient with its scale."""
     _check(param, update)
     if param.numel():
         options = {"grad_scale": grad_scale, "skip": skip, "noise": noise}
@@ -135,7 +135,7 @@ def _check(*tensors: Tensor) -> None:
 def _singles(tensor: Tensor) -> ModuleType:
     if not tensor.is_cuda:
         return reference
-    # Triton is there where torch has a GPU to run it on, and not on every machine without one.
+    # Triton comes with torch's GPU builds, and may be missing elsewhere.
     from xorl.kernels.optim import triton_updates  # noqa: PLC0415
 
     return triton_updates

@@ -1,4 +1,4 @@
-"""Numbers of few bits: matrices cast with their scales, and products of them."""
+"""Low-precision number formats: matrices cast with their scales, and products of them."""
 
 from xorl.kernels.quant.block_fp8 import dequantize_block_fp8, quantize_block_fp8
 from xorl.kernels.quant.device import QuantFormat, quant_refusal

@@ -1,10 +1,10 @@
 """Weights in E4M3 with one fp32 scale for each square block, 128 x 128 by default (arXiv:2412.19437, section 3.3.2).
 
 A weight is code * scale. Codes and scales are those of Hugging Face's `weight` and `weight_scale_inv`. Blocks at the
-lower and right border may be cut off.
+lower and right border may be incomplete.
 
-Error: a sixteenth of the weight, or 2**-10 of the block's scale where that is more; the scale is the block's largest
-absolute value over 448.
+Error: a sixteenth of the weight, or 2**-10 of the block's scale if that is more; the scale is the block's largest
+absolute value divided by 448.
 
 Shapes: R rows, C columns, G the side of a block.
 """
@@ -17,7 +17,7 @@ from xorl.kernels.quant.device import blocks_triton
 from xorl.kernels.quant.noise import WeightNoise, normal_pairs
 
 LARGEST = 448.0
-# In block scales: what noise is measured by.
+# In block scales: the unit of the noise.
 NOISE_STEP = 0.125
 
 

@@ -1,8 +1,8 @@
-"""Triton kernels of nf4, nvfp4 and block_fp8; what they compute is described, and computed plainly, in those modules.
+"""Triton kernels of nf4, nvfp4 and block_fp8; those modules describe the computations and have the plain twins.
 
-Quantising divides and rounds as IEEE 754 says, so that codes and scales are those of the plain twins to the bit; what
-becomes E4M3 is rounded before it is converted, which is exact then in the interpreter too. Dequantising reads codes
-and scales once and writes the result once.
+Quantising divides and rounds as in IEEE 754, so codes and scales equal those of the plain twins to the bit. Values are
+rounded to E4M3 before they are converted, so that the conversion is exact in the interpreter too. Dequantising reads
+codes and scales once and writes the result once.
 
 Shapes: R rows, C columns, G group size; a tile holds N groups.
 """
@@ -17,10 +17,10 @@ from xorl.kernels.optim.triton_updates import draw
 from xorl.kernels.quant import block_fp8, nf4, noise, nvfp4
 from xorl.kernels.quant.noise import WeightNoise
 
-# Weights of a tile: enough loads in flight to fill the memory's pipeline, few enough for the registers.
+# Weights of a tile: enough loads in flight to use the full memory bandwidth, few enough for the registers.
 TILE = 4096
 NUM_WARPS = 8
-# Rows of a tile of block_fp8, whose columns are those of one block; every block's side is a multiple.
+# Rows of a block_fp8 tile, whose columns are those of one block; every block's side is a multiple of it.
 TILE_ROWS = 16
 
 _TINY = tl.constexpr(nf4.TINY)
@@ -30,7 +30,7 @@ _FP4_STEP = tl.constexpr(nvfp4.NOISE_STEP)
 _E4M3_LARGEST = tl.constexpr(block_fp8.LARGEST)
 _FP8_STEP = tl.constexpr(block_fp8.NOISE_STEP)
 _E4M3_SMALLEST_NORMAL = tl.constexpr(2.0**-6)
-# Added and taken away, it rounds to multiples of 2**-9, the distance of E4M3's subnormal numbers.
+# Added and subtracted again, it rounds to multiples of 2**-9, the spacing of E4M3's subnormal numbers.
 _ROUND_SUBNORMAL = tl.constexpr(1.5 * 2.0**23 * 2.0**-9)
 _UNIFORM = tl.constexpr(noise.UNIFORM)
 _TURN = tl.constexpr(noise.TURN)
@@ -118,19 +118,19 @@ def _tiles(num_groups: int, group_size: int) -> tuple[tuple[int], dict[str, int]
 
 
 def _draws(noise: WeightNoise | None, instead: Tensor) -> tuple[Tensor, float, bool]:
-    """What a kernel draws its noise by; `instead` stands for the tensor where there is none."""
+    """The kernel's arguments for the noise; `instead` replaces the tensor if there is none."""
     return (instead, 0.0, False) if noise is None else (noise.key_and_step, noise.alpha, True)
 
 
 @triton.jit
 def _divide(x: tl.tensor, y: tl.tensor) -> tl.tensor:
-    """x / y in fp32, rounded to nearest: Triton's own operator approximates."""
+    """x / y in fp32, rounded to nearest: Triton's own operator is approximate."""
     return tl.div_rn(x, tl.full(x.shape, 0.0, tl.float32) + y)
 
 
 @triton.jit
 def _round_e4m3(x: tl.tensor) -> tl.tensor:
-    """fp32 of at most E4M3's largest number, in magnitude, to the nearest number of E4M3, ties to even."""
+    """Rounds fp32 within E4M3's range to the nearest E4M3 number, ties to even."""
     size = tl.abs(x)
     bits = size.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
@@ -144,7 +144,7 @@ def _round_e4m3(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _magnitude(x: tl.tensor) -> tl.tensor:
-    """Absolute values, infinite for NaN, which a maximum would pass over."""
+    """Absolute values, infinite for NaN, which a maximum would ignore."""
     return tl.where(x == x, tl.abs(x), float("inf"))
 
 
@@ -189,7 +189,7 @@ def _quantize_nf4(
     even = tl.load(weight_ptr + 2 * byte, mask=inside, other=0.0).to(tl.float32)
     odd = tl.load(weight_ptr + 2 * byte + 1, mask=inside, other=0.0).to(tl.float32)
     absmax = tl.max(tl.maximum(_magnitude(even), _magnitude(odd)), axis=1)
-    # In so many words: Triton takes a number as small as this one for fp64.
+    # Written with an explicit dtype: Triton takes such a small number for fp64.
     divisor = tl.maximum(absmax, tl.full(absmax.shape, _TINY, tl.float32))
     reciprocal = _divide(tl.full(absmax.shape, 1.0, tl.float32), divisor)[:, None]
     upper = _nf4_code(tl.clamp(even * reciprocal, -1.0, 1.0), bounds_ptr)
@@ -283,7 +283,7 @@ def _quantize_nvfp4(
 
 @triton.jit
 def _fp4_value(code: tl.tensor) -> tl.tensor:
-    """E2M1 over 2**14: its exponent and mantissa are where fp16's are, which has subnormal numbers as well."""
+    """E2M1 over 2**14: its exponent and mantissa bits sit where fp16's are, and fp16 has subnormal numbers too."""
     bits = ((code & 0x7) << 9 | (code & 0x8) << 12).to(tl.int16)
     return bits.to(tl.float16, bitcast=True).to(tl.float32)
 

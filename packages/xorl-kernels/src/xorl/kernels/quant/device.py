@@ -1,4 +1,4 @@
-"""Where weights can be quantised and dequantised, and the one place that reaches for the Triton kernels."""
+"""Where weights can be quantised and dequantised; the only file that imports the Triton kernels."""
 
 from types import ModuleType
 from typing import Literal, TypeAlias
@@ -9,12 +9,12 @@ from xorl.kernels.fused.device import triton_refusal
 
 QuantFormat: TypeAlias = Literal["nf4", "nvfp4", "block_fp8"]
 
-# GPUs of earlier capabilities have no instructions that take E4M3 apart, which two of the formats hold.
+# GPUs of earlier capabilities have no instructions to convert E4M3, which two of the formats use.
 E4M3_CAPABILITY = (8, 9)
 
 
 def quant_refusal(quant_format: QuantFormat, device: torch.device) -> str | None:
-    """Why weights of this format cannot be used on `device`, or None when they can; a CPU does so slowly."""
+    """The reason why weights of this format cannot be used on `device`, or None; a CPU can use them, slowly."""
     if device.type == "cpu":
         return None
     if (refusal := triton_refusal(device.type)) is not None:
@@ -30,7 +30,7 @@ def quant_refusal(quant_format: QuantFormat, device: torch.device) -> str | None
 
 
 def blocks_triton() -> ModuleType:
-    """The kernels. Triton is imported where a GPU computes: torch builds without one need not have it."""
+    """The kernels. Triton is only imported for a GPU: torch builds without one may not have it."""
     from xorl.kernels.quant import blocks_triton as kernels  # noqa: PLC0415
 
     return kernels

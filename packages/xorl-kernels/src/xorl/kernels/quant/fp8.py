@@ -1,12 +1,12 @@
 """Matrices in 8-bit floating point (arXiv:2209.05433) with their scales, and products of them.
 
-A GPU's fp8 matrix units take both operands with the contraction contiguous, so a matrix that is used along both of its
-axes is needed twice: as it is, and transposed. One kernel reads it once and writes both. Here are the torch operators
-and their plain twins, which a CPU runs; the kernels are in `fp8_triton`.
+A GPU's fp8 matrix units need the contraction axis of both operands contiguous. So a matrix that is used along both of
+its axes is needed twice: as it is, and transposed. One kernel reads it once and writes both. This file has the torch
+operators and their plain twins, which run on a CPU; the kernels are in `fp8_triton`.
 
-A scale is the largest power of two that keeps the largest absolute value in range, so scaling itself rounds nothing,
+A scale is the largest power of two that keeps the largest absolute value in range. So scaling itself does not round,
 and a value above fp8's underflow becomes the same number whatever else its tensor holds. `descale`, its reciprocal,
-gives the values back: x is about q * descale. It is NaN where the input was not finite, and so is every product then.
+undoes it: x is about q * descale. It is NaN if the input was not finite, and then so is every product.
 
 Shapes: R rows, C columns, P the rows rounded up to a multiple of 16 (padding holds zeros); M, N, K of a product.
 """
@@ -19,17 +19,17 @@ from torch import Tensor
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 
-# The largest number of either format is 1.75 times two to this power.
+# The largest number of both formats is 1.75 times two to this power.
 TOP_EXPONENT = {E4M3: 8, E5M2: 15}
-# A smaller largest value counts as this one, or its scale would leave the exponents of fp32.
+# Smaller largest values are clamped to this, or the scale would exceed the exponent range of fp32.
 SMALLEST_AMAX = 2.0**-100
-# What the matrix units want the lengths of contiguous dimensions to be multiples of.
+# The matrix units require the lengths of contiguous dimensions to be multiples of this.
 ALIGNMENT = 16
 MIN_CAPABILITY = (8, 9)
 
 
 def fp8_refusal(device: torch.device) -> str | None:
-    """Why fp8 products cannot run on `device`, or None when they can; a CPU computes the same numbers, slowly."""
+    """The reason why fp8 products cannot run on `device`, or None; a CPU computes the same numbers, slowly."""
     if device.type == "cpu":
         return None
     if device.type != "cuda":
@@ -53,7 +53,7 @@ def scaled_mm(
     """(a * descale_a) @ (b * descale_b).T, [M, N], accumulated in fp32 and rounded once.
 
     With fast accumulation Hopper's matrix units keep about 14 bits of the running sum instead of adding to fp32 every
-    128 products (arXiv:2412.19437, section 3.3.2). Products with scales by row are rounded to bf16 on a GPU.
+    128 products (arXiv:2412.19437, section 3.3.2). Products with row-wise scales are rounded to bf16 on a GPU.
 
     Args:
         a, b: [M, K] and [N, K], contiguous, fp8; at most one of them E5M2. K and N are multiples of 16 on a GPU.
@@ -71,8 +71,8 @@ def scaled_mm(
         )
     else:
         product = a.float() @ b.float().t() * (descale_a[:, None] if by_row else descale_a) * descale_b
-    # Not `to` alone: a compiled autograd.Function that returns a tensor which is also an intermediate of its forward,
-    # as `to` does where the dtype is right already, is given zeros for that output's gradient (torch 2.11).
+    # Not `to` alone: if a compiled autograd.Function returns a tensor that is also an intermediate of its forward, as
+    # `to` does if the dtype is right already, that output's gradient is zero (torch 2.11).
     return product if product.dtype == out_dtype else product.to(out_dtype)
 
 
@@ -123,7 +123,7 @@ def cast_columnwise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("xorl::fp8_cast_axiswise", mutates_args=())
 def cast_axiswise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`cast_rowwise` and `cast_columnwise` of x [R, C] in one go: (q [R, C], [R], q transposed [C, P], [C])."""
+    """`cast_rowwise` and `cast_columnwise` of x [R, C] in one pass: (q [R, C], [R], q transposed [C, P], [C])."""
     if x.is_cuda:
         return _triton().cast_axiswise(x, dtype)
     return *cast_rowwise(x, dtype), *cast_columnwise(x, dtype)
@@ -136,7 +136,7 @@ def transpose(q: Tensor) -> Tensor:
 
 
 def cast_into_(x: Tensor, amax: Tensor, q: Tensor, descale: Tensor) -> None:
-    """`cast_tensorwise` into memory that is there: q [R, C] of the dtype to cast to, descale [] fp32."""
+    """`cast_tensorwise` into existing tensors: q [R, C] of the target dtype, descale [] fp32."""
     if x.is_cuda:
         _triton().cast_into_(x, amax, q, descale)
         return
@@ -146,7 +146,7 @@ def cast_into_(x: Tensor, amax: Tensor, q: Tensor, descale: Tensor) -> None:
 
 
 def power_of_two_scale(amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The largest power of two by which a tensor whose largest value is `amax` (fp32) fits, and its reciprocal."""
+    """The largest power of two that keeps a largest value of `amax` (fp32) in range, and its reciprocal."""
     bits = amax.clamp(min=SMALLEST_AMAX).view(torch.int32)
     mantissa_above = ((bits & 0x7FFFFF) > 0x600000).int()  # above the 1.75 of the format's largest number
     exponent = TOP_EXPONENT[dtype] - ((bits >> 23) - 127) - mantissa_above
@@ -156,7 +156,7 @@ def power_of_two_scale(amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 
 def padded(rows: int) -> int:
-    """P of R rows."""
+    """P for R rows."""
     return (rows + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 
@@ -171,7 +171,7 @@ def _transposed(q: Tensor) -> Tensor:
 
 
 def _triton() -> ModuleType:
-    # Triton is imported where a GPU computes: torch builds without one need not have it.
+    # Triton is only imported for a GPU: torch builds without one may not have it.
     from xorl.kernels.quant import fp8_triton  # noqa: PLC0415
 
     return fp8_triton

@@ -1,7 +1,7 @@
-"""Triton kernels of the casts to fp8; what they compute is described, and computed plainly, in `fp8`.
+"""Triton kernels of the casts to fp8; `fp8` describes the computations and has the plain twins.
 
-All take contiguous matrices of fp32, fp16 or bf16 with R * C elements in any number. Largest values are collected by
-atomic maxima, which give the same result in any order.
+All take contiguous matrices of fp32, fp16 or bf16; R * C may be any number. Maxima are computed by atomic operations,
+which give the same result in any order.
 
 Shapes: R rows, C columns, P padded rows.
 """
@@ -16,7 +16,7 @@ from xorl.kernels.quant.fp8 import SMALLEST_AMAX, TOP_EXPONENT, padded
 
 # Long enough for full bandwidth, short enough that the last wave of programs is a small part of the work.
 BLOCK = 8192
-# Square, so that rows of the tile are long enough to write in both directions: 128 bytes of fp8.
+# Square, so that both directions write long tile rows: 128 bytes of fp8.
 TILE_R, TILE_C = 128, 128
 NUM_WARPS = 8
 
@@ -90,7 +90,7 @@ def transpose(q: Tensor) -> Tensor:
 
 
 def _blocks(length: int, block: int) -> int:
-    """How many blocks cover `length`."""
+    """The number of blocks that cover `length`."""
     return (length + block - 1) // block
 
 
@@ -103,7 +103,7 @@ def _columns(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _axis_amax(x: Tensor, *, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:
-    """The largest absolute values of x by row [R] and by column [C]; what is not asked for is meaningless."""
+    """The largest absolute values of x by row [R] and by column [C]; those not requested are meaningless."""
     x = x.contiguous()
     num_rows, num_columns = x.shape
     row_largest = torch.zeros(num_rows, dtype=torch.float32, device=x.device)
@@ -169,7 +169,7 @@ def _cast(
 
 @triton.jit
 def _exponent(amax: tl.tensor, TOP: tl.constexpr) -> tl.tensor:
-    """The power of two of the scale that `fp8.power_of_two_scale` describes."""
+    """The exponent of the scale in `fp8.power_of_two_scale`."""
     bits = tl.maximum(amax, TINY).to(tl.int32, bitcast=True)
     above = ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
     return TOP - ((bits >> 23) - 127) - above
@@ -187,7 +187,7 @@ def _descale(amax: tl.tensor, exponent: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _magnitude(x: tl.tensor) -> tl.tensor:
-    """Absolute values, infinite for NaN, which a maximum would pass over."""
+    """Absolute values, infinite for NaN, which a maximum would ignore."""
     return tl.where(x == x, tl.abs(x), float("inf"))
 
 
@@ -272,7 +272,7 @@ def _cast_kernel(
             q = (x * _power_of_two(exponent)[None, :]).to(q_t_ptr.dtype.element_ty)
         else:
             q = (x * _power_of_two(_exponent(tl.load(column_amax_ptr), TOP))).to(q_t_ptr.dtype.element_ty)
-        # Rows beyond the last were loaded as zeros, and are written as the padding.
+        # Rows beyond the last are loaded as zeros, and written as the padding.
         inside_t = in_columns[:, None] & (row < padded_rows)[None, :]
         tl.store(q_t_ptr + column[:, None] * padded_rows + row[None, :], tl.trans(q), mask=inside_t)
 

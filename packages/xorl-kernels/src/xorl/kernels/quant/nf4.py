@@ -1,9 +1,9 @@
-"""NF4: four bits a weight that index quantiles of the normal distribution (arXiv:2305.14314), a scale for each group.
+"""NF4: 4-bit codes that index quantiles of the normal distribution (arXiv:2305.14314), with a scale for each group.
 
-Codes and scales are those of bitsandbytes, so what either quantised the other reads: its table, the largest absolute
-value of each group in fp32, two codes a byte with the earlier weight in the upper four bits. A group is a run of
-`group_size` weights of one row. Error: half the distance of the table's neighbours times the group's scale, at most
-0.152 of it (`MAX_ERROR`), and the rounding to the dtype that is asked for.
+Codes and scales are compatible with bitsandbytes in both directions: its table, the largest absolute value of each
+group in fp32, two codes per byte with the earlier weight in the upper four bits. A group is a run of `group_size`
+weights of one row. Error: half the distance between neighbours of the table times the group's scale, at most 0.152 of
+it (`MAX_ERROR`), plus the rounding to the requested dtype.
 
 Shapes: R rows, C columns, G group size.
 """
@@ -35,16 +35,16 @@ VALUES = (
     0.7229568362236023,
     1.0,
 )
-# Of a value from its nearest, relative to the scale of its group: half of the widest gap, between -1 and -0.696.
+# The largest error, relative to the scale of the group: half of the widest gap, between -1 and -0.696.
 MAX_ERROR = 0.1519036
-# Half of the narrowest gap (beside zero): what noise is measured by.
+# Half of the narrowest gap (beside zero): the unit of the noise.
 NOISE_STEP = 0.5 * 0.0796
-# What a group of zeros is divided by; a subnormal number, as bitsandbytes has it.
+# The divisor for a group of zeros; a subnormal number, as in bitsandbytes.
 TINY = 1e-38
 
 
 def quantize_nf4(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """weight [R, C] of any floating dtype to codes, uint8 [R, C / 2], and scales, fp32 [R, C / G]. C divides by G."""
+    """weight [R, C] of any floating dtype to codes, uint8 [R, C / 2], and scales, fp32 [R, C / G]. G must divide C."""
     if weight.is_cuda:
         return blocks_triton().quantize_nf4(weight, group_size)
     groups = weight.float().unflatten(1, (-1, group_size))  # [R, C / G, G]
@@ -68,7 +68,7 @@ def dequantize_nf4(codes: Tensor, absmax: Tensor, dtype: torch.dtype, noise: Wei
 
 
 def bounds() -> tuple[float, ...]:
-    """Between each two neighbours of the table, in fp32: the value above which the upper one is taken."""
+    """For each two neighbours of the table, in fp32: the value above which the upper one is chosen."""
     values = torch.tensor(VALUES)
     return tuple(((values[:-1] + values[1:]) / 2).tolist())
 

@@ -1,9 +1,8 @@
-"""Normal noise on dequantised weights: a function of the run's seed, the weight, the step and the element's place.
+"""Normal noise on dequantised weights: a function of the run's seed, the weight, the step and the element's index.
 
-The random words are those of `xorl.kernels.optim.noise`, one pair for two neighbouring elements. So forward, backward
-and recomputed passes of one step see the same weight, whoever holds which shard, and a resumed run sees what the run
-that was not stopped would. In plain torch; `blocks_triton` draws the same words, and what it makes of them differs by
-rounding alone.
+The random words are those of `xorl.kernels.optim.noise`, one pair for two adjacent elements. So forward, backward and
+recomputed passes of one step see the same weight on any sharding, and a resumed run sees the same as an uninterrupted
+one. In plain torch; `blocks_triton` draws the same words, and its results differ only by rounding.
 """
 
 import math
@@ -14,22 +13,23 @@ from torch import Tensor
 
 from xorl.kernels.optim.noise import KEY_STEP, philox2x32
 
-# A word as a number in (0, 1], and as an angle: 2**32 are a whole turn.
+# Converts a word to a number in (0, 1], and to an angle: 2**32 is a full turn.
 UNIFORM = 2.0**-32
 TURN = 2.0 * math.pi * 2.0**-32
-# Taylor's series of sine, from the cube on, and cosine, from the fourth power: within 4e-7 up to an eighth of a turn.
+# Taylor series of sine, from the cubic term on, and cosine, from the fourth power on: within 4e-7 up to an eighth of a
+# turn.
 SINE = (-1 / 6, 1 / 120, -1 / 5040)
 COSINE = (1 / 24, -1 / 720, 1 / 40320)
 
 
 @dataclass(frozen=True)
 class WeightNoise:
-    """alpha * N(0, 1) * step is added, `step` being half a quantisation step of the element's block.
+    """Adds alpha * N(0, 1) * step, where `step` is half a quantisation step of the element's block.
 
     Attributes:
-        alpha: how much.
+        alpha: the relative size of the noise.
         key_and_step: int64 [2] on the weight's device. A key of the weight and the run's seed, in [0, 2**31), and the
-            optimizer step. Both in a tensor, so that compiled layers that differ in them alone are one.
+            optimizer step. Both are in a tensor, so that layers that differ only in them share compiled code.
     """
 
     alpha: float
@@ -37,7 +37,7 @@ class WeightNoise:
 
 
 def normal_pairs(noise: WeightNoise, num_pairs: int, device: torch.device) -> Tensor:
-    """Independent standard normal numbers, fp32 [2 * num_pairs]: Box and Muller's transform of each pair of words."""
+    """Independent standard normal numbers, fp32 [2 * num_pairs]: the Box-Muller transform of each pair of words."""
     key, step = noise.key_and_step.to(device).unbind()
     low, high = _draw(key, step, num_pairs)
     radius = low.float().add_(0.5).mul_(UNIFORM).log_().mul_(-2.0).sqrt_()
@@ -54,7 +54,7 @@ def normal_pairs(noise: WeightNoise, num_pairs: int, device: torch.device) -> Te
 
 
 def _draw(key: Tensor, step: Tensor, num_pairs: int) -> tuple[Tensor, Tensor]:
-    """The two random words of each pair, int64 [num_pairs], by the counters of stochastic rounding's bits."""
+    """The two random words of each pair, int64 [num_pairs], by the same counters as stochastic rounding."""
     index = torch.arange(num_pairs, device=key.device)
     mask = 0xFFFFFFFF
     # Weights of more than 2**32 pairs repeat no words: the index's upper half changes the key.

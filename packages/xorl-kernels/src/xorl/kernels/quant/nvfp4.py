@@ -1,12 +1,12 @@
-"""NVFP4: four bits a weight in E2M1, an E4M3 scale for each 16 of a row, and one fp32 scale for the matrix.
+"""NVFP4: E2M1 codes of four bits, an E4M3 scale for each 16 weights of a row, and one fp32 scale for the matrix.
 
-A weight is code * scale * global scale. The global scale brings the largest block scale to the top of E4M3's range. Two
-codes share a byte with the earlier weight in the lower four bits, as checkpoints of NVIDIA's ModelOpt have it.
+A weight is code * scale * global scale. The global scale maps the largest block scale to the top of E4M3's range. Two
+codes share a byte, with the earlier weight in the lower four bits, as in checkpoints of NVIDIA's ModelOpt.
 
-Error, with step = scale * global scale: a quarter of a step up to two steps, half of one up to four, one beyond. What a
-block whose scale was rounded down has above six steps is cut off: a seventeenth of its largest value at most, where
-the scale is a normal number of E4M3. The scales of blocks below 1/28672 of the matrix's largest value are not, and
-they become zero from where they are half of the smallest.
+Error, with step = scale * global scale: a quarter of a step up to two steps, half a step up to four, one step beyond.
+If a block's scale was rounded down, values above six steps are clipped: by a seventeenth of the block's largest value
+at most, if the scale is a normal number of E4M3. Scales of blocks below 1/28672 of the matrix's largest value are
+subnormal, and become zero from half of the smallest subnormal down.
 
 Shapes: R rows, C columns, G group size.
 """
@@ -21,15 +21,15 @@ from xorl.kernels.quant.noise import WeightNoise, normal_pairs
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 LARGEST = 6.0
 LARGEST_SCALE = 448.0
-# Magnitudes between neighbours round up above the first of each pair and from the second on: to even, as E2M1 does.
+# Magnitudes between neighbours round up above the first of each pair and from the second on: to even, as in E2M1.
 ABOVE = (0.25, 1.25, 2.5, 5.0)
 FROM = (0.75, 1.75, 3.5)
-# In steps: what noise is measured by.
+# In steps: the unit of the noise.
 NOISE_STEP = 0.5
 
 
 def nvfp4_global_scale(amax: Tensor) -> Tensor:
-    """The scale, fp32 [], of a matrix whose largest absolute value is `amax` []; 1 for a matrix of zeros."""
+    """The global scale, fp32 [], of a matrix whose largest absolute value is `amax` []; 1 for a matrix of zeros."""
     scale = amax.float() / (LARGEST * LARGEST_SCALE)
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
@@ -37,7 +37,7 @@ def nvfp4_global_scale(amax: Tensor) -> Tensor:
 def quantize_nvfp4(weight: Tensor, global_scale: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     """weight [R, C] to codes, uint8 [R, C / 2], and block scales, E4M3 [R, C / G], for global scales fp32 [R].
 
-    C divides by G. Rows of one matrix have the same global scale; those of matrices stacked into one may differ.
+    G must divide C. Rows of one matrix have the same global scale; those of matrices stacked into one may differ.
     """
     if weight.is_cuda:
         return blocks_triton().quantize_nvfp4(weight, global_scale, group_size)

@@ -1,10 +1,10 @@
-"""Products with quantised weights as torch operators: the weight is dequantised in each, and never kept.
+"""Products with quantised weights as torch operators: each dequantises the weight and discards it afterwards.
 
-The forward product and that of the input's gradient are one operator each, though others could do without: the
-dequantised weight depends on nothing of the backward pass, and a compiler that saw it would make it once, in the
-forward pass, and keep it. Products are those of torch in the dtype of x.
+The forward product and that of the input's gradient are one operator each. If a compiler saw the dequantisation, which
+does not depend on the backward pass, it would run it once, in the forward pass, and keep the result. Products are
+torch's own, in the dtype of x.
 
-Shapes: T tokens, O output features, I input features; codes, scales and global_scale as `QuantScheme.stored` has them.
+Shapes: T tokens, O output features, I input features; codes, scales and global_scale as in `QuantScheme.stored`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def quantized_linear(
     noise: Tensor | None = None,
     noise_alpha: float = 0.0,
 ) -> Tensor:
-    """x [T, I] times the weight's transpose, [T, O], in the dtype of x; differentiable by x.
+    """x [T, I] times the weight's transpose, [T, O], in the dtype of x; differentiable in x.
 
-    noise adds that of a WeightNoise to the weight: it is its key_and_step, and noise_alpha its alpha.
+    noise adds the noise of a WeightNoise to the weight: noise is its key_and_step, and noise_alpha its alpha.
     """
     weight = dequantized(
         codes,
@@ -111,7 +111,7 @@ def adapted_quantized_linear(
 ) -> Tensor:
     """`quantized_linear` plus (x @ down.T) @ up.T, given down [R, I] and up [O, R] in the dtype of x.
 
-    As in `xorl.kernels.low_rank`, compiled code makes no pass for the sums.
+    As in `xorl.kernels.low_rank`, compiled code needs no extra pass for the sums.
     """
     y = _AdaptedQuantizedLinear.apply(
         x, down, up, codes, scales, global_scale, quant_format, group_size, out_features, noise, noise_alpha
@@ -121,7 +121,7 @@ def adapted_quantized_linear(
 
 
 def num_columns(codes: Tensor, quant_format: str) -> int:
-    """I of a weight with these codes."""
+    """I of the weight with these codes."""
     return codes.shape[-1] if quant_format == "block_fp8" else 2 * codes.shape[-1]
 
 
@@ -164,7 +164,7 @@ class _AdaptedQuantizedLinear(torch.autograd.Function):
         noise_alpha: float,
     ) -> Tensor:
         low = x @ down.t()  # [T, R]
-        # torch takes None as well.
+        # torch accepts None too.
         ctx.save_for_backward(x, down, up, low, codes, scales, cast(Tensor, global_scale), cast(Tensor, noise))
         ctx.scheme, ctx.alpha = (quant_format, group_size), noise_alpha
         y = quantized_linear(x, codes, scales, global_scale, quant_format, group_size, out_features, noise, noise_alpha)

@@ -1,8 +1,8 @@
-"""Weights as they are kept quantised: one scheme for all formats, their bytes, and which shapes fit.
+"""Storage of quantised weights: one scheme for all formats, their bytes, and the shapes that fit.
 
-A weight [O, I] is kept as tensors whose first dimension counts units of rows: single rows, or the rows of a block in
-block_fp8. A range of units is whole without its neighbours, so that ranks can share them, quantise their own and gather
-bytes. All but fp32 scales are bytes, which every communication library and file format knows.
+A weight [O, I] is stored as tensors whose first dimension counts units of rows: single rows, or in block_fp8 the rows
+of a block. A range of units is complete without its neighbours, so ranks can shard the units, quantise their own and
+gather bytes. All fields but fp32 scales are bytes, which every communication library and file format supports.
 
 Shapes: O output features, I input features, G group size, U units.
 """
@@ -25,7 +25,7 @@ from xorl.kernels.quant.noise import WeightNoise
 from xorl.kernels.quant.nvfp4 import dequantize_nvfp4, quantize_nvfp4
 
 GROUP_SIZES: Mapping[QuantFormat, int] = MappingProxyType({"nf4": 64, "nvfp4": 16, "block_fp8": 128})
-# Kernels take whole groups into registers, and lengths there are powers of two.
+# Kernels load whole groups into registers, and block lengths there are powers of two.
 MIN_GROUP_SIZE, MAX_GROUP_SIZE = 16, 1024
 MAX_BLOCK = 256
 
@@ -40,7 +40,7 @@ class QuantizedWeight(NamedTuple):
 
 @dataclass(frozen=True)
 class QuantScheme:
-    """A format and how many weights share a scale: a run of a row, or in block_fp8 the side of a square."""
+    """A format and its group size: weights of a row that share a scale, or in block_fp8 the side of a square block."""
 
     quant_format: QuantFormat
     group_size: int
@@ -51,7 +51,7 @@ class QuantScheme:
         return self.group_size if self.quant_format == "block_fp8" else 1
 
     def group_refusal(self) -> str | None:
-        """Why there is no such group, or None."""
+        """The reason why this group size is invalid, or None."""
         largest = MAX_BLOCK if self.quant_format == "block_fp8" else MAX_GROUP_SIZE
         if MIN_GROUP_SIZE <= self.group_size <= largest and self.group_size.bit_count() == 1:
             return None
@@ -61,17 +61,17 @@ class QuantScheme:
         )
 
     def shape_refusal(self, in_features: int) -> str | None:
-        """Why a weight with rows of this length cannot be quantised, or None. Blocks of block_fp8 may be cut off."""
+        """Why a weight with rows of this length cannot be quantised, or None. block_fp8 allows incomplete blocks."""
         if self.quant_format == "block_fp8" or in_features % self.group_size == 0:
             return None
         return f"rows of {in_features} weights do not divide into groups of {self.group_size}"
 
     def stored(self, out_features: int, in_features: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shapes and dtypes of the fields of a QuantizedWeight, those it has.
+        """Shapes and dtypes of the existing fields of a QuantizedWeight.
 
         nf4: codes [O, I / 2], scales fp32 [O, I / G]. nvfp4: codes [O, I / 2], scales [O, I / G] (E4M3, as bytes),
-        global_scale fp32 [O]. block_fp8: codes [U, G, I] (E4M3, as bytes; rows beyond O are padding), scales fp32
-        [U, ceil(I / G)].
+        global_scale fp32 [O]. block_fp8: codes [U, G, I] (E4M3, as bytes; rows beyond O are padding), scales fp32 [U,
+        ceil(I / G)].
         """
         groups = math.ceil(in_features / self.group_size)
         if self.quant_format == "block_fp8":
@@ -90,7 +90,7 @@ class QuantScheme:
         }
 
     def quantize(self, weight: Tensor, global_scale: Tensor | None = None) -> QuantizedWeight:
-        """weight [rows, I], of any floating dtype, as it is kept. `global_scale` fp32 [rows] is for nvfp4."""
+        """Quantises weight [rows, I], of any floating dtype. `global_scale` fp32 [rows] is for nvfp4."""
         if self.quant_format == "nf4":
             return QuantizedWeight(*quantize_nf4(weight, self.group_size), None)
         if self.quant_format == "nvfp4":
@@ -105,7 +105,7 @@ class QuantScheme:
     def dequantize(
         self, weight: QuantizedWeight, num_rows: int, dtype: torch.dtype, noise: WeightNoise | None = None
     ) -> Tensor:
-        """[num_rows, I] of `dtype`: what padded rows hold is left out."""
+        """[num_rows, I] of `dtype`, without padding rows."""
         codes, scales, global_scale = weight
         if self.quant_format == "nf4":
             return dequantize_nf4(codes, scales, dtype, noise)
