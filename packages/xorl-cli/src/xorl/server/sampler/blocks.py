@@ -1,4 +1,4 @@
-"""Which block of the cache holds which tokens: counted by users, shared by what they hold, reused oldest first."""
+"""The blocks of the KV cache: reference counts, prefix sharing by content keys, reuse of the oldest first."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 
 class BlockPool:
-    """Blocks by number. A full block may have a key, which names its tokens and all before them.
+    """Blocks by number. A full block may have a key, which identifies its tokens and all before them.
 
-    A block that nobody uses keeps its key until it is taken for something else, so what was computed once is found
-    again by the next who asks for the same tokens.
+    An unused block keeps its key until it is reused. Until then, another request with the same tokens can find it.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -25,24 +24,24 @@ class BlockPool:
 
     @property
     def num_unused(self) -> int:
-        """Blocks that can be taken."""
+        """The number of blocks that can be taken."""
         return len(self._unused)
 
     def take(self) -> int:
-        """A block for new tokens: the one that has not been used for longest. There must be one."""
+        """A block for new tokens: the least recently used one. There must be one."""
         block, _ = self._unused.popitem(last=False)
         self._forget(block)
         self._num_users[block] = 1
         return block
 
     def name(self, block: int, key: bytes) -> None:
-        """Say what a full block holds; of two with the same tokens, only the first is found."""
+        """Set the key of a full block; of two blocks with the same tokens, only the first is found."""
         if key not in self._block_of:
             self._block_of[key] = block
             self._key_of[block] = key
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest run of known keys from the first on; nobody uses them by that."""
+        """The blocks of the longest prefix of known keys; this does not mark them as used."""
         found: list[int] = []
         for key in keys:
             if key not in self._block_of:
@@ -54,20 +53,20 @@ class BlockPool:
         return block in self._unused
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Use blocks that were found."""
+        """Mark found blocks as used."""
         for block in blocks:
             self._unused.pop(block, None)
             self._num_users[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Use these no more, given in the order of their tokens: the last goes first, as it is of use to the fewest."""
+        """Release blocks, given in token order: the last is reused first, as the fewest requests can share it."""
         for block in reversed(blocks):
             self._num_users[block] -= 1
             if self._num_users[block] == 0:
                 self._unused[block] = None
 
     def forget_all(self) -> None:
-        """No block is found again; those in use stay in use."""
+        """Delete all keys, so that no block is found again; blocks in use stay in use."""
         for block in list(self._key_of):
             self._forget(block)
 
@@ -77,7 +76,7 @@ class BlockPool:
 
 
 def block_keys(tokens: Sequence[int], block_size: int, root: bytes) -> Iterator[bytes]:
-    """The key of each full block of `tokens`, computed under the weights that `root` names."""
+    """The key of each full block of `tokens`, computed with the weights that `root` identifies."""
     key = root
     for start in range(0, len(tokens) - block_size + 1, block_size):
         key = next_key(key, tokens[start : start + block_size])
@@ -85,5 +84,5 @@ def block_keys(tokens: Sequence[int], block_size: int, root: bytes) -> Iterator[
 
 
 def next_key(previous: bytes, tokens: Sequence[int]) -> bytes:
-    """The key of a block of `tokens` after the block of the key before."""
+    """The key of a block of `tokens` that follows the block with the key before."""
     return hashlib.blake2b(previous + array("q", tokens).tobytes(), digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""From logits to tokens and their log-probabilities. Every row has rules of its own; rows know nothing of each other.
+"""Draws tokens from logits, with their log-probabilities. Every row has its own rules and is independent of the others.
 
 Shapes: R rows, V vocabulary, K tokens of the widest top list.
 """
@@ -13,12 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Lower temperatures are 0: fp32 logits that they divide are infinite, and their differences no numbers.
+# Lower temperatures count as 0: dividing fp32 logits by them gives infinities, and NaN as their differences.
 LEAST_TEMPERATURE = 1e-6
 
 
 class DrawRule(NamedTuple):
-    """How one row is drawn. `uniform` is the random number in [0, 1) that decides; others as in `SampleRequest`."""
+    """How to draw one row. `uniform` is the random number in [0, 1) to use; others as in `SampleRequest`."""
 
     temperature: float
     top_k: int | None
@@ -36,16 +36,16 @@ class Drawn(NamedTuple):
 
 
 def uniform_number(seed: int, place: int) -> float:
-    """The random number in [0, 1) of the token at `place` of the sample of `seed`: a function of the two alone."""
+    """The random number in [0, 1) for the token at `place` of the sample with `seed`: a function of these two alone."""
     digest = hashlib.blake2b(struct.pack("<qq", _wrapped(seed), place), digest_size=8).digest()
     return (int.from_bytes(digest, "big") >> 11) * 2.0**-53
 
 
 def draw(logits: Tensor, rules: Sequence[DrawRule], num_top: int) -> Drawn:
-    """A token for each row of logits [R, V] fp32, by inverting its distribution function at the row's number.
+    """A token for each row of logits [R, V] fp32, by inverting its distribution function at the row's `uniform`.
 
-    Tokens are in the order of their ids, or of their probability where some are cut off (equal ones by their ids);
-    sums are fp64, so that they are the same however many there are.
+    Tokens are ordered by id, or by probability if some are cut off (ties by id). Sums are fp64, so that they do not
+    depend on the number of rows.
     """
     device = logits.device
     is_greedy = [rule.temperature < LEAST_TEMPERATURE for rule in rules]
@@ -66,7 +66,7 @@ def draw(logits: Tensor, rules: Sequence[DrawRule], num_top: int) -> Drawn:
 
 
 def _draw_among_likely(logprobs: Tensor, rules: Sequence[DrawRule]) -> Tensor:
-    """Tokens [R] from the k most likely ones, and of these from the fewest whose share adds up to top_p."""
+    """Tokens [R] from the k most likely ones, limited to the fewest of these whose probability adds up to top_p."""
     device, num_tokens = logprobs.device, logprobs.shape[1]
     ordered, token_ids = logprobs.sort(dim=-1, descending=True, stable=True)
     weights = ordered.double().exp_()
@@ -75,22 +75,22 @@ def _draw_among_likely(logprobs: Tensor, rules: Sequence[DrawRule]) -> Tensor:
     shares = torch.tensor([rule.top_p for rule in rules], dtype=torch.float64, device=device)
     before = weights.cumsum(dim=-1) - weights
     limit = shares * weights.sum(dim=-1)
-    # The first stays whatever top_p is.
+    # The most likely token always stays, whatever top_p is.
     weights[:, 1:].masked_fill_(before[:, 1:] >= limit[:, None], 0.0)
     places = _invert(weights, [rule.uniform for rule in rules])
     return token_ids.gather(1, places[:, None]).squeeze(1)
 
 
 def _invert(weights: Tensor, uniforms: Sequence[float]) -> Tensor:
-    """For each row of weights [R, V] fp64, the first index at which their running sum exceeds its share of the sum."""
+    """For each row of weights [R, V] fp64, the first index whose running sum exceeds `uniform` times the total."""
     sums = weights.cumsum(dim=-1)
     wanted = torch.tensor(uniforms, dtype=torch.float64, device=weights.device)[:, None] * sums[:, -1:]
     found = torch.searchsorted(sums, wanted, right=True)
-    # Rounding may bring the number up to the whole sum: then it is the last token that has any weight.
+    # Rounding may raise the number to the total: then the last token with any weight is taken.
     last = weights.shape[1] - 1 - (weights > 0).flip(1).int().argmax(dim=1, keepdim=True)
     return torch.minimum(found, last).squeeze(1)
 
 
 def _wrapped(seed: int) -> int:
-    """Any integer as one of 64 bits, signed."""
+    """Any integer as a signed 64-bit one."""
     return (seed + 2**63) % 2**64 - 2**63

@@ -1,8 +1,8 @@
-"""Passes in which each of several samples grows by one token: most of generation.
+"""Decode passes: each of several samples grows by one token. Most of generation consists of them.
 
-Such a pass is a thousand small kernels, which the host takes several times as long to launch as the GPU to run. While
-the model's memory stays in place, a pass is recorded once (as a CUDA graph) for each number of samples that is a power
-of two, and replayed for all that follow, with rows that nobody reads where fewer samples grow.
+Such a pass launches a thousand small kernels, and launching takes the host several times as long as running takes the
+GPU. While the model's memory stays in place, a pass is recorded once as a CUDA graph for each power of two of samples,
+and then replayed. If fewer samples grow, the other rows are padding.
 
 Shapes: N samples, M samples at most, W blocks at most, V vocabulary.
 """
@@ -24,7 +24,7 @@ from xorl.kernels.linear_ce import wide_logits
 
 logger = logging.getLogger(__name__)
 
-# Recorded passes at once: up to nine sizes, for each of the adapters that are sampled from in turn.
+# The most recorded passes: up to nine sizes, for each of the adapters that are sampled from in turn.
 MAX_RECORDED = 128
 
 
@@ -32,11 +32,11 @@ class Growth:
     """Growth on one device, over one cache.
 
     Args:
-        model: whose module is a Decoder.
-        cache: whose last block is no sample's: the rows that fill up a recorded pass are written there.
+        model: its module is a Decoder.
+        cache: its last block belongs to no sample: padding rows of a recorded pass are written there.
         max_samples: M, rounded up to a power of two.
         max_tokens: of one sample.
-        device: where the model computes; see `growth_refusal`.
+        device: of the model; see `growth_refusal`.
         keep_gathered: see `ParallelModel.generation`.
     """
 
@@ -56,16 +56,16 @@ class Growth:
         self._decoder = decoder
         self._keep_gathered = keep_gathered
         self._cache = cache
-        # What fp8 keeps of the weights for training comes and goes.
+        # fp8 training frees its converted weights and makes new ones, elsewhere in memory.
         self._can_record = model.fp8_weights is None
         room = power_of_2(max_samples)
         max_blocks = -(-max_tokens // cache.block_size)
-        # Pinned, so that what a pass is told is on its way while the host goes on.
+        # Pinned, so that the copy to the device overlaps with the host's work.
         self._numbers = torch.zeros(2, room, dtype=torch.int64).pin_memory()  # tokens and positions
         self._tables = torch.zeros(max_blocks, room, dtype=torch.int64).pin_memory()
         self._device_numbers = self._numbers.to(device)
         self._device_tables = self._tables.to(device)
-        # Recorded passes share the memory in which they compute, but for what they leave here.
+        # Recorded passes share their working memory, except for their outputs.
         self._logits = torch.empty(room if self._can_record else 0, decoder.config.vocab_size, device=device)
         self._memory = torch.cuda.graph_pool_handle()
         self._recorded: OrderedDict[Hashable, torch.cuda.CUDAGraph] = OrderedDict()
@@ -73,19 +73,19 @@ class Growth:
         self._addresses: list[int] = []
 
     def num_rows(self, num_samples: int) -> int:
-        """Rows of the next pass, in which so many samples grow."""
+        """The number of rows of the next pass, for this number of growing samples."""
         return power_of_2(num_samples) if self._records() else num_samples
 
     def logits(
         self, tokens: Sequence[int], tables: Sequence[Sequence[int]], totals: Sequence[int], choice: Hashable
     ) -> Tensor:
-        """Logits [N, V] fp32 behind the newest tokens, until the next call.
+        """Logits [N, V] fp32 after the newest tokens; valid until the next call.
 
         Args:
-            tokens: the newest one of each sample.
+            tokens: the newest token of each sample.
             tables: the blocks of each sample, with room for its newest token.
             totals: tokens of each sample.
-            choice: what distinguishes this pass from others of as many rows: which adapters it runs through.
+            choice: distinguishes this pass from others with the same number of rows: which adapters it uses.
         """
         num_samples = len(tokens)
         num_rows = self.num_rows(num_samples)
@@ -108,13 +108,13 @@ class Growth:
         return self._logits[:num_samples]
 
     def _records(self) -> bool:
-        """Whether the next pass is one that is, or is to be, recorded."""
+        """Whether the next pass is or will be a recorded one."""
         return self._can_record and self._model.is_gathered
 
     def _begin_anew(self) -> None:
-        """Nothing is recorded, or some weight is elsewhere than it was then."""
+        """Discard the recorded passes, if any, and note where the weights are now."""
         self._recorded.clear()
-        # Torch does not let a pool that nothing uses any more be used again.
+        # Torch does not allow a pool to be used again once nothing uses it.
         self._memory = torch.cuda.graph_pool_handle()
         self._weights = [*self._decoder.parameters(), *self._decoder.buffers()]
         self._addresses = [weight.data_ptr() for weight in self._weights]
@@ -122,7 +122,7 @@ class Growth:
     def _tell(
         self, tokens: Sequence[int], tables: Sequence[Sequence[int]], totals: Sequence[int], num_rows: int
     ) -> None:
-        """Put what the pass is about onto the device; rows behind the samples write to the cache's last block."""
+        """Copy the pass's inputs to the device; rows beyond the samples write to the cache's last block."""
         count = len(tokens)
         numbers, host_tables = self._numbers.numpy(), self._tables.numpy()
         numbers[:, count:num_rows] = 0
@@ -143,11 +143,11 @@ class Growth:
             return self._model.forward(tokens, layout, loss=wide_logits)
 
     def _waits(self, num_rows: int) -> str | None:
-        """Why a pass cannot be recorded: the host waits for the device in it. None where it does not.
+        """Why a pass cannot be recorded: the host waits for the device in it. None if it can be.
 
-        Asked before each recording, since one that fails midway leaves torch's allocator and generators recording.
+        Checked before each recording, since one that fails midway leaves torch's allocator and generators recording.
         """
-        # The first pass compiles kernels, and makes what is then kept, such as the rotary embedding's frequencies.
+        # The first pass compiles kernels and creates cached values, such as the rotary embedding's frequencies.
         self._pass(num_rows)
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -163,7 +163,7 @@ class Growth:
     def _record(self, key: Hashable, num_rows: int) -> None:
         graph = torch.cuda.CUDAGraph()
         with (
-            # So that this is the current stream again, whatever happens.
+            # So that the current stream is restored, whatever happens.
             torch.cuda.stream(torch.cuda.current_stream()),
             self._model.recordable(),
             torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"),

@@ -1,4 +1,4 @@
-"""What is asked of the sampler and what it answers. Knows no model.
+"""The sampler's requests and results. Independent of any model.
 
 Shapes: P tokens of the prompt, N tokens of a sample, K tokens asked about.
 """
@@ -20,29 +20,29 @@ SKIP = -1
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """Continue `prompt` num_samples times, and say how likely its tokens are.
+    """Continue `prompt` num_samples times, and return log-probabilities of its tokens.
 
     Log-probabilities of the prompt are the model's. Those of sampled tokens are of the model's logits divided by the
     temperature, over the whole vocabulary: before top_k and top_p, and at temperature 0 undivided.
 
     Attributes:
         prompt: P token ids, at least one.
-        max_tokens: at most so many in a sample; 0 asks about the prompt alone.
-        num_samples: how many.
-        temperature: divides the logits; 0, which is all below 1e-6, takes the most likely token, the first of equals.
+        max_tokens: the most tokens of a sample; 0 only scores the prompt.
+        num_samples: the number of samples.
+        temperature: divides the logits; below 1e-6 it counts as 0: the most likely token, the first of equals.
         top_k: sample among the k most likely tokens; None, all.
         top_p: and among the fewest of these whose probability adds up to top_p.
         seed: of the first sample; sample i has seed + i. A sample depends on its seed, the prompt and the weights, and
             not on what is generated beside it, up to the rounding of matrix products.
-        stop: sequences of tokens that end a sample, of which they are the last tokens. A stop token is one of length 1.
-        is_end: called with a sample's tokens after each, says whether it ends with them: for strings, which a tokenizer
-            may split in several ways. Every rank must answer alike.
+        stop: token sequences that end a sample, as its last tokens. A stop token is a sequence of length 1.
+        is_end: called with a sample's tokens after each token, returns whether they end the sample. For stop strings,
+            which a tokenizer may split in several ways. Every rank must return the same.
         adapter: its name in the bank; None is the base alone.
         prompt_logprobs: whether to return those of the prompt's tokens.
         top_prompt_logprobs, top_sample_logprobs: how many of the most likely tokens to return at each place.
-        target_tokens: [P - 1, K] int64 or None: tokens asked about at the prompt's places 1, 2, ...; -1 asks nothing.
+        target_tokens: [P - 1, K] int64 or None: tokens to score at the prompt's places 1, 2, ...; -1 scores none.
 
-    Raises ValueError for values that are not possible.
+    Raises ValueError for invalid values.
     """
 
     prompt: tuple[int, ...]
@@ -90,7 +90,7 @@ class SampleRequest:
         return self.prompt_logprobs or self.top_prompt_logprobs > 0 or self.target_tokens is not None
 
     def shares(self, num_shares: int) -> list[SampleRequest]:
-        """Requests for these very samples, each for some of them, in order; the first also asks about the prompt."""
+        """Splits the request into requests for some of its samples each, in order; only the first scores the prompt."""
         bounds = [self.num_samples * index // num_shares for index in range(num_shares + 1)]
         unasked: dict[str, Any] = {"prompt_logprobs": False, "top_prompt_logprobs": 0, "target_tokens": None}
         return [
@@ -113,10 +113,10 @@ class Sample:
     Attributes:
         tokens: N, the stop sequence included.
         logprobs: [N] fp32.
-        finish_reason: stop, or length where max_tokens came first.
-        top_logprobs: where they were asked for.
-        versions: the weights (`Sampler.weights_changed`) that the first and the last token were sampled with; they
-            differ where weights changed in between.
+        finish_reason: stop, or length if max_tokens came first.
+        top_logprobs: if requested.
+        versions: of the weights (`Sampler.weights_changed`) that sampled the first and the last token; they
+            differ if weights changed in between.
     """
 
     tokens: tuple[int, ...]
@@ -128,15 +128,15 @@ class Sample:
 
 @dataclass(frozen=True)
 class SampleResult:
-    """What one request gave.
+    """The result of one request.
 
     Attributes:
-        request_id: what `submit` returned.
-        samples: in the order of their seeds; none where max_tokens is 0.
-        prompt_logprobs: [P] fp32, NaN for the first token, which nothing is before.
+        request_id: the id that `submit` returned.
+        samples: in the order of their seeds; none if max_tokens is 0.
+        prompt_logprobs: [P] fp32, NaN for the first token, which nothing predicts.
         top_prompt_logprobs: of P - 1 places, those of the tokens 1, 2, ...
-        target_logprobs: [P - 1, K] fp32, NaN where nothing was asked.
-        num_cached_tokens: of the prompt's tokens, how many the first sample found in the cache.
+        target_logprobs: [P - 1, K] fp32, NaN where nothing was scored.
+        num_cached_tokens: the number of the prompt's tokens that the first sample found in the cache.
     """
 
     request_id: int
@@ -148,5 +148,5 @@ class SampleResult:
 
     @classmethod
     def of_shares(cls, results: Sequence[SampleResult]) -> SampleResult:
-        """The result of a request by those of its `shares`, in their order."""
+        """The result of a request from the results of its `shares`, in order."""
         return replace(results[0], samples=tuple(chain.from_iterable(result.samples for result in results)))

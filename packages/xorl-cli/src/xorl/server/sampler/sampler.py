@@ -1,4 +1,4 @@
-"""Sampler: requests enter and leave between steps, and each step takes all that run further.
+"""Sampler: continuous batching. Requests enter and leave between steps; each step advances all running ones.
 
 Shapes: T tokens of a pass, D model width, V vocabulary.
 """
@@ -28,36 +28,36 @@ from xorl.server.sampler.request import Sample, SampleRequest, SampleResult, Top
 from xorl.server.sampler.schedule import Continuation, Piece, Schedule
 from xorl.server.sampler.score import PromptScores
 
-# Tokens of a block: few enough that little of the last one is unused, many enough that tables are short.
+# Tokens of a block: few enough that little of the last block is unused, many enough that tables are short.
 BLOCK_SIZE = 16
 
 
 def cache_bytes_per_token(config: DecoderConfig, dtype: torch.dtype) -> int:
-    """What keys and values of one token take, over all layers."""
+    """The bytes of the keys and values of one token, over all layers."""
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
 class Sampler:
-    """Generation with a placed decoder, on the same ranks and the same weights as its training.
+    """Generation with a placed decoder, on the same ranks and with the same weights as its training.
 
-    On several ranks, every one must make the same calls in the same order, and gets the same results.
-    Steps may stand between forward passes with gradients, which they leave alone; between a forward pass and its
-    backward one they may not. Compiled layers run as they are written, so nothing is compiled for lengths that grow
-    by one, and nothing that training compiled is lost.
+    On several ranks, every one must make the same calls in the same order, and gets the same results. Steps may run
+    between forward passes with gradients, which they do not affect, but not between a forward pass and its backward
+    pass. Compiled layers run uncompiled, so nothing is compiled for lengths that grow by one, and the code compiled for
+    training is kept.
 
     Args:
-        model: whose module is a Decoder.
-        device: where it computes.
-        cache_tokens: how many tokens' keys and values the cache holds (`cache_bytes_per_token`), all requests together,
-            rounded down to whole blocks.
-        max_running: samples that grow at the same time.
-        max_step_tokens: tokens that one step computes: longer prompts take several.
-        keep_gathered: leave sharded parameters gathered from step to step, so that only the first gathers them. They
-            take the memory of the whole model until `forget` or training frees it.
-        group: the ranks that requests are dealt to in turn, each computed by one of them; without one, all compute
-            all of them.
-        bank: where the adapters of requests are; None where they have none. An adapter may be removed, and another one
-            get its name, when its requests are finished or cancelled and `weights_changed` says so.
+        model: its module is a Decoder.
+        device: of the model.
+        cache_tokens: the number of tokens whose keys and values the cache holds (`cache_bytes_per_token`), over all
+            requests, rounded down to whole blocks.
+        max_running: the most samples that grow at the same time.
+        max_step_tokens: the most tokens that one step computes: longer prompts take several.
+        keep_gathered: leave sharded parameters gathered from step to step, so that only the first step gathers them.
+            They take the memory of the whole model until `forget` or training frees it.
+        group: the ranks over which requests are distributed in turn, each computed by one rank; without it, all ranks
+            compute all requests.
+        bank: the adapters of requests; None if they have none. An adapter may be removed, and another one get its name,
+            once its requests are finished or cancelled and `weights_changed` was called for it.
     """
 
     def __init__(
@@ -106,16 +106,16 @@ class Sampler:
 
     @property
     def limit(self) -> int:
-        """The most tokens of a prompt and a sample together, but for the last one sampled, which needs no place."""
+        """The most tokens of a prompt and a sample together; the last sampled one needs no room and is not counted."""
         return self._limit
 
     @property
     def num_pending(self) -> int:
-        """Requests without a result so far."""
+        """The number of requests without a result."""
         return len(self._pending)
 
     def submit(self, request: SampleRequest) -> int:
-        """Take a request; returns its id. Raises ValueError for what this model cannot continue."""
+        """Queue a request; returns its id. Raises ValueError if this model cannot continue it."""
         self._check(request)
         request_id = next(self._request_ids)
         if request_id % self._num_ranks != self._rank:
@@ -133,16 +133,16 @@ class Sampler:
         return request_id
 
     def step(self) -> list[SampleResult]:
-        """Compute what the schedule plans; the results of the requests that it finished, none without requests."""
+        """Run one planned pass; returns the results of the requests that it finished, none without requests."""
         if not self._pending:
             return []
         pieces = self._schedule.plan()
-        # The tokens of an adapter must be neighbours.
+        # The tokens of an adapter must be adjacent.
         pieces.sort(key=_adapter_order)
         try:
             drawn = self._compute(pieces)
         except BaseException:
-            # Blocks have names of what was not computed.
+            # Blocks already have keys for tokens that were not computed.
             self.forget()
             raise
         finished = self._exchange(self._advance(pieces, drawn))
@@ -151,7 +151,7 @@ class Sampler:
         return finished
 
     def run(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
-        """The results of `requests`, in their order, when all are finished. Nothing else may be pending."""
+        """The results of `requests`, in order, when all are finished. Nothing else may be pending."""
         assert not self._pending, "results of other requests would be lost"
         request_ids = [self.submit(request) for request in requests]
         found: dict[int, SampleResult] = {}
@@ -160,16 +160,16 @@ class Sampler:
         return [found[request_id] for request_id in request_ids]
 
     def cancel(self, request_id: int) -> None:
-        """Forget a request; nothing happens if it is finished."""
+        """Cancel a request; does nothing if it is finished."""
         for continuation in self._pending.pop(request_id, []):
             self._schedule.remove(continuation)
         self._scores.pop(request_id, None)
 
     def weights_changed(self, version: int, adapter: str | None = None) -> None:
-        """Say that an adapter's weights, or with None the model's, have changed, and what to call them from now on.
+        """Declare that an adapter's weights (None: the model's) have changed, and name their new version.
 
-        What was computed with the others is not used again. Samples that have begun go on with the new weights from
-        the tokens that they have.
+        Cache entries of the old weights are not used again. Samples that have begun continue with the new weights from
+        their current tokens.
         """
         self._versions[adapter] = version
         self._num_changes[adapter] += 1
@@ -182,7 +182,7 @@ class Sampler:
     def forget(self) -> None:
         """Free the memory of the cache and of gathered parameters.
 
-        What runs computes its tokens again when the next step comes.
+        The next step recomputes the tokens of running samples.
         """
         self._schedule.retract_all()
         self._pool.forget_all()
@@ -213,11 +213,11 @@ class Sampler:
 
     @torch.no_grad()
     def _compute(self, pieces: Sequence[Piece]) -> dict[Piece, tuple[Drawn, int]]:
-        """Compute the pieces; for each that ends with the newest token and needs another, where it was drawn.
+        """Compute the pieces; returns the drawn token for each piece that ends with the newest token and needs another.
 
-        Those that merely grow are computed first, and by themselves where there are others: they need nothing of these,
-        and samples that begin may share what they write. Where parameters are gathered on the way, in which all ranks
-        take part, each rank makes one pass for all.
+        If there are other pieces, those that only grow are computed first and separately: they do not depend on the
+        others, and samples that begin may share blocks that they write. If parameters are gathered during a pass, in
+        which all ranks take part, each rank makes one pass for all pieces.
         """
         if self._cache is None:
             self._cache = self._make_cache()
@@ -271,7 +271,7 @@ class Sampler:
             )
 
     def _forward_nothing(self) -> None:
-        """Take part in the collectives of a pass in which this rank has nothing to do: a token that nobody reads."""
+        """Take part in the collectives of a pass in which this rank has no work, with a token that nobody reads."""
         with self._model.generation(keep_gathered=self._keep_gathered):
             if self._bank is not None:
                 self._bank.activate([(None, 1)])
@@ -279,7 +279,7 @@ class Sampler:
             self._model.forward(torch.zeros(1, dtype=torch.int64, device=self._device), layout)
 
     def _exchange(self, finished: list[SampleResult]) -> list[SampleResult]:
-        """The results that all ranks have, in the order of their ids."""
+        """The results of all ranks, in the order of their ids."""
         if self._group is None:
             return finished
         num_finished = torch.tensor(len(finished), device=self._device)
@@ -293,7 +293,7 @@ class Sampler:
     def _read(
         self, hidden: Tensor, weight: Tensor, pieces: Sequence[Piece], offsets: Sequence[int]
     ) -> Mapping[Piece, tuple[Drawn, int]]:
-        """Score prompts and draw tokens, while the head's weight is there. hidden is [T, D], weight [V, D]."""
+        """Score prompts and draw tokens while the head's weight is gathered. hidden is [T, D], weight [V, D]."""
         ends: dict[Piece, int] = {}
         for piece, start, stop in zip(pieces, offsets, offsets[1:], strict=False):
             if piece.continuation.scores_prompt:
@@ -313,7 +313,7 @@ class Sampler:
         return {piece: (drawn, row) for row, piece in enumerate(pieces)}
 
     def _advance(self, pieces: Sequence[Piece], drawn: Mapping[Piece, tuple[Drawn, int]]) -> list[SampleResult]:
-        """Append what was drawn, let go of what is finished, and collect the requests that are."""
+        """Append drawn tokens, release finished samples, and collect the finished requests."""
         finished: list[SampleResult] = []
         for piece in pieces:
             continuation = piece.continuation
@@ -364,7 +364,7 @@ class Sampler:
         config = self._decoder.config
         return KeyValueCache(
             num_layers=config.num_layers,
-            # One more, where passes of growth put what nobody reads.
+            # One more, for the padding rows of recorded passes.
             num_blocks=self._pool.num_blocks + 1,
             block_size=BLOCK_SIZE,
             num_kv_heads=config.num_kv_heads,
@@ -385,7 +385,7 @@ class Sampler:
 
 
 def _limit(config: DecoderConfig, cache_tokens: int) -> tuple[int, str]:
-    """How many tokens of one sample can be computed, and what it is that has no place for more."""
+    """The most tokens of one sample that can be computed, and the name of the limit."""
     limit, because = cache_tokens, "the cache holds (sampler_cache_tokens)"
     if config.max_position_embeddings < limit:
         limit, because = config.max_position_embeddings, "the model has positions for"
@@ -400,7 +400,7 @@ def _adapter_order(piece: Piece) -> tuple[bool, str]:
 
 
 def _runs(pieces: Sequence[Piece]) -> list[tuple[str | None, int]]:
-    """(adapter, number of tokens) along the row, one run for each adapter."""
+    """The consecutive runs of one adapter in the row, as (adapter, number of tokens)."""
     lengths: dict[str | None, int] = {}
     for piece in pieces:
         adapter = piece.continuation.request.adapter

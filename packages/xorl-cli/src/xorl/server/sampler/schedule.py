@@ -1,4 +1,4 @@
-"""Which tokens the next forward pass takes, of which samples: admission, blocks, and giving way. Knows no model."""
+"""The scheduler: which tokens of which samples the next pass takes; admission, blocks, preemption. Knows no model."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from xorl.server.sampler.request import SampleRequest
 
 @dataclass(eq=False)
 class Continuation:
-    """One sample of a request as it grows: its tokens, and what of them is in the cache."""
+    """One sample of a request as it grows: its tokens, and how many of them are in the cache."""
 
     request_id: int
     index: int
     request: SampleRequest
     tokens: list[int]
-    # Scoring the prompt needs the hidden states of all its tokens, which the cache has not.
+    # Scoring the prompt needs the hidden states of all its tokens, which the cache does not hold.
     scores_prompt: bool
     blocks: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
@@ -39,9 +39,9 @@ class Continuation:
 
 
 class Piece(NamedTuple):
-    """Tokens [start, stop) of a continuation, which the next pass takes.
+    """Tokens [start, stop) of a continuation, for the next pass.
 
-    grows: it is one token that was sampled, and needs nothing of what else the pass computes.
+    grows: it is one sampled token and depends on nothing else in the pass.
     """
 
     continuation: Continuation
@@ -56,18 +56,18 @@ class Piece(NamedTuple):
 
 
 class Schedule:
-    """Continuations that wait and such as run.
+    """The waiting and the running continuations.
 
-    Those that run go first, each with what it has not computed; then the ones that wait are admitted in their order,
-    and none overtakes another. Where blocks run out, the one admitted last gives way: its blocks are released, and it
-    waits as the first, to compute its tokens again.
+    Running ones go first, each with its tokens that are not computed; then waiting ones are admitted in order, without
+    overtaking. If blocks run out, the last admitted one is preempted: its blocks are released, and it waits as the
+    first, to recompute its tokens.
 
     Args:
         pool: the blocks.
         max_running: continuations at once.
         max_tokens: of one pass.
         max_adapters: different ones among those that run.
-        root: what an adapter's blocks are named by (None is the base): they change with the weights.
+        root: the start of the keys of an adapter's blocks (None is the base); it changes with the weights.
     """
 
     def __init__(
@@ -88,14 +88,15 @@ class Schedule:
         self.waiting: deque[Continuation] = deque()
 
     def plan(self) -> list[Piece]:
-        """What the next pass takes, with blocks for all of it; empty only if nothing waits or runs."""
+        """The pieces of the next pass, with blocks for all of them; empty only if nothing waits or runs."""
         pieces: list[Piece] = []
         left = self._max_tokens
         for continuation in list(self.running):
             count = min(len(continuation.tokens) - continuation.num_cached, left)
             if continuation not in self.running or count == 0:
                 continue
-            # Who gives way was admitted later, so it has no piece yet, and none found what it would have computed.
+            # A preempted one was admitted later, so it has no piece yet, and no piece relies on blocks it would have
+            # computed.
             while not self._reserve(continuation, continuation.num_cached + count):
                 self.retract(self.running[-1])
                 if continuation not in self.running:
@@ -114,17 +115,17 @@ class Schedule:
         return pieces
 
     def retract(self, continuation: Continuation) -> None:
-        """Give its blocks back and let it wait, as the first."""
+        """Preempt: release its blocks and let it wait, as the first."""
         self._leave(continuation)
         self.waiting.appendleft(continuation)
 
     def retract_all(self) -> None:
-        """As if nothing had run, in the same order."""
+        """Preempt all; they wait in the same order."""
         for continuation in reversed(list(self.running)):
             self.retract(continuation)
 
     def remove(self, continuation: Continuation) -> None:
-        """It is done, or not wanted any more."""
+        """Remove a finished or cancelled continuation."""
         if continuation in self.running:
             self._leave(continuation)
         elif continuation in self.waiting:
@@ -136,7 +137,7 @@ class Schedule:
         continuation.blocks, continuation.keys, continuation.num_cached = [], [], 0
 
     def _admit(self, continuation: Continuation) -> bool:
-        """Whether it may run now; then it has blocks for all tokens that it has so far."""
+        """Whether it may run now; if so, it gets blocks for all its tokens."""
         running_adapters = {other.request.adapter for other in self.running} - {None}
         if len(self.running) >= self._max_running:
             return False
@@ -145,7 +146,7 @@ class Schedule:
         block_size = self._pool.block_size
         found: list[int] = []
         if not continuation.scores_prompt:
-            # The last token is computed in any case, as the next one is drawn from it.
+            # The last token is always computed, since the next one is drawn from it.
             known = continuation.tokens[:-1]
             keys = list(block_keys(known, block_size, self._root(continuation.request.adapter)))
             found = self._pool.find(keys)
@@ -163,7 +164,7 @@ class Schedule:
         return self._reserve(continuation, len(continuation.tokens))
 
     def _reserve(self, continuation: Continuation, num_tokens: int) -> bool:
-        """Blocks for so many tokens; False, and nothing is taken, where there are too few."""
+        """Reserve blocks for this number of tokens; False, without taking any, if there are too few."""
         missing = -(-num_tokens // self._pool.block_size) - len(continuation.blocks)
         if missing > self._pool.num_unused:
             return False
@@ -171,7 +172,7 @@ class Schedule:
         return True
 
     def _piece(self, continuation: Continuation, count: int) -> Piece:
-        """The next tokens of a continuation. Blocks that they fill are named: others find them from now on."""
+        """The next tokens of a continuation. Blocks that they fill get keys, so that others find them from now on."""
         start, stop = continuation.num_cached, continuation.num_cached + count
         size = self._pool.block_size
         for index in range(len(continuation.keys), stop // size):

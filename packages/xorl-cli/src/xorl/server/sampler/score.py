@@ -1,4 +1,4 @@
-"""How likely the prompt's own tokens are: collected over the passes that a prompt takes.
+"""Log-probabilities of the prompt's own tokens, collected over the passes that a prompt takes.
 
 Shapes: P tokens of the prompt, K tokens asked about, L places of one pass, V vocabulary.
 """
@@ -15,7 +15,7 @@ from xorl.server.sampler.request import SKIP, SampleRequest, TopLogprobs
 
 
 class PromptScores:
-    """What a request asks about its prompt; place i says how likely token i is after those before it."""
+    """The requested scores of a prompt; place i has the log-probability of token i given those before it."""
 
     def __init__(self, request: SampleRequest) -> None:
         num_tokens, num_top = len(request.prompt), request.top_prompt_logprobs
@@ -27,9 +27,9 @@ class PromptScores:
         self._target_logprobs = None if targets is None else np.full(targets.shape, np.nan, np.float32)
 
     def add(self, hidden: Tensor, weight: Tensor, first: int) -> None:
-        """Take hidden states [L, D] of tokens from `first` on; the last token of the prompt says nothing of it.
+        """Add hidden states [L, D] of the tokens from `first` on; the prompt's last token predicts none of the prompt.
 
-        Logits exist for as many places at once as the loss has them, in fp32.
+        Logits exist for as many places at once as in the loss, in fp32.
         """
         hidden = hidden[: len(self._request.prompt) - 1 - first]
         size = chunk_rows(len(hidden), torch.float32.itemsize * weight.shape[0])
