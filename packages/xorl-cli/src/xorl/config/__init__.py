@@ -1,6 +1,6 @@
 """Configuration: the options of xorl, and how a file and overrides become a checked, immutable tree of them.
 
-Nothing here imports torch, so that a mistake is reported at once.
+Nothing here imports torch, so that mistakes are reported at once.
 """
 
 from xorl.config.conflicts import check_world_size

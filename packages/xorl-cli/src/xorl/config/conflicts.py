@@ -1,6 +1,6 @@
-"""Options that cannot stand together or need one another, and the degrees that a number of processes must fit.
+"""Conflicts between options, options that require others, and the parallel degrees that a world size must fit.
 
-A function yields what is wrong with a configuration whose single values are all valid. Defaults never conflict.
+Each function yields the errors of a configuration whose single values are all valid. Defaults never conflict.
 """
 
 import math
@@ -16,7 +16,7 @@ from xorl.config.sweep import sweep_conflicts
 
 @dataclass(frozen=True)
 class Need:
-    """Options that do nothing unless `holds`, which is a matter of `switch`; each is reported when not its default."""
+    """Options that have no effect unless `holds`, which depends on `switch`; each is reported if not at its default."""
 
     options: tuple[str, ...]
     switch: str
@@ -102,7 +102,7 @@ NEEDS: tuple[Need, ...] = (
         "muon",
         lambda config: config.train.optimizer == "muon",
     ),
-    # Beside an explicit weight_decay: 0 they wait for the run that sets it on the command line.
+    # With an explicit weight_decay: 0 they wait for a run that sets it on the command line.
     Need(
         ("train.no_decay_modules", "train.no_decay_params"),
         "train.weight_decay",
@@ -218,7 +218,7 @@ NEEDS: tuple[Need, ...] = (
         "empty: the members of a sweep are plain adapters, trained by AdamW in fp32",
         lambda config: not config.lora.sweep,
     ),
-    # Beside an explicit enable_profiling: false they wait for the run that sets it on the command line.
+    # With an explicit enable_profiling: false they wait for a run that sets it on the command line.
     Need(
         (
             "train.profile_start_step",
@@ -250,7 +250,7 @@ def _model_is_named(config: Config) -> Iterator[Conflict]:
 
 
 def unmet_needs(config: Config, default_of: Callable[[str], object]) -> Iterator[Conflict]:
-    """Yields a conflict for each option that is not at its default and does nothing."""
+    """Yields a conflict for each option that is not at its default but has no effect."""
     for need in NEEDS:
         if need.holds(config):
             continue
@@ -420,7 +420,7 @@ def _the_profile_begins_within_the_run(config: Config) -> Iterator[Conflict]:
         )
 
 
-# What concerns the model and how it is trained, whoever drives the training.
+# The checks of the model and its training, which local training and the service share.
 MODEL_CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
     _model_is_named,
     _sharding_options_agree,
@@ -447,7 +447,7 @@ CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
 
 
 def check_world_size(config: Config, world_size: int) -> None:
-    """Raises ValueError, which begins with an option, when so many processes cannot be arranged as the sizes say."""
+    """Raises ValueError, beginning with an option, if this world size does not fit the parallel sizes."""
     train = config.train
     started = f"{world_size} process{'' if world_size == 1 else 'es'}"
     if train.data_parallel_mode == "none" and world_size > 1:

@@ -1,4 +1,4 @@
-"""Options of the data section that cannot stand together or need one another; the rest are in conflicts.py."""
+"""Conflicts between options of the data section, and options that require others; the rest are in conflicts.py."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -7,7 +7,7 @@ from xorl.config.entries import DatasetEntryConfig
 from xorl.config.local import Config
 from xorl.config.problems import Conflict
 
-# What train_on and columns may say for each type of dataset entry.
+# The allowed values of train_on and columns for each type of dataset entry.
 FORMAT_TARGETS: dict[str, tuple[str, ...]] = {
     "tokenized": (),
     "chat": ("assistant", "last_turn", "all"),

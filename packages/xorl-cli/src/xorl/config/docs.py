@@ -1,4 +1,4 @@
-"""The documentation of the options, as text for people and as a JSON schema for editors."""
+"""The documentation of the options, as text and as a JSON schema for editors."""
 
 import difflib
 import textwrap
@@ -17,7 +17,7 @@ WIDTH = 100
 
 
 def documentation(query: str | None = None, root: type[Section] = Config) -> str:
-    """Returns the text for every option, a section or group, or one option, by path or by name alone.
+    """Returns the text for every option, for a section or group, or for one option, by path or by name alone.
 
     Raises ValueError for a name that is none of these.
     """

@@ -1,7 +1,7 @@
-"""YAML text to a tree in which every node knows where it was written.
+"""Parses YAML text to a tree in which every node knows its position in the source.
 
-The rules are those of the YAML 1.2 core schema: `1e-5` is a number, `no` and `1_000` are strings, and a key that is
-given twice is an error. Scalars are resolved here and not by the YAML library, whose own rules are wider.
+The rules are those of the YAML 1.2 core schema: `1e-5` is a number, `no` and `1_000` are strings, and a duplicate key
+is an error. Scalars are resolved here and not by the YAML library, whose own rules are more permissive.
 """
 
 import copy
@@ -46,9 +46,9 @@ NUMBERS: tuple[tuple[re.Pattern[str], Callable[[str], Scalar]], ...] = (
 
 @dataclass
 class Node:
-    """A value and where it was written; for an entry of a mapping that is where its key stands.
+    """A value and its position in the source; for an entry of a mapping, the position of its key.
 
-    `written` is the text of a scalar that holds variables, `${NAME}` and all.
+    `written` is the text of a scalar with variables, `${NAME}` and all.
     """
 
     value: "Scalar | list[Node] | dict[str, Node]"
@@ -64,7 +64,7 @@ class Node:
         return self.value
 
     def as_written(self) -> Plain:
-        """Returns the value without positions, and with variables in place of what they stand for."""
+        """Returns the value without positions, with variables not expanded."""
         if isinstance(self.value, list):
             return [item.as_written() for item in self.value]
         if isinstance(self.value, dict):
@@ -72,7 +72,7 @@ class Node:
         return self.value if self.written is None else self.written
 
     def expanded(self) -> "Iterator[Node]":
-        """Yields the scalars here and below that hold variables."""
+        """Yields the scalars at and below this node that contain variables."""
         below = self.value.values() if isinstance(self.value, dict) else self.value
         if isinstance(below, Iterable) and not isinstance(below, str):
             for item in below:
@@ -86,11 +86,11 @@ class Node:
         return nodes[-1] if len(nodes) > len(path) else None
 
     def nearest(self, path: Sequence[str | int]) -> "Node":
-        """Returns the node at a path, or the last one on the way to it that exists."""
+        """Returns the node at a path, or the last existing one on the way to it."""
         return self._along(path)[-1]
 
     def _along(self, path: Sequence[str | int]) -> "list[Node]":
-        """Returns the nodes on the way down a path, this one first, as far as they exist."""
+        """Returns the existing nodes on the way down a path, this one first."""
         nodes: list[Node] = [self]
         for part in path:
             value = nodes[-1].value
@@ -105,14 +105,14 @@ class Node:
 
 @dataclass
 class Document:
-    """What was read: the tree, which is None when the text is not YAML, and what is wrong with it."""
+    """The result of parsing: the tree, None if the text is not YAML, and the problems."""
 
     root: Node | None
     problems: list[Problem] = field(default_factory=list)
 
 
 def read_document(text: str, name: str, secrets: Collection[str] = ()) -> Document:
-    """Reads the text of a file; `name` is how positions cite it, without the values of options named in `secrets`."""
+    """Parses the text of a file; positions cite it as `name`, without the values of options named in `secrets`."""
     lines = text.splitlines()
 
     def origin_of(line: int) -> Origin:
@@ -123,12 +123,12 @@ def read_document(text: str, name: str, secrets: Collection[str] = ()) -> Docume
 
 
 def read_value(text: str, origin: Origin) -> Document:
-    """Reads the text of one value; everything in it has the same origin."""
+    """Parses the text of one value; all of its nodes have the same origin."""
     return _read(text, lambda line: origin)
 
 
 def node_of(value: object, origin: Origin) -> Node:
-    """Makes a tree of Python data; a path becomes a string."""
+    """Makes a tree from Python data; a path becomes a string."""
     if isinstance(value, Mapping):
         return Node({str(key): node_of(item, origin) for key, item in value.items()}, origin)
     if isinstance(value, list | tuple):
@@ -141,7 +141,7 @@ def node_of(value: object, origin: Origin) -> Node:
 
 
 def resolve_scalar(text: str) -> Scalar:
-    """Returns what an unquoted scalar stands for in YAML 1.2."""
+    """Returns the YAML 1.2 value of an unquoted scalar."""
     if text in CONSTANTS:
         return CONSTANTS[text]
     for pattern, convert in NUMBERS:
@@ -202,7 +202,7 @@ class _Builder:
             known = self.anchors.get(event.anchor)
             if known is None:
                 self.problem(event, path, f"*{event.anchor} stands for nothing: no &{event.anchor} comes before it")
-            # A copy, since an override of one place must not reach the other.
+            # A copy, since an override of one place must not change the other.
             if known is None:
                 return Node(None, origin)
             return replace(copy.deepcopy(known), origin=replace(origin, variables=known.origin.variables))

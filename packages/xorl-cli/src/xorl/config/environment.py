@@ -1,5 +1,5 @@
-"""The environment variables that xorl reads: those a configuration names itself, XORL_DATASET_NUM_PROC, and the keys of
-services, under the names that their clients give them.
+"""The environment variables that xorl reads: those named in a configuration, XORL_DATASET_NUM_PROC, and the API keys of
+services, under the names that their clients use.
 """
 
 import os
@@ -12,9 +12,9 @@ REFERENCE = re.compile(r"\$\$\{|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<def
 
 
 def substitute(text: str, used: list[str], report: Callable[[str], None]) -> str:
-    """Replaces `${VAR}` and `${VAR:-default}` in a scalar; `$${` stands for `${`.
+    """Expands `${VAR}` and `${VAR:-default}` in a scalar; `$${` stands for `${`.
 
-    Appends the names of variables to `used` and tells `report` what is wrong. As in a shell, a default serves when the
+    Appends the names of variables to `used` and passes errors to `report`. As in a shell, the default applies if the
     variable is unset or empty.
     """
 
@@ -36,20 +36,20 @@ def substitute(text: str, used: list[str], report: Callable[[str], None]) -> str
 
 
 def dataset_num_proc() -> tuple[int, str]:
-    """Returns the number of processes that prepare data, and where the number is from.
+    """Returns the number of processes that prepare data, and the origin of the number.
 
-    Raises ValueError when the variable is set to something that is not a positive integer.
+    Raises ValueError if the variable is not a positive integer.
     """
     text = os.environ.get(DATASET_NUM_PROC)
     if text:
         if not text.isdecimal() or int(text) < 1:
             raise ValueError(f"the environment variable {DATASET_NUM_PROC} wants an integer >= 1, got {text!r}")
         return int(text), f"environment {DATASET_NUM_PROC}"
-    # A container or a scheduler may leave this process fewer cores than the machine has.
+    # A container or a scheduler may give this process fewer cores than the machine has.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return cores, "default, the number of CPU cores"
 
 
 def service_key() -> str | None:
-    """Returns the key that clients of a service would send, if there is one."""
+    """Returns the key that clients of a service would send, or None."""
     return next((value for name in SERVICE_KEYS if (value := os.environ.get(name))), None)

@@ -1,7 +1,7 @@
-"""Groups of options that local training and the service share, and the closed sets of values that they take.
+"""Groups of options that local training and the service share, and the closed sets of their values.
 
-Each description is the option's documentation: what it does, its unit, and what null means. Nothing is checked here
-beyond the type and range of one value; conflicts.py looks at several and refusals.py at what is not built yet.
+Each description is the option's documentation: its effect, its unit, and the meaning of null. This file only checks the
+type and range of single values; conflicts.py checks combinations, refusals.py what is not built yet.
 """
 
 from typing import Annotated, Literal
@@ -36,7 +36,7 @@ Ratio = Annotated[float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
-    """A group of options: unknown names are errors, nothing is converted silently, and nothing changes once read."""
+    """A group of options: unknown names are errors, no value is silently converted, and values are immutable."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=())
 

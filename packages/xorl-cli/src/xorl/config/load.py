@@ -1,4 +1,4 @@
-"""A file and overrides to a checked configuration: the door through which every configuration comes."""
+"""Loads a configuration from a file and overrides, and checks it: the only entry point for configurations."""
 
 import difflib
 import re
@@ -24,7 +24,7 @@ from xorl.config.server_training import resolve_server
 from xorl.config.validate import validate
 
 NO_LINE = 0  # of overrides
-# Of both kinds of configuration: a file is also given to the wrong command.
+# Of both kinds of configuration: users also pass a file to the wrong command.
 SECRETS = [option.name for root in (Config, ServerConfig) for option in all_options(root).values() if option.is_secret]
 
 LOCAL = Schema(
@@ -50,8 +50,8 @@ SERVER = Schema(
 class Loaded(Generic[ConfigT]):
     """A checked configuration.
 
-    `origins` says of every option where its value is from: `config.yaml:12`, `--train.lr`, `environment NAME` or
-    `default`. `path` is None for a configuration that was made in Python; `overrides` are the arguments as given.
+    `origins` maps every option to the origin of its value: `config.yaml:12`, `--train.lr`, `environment NAME` or
+    `default`. `path` is None for a configuration made in Python; `overrides` are the arguments as given.
     """
 
     config: ConfigT
@@ -60,12 +60,12 @@ class Loaded(Generic[ConfigT]):
     overrides: tuple[str, ...] = ()
 
     def is_set(self, option: str) -> bool:
-        """Says whether an option was given, and is not a default."""
+        """Whether an option was given explicitly."""
         return not self.origins[option].startswith(("default", "environment"))
 
     @contextmanager
     def citing(self) -> Iterator[None]:
-        """Around what uses the configuration: a ValueError that begins with an option gets its place in the file."""
+        """A context that adds the position in the file to a ValueError that begins with an option."""
         try:
             yield
         except ValueError as error:
@@ -75,7 +75,7 @@ class Loaded(Generic[ConfigT]):
             raise ValueError(f"{origin}: {error}") from error
 
     def _origin(self, written: str) -> str:
-        """Where an option's value is from, or that of the first option of an entry such as data.datasets[0]."""
+        """The origin of an option's value, or of the first option of an entry such as data.datasets[0]."""
         option = re.sub(r"\[(\d+)\]", r".\1", written)
         if written.endswith("]"):
             return next((origin for path, origin in self.origins.items() if path.startswith(f"{option}.")), "")
@@ -87,28 +87,28 @@ LoadedServerConfig = Loaded[ServerConfig]
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
-    """Reads the YAML file of a local run, applies `--section.field value` overrides, and checks the whole.
+    """Reads the YAML file of a local run, applies `--section.field value` overrides, and checks the result.
 
-    Raises ConfigError, which holds every problem with its place.
+    Raises ConfigError, which lists every problem with its place.
     """
     return _load(path, overrides, LOCAL)
 
 
 def load_server_config(path: Path, overrides: Sequence[str] = ()) -> LoadedServerConfig:
-    """Reads the YAML file of a service, applies `--server.field value` overrides, and checks the whole.
+    """Reads the YAML file of a service, applies `--server.field value` overrides, and checks the result.
 
-    Raises ConfigError, which holds every problem with its place.
+    Raises ConfigError, which lists every problem with its place.
     """
     return _load(path, overrides, SERVER)
 
 
 def config_from_mapping(data: Mapping[str, object], overrides: Sequence[str] = ()) -> LoadedConfig:
-    """Checks a configuration that was made in Python, by the same rules. Raises ConfigError."""
+    """Checks a configuration made in Python, by the same rules. Raises ConfigError."""
     return _finish(Document(node_of(data, Origin("python", "python"))), None, overrides, "the configuration", LOCAL)
 
 
 def server_config_from_mapping(data: Mapping[str, object], overrides: Sequence[str] = ()) -> LoadedServerConfig:
-    """Checks a service's configuration that was made in Python, by the same rules. Raises ConfigError."""
+    """Checks a service's configuration made in Python, by the same rules. Raises ConfigError."""
     return _finish(Document(node_of(data, Origin("python", "python"))), None, overrides, "the configuration", SERVER)
 
 
@@ -133,7 +133,7 @@ def _finish(
         raise ConfigError(problems, name)
     problems += apply_overrides_(document.root, parsed)
     config, found = validate(document.root, schema)
-    # A value that could not be read is not reported for what stands in its place.
+    # If a value could not be read, its placeholder is not reported.
     unread = {(problem.path, problem.origin.line) for problem in problems}
     problems += [
         problem
@@ -166,7 +166,7 @@ def _text_of(path: Path) -> str:
 
 
 def _origins(config: ConfigT, root: Node, reasons: Mapping[str, str], kind: type[ConfigT]) -> dict[str, str]:
-    """Returns where the value of each option is from, by concrete path."""
+    """Returns the origin of each option's value, by concrete path."""
     origins: dict[str, str] = {}
     for option in all_options(kind).values():
         paths = [f"{section}.{option.name}".removeprefix(".") for section, _ in entries_of(config, option.section)]

@@ -1,7 +1,7 @@
 """The options of local training, by section: model, data, train and lora.
 
-The fields of a group stand in the order in which they are documented. A default that follows another option is null
-here and filled in by resolve.py.
+Fields of a group are in documentation order. A default that depends on another option is null here; resolve.py fills it
+in.
 """
 
 from typing import Annotated, Literal

@@ -1,4 +1,4 @@
-"""Whose an output_dir is: a lock of the kernel's on a file in it, which ends with the processes that have it open."""
+"""The lock of an output_dir: a kernel lock on a file in it, released when the processes that have it open end."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ LOOK_EVERY_S = 0.1
 def lock_within(
     wait_s: float, file: IO[Any], taken: Callable[[], str], *, advice: str, may_end: Callable[[], bool] | None = None
 ) -> None:
-    """Lock an open file, for which `wait_s` are waited where other processes have it.
+    """Lock an open file; waits up to `wait_s` seconds if other processes hold the lock.
 
     Args:
-        wait_s: for the processes of a run that was killed, which notice and end.
+        wait_s: time for the processes of a killed run to notice and end.
         file: stays locked while this process, or one that inherited it, has it open.
-        taken: says which option names what is taken, and by whom.
-        advice: what to do about it, if nobody gives it back.
-        may_end: says whether waiting is of any use; None, always.
+        taken: says which option names the locked folder, and who holds the lock.
+        advice: what the user can do if the lock is not released.
+        may_end: whether waiting can help; None, always.
 
-    Raises ValueError of `taken` and `advice`, and OSError where the file system knows no locks.
+    Raises ValueError with `taken` and `advice`, and OSError if the file system does not support locks.
     """
     deadline = time.monotonic() + wait_s
     is_told = False

@@ -1,4 +1,4 @@
-"""Options of adapters and of quantised bases that do not go together; the rest are in conflicts.py."""
+"""Conflicts between options of adapters and of quantised bases; the rest are in conflicts.py."""
 
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,7 @@
-"""Every option as a flat list: path, group, type in words, default, meaning; and which name a misspelt one meant.
+"""Every option as a flat list: path, group, type in words, default, meaning; and suggestions for misspelt names.
 
-Options of a list's entries are written `data.datasets[].path`. The options are those of local training unless another
-root is given: the service's are flat, so that their paths are their names.
+Options of a list's entries are written `data.datasets[].path`. The default root is local training. The service's
+options are flat, so their paths are their names.
 """
 
 import difflib
@@ -27,9 +27,9 @@ ENTRY_LISTS = ("data.datasets", "data.test_datasets")
 MEMBERS = "lora.sweep[]"
 MEMBER_LIST = "lora.sweep"
 ENDPOINT_LIST = "inference_endpoints"  # of the service
-# Where the options of entries are documented, and the lists that these are of.
+# The documented path of the options of entries, and the lists that contain such entries.
 OWNERS = {ENTRIES: ENTRY_LISTS[0], MEMBERS: MEMBER_LIST, f"{ENDPOINT_LIST}[]": ENDPOINT_LIST}
-# What other trainers call it, where the names are too unlike for a guess.
+# Names in other trainers that are too different to guess.
 OTHER_NAMES = {
     "adapter": "enable_lora",
     "alpha": "lora_alpha",
@@ -77,7 +77,7 @@ WORDS: dict[object, str] = {
 
 @dataclass(frozen=True)
 class Option:
-    """One option. `default` is YAML text, or None when the option must be given."""
+    """One option. `default` is YAML text, or None if the option is required."""
 
     path: str
     group: str
@@ -96,12 +96,12 @@ class Option:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The strings that a closed set allows; empty for other types."""
+        """The allowed strings of a closed set; empty for other types."""
         return tuple(choice for choice in _literals(self.annotation) if isinstance(choice, str))
 
     @property
     def is_secret(self) -> bool:
-        """Whether its value is shown nowhere."""
+        """Whether its value is never displayed."""
         return any(_is_secret(annotation) for annotation in (self.annotation, *get_args(self.annotation)))
 
 
@@ -112,12 +112,12 @@ def all_options(root: type[Section] = Config) -> dict[str, Option]:
 
 
 def find_option(path: str, root: type[Section] = Config) -> Option | None:
-    """Returns the option at a path; positions in a list of entries count as any entry."""
+    """Returns the option at a path; an index in a list of entries matches any entry."""
     return all_options(root).get(general_path(path))
 
 
 def general_path(path: str) -> str:
-    """Turns `data.test_datasets.0.path` into `data.datasets[].path`, and leaves other paths alone.
+    """Turns `data.test_datasets.0.path` into `data.datasets[].path`, and returns other paths unchanged.
 
     The datasets of a sweep's members are such entries too.
     """
@@ -129,7 +129,7 @@ def general_path(path: str) -> str:
 def entries_of(config: Section, section: str) -> Iterator[tuple[str, Section]]:
     """Yields (path, options) of every section that is documented as `section`: one, or each entry of its lists.
 
-    The section of flat options is the configuration itself, whose path is empty.
+    The section of flat options is the configuration itself, with an empty path.
     """
     if not section:
         yield "", config
@@ -149,27 +149,27 @@ def entries_of(config: Section, section: str) -> Iterator[tuple[str, Section]]:
 
 
 def is_entry(path: str) -> bool:
-    """Whether a path is that of an entry of a list, without an option of it."""
+    """Whether a path is that of an entry of a list, and not of one of its options."""
     return general_path(path) in OWNERS
 
 
 def entry_type(path: str, root: type[Section] = Config) -> type[Section]:
-    """Returns what an entry at such a path is (`is_entry`)."""
+    """Returns the type of the entry at such a path (`is_entry`)."""
     found = _entry_type(all_options(root)[OWNERS[general_path(path)]].annotation)
     assert found is not None
     return found
 
 
 def sections(root: type[Section] = Config) -> tuple[str, ...]:
-    """Returns where options stand: the sections, and the entries of a list of datasets."""
+    """Returns the places of options: the sections, and the entries of a list of datasets."""
     return tuple(dict.fromkeys(option.section for option in all_options(root).values()))
 
 
 def suggestion(path: str, root: type[Section] = Config) -> tuple[str, str | None]:
-    """Returns what to say of an unknown option, and the path of the option that was probably meant.
+    """Returns the message for an unknown option, and the path of the option that was probably meant.
 
-    Looks for what other trainers call an option of its own section, the same name elsewhere, what they call one
-    elsewhere, a like name in its own section, and a like name elsewhere, in this order.
+    Searches in this order: another trainer's name for an option of the same section, the same name elsewhere, another
+    trainer's name for an option elsewhere, a similar name in the same section, and a similar name elsewhere.
     """
     section, _, name = path.rpartition(".")
     options = all_options(root).values()
@@ -207,7 +207,7 @@ def _meant_elsewhere(option: Option) -> tuple[str, str]:
 
 
 def suggest_choice(option: Option, value: str) -> str | None:
-    """Returns the allowed value that is most like the one given."""
+    """Returns the allowed value that is most similar to the given one."""
     near = difflib.get_close_matches(value.lower(), {choice.lower(): choice for choice in option.choices}, n=1)
     return next((choice for choice in option.choices if near and choice.lower() == near[0]), None)
 
@@ -232,14 +232,14 @@ def _options_of(section: type[Section], prefix: str) -> Iterator[Option]:
             description=info.description or "",
             annotation=info.annotation,
         )
-        # Those of nested lists, which are dataset entries, are documented where they stand first.
+        # Those of nested lists, which are dataset entries, are documented at their first place.
         if entry and path in OWNERS.values():
             entries = list(_options_of(entry, f"{path}[]."))
     yield from entries
 
 
 def _group(section: type[Section], name: str) -> str:
-    """Returns the title of the group of options in which a field is declared."""
+    """Returns the title of the group of options that declares a field."""
     owner = next(base for base in section.__mro__ if name in inspect.get_annotations(base))
     return owner.__doc__ or ""
 
@@ -249,7 +249,7 @@ def _default_text(info: FieldInfo) -> str | None:
 
 
 def yaml_text(value: object) -> str:
-    """Returns YAML of one line that reads back as the value, quoted only where needed."""
+    """Returns one line of YAML that parses to the value, quoted only where needed."""
     if isinstance(value, str):
         is_plain = re.fullmatch(r"[A-Za-z./][\w./ +@%=()-]*(?<! )", value) and resolve_scalar(value) == value
         return value if is_plain else json.dumps(value, ensure_ascii=False).replace("${", "$${")

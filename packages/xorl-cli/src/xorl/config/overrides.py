@@ -1,6 +1,6 @@
 """Options given on the command line: `--section.field value` and `--section.field=value`.
 
-Values are YAML by the same rules as the file's. A later override of the same option wins, as on every command line.
+Values are YAML by the same rules as in the file. A later override of the same option wins.
 """
 
 from collections.abc import Collection, Sequence
@@ -12,9 +12,9 @@ from xorl.config.problems import Origin, Problem, hide_secrets
 
 @dataclass(frozen=True)
 class Override:
-    """One override; `text` is None when it came without a value. `name` is how it is written, prefix and all.
+    """One override; `text` is None if it has no value. `name` is its full name with the prefix.
 
-    `shown` is how it is cited, without a secret value.
+    `shown` is its text in messages, without a secret value.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Override:
 
 
 def is_override(argument: str) -> bool:
-    """Says whether a command-line argument starts an override: two dashes and a name with a dot."""
+    """Whether a command-line argument starts an override: two dashes and a name with a dot."""
     return argument.startswith("--") and "." in argument.split("=", 1)[0]
 
 
@@ -57,9 +57,9 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def parse_overrides(
     arguments: Sequence[str], prefix: str = "", secrets: Collection[str] = ()
 ) -> tuple[list[Override], list[Problem]]:
-    """Returns the overrides among arguments that hold nothing else, and what is wrong with them.
+    """Returns the overrides among arguments that hold nothing else, and the problems.
 
-    `prefix` begins each name and is no part of the option's path. The values of options in `secrets` are not cited.
+    `prefix` begins each name and is not part of the option's path. The values of options in `secrets` are not cited.
     """
     overrides: list[Override] = []
     problems: list[Problem] = []
@@ -95,7 +95,7 @@ def parse_overrides(
 
 
 def apply_overrides_(root: Node, overrides: Sequence[Override]) -> list[Problem]:
-    """Writes overrides into a tree, in order, and returns what is wrong with them."""
+    """Writes overrides into a tree, in order, and returns the problems."""
     problems: list[Problem] = []
     for override in overrides:
         origin = override.origin
@@ -112,7 +112,7 @@ def apply_overrides_(root: Node, overrides: Sequence[Override]) -> list[Problem]
         ]
         if document.problems:
             continue
-        # No text at all is YAML's null.
+        # An empty text is YAML's null.
         value = document.root or Node(None, origin)
         refusal = _set_(root, override.path.split("."), value)
         if refusal:
@@ -121,7 +121,7 @@ def apply_overrides_(root: Node, overrides: Sequence[Override]) -> list[Problem]
 
 
 def _set_(node: Node, path: Sequence[str], value: Node) -> str | None:
-    """Puts a value at a path, making mappings and list entries on the way; returns why that cannot be done."""
+    """Sets the value at a path, creating mappings and list entries as needed; returns an error message if it cannot."""
     for position, part in enumerate(path):
         is_last = position == len(path) - 1
         if node.value is None:

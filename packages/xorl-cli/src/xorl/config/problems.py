@@ -1,4 +1,4 @@
-"""What can be wrong with a configuration, where it was written, and the report that shows all of it."""
+"""Problems of a configuration with their positions, and the report that shows all of them."""
 
 import re
 from collections.abc import Collection, Sequence
@@ -10,9 +10,9 @@ OriginKind = Literal["file", "override", "default", "environment", "python"]
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value was written.
+    """The position of a value.
 
-    `where` is `config.yaml:12` or `--train.lr`; `text` is the line, or the override as it was typed; `line` is 0 for
+    `where` is `config.yaml:12` or `--train.lr`; `text` is the line, or the override as typed; `line` is 0 for
     everything but files.
     """
 
@@ -28,7 +28,7 @@ class Origin:
         return f"{self.where}, environment {', '.join(self.variables)}"
 
     def shown(self) -> str:
-        """Returns the line with its number, or the override, as a report shows it; empty when there is nothing."""
+        """Returns the line with its number, or the override, for a report; empty if there is none."""
         if not self.text.strip():
             return ""
         return f"{self.line:>6} | {self.text.rstrip()}" if self.line else f"       | {self.text}"
@@ -36,7 +36,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: where, with which option, and what is wanted; `also` are other lines involved."""
+    """One problem: its position, the option, and what is expected; `also` are other lines involved."""
 
     origin: Origin
     path: str
@@ -45,7 +45,7 @@ class Problem:
 
     def __str__(self) -> str:
         where = self.origin.where
-        # An override may be written with a prefix that is no part of the path.
+        # An override may be written with a prefix that is not part of the path.
         is_named = where.startswith("--") and f".{where[2:]}".endswith(f".{self.path}")
         head = where if not self.path or is_named else f"{where}: {self.path}"
         lines = [self.origin.shown(), *(origin.shown() for origin in self.also)]
@@ -54,7 +54,7 @@ class Problem:
 
 
 def hide_secrets(text: str, names: Collection[str]) -> str:
-    """Masks what comes after a name of a secret option in a line as it was typed, unless that is a `${NAME}`."""
+    """Masks the text after the name of a secret option in a line as typed, unless it is a `${NAME}`."""
     if not names:
         return text
     name = rf"""\b(?:{"|".join(map(re.escape, names))})["']?"""
@@ -63,7 +63,7 @@ def hide_secrets(text: str, names: Collection[str]) -> str:
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used. `problems` holds everything that is wrong; str() is the whole report."""
+    """An invalid configuration. `problems` lists everything that is wrong; str() is the whole report."""
 
     def __init__(self, problems: Sequence[Problem], source: str) -> None:
         files = [problem for problem in problems if problem.origin.line]
@@ -80,7 +80,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Conflict:
-    """What is wrong and the options involved; the first one that was set is where it is reported."""
+    """A conflict message and the options involved; it is reported at the first of them that was set."""
 
     paths: tuple[str, ...]
     message: str

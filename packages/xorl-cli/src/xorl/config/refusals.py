@@ -1,7 +1,7 @@
-"""The capabilities that are not built yet, by the options that would need them: one table.
+"""A table of the capabilities that are not built yet, by the options that need them.
 
-An option is never accepted and ignored. Whoever builds a capability deletes its row here, and nothing else: the schema
-already knows every value, so that a user reads why a value is refused and what works in its place, not a type error.
+An option is never accepted and ignored. To add a capability, delete its row here, and nothing else: the schema already
+knows every value, so that users read why a value is refused and what works instead, not a type error.
 """
 
 import fnmatch
@@ -15,11 +15,11 @@ from xorl.config.options import ENTRIES, Option, all_options, entries_of, yaml_t
 
 @dataclass(frozen=True)
 class Refusal:
-    """Values of an option that cannot be had.
+    """Refused values of an option.
 
     `option` is a path, `data.datasets[].x` for every dataset entry, or a pattern with `*`. `values` are the refused
-    ones; empty, they are all but the default. `matches` decides in place of `values` where these are no closed set,
-    and `shown` says it in words. `for_good` marks what will not come.
+    ones; empty means all but the default. For values that are no closed set, `matches` decides instead of `values`, and
+    `shown` describes it in words. `for_good` marks capabilities that are not planned.
     """
 
     option: str
@@ -31,18 +31,18 @@ class Refusal:
     for_good: bool = False
 
     def refuses(self, value: object, default: object) -> bool:
-        """Says whether a value of an option with this default is refused."""
+        """Whether a value of an option with this default is refused."""
         if self.matches is not None:
             return self.matches(value)
         return value in self.values if self.values else value != default
 
     def message(self, value: object) -> str:
-        """What a user reads."""
+        """The error message."""
         state = "is refused" if self.for_good else "is not available yet"
         return f"{yaml_text(value)} {state}: {self.reason}\n{self.instead}"
 
     def summary(self) -> str:
-        """What the documentation says."""
+        """The text in the documentation."""
         values = self.shown or ", ".join(map(yaml_text, self.values)) or "anything but the default"
         return f"{'Refused' if self.for_good else 'Not available yet'}: {values} ({self.reason})"
 
@@ -84,7 +84,7 @@ REFUSALS: tuple[Refusal, ...] = (
 
 @cache
 def refusals_of(option: str) -> tuple[Refusal, ...]:
-    """Returns the rows of the table that concern an option, which is named as in the documentation."""
+    """Returns the rows of the table for an option, given by its documented name."""
     return tuple(row for row in REFUSALS if row.option == option or fnmatch.fnmatchcase(option, row.option))
 
 

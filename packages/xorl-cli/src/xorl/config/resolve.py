@@ -1,4 +1,4 @@
-"""Defaults that depend on another option or on the machine, filled in once a configuration is known to be valid."""
+"""Fills in defaults that depend on another option or on the machine, in a configuration that is known to be valid."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -10,7 +10,7 @@ GROUP_SIZES = {"nvfp4": 16, "block_fp8": 128, "nf4": 64}
 
 
 class Default(NamedTuple):
-    """The value of an option that was left open. reason: shown by `xorl config show`; "" shows none."""
+    """The filled-in value of an option. reason: shown by `xorl config show`; "" shows none."""
 
     path: str
     value: object
@@ -20,7 +20,7 @@ class Default(NamedTuple):
 def resolve(config: Config) -> tuple[Config, dict[str, str]]:
     """Returns the configuration with these defaults filled in, and the reason for each of them.
 
-    Raises ValueError if an environment variable has a value that is not possible.
+    Raises ValueError if an environment variable has an invalid value.
     """
     defaults = [*_model_defaults(config), *_data_defaults(config), *_train_defaults(config), *_lora_defaults(config)]
     changes: dict[str, dict[str, object]] = {"model": {}, "data": {}, "train": {}, "lora": {}}
@@ -33,7 +33,7 @@ def resolve(config: Config) -> tuple[Config, dict[str, str]]:
 
 def _model_defaults(config: Config) -> Iterator[Default]:
     model = config.model
-    # A checkpoint has neither file: it says itself what its model is and where its tokenizer was.
+    # A checkpoint has neither file: it records its model and the place of its tokenizer.
     folder = None if config.train.load_weights_mode == "dcp" else model.model_path
     config_path = model.config_path or folder
     if model.config_path is None and folder is not None:

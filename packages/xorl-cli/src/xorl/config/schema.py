@@ -1,4 +1,4 @@
-"""Schema: what is particular to one kind of configuration, that of a local run or of the service."""
+"""Schema: the differences between the two kinds of configuration, local run and service."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,10 +18,10 @@ PLACEHOLDER = "-"
 class Schema(Generic[ConfigT]):
     """One kind of configuration.
 
-    `sections` are empty where options are flat. `conflicts` and `refused` say what is wrong with values that are valid
-    alone, the latter as (path, message); `resolve` fills in defaults that follow others, and why they are as they are.
-    `placeholders` stand for required options that are not given, so that the rest can be checked. On the command line
-    options begin with `prefix`. `elsewhere` says of an unknown name where it belongs, if that is known.
+    `sections` is empty if options are flat. `conflicts` and `refused` check values that are valid alone; `refused`
+    yields (path, message). `resolve` fills in defaults that depend on other options, with the reasons. `placeholders`
+    replace missing required options, so that the rest can be checked. On the command line options begin with `prefix`.
+    `elsewhere` returns where an unknown name belongs, if that is known.
     """
 
     root: type[ConfigT]
@@ -34,6 +34,6 @@ class Schema(Generic[ConfigT]):
     elsewhere: Callable[[str], str | None] = lambda name: None
 
     def suggestion(self, path: str) -> tuple[str, str | None]:
-        """Returns what to say of an unknown option, and the path of the option that was probably meant."""
+        """Returns the message for an unknown option, and the path of the option that was probably meant."""
         told = self.elsewhere(path)
         return (told, None) if told else suggestion(path, self.root)

@@ -1,7 +1,7 @@
-"""The options of the service: flat, in groups that are shared with local training or the service's own.
+"""The options of the service: flat, in groups that are shared with local training or specific to the service.
 
-A default that follows another option is null here and filled in by server_training.py, which also says with which
-local configuration the workers build the same engine as `xorl train`.
+A default that depends on another option is null here; server_training.py fills it in, and also derives the local
+configuration with which the workers build the same engine as `xorl train`.
 """
 
 import re
@@ -31,8 +31,8 @@ LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 SyncMethod = Literal["nccl_broadcast"]
 GradNormalization = Literal["sum", "token_mean"]
 
-# A client says one learning rate, AdamW's, and under muon that of matrices is proportional to it. Where they have
-# muon_lr is a convention: at the default of train.lr, so that who steps with that has the rates of local training.
+# A client sends one learning rate, AdamW's; under muon, that of matrices is proportional to it. Their ratio is muon_lr
+# over the default of train.lr, so that a client that uses this default gets the rates of local training.
 MUON_REFERENCE_LR = 5e-5
 Port = Annotated[int, Field(ge=1, le=65535)]
 OneBlockOrMore = Annotated[int, Field(ge=16)]  # tokens of a block of the sampler's cache
@@ -215,7 +215,7 @@ class ObservationFields(Section):
 class ApiFields(Section):
     """API"""
 
-    # What is Secret is shown by nothing: no error, no `config show`, no repr of a configuration.
+    # Secret values are never shown: not in errors, not by `config show`, not in the repr of a configuration.
     api_token: Secret[Annotated[str, Field(pattern=rf"^{TOKEN_PREFIX}\S{{12,}}$")]] | None = Field(
         default=None,
         description=f"Key that clients must send: {TOKEN_PREFIX} and at least 12 more characters; ${{NAME}} takes it "
@@ -336,16 +336,17 @@ class ServerConfig(
 
     @property
     def storage_limit_bytes(self) -> int:
-        """`storage_limit` as a number."""
+        """`storage_limit` in bytes."""
         found = SIZE.fullmatch(self.storage_limit)
         assert found is not None, "checked by the type"
         return int(float(found["number"]) * UNITS[found["unit"]])
 
 
 def num_workers(config: ServerConfig, num_gpus: int) -> int:
-    """How many workers the parallel sizes ask for; a data-parallel size of -1 takes what `num_gpus` leaves, or 1.
+    """The number of workers that the parallel sizes need; a data-parallel size of -1 takes the rest of `num_gpus`, or
+    1.
 
-    Raises ValueError where a size of -1 leaves GPUs over.
+    Raises ValueError if a size of -1 leaves GPUs unused.
     """
     sizes = {
         "data_parallel_shard_size": config.data_parallel_shard_size,

@@ -1,6 +1,6 @@
-"""The service's options that cannot stand together or need one another.
+"""Conflicts between the service's own options, and options that require others.
 
-What concerns the model and how it is trained is checked as for local training; here are the service's own.
+Options of the model and its training are checked as for local training.
 """
 
 import difflib
@@ -12,7 +12,7 @@ from xorl.config.problems import Conflict
 from xorl.config.server import ServerConfig
 from xorl.config.server_training import NAMES, SECTIONS, in_server_terms, projected
 
-# Files that match an inference engine say it whatever the precision; mixed precision computes in bf16 anyway.
+# Files for an inference engine state it whatever the precision; mixed precision computes in bf16 anyway.
 HELD_ANYWAY = {"model.attention_cast_bf16"}
 CLIENT_SAYS = {"lr", "weight_decay", "max_grad_norm"}
 
@@ -38,7 +38,7 @@ def server_conflicts(config: ServerConfig) -> Iterator[Conflict]:
 
 
 def elsewhere(path: str) -> str | None:
-    """Returns where an option belongs that the service does not have and local training does."""
+    """Returns where an option belongs that only local training has."""
     name = path.rpartition(".")[2]
     if path in SECTIONS:
         return f"the options of the service are flat: write those of {path} at the top level"

@@ -1,6 +1,6 @@
-"""The capabilities that the service does not have yet, by the options that would need them: one table.
+"""A table of the capabilities that the service does not have yet, by the options that need them.
 
-What local training refuses is refused here as well, by the service's name for it.
+What local training refuses is refused here too, under the service's option names.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ SERVER_REFUSALS: tuple[Refusal, ...] = (
 
 @cache
 def server_refusals_of(option: str) -> tuple[Refusal, ...]:
-    """Returns the rows that concern an option of the service."""
+    """Returns the rows for an option of the service."""
     own = tuple(row for row in SERVER_REFUSALS if row.option == option)
     path = local_path(option)
     shared = () if path is None else refusals_of(path)

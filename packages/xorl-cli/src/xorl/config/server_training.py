@@ -1,6 +1,6 @@
-"""The service's options as those of local training: the workers build what `xorl train` would build.
+"""Maps the service's options to those of local training: the workers build what `xorl train` would build.
 
-Here stands which option is which, and which defaults follow others.
+This file defines which option corresponds to which, and which defaults depend on others.
 """
 
 import re
@@ -10,17 +10,17 @@ from xorl.config.local import Config, DataConfig, LoraConfig, ModelConfig, Train
 from xorl.config.resolve import resolve
 from xorl.config.server import MUON_REFERENCE_LR, ServerConfig
 
-# Options that are not called what local training calls them.
+# Options whose name in local training differs.
 RENAMED = {"qlora_exclude_modules": "lora.exclude_modules"}
-# Options of the same name that mean something else.
+# Options of the same name with a different meaning.
 OWN = {"load_checkpoint_path"}
-# Options whose value the workers ask for as it was given.
+# Options whose value the workers need as given.
 SAID_AGAIN = {"load_weights_mode"}
 SECTIONS = {"model": ModelConfig, "train": TrainConfig, "lora": LoraConfig, "data": DataConfig}
 
 
 def local_path(option: str) -> str | None:
-    """Returns the path of the same option of local training, if there is one."""
+    """Returns the path of the corresponding option of local training, or None."""
     if option in RENAMED or option in OWN:
         return RENAMED.get(option)
     return next((f"{name}.{option}" for name, section in SECTIONS.items() if option in section.model_fields), None)
@@ -31,31 +31,31 @@ NAMES: dict[str, str] = {path: option for option in ServerConfig.model_fields if
 
 
 def in_server_terms(text: str) -> str:
-    """Returns a message about options of local training with the service's names for them."""
+    """Returns a message about options of local training with the service's names in it."""
     return re.sub(r"\b(?:model|data|train|lora)\.\w+", lambda match: NAMES.get(match[0], match[0]), text)
 
 
 def training_config(config: ServerConfig) -> Config:
     """Returns the configuration with which local training builds the same model and optimizer.
 
-    It names no data and no schedule: a client brings both.
+    It has no data and no schedule: a client provides both.
     """
     return resolve(projected(config))[0]
 
 
 def projected(config: ServerConfig) -> Config:
-    """Returns the same without the defaults that follow others."""
+    """Returns the same without the defaults that depend on others."""
     values: dict[str, dict[str, object]] = {name: {} for name in SECTIONS}
     for path, option in NAMES.items():
         section, name = path.split(".")
         values[section][name] = getattr(config, option)
     if config.load_weights_mode == "dcp":
-        # Who reads what model_path names; the checkpoint comes on top of it.
+        # For code that reads model_path; the checkpoint is loaded on top of it.
         values["train"]["load_weights_mode"] = "broadcast"
     return Config(
         model=ModelConfig.model_validate(values["model"]),
         data=DataConfig.model_validate(values["data"] | {"datasets": [DatasetEntryConfig(path="dummy")]}),
-        # Learning rate and clipping are said by the client, step by step.
+        # The client sends learning rate and clipping with each step.
         train=TrainConfig.model_validate(
             values["train"] | {"lr": MUON_REFERENCE_LR, "max_grad_norm": None, "use_wandb": False}
         ),
@@ -64,7 +64,7 @@ def projected(config: ServerConfig) -> Config:
 
 
 def resolve_server(config: ServerConfig) -> tuple[ServerConfig, dict[str, str]]:
-    """Returns the configuration with these defaults filled in, and for each of them why it is what it is."""
+    """Returns the configuration with these defaults filled in, and the reason for each of them."""
     local, told = resolve(projected(config))
     values: dict[str, object] = {}
     reasons: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""A checked configuration as YAML, each value with a comment that says where it is from."""
+"""Shows a checked configuration as YAML, with a comment on each value that gives its origin."""
 
 from collections.abc import Iterator
 
@@ -9,11 +9,11 @@ from xorl.config.load import Loaded
 from xorl.config.options import OWNERS, yaml_text
 from xorl.config.schema import ConfigT
 
-MAX_COMMENT_COLUMN = 56  # a longer value pushes its own comment out, not those of all others
+MAX_COMMENT_COLUMN = 56  # a longer value moves only its own comment
 
 
 def show(loaded: Loaded[ConfigT], *, with_secrets: bool = False) -> str:
-    """Returns YAML that loads to the same configuration, `with_secrets`; otherwise they are masked."""
+    """Returns YAML that loads to the same configuration if `with_secrets`; otherwise secrets are masked."""
     rows = list(_rows(loaded.config, "", "", loaded.origins, with_secrets=with_secrets))
     column = max((len(text) for text, origin in rows if origin and len(text) < MAX_COMMENT_COLUMN), default=0)
     return "".join(f"{text:<{column}}  # {origin}\n" if origin else f"{text}\n" for text, origin in rows)

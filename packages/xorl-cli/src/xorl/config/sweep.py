@@ -1,4 +1,4 @@
-"""A sweep's members as runs of their own: their configurations, and what cannot stand beside a sweep."""
+"""The members of a sweep as separate runs: their configurations, and the conflicts of a sweep."""
 
 import re
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from xorl.config.problems import Conflict
 
 
 def member_config(config: Config, member: SweepMemberConfig) -> Config:
-    """The configuration with which a run of its own would train a member of the sweep."""
+    """The configuration with which a separate run would train a member of the sweep."""
 
     def given(*names: str) -> dict[str, object]:
         return {name: getattr(member, name) for name in names if getattr(member, name) is not None}
@@ -26,7 +26,7 @@ def member_config(config: Config, member: SweepMemberConfig) -> Config:
 
 
 def sweep_conflicts(config: Config) -> Iterator[Conflict]:
-    """What is wrong with the members of a sweep, and with options of single values beside one."""
+    """The conflicts among the members of a sweep, and with options of single values."""
     sweep, train = config.lora.sweep, config.train
     names = [member.name for member in sweep]
     for index, member in enumerate(sweep):

@@ -1,7 +1,7 @@
-"""A tree of values to a configuration, or to a list of everything that is wrong with it.
+"""Validates a tree of values: returns a configuration, or a list of all problems.
 
-Values that fail on their own are left out before options are compared with each other, so that both kinds of problem
-are reported at once and none is a consequence of another.
+Values that are invalid on their own are left out before options are compared with each other. So both kinds of problem
+are reported at once, and none is a consequence of another.
 """
 
 import copy
@@ -32,7 +32,7 @@ from xorl.config.schema import PLACEHOLDER, ConfigT, Schema
 # Words that YAML 1.1 read as true and false, and that YAML 1.2 does not.
 OLD_BOOLEANS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 KINDS = {str: " (a string)", list: " (a list)", dict: " (a mapping)"}
-SECTION_DEPTH = 2  # parts of the path of an option that stands in a section
+SECTION_DEPTH = 2  # parts of the path of an option in a section
 MAX_SHOWN = 60  # characters of a value in a message
 
 Path = tuple[str | int, ...]
@@ -70,7 +70,7 @@ def validate(root: Node, schema: Schema[ConfigT]) -> tuple[ConfigT | None, list[
 def _problems_of(
     error: ValidationError, data: Plain, root: Node, schema: Schema[ConfigT]
 ) -> tuple[list[Problem], set[Path]]:
-    """Translates the errors of pydantic, one per option, and returns the paths that failed as well."""
+    """Translates the errors of pydantic, one per option; also returns the paths that failed."""
     kinds: dict[Path, str] = {}
     for detail in error.errors(include_url=False, include_context=False, include_input=False):
         path = _existing(detail["loc"], data, detail["type"])
@@ -90,12 +90,12 @@ def _problems_of(
             message = _type_message(path, data, root.as_written(), schema.root)
             problems.append(Problem(root.nearest(path).origin, _dotted(path), message))
     for path, kind in kinds.items():
-        # A name that is one letter off is reported as that alone, not as a missing option too.
+        # A name that is one letter off is only reported as that, not as a missing option too.
         if kind == "missing" and _dotted(path) not in meant:
             option = find_option(_dotted(path), schema.root)
             described = f": {option.description}" if option else ""
             origin = root.nearest(path).origin
-            # A section that only overrides speak of is not to blame for what is missing in it.
+            # A section that only overrides mention is not reported for its missing options.
             is_made = origin.kind == "override" and path[0] in schema.sections and len(path) == SECTION_DEPTH
             origin = root.origin if is_made else origin
             problems.append(Problem(origin, _dotted(path), f"has to be given{described}"))
@@ -138,7 +138,7 @@ def _type_message(path: Path, data: Plain, written: Plain, root: type[Section]) 
     if option is None and is_entry(_dotted(path)):
         return _entry_message(path, value, got, root, is_expanded=is_expanded)
     if option is None:
-        # An element of a list or mapping, whose option is further up.
+        # An element of a list or mapping: the option is further up.
         prefixes = (_dotted(path[:end]) for end in range(len(path), 0, -1))
         owner = next((found for prefix in prefixes if (found := find_option(prefix, root))), None)
         wanted = owner.type if owner else f"mapping of options (see `xorl config docs {_dotted(path)}`)"
@@ -146,13 +146,13 @@ def _type_message(path: Path, data: Plain, written: Plain, root: type[Section]) 
         return f"wants {wanted}; got {got}{hint}"
     if isinstance(value, str) and value and option.type.startswith("string"):
         return f"wants {option.type} of another form; got {got}\n{option.description}"
-    # A hint would repeat what a variable stands for.
+    # A hint would reveal the value of a variable.
     hint = "" if is_expanded and value != "" else _hint(option, value)
     return f"wants {option.type}; got {got}{hint}"
 
 
 def _entry_message(path: Path, value: Plain, got: str, root: type[Section], *, is_expanded: bool) -> str:
-    """What is wrong with a value in the place of an entry, such as one of data.datasets."""
+    """The message for an invalid value at the place of an entry, such as one of data.datasets."""
     entry = entry_type(_dotted(path), root)
     fields = entry.model_fields
     key = next(name for name, field in fields.items() if field.is_required())
@@ -163,7 +163,7 @@ def _entry_message(path: Path, value: Plain, got: str, root: type[Section], *, i
 
 
 def _shown(value: Plain, written: Plain) -> str:
-    """A value as it was written, and of which kind it is."""
+    """A value as written, and its kind."""
     text = f'"{written}"' if isinstance(written, str) else yaml_text(written).replace("$${", "${")
     if len(text) > MAX_SHOWN:
         text = f"{text[:MAX_SHOWN]}..."
@@ -172,7 +172,7 @@ def _shown(value: Plain, written: Plain) -> str:
 
 
 def _with_variables(message: str, root: Node) -> str:
-    """Puts `${NAME}` back where a message about several options quotes what it stands for."""
+    """Puts `${NAME}` back where a message about several options quotes its value."""
     found = {node.value: node.written for node in root.expanded() if isinstance(node.value, str) and node.written}
     for value in sorted(filter(None, found), key=len, reverse=True):
         message = re.sub(rf"(?<!\w){re.escape(value)}(?!\w)", lambda _, text=found[value]: text, message)
@@ -180,7 +180,7 @@ def _with_variables(message: str, root: Node) -> str:
 
 
 def _hint(option: Option, value: Plain) -> str:
-    """Returns what probably has to be changed, on a line of its own."""
+    """Returns the probable fix, on a line of its own."""
     words = option.type
     if value in ("", []):
         return "\nit is empty" if "not empty" in words else ""
@@ -207,7 +207,7 @@ def _hint(option: Option, value: Plain) -> str:
 
 
 def _element_hint(owner: Option, value: Plain) -> str:
-    """Returns what probably has to be changed in an entry of the list or mapping that `owner` is."""
+    """Returns the probable fix of an entry in the list or mapping `owner`."""
     if isinstance(value, str):
         near = suggest_choice(owner, value)
         return f"\ndid you mean {near}?" if near else ""
@@ -217,7 +217,7 @@ def _element_hint(owner: Option, value: Plain) -> str:
 
 
 def _conflict_problem(paths: Sequence[str], message: str, config: Section, root: Node) -> Problem:
-    """Cites the first option of a conflict that was set, and shows where the others were."""
+    """Cites the first option of a conflict that was set, and shows the positions of the others."""
     origins: dict[str, Origin] = {}
     for path in paths:
         node = root.nearest(_parts(path))
@@ -229,7 +229,7 @@ def _conflict_problem(paths: Sequence[str], message: str, config: Section, root:
 
 
 def _is_set(config: Section, path: str) -> bool:
-    """Says whether an option was given, in whichever way."""
+    """Whether an option was given, in any way."""
     *parents, name = _parts(path)
     owner: object = config
     for part in parents:
@@ -238,12 +238,12 @@ def _is_set(config: Section, path: str) -> bool:
 
 
 def _is_touched(path: str, failing: Iterable[str]) -> bool:
-    """Says whether an option, or anything above or below it, failed."""
+    """Whether an option, or anything above or below it, is invalid."""
     return any(path == other or path.startswith(f"{other}.") or other.startswith(f"{path}.") for other in failing)
 
 
 def _without(data: Plain, failing: set[Path], schema: Schema[ConfigT]) -> Plain:
-    """Returns a copy without what failed, in which required options stand as placeholders."""
+    """Returns a copy without the invalid values, with placeholders for required options."""
     kept = copy.deepcopy(data)
     assert isinstance(kept, dict)
     for path in sorted(failing, key=len, reverse=True):
@@ -267,7 +267,7 @@ def _without(data: Plain, failing: set[Path], schema: Schema[ConfigT]) -> Plain:
 
 
 def _name_entries_(data: Plain) -> None:
-    """Puts placeholders where entries of lists lack what they must have."""
+    """Fills in placeholders for the required options of list entries."""
     members = _at(_parts(MEMBER_LIST), data)
     num_members = len(members) if isinstance(members, list) else 0
     required = {MEMBER_LIST: "name"} | dict.fromkeys(
@@ -282,7 +282,7 @@ def _name_entries_(data: Plain) -> None:
         entries = _at(_parts(path), data)
         for index, entry in enumerate(entries if isinstance(entries, list) else []):
             if isinstance(entry, dict):
-                # Names are compared with each other, so that placeholders must differ.
+                # Names are compared with each other, so the placeholders must differ.
                 entry.setdefault(key, f"placeholder{index}" if key == "name" else PLACEHOLDER)
 
 

@@ -4,8 +4,8 @@ Shapes: T tokens, B tokens of a chunk, P of a part of it, D model width, V vocab
 
 Precision: products are in the dtype of `hidden` (the operand dtype), to which the weight is cast, and accumulated in
 fp32. Logits are kept, and the softmax computed, in fp32; with `logits_fp32=False` the logits are rounded to the operand
-dtype first. The gradient of the logits is computed in fp32 and rounded to the operand dtype, without its factor
-per token. For the gradient of a token's hidden state, the product is multiplied by that factor and rounded once. For the
+dtype first. The gradient of the logits is computed in fp32 and rounded to the operand dtype, without its factor per
+token. For the gradient of a token's hidden state, the product is multiplied by that factor and rounded once. For the
 weight's gradient, the hidden state times the factor is rounded to the operand dtype. The weight's gradient is
 accumulated over chunks in the operand dtype for at most 8 chunks, as for 16,384 tokens of a 151,936 vocabulary, with
 one rounding per chunk. For more chunks, and for an fp32 weight, it is accumulated in fp32. fp64 inputs are computed in
