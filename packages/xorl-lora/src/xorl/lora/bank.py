@@ -1,7 +1,7 @@
 """AdapterBank: many adapters over one frozen base, mixed in one pass, each trained by its own optimizer.
 
-Each process has a whole bank. The gradients of its own tokens stay in it until `step` sums those of one adapter over
-all processes. Which adapters are on the device is up to each process, too.
+Each process holds a whole bank. The gradients of a process's tokens stay there until `step` sums those of one adapter
+over all processes. Each process also decides by itself which adapters are on its device.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Adam:
 
 
 class StepOutcome(NamedTuple):
-    """0-dim fp32 tensors on the device: the norm of the divided gradient, and 1 where it was not finite, 0 elsewhere.
+    """0-dim fp32 tensors on the device: the norm of the divided gradient; skipped, 1 if it was not finite, else 0.
 
-    Then nothing was changed. norms: of the undivided gradient, by kind of layer, where they were asked for.
+    A skipped step changes nothing. norms: of the undivided gradient, by kind of layer, if requested.
     """
 
     grad_norm: Tensor
@@ -63,7 +63,7 @@ class StepOutcome(NamedTuple):
 
 @dataclass
 class _Entry:
-    """An adapter: its spec, which places it adapts, and whether gradients wait for a step."""
+    """An adapter: its spec, the places that it adapts, and whether it has gradients for a step."""
 
     spec: AdapterSpec
     places: tuple[int, ...]
@@ -71,22 +71,23 @@ class _Entry:
 
 
 class AdapterBank:
-    """Adapters on the linear layers of `model`, which it freezes, by the names that they were added under.
+    """Adapters by name on the linear layers of `model`, which the bank freezes.
 
     At most `num_resident` adapters are on the device; with gradients and optimizer state they take 16 bytes per value.
-    An adapter that is needed comes back by itself, in the place of the least recently used one.
+    An adapter that is needed is loaded automatically and replaces the least recently used one.
 
     Args:
-        model: placed, sharded or replicated already, and not run yet; nn.Linear layers become layers that take
-            adapters, where they are.
+        model: already placed, sharded or replicated, and not run yet; nn.Linear layers are replaced by layers that take
+            adapters.
         targets: the layers that adapters of this bank may be on; each adapter is on all of them or on some.
         num_resident: how many fit on the device.
         max_rank: largest rank of an adapter; every slot has room for it.
-        device: where the model computes.
-        host_limit, folder: see `Pages`. Several processes need folders of their own.
+        device: of the model.
+        host_limit, folder: see `Pages`. Each process needs a folder of its own.
         group: the ranks whose gradients `step` sums; None for this process alone.
 
-    Raises ValueError for targets that no adapter can go on or a bank cannot hold, and if `model` has adapters.
+    Raises ValueError for targets that cannot have adapters or that a bank does not support, and if `model` has
+    adapters.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class AdapterBank:
         self._group = group
         self._pages = Pages(host_limit=host_limit, folder=folder)
         model.requires_grad_(False)
-        # One slot more, which stays zero: tokens of the base alone use it.
+        # One more slot, which stays zero, for tokens of the base alone.
         self._slots = Slots(model, sites, num_slots=num_resident + 1, max_rank=max_rank, device=device)
         self._base_slot = num_resident
         self._free = list(range(num_resident))[::-1]
@@ -137,22 +138,22 @@ class AdapterBank:
 
     @property
     def resident(self) -> tuple[str, ...]:
-        """Those on the device, the one that was not used for longest first."""
+        """The adapters on the device, least recently used first."""
         return tuple(self._resident)
 
     def spec(self, name: str) -> AdapterSpec:
-        """What an adapter is."""
+        """The spec of an adapter."""
         return self._entry(name).spec
 
     def num_values(self, name: str) -> int:
-        """How many values of an adapter are trained."""
+        """The number of trained values of an adapter."""
         entry = self._entry(name)
         return sum(math.prod(shape) for _, shape in self._slots.names(entry.spec, entry.places))
 
     def add(self, name: str, spec: AdapterSpec, *, seed: int = 0) -> None:
-        """A new adapter, with the values that `inject` with this spec and seed would give it.
+        """Add a new adapter, with the values that `inject` with this spec and seed would give it.
 
-        Raises ValueError for a name that is taken and for a spec that this bank has no room for.
+        Raises ValueError for a name that is taken and for a spec that does not fit this bank.
         """
         if name in self._entries:
             raise ValueError(f"there is an adapter {name!r} already")
@@ -168,9 +169,9 @@ class AdapterBank:
             raise
 
     def restore(self, name: str, snapshot: AdapterSnapshot) -> None:
-        """An adapter as it was in `snapshot`, optimizer and all, new or in place of the one of this name.
+        """Restore an adapter from `snapshot`, with its optimizer; a new one, or in place of the one of this name.
 
-        Raises ValueError where it does not fit. Where it fails, however that is, the one of this name is what it was.
+        Raises ValueError if it does not fit. After any error, an existing adapter of this name is unchanged.
         """
         spec = snapshot.spec
         entry = _Entry(spec, self._fitting(spec))
@@ -182,7 +183,7 @@ class AdapterBank:
         self._pages.drop(name)
 
     def copy(self, name: str, to: str) -> None:
-        """A new adapter with the values that another has now, without its optimizer's state; on the device.
+        """Add a new adapter with the current values of another one, without its optimizer state, on the device.
 
         Raises ValueError for a name that is taken.
         """
@@ -206,14 +207,14 @@ class AdapterBank:
         del self._entries[name]
 
     def activate(self, runs: Sequence[tuple[str | None, int]]) -> Hashable:
-        """Set whose the tokens of the following forward passes are: (adapter, number of tokens) along the row.
+        """Assign the tokens of the following forward passes to adapters: (adapter, number of tokens) along the row.
 
-        None means the base alone. This holds until the next call; the backward pass must come before that. Gradients
-        add up until `step` or `zero_grad`. Returns a key: passes of equal keys launch the same kernels on the same
-        memory.
+        None means the base alone. The assignment holds until the next call, and the backward pass must come before
+        that. Gradients add up until `step` or `zero_grad`. Returns a key: passes with equal keys launch the same
+        kernels on the same memory.
 
-        Raises ValueError for an adapter that is not there, one whose tokens are not neighbours, and for more adapters
-        than are on the device at once.
+        Raises ValueError for an unknown adapter, for one whose tokens are not adjacent, and for more adapters than fit
+        on the device at once.
         """
         wanted = [name for name, _ in runs if name is not None]
         if len(set(wanted)) > self._base_slot:
@@ -244,8 +245,8 @@ class AdapterBank:
     ) -> StepOutcome:
         """Sum one adapter's gradient over the ranks, divide it, clip it to `max_norm`, step and zero it. Collective.
 
-        A gradient that is not finite changes nothing but is zeroed; the host does not wait to learn of it. kind_of
-        says which kind of layer an adapted layer is, by its name, and asks for the norms of these.
+        A gradient that is not finite is zeroed without a step; the host does not wait to check it. kind_of maps the
+        name of an adapted layer to a kind of layer, and requests the norm of each kind.
         """
         slot = self._load(name)
         values, exp_avg, exp_avg_sq = (self._slots.rows[kind][slot] for kind in (VALUE, *STATES))
@@ -283,7 +284,7 @@ class AdapterBank:
 
     @contextmanager
     def gradients_kept(self, names: Collection[str]) -> Iterator[None]:
-        """Around forward and backward passes: if they raise, restore the earlier gradients of these adapters."""
+        """A context for forward and backward passes: restores the earlier gradients of these adapters if they raise."""
         earlier = {
             name: self._slots.gradient(self._load(name), self._entries[name].places).clone()
             for name in names
@@ -300,12 +301,12 @@ class AdapterBank:
             raise
 
     def gradients(self, name: str) -> dict[str, Tensor]:
-        """What this rank has accumulated for one adapter, by `{layer}.lora_A` and `{layer}.lora_B`: views."""
+        """Views of this rank's accumulated gradients of one adapter, by `{layer}.lora_A` and `{layer}.lora_B`."""
         entry = self._entry(name)
         return self._slots.tensors(GRAD, self._load(name), entry.spec, entry.places)
 
     def adapters(self, name: str) -> dict[str, Adapter]:
-        """One adapter's parts by the names of the adapted layers, as `xorl.lora.adapters` gives those of a model.
+        """One adapter's parts by the names of the adapted layers, as `xorl.lora.adapters` returns for a model.
 
         They share memory with the bank until the adapter leaves the device: use them before other calls.
         """
@@ -328,7 +329,7 @@ class AdapterBank:
         return found
 
     def snapshot(self, name: str) -> AdapterSnapshot:
-        """One adapter with its optimizer state, copied to host memory, without gradients; it stays where it is."""
+        """Copy one adapter with its optimizer state, without gradients, to host memory; it stays on the device."""
         entry, kinds = self._entry(name), (VALUE, *STATES)
         if name in self._resident:
             return self._slots.read(self._resident[name], entry.spec, entry.places, kinds)
@@ -336,15 +337,15 @@ class AdapterBank:
         return AdapterSnapshot(away.spec, away.step, away.names, {kind: away.values[kind] for kind in kinds})
 
     def save(self, name: str, path: Path) -> None:
-        """Write one adapter with its optimizer state to a file, which appears whole or not at all."""
+        """Write one adapter with its optimizer state to a file, atomically."""
         self.snapshot(name).write(path)
 
     def load(self, name: str, path: Path) -> None:
-        """An adapter from a file of `save`, to the bit. Raises ValueError where it is none or does not fit."""
+        """Load an adapter, to the bit, from a file of `save`. Raises ValueError for other files and other models."""
         self.restore(name, AdapterSnapshot.read(path))
 
     def _load(self, name: str, keep: Sequence[str] = ()) -> int:
-        """The slot of an adapter, which is on the device then; for it, none of `keep` leaves."""
+        """The slot of an adapter, after loading it to the device; this evicts none of `keep`."""
         entry = self._entry(name)
         if name not in self._resident:
             self._enter(name, entry, keep, self._pages.look(name))
@@ -355,9 +356,9 @@ class AdapterBank:
     def _enter(
         self, name: str, entry: _Entry, keep: Sequence[str] = (), snapshot: AdapterSnapshot | None = None
     ) -> int:
-        """A slot for an adapter with what `snapshot` has, else empty; one that is not in `keep` leaves, if it must.
+        """A slot for an adapter, filled from `snapshot` or empty; evicts an adapter outside `keep` if needed.
 
-        Where that fails the slot is free, and the adapter where it was.
+        If this fails, the slot is free, and the adapter is where it was.
         """
         if not self._free:
             self._put_away(next(other for other in self._resident if other not in keep))
@@ -392,7 +393,7 @@ class AdapterBank:
         return self._entries[name]
 
     def _fitting(self, spec: AdapterSpec) -> tuple[int, ...]:
-        """The places that `spec` adapts. Raises ValueError where this bank cannot hold it."""
+        """The places that `spec` adapts. Raises ValueError if this bank cannot hold it."""
         for option in ("dropout", "use_dora", "modules_to_save"):
             if getattr(spec, option):
                 raise ValueError(f"{option} is {getattr(spec, option)}: adapters of a bank have none")

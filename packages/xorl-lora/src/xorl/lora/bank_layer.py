@@ -1,4 +1,4 @@
-"""What the adapters of a bank compute beside a linear layer: many adapters, each on its own tokens, in one pass.
+"""The computation of a bank's adapters beside a linear layer: many adapters, each on its own tokens, in one pass.
 
 Shapes: S slots, I input features, O output features of a layer, P those of a part, R rank that a slot has room for (of
 a layer: the sum over its parts), T tokens.
@@ -21,16 +21,16 @@ from xorl.lora.linear import join_parts
 class StackedPair(nn.Module):
     """The adapters of all slots on one part of a layer; A is [S, R, I] and B [S, P, R], fp32.
 
-    An adapter of a smaller rank, or one that leaves this layer alone, has zeros in the rest of its slot: their gradient
-    is zero too, since what A gives is multiplied with zeros of B and the other way round, so they stay.
+    If an adapter has a smaller rank or is not on this layer, the rest of its slot is zero. It stays zero, because the
+    gradients are zero too: the output of A is multiplied by zeros of B, and vice versa.
 
-    Neither is a parameter of the model: they are leaves that the bank trains, and nothing that places, shards or saves
-    the model's parameters sees them.
+    Neither is a parameter of the model: they are leaves that the bank trains, and code that places, shards or saves the
+    model's parameters does not see them.
 
     Attributes:
-        name: the adapted layer's, as checkpoints know it.
+        name: the adapted layer's name in checkpoints.
         start, stop: the part's output features among those of the layer.
-        scale: [S] fp32, what B @ A of each slot is multiplied by.
+        scale: [S] fp32, the factor of B @ A in each slot.
     """
 
     def __init__(self, name: str, part: tuple[int, int], a: Tensor, b: Tensor, scale: Tensor) -> None:
@@ -42,7 +42,7 @@ class StackedPair(nn.Module):
         self.scale = scale
 
     def scaled_a(self, dtype: torch.dtype) -> Tensor:
-        """scale * A [S, R, I] in `dtype`, rounded as the scaled A of a single adapter is."""
+        """scale * A [S, R, I] in `dtype`, rounded like the scaled A of a single adapter."""
         return (self.A.to(dtype) * self.scale[:, None, None]).to(dtype)
 
     def extra_repr(self) -> str:
@@ -52,7 +52,7 @@ class StackedPair(nn.Module):
 class SlotPair(NamedTuple):
     """One slot's adapter on one part of a layer: A [R, I], B [P, R], and the scale, 0-dim, in the slot's memory.
 
-    Leaves of their own, whose gradients are the slot's.
+    They are separate leaves, whose gradients are the slot's.
     """
 
     A: Tensor
@@ -61,13 +61,13 @@ class SlotPair(NamedTuple):
 
 
 class BankedLinear(nn.Module):
-    """y + scale * (x @ A.T) @ B.T on the output of a linear layer, A and B being those of each token's adapter.
+    """y + scale * (x @ A.T) @ B.T on the output of a linear layer, with A and B of each token's adapter.
 
-    One grouped product for all As and one for all Bs, whatever the number of adapters; computed in the dtype of x.
-    `groups` is shared by all layers of a bank, which changes it in place before each forward pass of several adapters.
-    Leading dimensions of x are flattened to the T tokens that `groups` is about. Where all tokens are of one adapter,
-    the bank says which (`alone`), and the layer computes what a model with that adapter does, which reads neither
-    another slot nor `groups`; () is a layer that no token's adapter is on.
+    One grouped product for all As and one for all Bs, whatever the number of adapters; computed in the dtype of x. All
+    layers of a bank share `groups`, which the bank changes in place before each forward pass of several adapters.
+    Leading dimensions of x are flattened to the T tokens of `groups`. If all tokens belong to one adapter, the bank
+    sets `alone`, and the layer computes the same as a model with that adapter, without reading other slots or `groups`;
+    () means that no token's adapter is on this layer.
     """
 
     def __init__(self, pairs: Sequence[StackedPair], groups: TokenGroups) -> None:
@@ -99,9 +99,9 @@ class BankedLinear(nn.Module):
     def operands(self, x: Tensor, layer: Linear) -> tuple[Tensor, Tensor]:
         """x [T, I + S * R] and the weight [O, I + S * R], whose product is the output.
 
-        Beside x stands what A gives, in the columns of the token's slot and zero in the others, and beside the weight
-        the Bs of all slots. Of a slot whose B is not finite there are zeros, since zero times NaN would be in what all
-        tokens give; what stands beside its own is NaN then.
+        x is extended by the output of A, in the columns of the token's slot and zero in the others; the weight by the
+        Bs of all slots. If a slot's B is not finite, its columns of the weight are zeros, because zero times NaN would
+        reach the output of all tokens; the columns of its own tokens are then NaN.
         """
         if self.alone is not None:
             if not self.alone:

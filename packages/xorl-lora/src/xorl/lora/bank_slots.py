@@ -1,7 +1,8 @@
-"""The device memory of a bank: a slot for each adapter that is there, and what of it each layer computes with.
+"""The device memory of a bank: a slot for each adapter on the device, and the views that each layer computes with.
 
-A slot is one flat row of values and of each state of AdamW, so that an optimizer step is one operation, whatever the
-number of layers. Gradients lie layer by layer, all slots together, since autograd wants those of a leaf contiguous.
+A slot is one flat row of values, and one of each AdamW state, so that an optimizer step is one operation, whatever the
+number of layers. Gradients are stored layer by layer, all slots together, since autograd needs the gradient of a leaf
+contiguous.
 
 Shapes: S slots, N values that a slot has room for, R largest rank, I input and P output features of a part of a layer.
 """
@@ -23,13 +24,13 @@ from xorl.lora.snapshot import GRAD, STATES, VALUE, AdapterSnapshot, Names, spli
 from xorl.lora.spec import AdapterSpec
 from xorl.lora.targets import Site
 
-# Grouped products want rows of whole 16 bytes, of bf16.
+# Grouped products need rows that are multiples of 16 bytes, in bf16.
 RANK_MULTIPLE = 8
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a part of a layer lies in a slot: A [R, I] from `start_a` on, B [P, R] from `start_b` to `stop`."""
+    """The place of a part of a layer in a slot: A [R, I] from `start_a` on, B [P, R] from `start_b` to `stop`."""
 
     site: Site
     layer: Linear
@@ -46,7 +47,7 @@ class Place:
 class Slots:
     """`num_slots` slots with room for adapters of `max_rank` on `sites`, which are linear layers of `model`.
 
-    nn.Linear layers become layers that take adapters. Slots are zero until they are written.
+    nn.Linear layers are replaced by layers that take adapters. Slots are zero until they are written.
     """
 
     def __init__(
@@ -58,19 +59,21 @@ class Slots:
         self.rows = {kind: torch.zeros(shape, dtype=torch.float32, device=device) for kind in (VALUE, *STATES)}
         self._grads = torch.zeros(math.prod(shape), device=device)
         self._gathered = torch.zeros(self.places[-1].stop, device=device)
-        # By slot: an adapter has hundreds of parts, of which the host would make views in each optimizer step.
+        # Cached by slot: an adapter has hundreds of parts, and the host would create their views in each optimizer
+        # step.
         self._grad_views: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        # By layer, which places are on it; and by slot, each layer's leaves, made once they are needed.
+        # The indices of the places on each layer; and by slot, the leaves of each layer, created when needed.
         self._indices: dict[Linear, list[int]] = {}
         self._alone: dict[int, dict[Linear, tuple[SlotPair, ...]]] = {}
         self.chosen: tuple[int | None, frozenset[int]] | None = None
-        # By what tells kinds of layers apart: their names, how many values each place has, and its kind.
+        # By the function that maps a layer's name to its kind: the kinds, the number of values and the kind of each
+        # place.
         self._kinds: dict[Callable[[str], str], tuple[list[str], Tensor, Tensor]] = {}
         self.steps = torch.zeros(num_slots, device=device)
         self._scales = torch.zeros(len(self.places), num_slots, device=device)
 
     def attach(self, groups: TokenGroups) -> None:
-        """Put what computes onto the layers: leaves that share the slots' memory, and whose gradients do too."""
+        """Set the layers' adapters: leaves that share the slots' memory, as do their gradients."""
         by_layer: dict[Linear, list[StackedPair]] = {}
         for index, (place, scale) in enumerate(zip(self.places, self._scales, strict=True)):
             a, b = (self._leaf(*part) for part in self._parts(place))
@@ -81,10 +84,10 @@ class Slots:
             layer.adapter = BankedLinear(pairs, groups)
 
     def choose(self, slot: int | None, places: frozenset[int]) -> None:
-        """Let all tokens be of one slot's adapter, or with None of those that the groups say; these are on `places`.
+        """Assign all tokens to one slot's adapter, or with None to those of the groups; these adapters are on `places`.
 
-        A head that none of them is on is computed without, which spares the gradient of its weight. Other layers are
-        only where there is no adapter at all: compiled code would be another for each set of places.
+        A head without any of them is computed without an adapter, which saves the gradient of its weight. Other layers
+        skip theirs only if no adapter is used at all: otherwise each set of places would need its own compiled code.
         """
         if (slot, places) == self.chosen:
             return
@@ -101,7 +104,7 @@ class Slots:
         self.chosen = slot, places
 
     def names(self, spec: AdapterSpec, places: Sequence[int]) -> Names:
-        """The tensors of an adapter on these places."""
+        """The names of an adapter's tensors at these places."""
         names: list[tuple[str, tuple[int, ...]]] = []
         for place in (self.places[index] for index in places):
             rank = spec.rank_of(place.site.name)
@@ -110,7 +113,7 @@ class Slots:
         return names
 
     def tensors(self, kind: str, slot: int, spec: AdapterSpec, places: Sequence[int]) -> dict[str, Tensor]:
-        """Views of what is in a slot, by the names of `names`."""
+        """Views of a slot's content, by the names of `names`."""
         pairs = [self.views(kind, slot, self.places[index], spec) for index in places]
         views = [view for pair in pairs for view in pair]
         return dict(zip((name for name, _ in self.names(spec, places)), views, strict=True))
@@ -122,7 +125,7 @@ class Slots:
         return a[:rank], b[:, :rank]
 
     def gradient(self, slot: int, places: Sequence[int]) -> Tensor:
-        """The gradient of a slot, laid out as its row of values, zero outside of `places`; until the next call."""
+        """The gradient of a slot in the layout of its values, zero outside of `places`; valid until the next call."""
         views = self._gradients(slot)
         parts = [part for index in places for part in views[2 * index : 2 * index + 2]]
         self._gathered.zero_()
@@ -130,14 +133,14 @@ class Slots:
         return self._gathered
 
     def set_gradient(self, slot: int, gradient: Tensor) -> None:
-        """Let the gradient of a slot be what `gradient` gave."""
+        """Set the gradient of a slot to a result of `gradient`."""
         views = self._gradients(slot)
         starts = [target.storage_offset() for target, _ in views]
         sources = [gradient[start : start + len(grad)] for start, (_, grad) in zip(starts, views, strict=True)]
         torch._foreach_copy_([grad for _, grad in views], sources)
 
     def norms(self, gradient: Tensor, kind_of: Callable[[str], str]) -> dict[str, Tensor]:
-        """The norm of each kind of layer in what `gradient` gave: 0-dim fp32."""
+        """The norm of each kind of layer in the result of `gradient`: 0-dim fp32."""
         if kind_of not in self._kinds:
             kinds = [kind_of(place.site.name) for place in self.places]
             names = list(dict.fromkeys(kinds))
@@ -150,11 +153,11 @@ class Slots:
         return dict(zip(names, sums.sqrt().unbind(), strict=True))
 
     def zero_gradient(self, slot: int) -> None:
-        """Forget the gradient of a slot."""
+        """Zero the gradient of a slot."""
         torch._foreach_zero_([grad for _, grad in self._gradients(slot)])
 
     def take(self, slot: int, spec: AdapterSpec, places: Sequence[int]) -> None:
-        """Let an empty slot be an adapter's."""
+        """Assign an empty slot to an adapter."""
         for index in places:
             self._scales[index, slot] = spec.scale_of(self.places[index].site.name)
 
@@ -168,8 +171,8 @@ class Slots:
 
     @torch.no_grad()
     def read(self, slot: int, spec: AdapterSpec, places: Sequence[int], kinds: Sequence[str]) -> AdapterSnapshot:
-        """Copy what is in a slot to host memory."""
-        # One copy a kind: a large adapter has hundreds of tensors.
+        """Copy a slot's content to host memory."""
+        # One copy per kind: a large adapter has hundreds of tensors.
         flat = {
             kind: torch.cat([part.reshape(-1) for part in self.tensors(kind, slot, spec, places).values()]).cpu()
             for kind in kinds
@@ -178,7 +181,7 @@ class Slots:
 
     @torch.no_grad()
     def write(self, slot: int, places: Sequence[int], snapshot: AdapterSnapshot) -> None:
-        """Copy what `read` gave into a slot that was taken for it."""
+        """Copy the result of `read` into a slot that was taken for it."""
         bounds = split_at(snapshot.names)
         for kind, flat in snapshot.values.items():
             moved = flat.to(self.steps.device)
@@ -189,19 +192,19 @@ class Slots:
         self.steps[slot] = snapshot.step
 
     def _parts(self, place: Place) -> tuple[tuple[int, tuple[int, int]], tuple[int, tuple[int, int]]]:
-        """Where A [R, I] and B [P, R] of a place begin in a row, and their shapes."""
+        """The offsets of A [R, I] and B [P, R] of a place in a row, and their shapes."""
         a, b = (self.room, place.layer.in_features), (place.num_outputs, self.room)
         return (place.start_a, a), (place.start_b, b)
 
     def _stacked(self, kind: str, start: int, shape: tuple[int, int]) -> Tensor:
-        """What begins at `start` in a row, of all slots: [S, *shape]."""
+        """The tensors at offset `start` in the rows of all slots: [S, *shape]."""
         num_slots, size = len(self.steps), math.prod(shape)
         if kind == GRAD:
             return self._grads[start * num_slots : (start + size) * num_slots].view(num_slots, *shape)
         return self.rows[kind][:, start : start + size].view(num_slots, *shape)
 
     def _gradients(self, slot: int) -> list[tuple[Tensor, Tensor]]:
-        """(its part of `_gathered`, the gradient), flat, of A and B of each place in turn."""
+        """(its part of `_gathered`, the gradient), flat, for A and B of each place in turn."""
         if slot not in self._grad_views:
             parts = [part for place in self.places for part in self._parts(place)]
             grads = [(start, self._stacked(GRAD, start, shape)[slot].reshape(-1)) for start, shape in parts]

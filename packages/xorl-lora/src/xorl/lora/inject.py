@@ -1,4 +1,4 @@
-"""Puts adapters into a module, and reads and loads their parameters under the names that checkpoints have."""
+"""Adds adapters to a module, and reads and loads their parameters under the names in checkpoints."""
 
 from __future__ import annotations
 
@@ -68,26 +68,26 @@ class Adapter:
 
     @property
     def scale(self) -> float:
-        """What B @ A is multiplied by."""
+        """The factor of B @ A."""
         return self.pair.scale
 
     @property
     def is_embedding(self) -> bool:
-        """Whether it stands on an embedding."""
+        """Whether it adapts an embedding."""
         return isinstance(self.layer, Embedding)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Its parameters by the names that they have in state dicts, after the layer's."""
+        """Its parameters by their names in state dicts, after the layer's."""
         found = {"lora_A": self.A, "lora_B": self.B}
         return found if self.magnitude_offset is None else found | {"lora_magnitude_offset": self.magnitude_offset}
 
 
 def inject(model: nn.Module, spec: AdapterSpec, *, seed: int = 0) -> tuple[str, ...]:
-    """Put an adapter on each layer that `spec` names, in place, and freeze every parameter that `spec` does not train.
+    """Add an adapter to each layer that `spec` names, in place, and freeze all parameters that `spec` does not train.
 
     The model's outputs do not change. nn.Linear and nn.Embedding are replaced by layers with the same parameters that
-    take adapters; layers of xorl's decoder take them as they are. Adapters on the meta device get their values from
-    `init_adapters`, once they have memory; others have them at once.
+    take adapters; layers of xorl's decoder take adapters directly. Adapters on the meta device get their values from
+    `init_adapters`, once they have memory; others get them at once.
 
     Returns:
         The names of the adapted layers in checkpoints.
@@ -142,7 +142,7 @@ def _adapt_(model: nn.Module, path: str, sites: list[Site], spec: AdapterSpec) -
 
 @torch.no_grad()
 def init_adapters(model: nn.Module, *, seed: int, generation: int = 0) -> None:
-    """Give every adapter, sharded or whole, its initial values, with which it adds nothing to the model's outputs.
+    """Initialise every adapter, sharded or whole; the model's outputs do not change.
 
     A is uniform in +-1/sqrt(I) and B is zero; for an embedding, A is zero and B normal. A value depends only on the
     seed, the generation (how often this was done), the layer's name, the shape and the index: not on ranks, devices,
@@ -164,7 +164,7 @@ def init_adapters(model: nn.Module, *, seed: int, generation: int = 0) -> None:
 
 
 def adapters(model: nn.Module) -> dict[str, Adapter]:
-    """The adapters in `model` by the names of the adapted layers in checkpoints, in the order of the modules."""
+    """The adapters in `model` by the names of the adapted layers in checkpoints, in module order."""
     return {
         pair.name: Adapter(pair.name, pair, layer, plain(path))
         for path, layer in model.named_modules()
@@ -174,9 +174,9 @@ def adapters(model: nn.Module) -> dict[str, Adapter]:
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of all adapters: `{layer}.lora_A` and so on, the same names however the model is wrapped.
+    """The parameters of all adapters: `{layer}.lora_A` and so on; wrapping the model does not change the names.
 
-    What `modules_to_save` trains is not among them: those are parameters of the model itself.
+    Parameters that `modules_to_save` trains are not included: they belong to the model itself.
     """
     return {
         f"{name}.{leaf}": parameter
@@ -186,13 +186,13 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that `model` has without its adapters, under its own names."""
+    """The parameters of `model` without its adapters, under their own names."""
     of_adapters = {id(parameter) for parameter in adapter_parameters(model).values()}
     return {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in of_adapters}
 
 
 def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The values of `adapter_parameters`, detached and not copied. The scale is not among them: it is the spec's."""
+    """The values of `adapter_parameters`, detached and not copied. The scale is not included: it is in the spec."""
     return {name: parameter.detach() for name, parameter in adapter_parameters(model).items()}
 
 

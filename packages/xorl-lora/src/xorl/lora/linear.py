@@ -1,4 +1,4 @@
-"""What an adapter computes, beside a linear layer and beside an embedding. Which layers get one is decided elsewhere.
+"""The computation of an adapter beside a linear layer or an embedding. inject.py decides which layers get one.
 
 Shapes: I input features, O output features of a layer, P those of one adapter, R rank (of a layer: the sum of those of
 its adapters), T tokens, V rows of an embedding.
@@ -18,17 +18,17 @@ from xorl.core.nn import Embedding, Linear
 
 
 class LowRank(nn.Module):
-    """The parameters of one adapter: scale * B @ A is what it adds to its part of a weight.
+    """The parameters of one adapter, which adds scale * B @ A to its part of a weight.
 
-    A is [R, I] and B [P, R], fp32 whatever the base is: the updates of a small learning rate would vanish in bf16.
-    Beside an embedding of V rows, I is V.
+    A is [R, I] and B [P, R], fp32 for any base: the updates of a small learning rate would vanish in bf16. For an
+    embedding of V rows, I is V.
 
     Attributes:
-        name: the adapted layer's, as checkpoints know it.
+        name: the adapted layer's name in checkpoints.
         rank, alpha, scale: R; the numerator of the scale; the scale.
         start, stop: the part's output features among those of the layer.
-        magnitude_offset: [P] or None; of DoRA, the trained norm of each row of the weight less the norm that the row
-            has in the base. It starts at zero and stays small, so that it can be gathered and rounded in bf16.
+        magnitude_offset: [P] or None; with DoRA, the trained norm of each row of the weight minus its norm in the base.
+            It starts at zero and stays small, so that it can be gathered and rounded in bf16.
     """
 
     magnitude_offset: nn.Parameter | None
@@ -60,7 +60,7 @@ class LowRank(nn.Module):
 
     def scaled_a(self, dtype: torch.dtype) -> Tensor:
         """scale * A [R, I] in `dtype`."""
-        # Cast first: fp32 parameters and such as were gathered in `dtype` then give the same numbers.
+        # Cast first, so that fp32 parameters and those gathered in `dtype` give the same numbers.
         a = self.A.to(dtype)
         return a if self.scale == 1.0 else a * self.scale
 
@@ -69,7 +69,7 @@ class LowRank(nn.Module):
 
 
 class _Adapter(nn.Module):
-    """The adapters of one layer, each a child under the last part of its name."""
+    """The adapters of one layer; each is a child under the last part of its name."""
 
     def __init__(self, pairs: Sequence[LowRank], dropout: float) -> None:
         super().__init__()
@@ -84,14 +84,14 @@ class _Adapter(nn.Module):
 
 
 class LinearAdapter(_Adapter):
-    """y + scale * (x @ A.T) @ B.T on the output of a linear layer, for all that the layer stacks at once.
+    """y + scale * (x @ A.T) @ B.T on the output of a linear layer, for all parts that the layer stacks at once.
 
-    x is multiplied with the As on top of one another, and the result with a matrix [O, R] that holds each B at its
-    output features and zeros elsewhere: a product of few multiply-adds, which the output is added to as it is made.
+    x is multiplied by the concatenated As. The result is multiplied by a matrix [O, R] that holds each B at its output
+    features and zeros elsewhere. This second product is small, and is added to the output within the same operation.
     All are computed in the dtype of x. Dropout is drawn once for the adapters of a layer.
 
     With DoRA (arXiv:2402.09353, section 4) the adapted weight W + scale * B @ A is multiplied by m / its norm, row by
-    row, where no gradient flows through the norm. Norms are fp32.
+    row, without a gradient through the norm. Norms are fp32.
     """
 
     def forward(self, x: Tensor, layer: Linear) -> Tensor:
@@ -109,9 +109,9 @@ class LinearAdapter(_Adapter):
         return added * ratio if layer.bias is None else added * ratio + layer.bias.to(x.dtype) * (1 - ratio)
 
     def operands(self, x: Tensor, layer: Linear) -> tuple[Tensor, Tensor]:
-        """x with x @ A.T beside it [T, I + R] and the weight with B beside it [O, I + R], whose product is the output.
+        """[x, x @ A.T] [T, I + R] and the weight extended by B [O, I + R], whose product is the output.
 
-        The sum is then made in the accumulator of that product, and no sum of matrices is rounded.
+        The sum is then computed in the accumulator of that product, and no intermediate sum is rounded.
         """
         down, up = self._factors(x.dtype, layer.out_features)
         low = F.linear(x if self.dropout is None else self.dropout(x), down)
@@ -126,7 +126,7 @@ class LinearAdapter(_Adapter):
         return join_parts(downs, ups, [(pair.start, pair.stop) for pair in pairs], out_features)
 
     def _norm_ratio(self, layer: Linear, down: Tensor, up: Tensor) -> Tensor | None:
-        """Of DoRA, what each output is multiplied by, [O] fp32: one where there is no adapter."""
+        """DoRA's factor for each output, [O] fp32: one without an adapter."""
         pairs = self.pairs()
         if pairs[0].magnitude_offset is None:
             return None
@@ -143,11 +143,11 @@ class LinearAdapter(_Adapter):
 def join_parts(
     downs: Sequence[Tensor], ups: Sequence[Tensor], parts: Sequence[tuple[int, int]], out_features: int
 ) -> tuple[Tensor, Tensor]:
-    """One pair of factors for the adapters of a layer's parts: [..., R, I] and [..., O, R], R being the sum of ranks.
+    """Joins the factors of the adapters on a layer's parts: [..., R, I] and [..., O, R], where R is the sum of ranks.
 
     Args:
         downs: of each adapter, in the order of the parts, [..., rank, I].
-        ups: [..., P, rank]; each gets the rows of its part, and zeros stand in the rest.
+        ups: [..., P, rank]; each fills the rows of its part, and the rest is zero.
         parts: output features (start, stop) of each.
         out_features: O.
     """
@@ -157,7 +157,7 @@ def join_parts(
     total, before, row = down.shape[-2], 0, 0
     blocks: list[Tensor] = []
     for up, (start, stop) in zip(ups, parts, strict=True):
-        # The rows that no adapter changes go with those below them.
+        # The rows that no adapter changes are joined with those below them.
         blocks.append(F.pad(up, (before, total - before - up.shape[-1], start - row, 0)))
         before, row = before + up.shape[-1], stop
     if row < out_features:
@@ -169,19 +169,19 @@ def join_parts(
 def row_norms(weight: Tensor, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """The norms of the rows of W [O, I] and of W + up @ down, given up [O, R] and down [R, I]: fp32, [O] each.
 
-    No matrix as large as W is made: |w + u D|^2 = |w|^2 + 2 (w D^T) . u + u (D D^T) u^T for a row w.
+    Creates no matrix as large as W: |w + u D|^2 = |w|^2 + 2 (w D^T) . u + u (D D^T) u^T for a row w.
     """
     base = torch.linalg.vector_norm(weight, dim=1, dtype=torch.promote_types(weight.dtype, torch.float32))
     wide_down, wide_up = down.to(base.dtype), up.to(base.dtype)
     cross = (F.linear(weight, down).to(base.dtype) * wide_up).sum(dim=1)
     squares = ((wide_up @ (wide_down @ wide_down.t())) * wide_up).sum(dim=1)
-    # A row of zeros stays one: its magnitude is zero too.
+    # A row of zeros stays zero: its magnitude is zero too.
     smallest = torch.finfo(torch.float32).tiny
     return base, (base.square() + 2 * cross + squares).clamp(min=smallest).sqrt()
 
 
 class EmbeddingAdapter(_Adapter):
-    """rows + scale * A.T[ids] @ B.T on the rows that an embedding gives, in the dtype of the rows."""
+    """rows + scale * A.T[ids] @ B.T on the rows that an embedding returns, in the dtype of the rows."""
 
     def forward(self, ids: Tensor, rows: Tensor) -> Tensor:
         (pair,) = self.pairs()
@@ -192,7 +192,7 @@ class EmbeddingAdapter(_Adapter):
 
 
 def adapter_of(layer: nn.Module) -> _Adapter | None:
-    """The adapters on `layer` itself, or None; those of a bank (see bank.py) are no one layer's."""
+    """The adapters on `layer` itself, or None; those of a bank (see bank.py) belong to no single layer."""
     adapter = layer.adapter if isinstance(layer, (Linear, Embedding)) else None
     return adapter if isinstance(adapter, _Adapter) else None
 
@@ -223,5 +223,5 @@ class TorchEmbedding(Embedding):
 
 
 def initial_bound(in_features: int) -> float:
-    """A starts uniform between plus and minus this: nn.Linear's own, Kaiming-uniform with a = sqrt(5)."""
+    """A starts uniform between plus and minus this: nn.Linear's default, Kaiming-uniform with a = sqrt(5)."""
     return 1.0 / math.sqrt(in_features)

@@ -1,4 +1,4 @@
-"""Adapters folded into the weights they stand beside: once, for good, or again and again while training.
+"""Merges adapters into the weights that they adapt: once at the end, or repeatedly during training.
 
 Everything here works on whole and on sharded models, and is collective on the latter: adapters are gathered, weights
 are not.
@@ -23,7 +23,7 @@ from xorl.lora.quantized import QuantizedLinear, gather_rows, local_rows, read_r
 
 
 def merge_(model: nn.Module) -> None:
-    """Fold every adapter of `model` into its base weight and take it off, in place; nn modules come back as such.
+    """Merge every adapter of `model` into its base weight and remove it, in place; nn modules are restored as such.
 
     The base's parameters stay the same objects. They also stay frozen.
 
@@ -39,11 +39,11 @@ def merge_(model: nn.Module) -> None:
 
 @torch.no_grad()
 def fold_(model: nn.Module) -> None:
-    """Write what every adapter of `model` adds into its base weight, in place, and leave the adapters as they are.
+    """Add the contribution of every adapter of `model` to its base weight, in place, and keep the adapters unchanged.
 
-    A quantised weight is quantised again, from fp32, with scales of its own.
+    A quantised weight is quantised again, from fp32, with new scales.
 
-    Call `init_adapters` next, or the model computes with each twice. Raises ValueError if `model` has no adapters.
+    Call `init_adapters` next, or the model applies each adapter twice. Raises ValueError if `model` has no adapters.
     """
     found = adapters(model)
     if not found:
@@ -58,11 +58,11 @@ def fold_(model: nn.Module) -> None:
 
 @torch.no_grad()
 def merged_rows(layer: Linear | Embedding, pairs: Sequence[LowRank] | None = None) -> Tensor:
-    """This rank's rows [N, I] of the weight of `layer` with its adapters folded in, in fp32 (fp64 for fp64).
+    """This rank's rows [N, I] of the weight of `layer` with its adapters merged in, in fp32 (fp64 for fp64).
 
-    None folds in those that stand on it; `pairs` are other ones, such as those of one adapter of a bank.
+    None merges the layer's own adapters; `pairs` are other ones, such as those of one adapter of a bank.
 
-    W + scale * B @ A (arXiv:2106.09685); with DoRA its rows, brought to the trained norms (arXiv:2402.09353).
+    W + scale * B @ A (arXiv:2106.09685); with DoRA its rows, scaled to the trained norms (arXiv:2402.09353).
     """
     rows, first = _base_rows(layer)
     if pairs is None:
@@ -78,7 +78,7 @@ def merged_rows(layer: Linear | Embedding, pairs: Sequence[LowRank] | None = Non
 
 
 def _base_rows(layer: Linear | Embedding) -> tuple[Tensor, int]:
-    """This rank's rows of the weight, in fp32 (fp64 for fp64), in memory of their own; and the first one's number."""
+    """A copy of this rank's rows of the weight, in fp32 (fp64 for fp64), and the index of the first row."""
     if isinstance(layer, QuantizedLinear):
         return read_rows(layer), local_rows(layer)[0]
     part, offset = local_part(layer.weight)
@@ -86,7 +86,7 @@ def _base_rows(layer: Linear | Embedding) -> tuple[Tensor, int]:
 
 
 def _fold_pair_(rows: Tensor, pair: LowRank, first: int) -> None:
-    """Fold one adapter into `rows`, which begin at row `first` of the layer's weight."""
+    """Merge one adapter into `rows`, which begin at row `first` of the layer's weight."""
     a, b = whole(pair.A).to(rows.dtype), whole(pair.B).to(rows.dtype)
     offset = None if pair.magnitude_offset is None else whole(pair.magnitude_offset).to(rows.dtype)
     start, stop = max(pair.start, first), min(pair.stop, first + len(rows))
@@ -102,14 +102,14 @@ def _fold_pair_(rows: Tensor, pair: LowRank, first: int) -> None:
 
 @torch.no_grad()
 def magnitude(adapter: Adapter) -> Tensor:
-    """Of DoRA, the trained norms of the rows of the adapted weight [P], fp32, whole on every rank; collective."""
+    """DoRA's trained norms of the rows of the adapted weight [P], fp32, whole on every rank; collective."""
     assert adapter.magnitude_offset is not None, "an adapter with DoRA"
     return _base_norms(adapter) + whole(adapter.magnitude_offset)
 
 
 @torch.no_grad()
 def set_magnitude_(adapter: Adapter, values: Tensor) -> None:
-    """Let `values` [P], which every rank holds, be the norms of the rows of the adapted weight; collective."""
+    """Set the norms of the rows of the adapted weight to `values` [P], given on every rank; collective."""
     assert adapter.magnitude_offset is not None, "an adapter with DoRA"
     copy_shard_(adapter.magnitude_offset, values.to(adapter.magnitude_offset.device) - _base_norms(adapter))
 
@@ -124,7 +124,7 @@ def _base_norms(adapter: Adapter) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, on every rank; collective where it is sharded."""
+    """The whole tensor, on every rank; collective if it is sharded."""
     return cast(DTensor, tensor).full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -1,4 +1,4 @@
-"""Where the adapters of a bank wait that are not on the device: in host memory, and beyond a number of them on disk."""
+"""Storage for the adapters of a bank that are not on the device: host memory, and above a limit disk."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ logger = logging.getLogger(__name__)
 
 
 class Pages:
-    """Adapters by name; the one that was put away first goes to disk first.
+    """Adapters by name; the first one stored is the first to move to disk.
 
     Args:
         host_limit: how many stay in host memory; None for all. Others are files.
-        folder: where files go, which this object alone uses; they are removed as their adapters come back.
+        folder: for the files; only this object uses it. A file is removed when its adapter is loaded.
     """
 
     def __init__(self, *, host_limit: int | None, folder: Path | None) -> None:
@@ -34,21 +34,21 @@ class Pages:
         return name in self._in_memory or name in self._on_disk
 
     def put(self, name: str, snapshot: AdapterSnapshot) -> None:
-        """Put an adapter away."""
+        """Store an adapter."""
         assert name not in self, f"{name} is put away already"
         self._in_memory[name] = snapshot
         while self._host_limit is not None and len(self._in_memory) > self._host_limit:
             oldest = next(iter(self._in_memory))
             path = self._path(oldest)
             path.parent.mkdir(parents=True, exist_ok=True)
-            # On a full disk it stays in memory, and the caller learns why.
+            # On a full disk it stays in memory, and the caller gets the error.
             self._in_memory[oldest].write(path)
             del self._in_memory[oldest]
             self._on_disk.add(oldest)
             logger.debug("event=adapter_to_disk name=%s path=%s", oldest, path)
 
     def look(self, name: str) -> AdapterSnapshot:
-        """An adapter that is here, which stays. Raises RuntimeError where its file is gone or damaged."""
+        """A stored adapter, which stays stored. Raises RuntimeError if its file is missing or damaged."""
         if name in self._in_memory:
             return self._in_memory[name]
         try:
@@ -57,7 +57,7 @@ class Pages:
             raise RuntimeError(f"adapter {name}: what was put away on disk cannot be read: {error}") from error
 
     def take(self, name: str) -> AdapterSnapshot:
-        """An adapter that is here, and is no longer."""
+        """A stored adapter, which is removed from here."""
         snapshot = self.look(name)
         self.drop(name)
         return snapshot
@@ -71,5 +71,5 @@ class Pages:
 
     def _path(self, name: str) -> Path:
         assert self._folder is not None, "checked when it was made"
-        # Names may hold anything; a file's is made of it.
+        # Names may contain any characters; the file name is derived from it.
         return self._folder / f"{hashlib.blake2b(name.encode(), digest_size=16).hexdigest()}.safetensors"

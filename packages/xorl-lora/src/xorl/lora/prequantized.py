@@ -24,9 +24,10 @@ from xorl.kernels.quant import QuantScheme
 from xorl.lora.quantized import quantized_linears
 
 QUANTIZATION_KEY = "quantization_config"
-# Where ModelOpt says the same beside a config.json that does not.
+# ModelOpt's own file, for a config.json without the same settings.
 MODELOPT_FILE = "hf_quant_config.json"
-# The tensors of each format beside a module's weight, and of quantised activations, by the last part of their names.
+# The tensors of each format beside a module's weight, and those of quantised activations, by the last part of their
+# names.
 EXTRA = (
     ".weight_scale_inv",
     ".weight_scale",
@@ -45,16 +46,16 @@ STATE = ".weight.quant_state.bitsandbytes__nf4"
 
 @dataclass(frozen=True)
 class CheckpointQuantization:
-    """How a checkpoint's weights are quantised: the scheme, and the modules that are not, by names and patterns."""
+    """The quantisation of a checkpoint's weights: the scheme, and the excluded modules, by names and patterns."""
 
     scheme: QuantScheme
     exclude: tuple[str, ...]
 
 
 def read_quantization(hf_config: Mapping[str, object]) -> CheckpointQuantization | None:
-    """What a config.json says, or None where the weights are not quantised.
+    """The quantisation in a config.json, or None if the weights are not quantised.
 
-    Raises ValueError, which begins with the key, for a way of quantising that is none of the three.
+    Raises ValueError, which begins with the key, for any other quantisation than these three.
     """
     stored = hf_config.get(QUANTIZATION_KEY)
     if not stored:
@@ -72,7 +73,7 @@ def read_quantization(hf_config: Mapping[str, object]) -> CheckpointQuantization
 
 
 def with_modelopt_file(hf_config: Mapping[str, object], content: object) -> dict[str, object]:
-    """A config.json's mapping with what ModelOpt's own file says in it, under the key where others say it."""
+    """A config.json's mapping with the content of ModelOpt's own file, under the common key."""
     quantization = content.get("quantization") if isinstance(content, Mapping) else None
     if not isinstance(quantization, Mapping):
         raise ValueError("it has no mapping 'quantization'")
@@ -110,7 +111,7 @@ def _unsupported(what: str) -> ValueError:
 
 
 def _names(stored: Mapping[str, object], *keys: str) -> tuple[str, ...]:
-    """The first of these lists that is there."""
+    """The first of these lists that exists."""
     for key in keys:
         value = stored.get(key)
         if isinstance(value, list):
@@ -129,9 +130,9 @@ def stored_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def stored_recipes(model: nn.Module, recipes: Mapping[str, WeightRecipe]) -> dict[str, WeightRecipe]:
-    """`recipes`, but those of quantised weights make the parameters that hold them, of a `StoredSource`.
+    """`recipes`, in which those of quantised weights make the stored parameters from a `StoredSource`.
 
-    Raises ValueError for a weight whose blocks would not be those of the matrices that it stacks.
+    Raises ValueError for a weight whose blocks would not align with the matrices that it stacks.
     """
     made = dict(recipes)
     for path, layer in quantized_linears(model).items():
@@ -155,10 +156,10 @@ def stored_recipes(model: nn.Module, recipes: Mapping[str, WeightRecipe]) -> dic
 
 
 class StoredSource:
-    """A `WeightSource` of a quantised checkpoint that has each module's weight as a `QuantizedLinear` keeps it.
+    """A `WeightSource` of a quantised checkpoint, with each module's weight in the layout of a `QuantizedLinear`.
 
     The codes are `{module}.weight`, scales `{module}.weight_scale` and `{module}.weight_global_scale`, by units of
-    rows; what else quantised modules have is left out. Other tensors are as they were.
+    rows; other tensors of quantised modules are left out. All other tensors are unchanged.
     """
 
     def __init__(self, source: WeightSource, scheme: QuantScheme, shapes: Mapping[str, tuple[int, int]]) -> None:
@@ -184,7 +185,7 @@ class StoredSource:
         if name not in self._stored:
             return self._source.shape(name)
         module, field, shape, _ = self._stored[name]
-        # What is not laid out as the format says shows its own shape, and is refused by it.
+        # A tensor that does not have the format's layout keeps its own shape, which is then refused.
         actual = self._source.shape(f"{module}.weight")
         return shape if field != "codes" or math.prod(actual) == self._num_codes(module) else actual
 
@@ -236,7 +237,7 @@ class StoredSource:
         return scales.float().reshape(stop - start, groups)
 
     def _nested(self, module: str, codes: Tensor, first: int) -> Tensor:
-        """Scales that are quantised themselves, to eight bits in blocks, less their mean (arXiv:2305.14314)."""
+        """Dequantises nested scales: eight-bit codes, in blocks, of the scales minus their mean (arXiv:2305.14314)."""
         state = self._state(module)
         block = int(cast(int, state["nested_blocksize"]))
         values = self._source.read(f"{module}.weight.nested_quant_map").float()[codes.int()]
@@ -252,7 +253,7 @@ class StoredSource:
 
 
 def stored_source(model: nn.Module, recipes: Mapping[str, WeightRecipe], source: WeightSource) -> StoredSource:
-    """`source`, a quantised checkpoint under the names of `recipes`, for the recipes that `stored_recipes` gives."""
+    """`source`, a quantised checkpoint under the names of `recipes`, for the result of `stored_recipes`."""
     shapes: dict[str, tuple[int, int]] = {}
     layers = quantized_linears(model)
     for path, layer in layers.items():

@@ -1,8 +1,8 @@
-"""Linear layers whose frozen weight is kept quantised (QLoRA, arXiv:2305.14314), and a model's layers made so.
+"""Linear layers with a frozen quantised weight (QLoRA, arXiv:2305.14314), and converting a model's layers to them.
 
-The weight is dequantised in each product, forward and backward, and not kept in between. Adapters stand on such layers
-as on any other. Values come in by `QuantizedRows`, a range of rows at a time, sharded or whole; which layers are
-quantised is decided by name, where a model has no memory yet.
+Each product, forward and backward, dequantises the weight and discards the result. Adapters work on such layers as on
+any other. Values are loaded through `QuantizedRows`, a range of rows at a time, sharded or whole; layers to quantise
+are selected by name, while the model has no memory yet.
 
 Shapes: T tokens, I input features, O output features, N rows of a weight that this rank holds.
 """
@@ -34,7 +34,7 @@ from xorl.lora.spec import is_named
 
 
 class QuantizedLinear(Linear):
-    """x @ weight.T + bias in the dtype of x, with a frozen weight kept as `scheme` says.
+    """x @ weight.T + bias in the dtype of x, with a frozen weight stored as `scheme` defines.
 
     Attributes:
         scheme: the format.
@@ -50,9 +50,9 @@ class QuantizedLinear(Linear):
     noise: Tensor | None
 
     def __init__(self, linear: Linear, scheme: QuantScheme, part_rows: Sequence[int] = ()) -> None:
-        """Takes the place of `linear`, on its device; the values are those of memory as it is found.
+        """Replaces `linear`, on its device; the values are uninitialised.
 
-        Raises ValueError for a shape that the scheme does not fit.
+        Raises ValueError for a shape that does not fit the scheme.
         """
         nn.Module.__init__(self)
         if (refusal := scheme.shape_refusal(linear.in_features)) is not None:
@@ -103,16 +103,16 @@ class QuantizedLinear(Linear):
 def quantizable_linears(
     model: Decoder, exclude: Sequence[str], option: str, *, ignore_unknown: bool = False
 ) -> tuple[str, ...]:
-    """The paths of the linear layers inside the layers of `model`, but for those that `exclude` names.
+    """The paths of the linear layers inside the layers of `model`, except those that `exclude` names.
 
-    A name is that of a module in the checkpoint, or its last parts, or a pattern with `*` of whole names; embeddings,
-    the head and norms may be named, and are never quantised. Raises ValueError that begins with `option` for a name
-    that there is not, unless those are ignored, and for one of several matrices that a layer stacks.
+    A name is that of a module in the checkpoint, or its last parts, or a pattern with `*` for whole names. Embeddings,
+    the head and norms may be named, and are never quantised. Raises ValueError, beginning with `option`, for a name
+    that does not exist, unless those are ignored, and for one of several matrices that a layer stacks.
     """
     names: dict[str, tuple[str, ...]] = {
         path: (path, *(part.name for part in model.logical.get(path, ()))) for path, _ in model.named_modules() if path
     }
-    names.setdefault("lm_head", ("lm_head",))  # which is the embedding where the two are tied
+    names.setdefault("lm_head", ("lm_head",))  # the embedding, if the two are tied
     linears = [
         path for path, module in model.named_modules() if type(module) is Linear and path.startswith("model.layers.")
     ]
@@ -138,9 +138,9 @@ def quantizable_linears(
 
 
 def checkpoint_linears(model: Decoder, exclude: Sequence[str]) -> frozenset[str]:
-    """The matrices of linear layers inside the layers of `model`, as checkpoints call their modules.
+    """The matrices of linear layers inside the layers of `model`, by their module names in checkpoints.
 
-    Without those that `exclude` names, as for `quantizable_linears`; names that there are not are passed over.
+    Without those that `exclude` names, as for `quantizable_linears`; names that do not exist are ignored.
     """
     found = {
         part.name
@@ -161,7 +161,7 @@ def _matches(name: str, target: str) -> bool:
 def quantize_linears(model: nn.Module, paths: Sequence[str], scheme: QuantScheme, option: str) -> None:
     """Replace the layers at `paths` of `model`, in place, by quantised ones without values.
 
-    Raises ValueError that begins with `option`, before anything is changed, for what does not fit.
+    Raises ValueError, beginning with `option`, before anything is changed, for layers that do not fit.
     """
     linears = {path: model.get_submodule(path) for path in paths}
     refused: list[str] = []
@@ -181,7 +181,7 @@ def quantize_linears(model: nn.Module, paths: Sequence[str], scheme: QuantScheme
 
 
 def _stacked_rows(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The rows of each matrix that a layer stacks, by the layer's path; modules say so by `stacked_rows`."""
+    """The rows of each matrix that a layer stacks, by the layer's path, from the modules' `stacked_rows`."""
     return {
         f"{path}.{name}".removeprefix("."): tuple(rows)
         for path, module in model.named_modules()
@@ -190,7 +190,7 @@ def _stacked_rows(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def quantized_linears(model: nn.Module) -> dict[str, QuantizedLinear]:
-    """The quantised layers of `model` by path, in the order of the modules."""
+    """The quantised layers of `model` by path, in module order."""
     return {path: module for path, module in model.named_modules() if isinstance(module, QuantizedLinear)}
 
 
@@ -213,9 +213,9 @@ def read_rows(layer: QuantizedLinear) -> Tensor:
 
 @torch.no_grad()
 def write_rows_(layer: QuantizedLinear, rows: Tensor) -> None:
-    """Quantise `rows` [N, I], of any floating dtype, and keep them as this rank's.
+    """Quantise `rows` [N, I], of any floating dtype, and store them as this rank's.
 
-    Collective where the weight is sharded: a global scale is that of a whole matrix, over all of its shards.
+    Collective if the weight is sharded: a global scale covers a whole matrix, over all of its shards.
     """
     first, last = local_rows(layer)
     assert rows.shape == (last - first, layer.in_features)
@@ -230,7 +230,7 @@ def write_rows_(layer: QuantizedLinear, rows: Tensor) -> None:
 
 @torch.no_grad()
 def gather_rows(layer: QuantizedLinear, rows: Tensor) -> Tensor:
-    """Whole [O, ...], of what each rank has for its rows of the weight [N, ...]; collective where it is sharded."""
+    """Whole [O, ...], from each rank's values for its rows of the weight [N, ...]; collective if it is sharded."""
     first, last = local_rows(layer)
     whole = rows.new_zeros((layer.out_features, *rows.shape[1:]))
     whole[first:last] = rows
@@ -255,16 +255,16 @@ def _global_scale(layer: QuantizedLinear, rows: Tensor, first: int) -> Tensor:
 
 
 def _local(layer: QuantizedLinear) -> QuantizedWeight:
-    """What this rank holds, sharing its memory."""
+    """This rank's part, sharing its memory."""
     codes, scales = (local_part(field.detach())[0] for field in (layer.weight, layer.weight_scale))
     global_scale = layer.weight_global_scale
     return QuantizedWeight(codes, scales, None if global_scale is None else local_part(global_scale.detach())[0])
 
 
 class QuantizedRows:
-    """Takes the rows of a weight as they come from a checkpoint or a generator, and quantises them at the end.
+    """Collects the rows of a weight from a checkpoint or a generator, and quantises them at the end.
 
-    A RowTarget. It holds this rank's rows of the one weight meanwhile, on its device, in the dtype that they come in.
+    A RowTarget. Until then it holds this rank's rows of one weight on its device, in the dtype of the source.
     """
 
     def __init__(self, layer: QuantizedLinear) -> None:
@@ -281,7 +281,7 @@ class QuantizedRows:
         self._rows[start - first : start - first + len(rows)].copy_(rows)
 
     def finish(self) -> None:
-        """Quantise what came; see `write_rows_`."""
+        """Quantise the collected rows; see `write_rows_`."""
         first, last = self.rows
         rows = torch.zeros((last - first, self.shape[1]), device=self.device) if self._rows is None else self._rows
         self._rows = None
@@ -289,18 +289,18 @@ class QuantizedRows:
 
 
 def quantized_rows(model: nn.Module) -> dict[str, QuantizedRows]:
-    """What takes the values of each quantised weight of `model`, which has memory, by the weight's name."""
+    """The RowTarget of each quantised weight of `model`, which has memory, by the weight's name."""
     return {f"{path}.weight": QuantizedRows(layer) for path, layer in quantized_linears(model).items()}
 
 
 def dense_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of `model`, by name, that are kept as they are computed with."""
+    """The parameters of `model`, by name, that are not quantised."""
     stored = {f"{path}.{name}" for path, layer in quantized_linears(model).items() for name in layer.stored}
     return ((name, parameter) for name, parameter in model.named_parameters() if name not in stored)
 
 
 def num_parameters(model: nn.Module) -> int:
-    """How many weights `model` has; a quantised one counts as one, whatever bytes hold it."""
+    """The number of weights of `model`; a quantised one counts as one, whatever its bytes."""
     quantized = sum(layer.out_features * layer.in_features for layer in quantized_linears(model).values())
     return quantized + sum(parameter.numel() for _, parameter in dense_parameters(model))
 
@@ -308,7 +308,7 @@ def num_parameters(model: nn.Module) -> int:
 class AdaptiveNoise:
     """Noise on the quantised weights of a model in training mode (AQN), of `alpha` times half a quantisation step.
 
-    It is a function of the seed, the layer's path, the optimizer step and the place in the weight: the same for every
+    It is a function of the seed, the layer's path, the optimizer step and the index in the weight: the same for every
     split of a step into micro-batches and ranks, and after a resume.
     """
 
@@ -321,7 +321,7 @@ class AdaptiveNoise:
             layer.noise, layer.noise_alpha = place, alpha
 
     def before(self, step: int) -> None:
-        """The passes that follow are those of step `step`."""
+        """Set the step of the following passes."""
         self._places[:, 1] = step
 
 

@@ -1,4 +1,4 @@
-"""One adapter of a bank with its optimizer state, off the device: in memory, and as a file of tensors."""
+"""One adapter of a bank with its optimizer state, off the device: in memory, or in a file of tensors."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from xorl.lora.spec import AdapterSpec
 
-# What is kept of every value of an adapter; the values themselves have no suffix. A gradient is there while a step is
-# still to come.
+# The suffixes of the states kept for every value of an adapter; the values themselves have none. A gradient is only
+# kept while a step is pending.
 VALUE, EXP_AVG, EXP_AVG_SQ, GRAD = "", "exp_avg", "exp_avg_sq", "grad"
 STATES = (EXP_AVG, EXP_AVG_SQ)
 STEP = "step"
@@ -30,13 +30,13 @@ Names = Sequence[tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class AdapterSnapshot:
-    """An adapter at one moment; fp32 on the CPU.
+    """A copy of an adapter; fp32 on the CPU.
 
     Attributes:
-        spec: what it is.
+        spec: the adapter's spec.
         step: how often its optimizer has stepped.
         names: `{layer}.lora_A` and `{layer}.lora_B` of each adapted layer, with their shapes.
-        values: by kind, all tensors of that kind one after the other, flat.
+        values: by kind, all tensors of that kind, concatenated and flat.
     """
 
     spec: AdapterSpec
@@ -56,7 +56,7 @@ class AdapterSnapshot:
 
     @classmethod
     def of_tensors(cls, spec: AdapterSpec, names: Names, tensors: Mapping[str, Tensor]) -> AdapterSnapshot:
-        """What `tensors()` gave. Raises ValueError, with the names, where it does not fit `names`."""
+        """Builds it from a result of `tensors()`. Raises ValueError, with the names, if it does not fit `names`."""
         shapes = dict(names)
         kinds = [VALUE, *STATES]
         if names and f"{names[0][0]}.{GRAD}" in tensors:
@@ -78,7 +78,7 @@ class AdapterSnapshot:
         return cls(spec, int(tensors[STEP]), names, values)
 
     def write(self, path: Path) -> None:
-        """Write one safetensors file, which is there whole and durable, or as it was before."""
+        """Write one safetensors file, durably and atomically."""
         header = {"spec": json.dumps(asdict(self.spec)), "names": json.dumps([*self.names])}
         content = save({name: tensor.contiguous() for name, tensor in self.tensors().items()}, metadata=header)
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -93,7 +93,7 @@ class AdapterSnapshot:
 
     @classmethod
     def read(cls, path: Path) -> AdapterSnapshot:
-        """Read what `write` wrote. Raises ValueError, with the file, for anything else."""
+        """Read a file of `write`. Raises ValueError, with the file, for anything else."""
         try:
             with safe_open(path, framework="pt") as file:
                 header = file.metadata() or {}
@@ -112,6 +112,6 @@ def _spec(content: Mapping[str, Any]) -> AdapterSpec:
 
 
 def split_at(names: Names) -> list[tuple[int, int]]:
-    """Where each of these tensors begins and ends in a flat tensor of them all."""
+    """The start and end of each of these tensors in their flat concatenation."""
     ends = [*accumulate(prod(shape) for _, shape in names)]
     return list(zip([0, *ends[:-1]], ends, strict=True))

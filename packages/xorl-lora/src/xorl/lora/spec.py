@@ -1,6 +1,6 @@
-"""AdapterSpec: which layers get an adapter, and of what rank and scale. Only a description: no module is touched here.
+"""AdapterSpec: which layers get an adapter, with which rank and scale. Only a description: it changes no module.
 
-Which layers of a model a name means is found in targets.py.
+targets.py finds the layers of a model that a name means.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class AdapterSpec:
         dropout: the fraction of an adapter's inputs that is zeroed in training; the others are scaled up.
         use_rslora: multiply by alpha / sqrt(rank), so that the updates do not shrink with the rank (Kalajdzievski,
             2023, arXiv:2312.03732).
-        use_dora: train the norms of the rows of the adapted weight apart from their directions (Liu et al., 2024,
+        use_dora: train the norms of the rows of the adapted weight separately from their directions (Liu et al., 2024,
             arXiv:2402.09353). Not for embeddings.
         rank_pattern, alpha_pattern: regular expression -> rank or alpha of the layers whose names end, in whole parts,
             with a match of it. The first expression that matches counts.

@@ -1,7 +1,7 @@
-"""The layers of a model that adapters can go on, under the names that checkpoints know them by.
+"""The layers of a model that can have adapters, under their names in checkpoints.
 
-xorl's decoder keeps several layers of a checkpoint in one (`qkv_proj` is q_proj, k_proj and v_proj); each is a site of
-its own here. The layers of any other module are themselves.
+xorl's decoder merges several layers of a checkpoint into one (`qkv_proj` is q_proj, k_proj and v_proj); each of them is
+a separate site here. In any other module, each layer is a site.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from xorl.core.models import Decoder, LogicalModule
 from xorl.core.nn import Embedding, Linear
 from xorl.lora.spec import AdapterSpec, is_named
 
-# What torch.compile, activation checkpointing and FSDP put into the names of the modules that they wrap.
+# The parts that torch.compile, activation checkpointing and FSDP add to the names of modules that they wrap.
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
@@ -29,8 +29,8 @@ class Site:
         path: the full name of the module that computes it.
         start, stop: its output features among those of that module.
         is_linear: whether it is a linear layer; an embedding otherwise.
-        is_head: whether it makes the logits of xorl's decoder.
-        refusal: why no adapter can go on it, or None.
+        is_head: whether it computes the logits of xorl's decoder.
+        refusal: why it cannot have an adapter, or None.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Site:
 
 
 def sites_of(model: nn.Module) -> dict[str, Site]:
-    """Every linear layer and embedding of `model` by its name in checkpoints, in the order of the modules."""
+    """Every linear layer and embedding of `model` by its name in checkpoints, in module order."""
     sites: dict[str, Site] = {}
     for parent_path, parent in model.named_modules():
         for own_name, module in parent.named_children():
@@ -68,15 +68,15 @@ def sites_of(model: nn.Module) -> dict[str, Site]:
 
 
 def resolve(spec: AdapterSpec, model: nn.Module) -> tuple[Site, ...]:
-    """The sites of `model` that get an adapter, in the order of the modules.
+    """The sites of `model` that get an adapter, in module order.
 
-    "all-linear" takes every linear layer that an adapter works on, the output head of other modules than xorl's decoder
-    too, and passes over three kinds: one whose weight another module uses (a tied head), a subclass of nn.Linear (it
-    may compute something else), and those inside torch's own attention and encoder layers, which read the weight
-    without calling the layer. A name may also be that of a layer which stacks several, and then means all of them.
+    "all-linear" selects every linear layer that an adapter works on, and in other modules than xorl's decoder also the
+    output head. It skips three kinds: a layer whose weight another module uses (a tied head), a subclass of nn.Linear
+    (it may compute something else), and layers inside torch's own attention and encoder layers, which read the weight
+    without calling the layer. The name of a layer that stacks several selects all of them.
 
     Raises ValueError for a name that matches nothing, with the names that exist; for a named layer of a kind that
-    "all-linear" passes over; and if nothing is left to adapt.
+    "all-linear" skips; and if nothing is left to adapt.
     """
     sites = sites_of(model)
     if spec.targets == "all-linear":
@@ -114,7 +114,8 @@ def _named(sites: dict[str, Site], targets: Sequence[str], model: nn.Module) -> 
 def modules_to_save(spec: AdapterSpec, model: nn.Module) -> dict[str, nn.Module]:
     """The modules of `model` that are trained whole, by their names in checkpoints.
 
-    Raises ValueError for a name that matches no module with parameters of its own, or one that cannot be kept apart.
+    Raises ValueError for a name that matches no module with parameters of its own, or one that cannot be saved
+    separately.
     """
     if not spec.modules_to_save:
         return {}
@@ -145,7 +146,7 @@ def _is_tied(model: nn.Module, module: nn.Module) -> bool:
 
 
 def plain(path: str) -> str:
-    """A module's full name without what wraps it."""
+    """A module's full name without its wrappers."""
     return ".".join(part for part in path.split(".") if part not in WRAPPERS)
 
 

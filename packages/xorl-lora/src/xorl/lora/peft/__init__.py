@@ -1,4 +1,4 @@
-"""PEFT's adapter format: what its files say, and a base model with one folded in."""
+"""PEFT's adapter format: the content of its files, and a base model with an adapter merged in."""
 
 from xorl.lora.peft.config import CONFIG_FILE, AdapterConfig, shared_value, shortest_names
 from xorl.lora.peft.layout import (

@@ -1,4 +1,4 @@
-"""adapter_config.json: what it says that matters here, what it must not say, and how it names modules."""
+"""adapter_config.json: the settings that xorl uses, those that it refuses, and how modules are named."""
 
 import logging
 from collections import Counter
@@ -14,7 +14,7 @@ CONFIG_FILE = "adapter_config.json"
 
 ValueT = TypeVar("ValueT", int, float)
 
-# Settings that change what an adapter computes, or the base under it, in ways that xorl has not: key, reason.
+# Settings that change an adapter's computation, or its base, in ways that xorl does not support: key, reason.
 _FOREIGN: Mapping[str, str] = {
     "alora_invocation_tokens": "activated LoRA is not built",
     "arrow_config": "routed adapters are not built",
@@ -29,7 +29,7 @@ _FOREIGN: Mapping[str, str] = {
     "use_qalora": "QA-LoRA is not built",
     "velora_config": "VeLoRA is not built",
 }
-# Settings that say how an adapter came to be, or what the names of its tensors say already.
+# Settings about an adapter's origin, or that the names of its tensors state already.
 _SILENT = frozenset(
     [
         "auto_mapping",
@@ -51,23 +51,23 @@ _SILENT = frozenset(
         "task_type",
     ]
 )
-# Initialisations that take something out of the base's weights, so that the adapter fits only what is left of them.
+# Initialisations that subtract something from the base's weights, so that the adapter only fits the rest.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-# What PEFT takes where nothing is said.
+# PEFT's defaults.
 DEFAULT_RANK, DEFAULT_ALPHA = 8, 8.0
 
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What an adapter_config.json says, as far as it matters here.
+    """The settings of an adapter_config.json that xorl uses.
 
     Attributes:
-        spec: the adapters. Its targets are "all-linear" where the file gives a pattern; which modules are adapted in
-            the end, the names of tensors say (`AdapterLayout.spec`).
-        base: the base model's Hub id or folder; None where it is not known.
-        fan_in_fan_out: weights of adapted linear layers are kept as [in, out] in the base's files.
+        spec: the adapters. Its targets are "all-linear" if the file gives a pattern; the names of tensors decide which
+            modules are adapted (`AdapterLayout.spec`).
+        base: the base model's Hub id or folder; None if unknown.
+        fan_in_fan_out: weights of adapted linear layers are stored as [in, out] in the base's files.
     """
 
     spec: AdapterSpec
@@ -76,7 +76,7 @@ class AdapterConfig:
 
     @classmethod
     def from_json(cls, content: Mapping[str, object]) -> "AdapterConfig":
-        """Raises ValueError that names the key for what cannot be computed here, or is no adapter configuration."""
+        """Raises ValueError that names the key, for settings that are not supported or no adapter configuration."""
         if content.get("peft_type") != "LORA":
             raise ValueError(f"peft_type is {content.get('peft_type')!r}; adapters of type LORA are read")
         for key, reason in _FOREIGN.items():
@@ -136,14 +136,14 @@ class AdapterConfig:
 
 
 def shortest_names(chosen: Collection[str], all_names: Iterable[str]) -> tuple[str, ...]:
-    """Ends of the chosen names that no other name has: last parts where they suffice, whole names elsewhere."""
+    """Shortest suffixes of the chosen names that no other name has: last parts if they suffice, else whole names."""
     others = {name.rpartition(".")[2] for name in all_names if name not in set(chosen)}
     ends = {name: name.rpartition(".")[2] for name in chosen}
     return tuple(sorted({name if end in others else end for name, end in ends.items()}))
 
 
 def shared_value(values: Mapping[str, ValueT]) -> tuple[ValueT, dict[str, ValueT]]:
-    """The commonest value of the modules, and a pattern for those that have another one."""
+    """The most common value of the modules, and a pattern for those with another one."""
     counts = Counter(values.values())
     common = max(counts, key=lambda value: (counts[value], -value))
     pattern: dict[str, ValueT] = {}
@@ -154,7 +154,7 @@ def shared_value(values: Mapping[str, ValueT]) -> tuple[ValueT, dict[str, ValueT
 
 
 def _short(number: float) -> float:
-    """An int where it is whole, as everyone writes it."""
+    """An int if it is whole, as is common in these files."""
     return int(number) if number == int(number) else number
 
 

@@ -1,6 +1,7 @@
-"""The tensors of an adapter file: their names, what they say together with the configuration, and whether a base fits.
+"""The tensors of an adapter file: their names, what they and the configuration define, and whether a base fits.
 
-A module is named as it is in the base model of transformers; fused layers do not exist here. Nothing touches a file.
+Module names are those of the base model in transformers; fused layers do not exist here. Nothing reads or writes a
+file.
 """
 
 import math
@@ -25,7 +26,7 @@ _LEAVES: Mapping[ModuleKind, tuple[str, str]] = {
     "embedding": ("lora_embedding_A", "lora_embedding_B"),
 }
 _MAGNITUDE = "lora_magnitude_vector"
-# Of an adapted embedding or head, a copy of the base's own weight stands beside the adapter.
+# For an adapted embedding or head, the file also has a copy of the base's own weight.
 _BASE_COPY = ".base_layer."
 _LEAF = re.compile(
     r"(?P<module>.+)\.(?:(?P<a>lora_A\.weight|lora_embedding_A)|(?P<b>lora_B\.weight|lora_embedding_B)"
@@ -37,7 +38,7 @@ _LEAF = re.compile(
 class AdaptedModule:
     """One adapted module of a file: the names of its tensors there, and their sizes.
 
-    A is [rank, in_features] and B [out_features, rank]; of an embedding, in_features are its rows.
+    A is [rank, in_features] and B [out_features, rank]; for an embedding, in_features is its number of rows.
     """
 
     kind: ModuleKind
@@ -51,12 +52,12 @@ class AdaptedModule:
 
 @dataclass(frozen=True)
 class AdapterLayout:
-    """What a file of adapters holds.
+    """The content of an adapter file.
 
     Attributes:
-        config: the file beside it.
+        config: the adapter_config.json beside it.
         modules: by name in the base model.
-        replaced: tensors of the base that the file brings whole (trained, or copied), and their names in the file.
+        replaced: tensors of the base that the file contains whole (trained, or copied), and their names in the file.
         shapes: of every tensor of the file.
     """
 
@@ -67,13 +68,13 @@ class AdapterLayout:
 
     @property
     def spec(self) -> AdapterSpec:
-        """The adapters, with whole names for what is adapted and what was trained whole."""
+        """The adapters, with whole names for the adapted modules and those trained whole."""
         saved = {name.rpartition(".")[0] for name, key in self.replaced.items() if _BASE_COPY not in key}
         spec = self.config.spec
         return replace(
             spec,
             targets=tuple(self.modules),
-            # PEFT takes patterns that mean nothing; who injects adapters does not.
+            # PEFT accepts patterns that match nothing; injecting adapters does not.
             rank_pattern=self._meaning_something(spec.rank_pattern),
             alpha_pattern=self._meaning_something(spec.alpha_pattern),
             modules_to_save=tuple(sorted(saved)),
@@ -103,7 +104,7 @@ class HeldTensors:
 
 
 class ReplacedTensors:
-    """A `WeightSource`: the tensors of the base that a file of adapters brings whole, under the base's names."""
+    """A `WeightSource`: the base's tensors that an adapter file contains whole, under the base's names."""
 
     def __init__(self, layout: AdapterLayout, source: WeightSource) -> None:
         self._keys = layout.replaced
@@ -129,7 +130,7 @@ def keys_of(module: str, kind: ModuleKind = "linear") -> tuple[str, str, str]:
 
 
 def read_layout(config: AdapterConfig, source: WeightSource) -> AdapterLayout:
-    """What the tensors of `source`, a file of adapters, are. Raises ValueError that lists what does not fit."""
+    """The layout of the tensors of `source`, an adapter file. Raises ValueError that lists what does not fit."""
     found: dict[str, dict[str, str]] = {}
     replaced: dict[str, str] = {}
     problems: list[str] = []
@@ -164,7 +165,7 @@ def read_layout(config: AdapterConfig, source: WeightSource) -> AdapterLayout:
 
 
 def differences(layout: AdapterLayout, base_shapes: Mapping[str, Sequence[int]]) -> list[str]:
-    """What of an adapter does not fit a base model whose tensors have these names and shapes; empty where all does."""
+    """The mismatches between an adapter and a base model with tensors of these names and shapes; empty if none."""
     problems: list[str] = []
     for module, adapted in layout.modules.items():
         shape = base_shapes.get(f"{module}.weight")
@@ -191,7 +192,7 @@ def _module(
     shapes: Mapping[str, tuple[int, ...]],
     problems: list[str],
 ) -> AdaptedModule | None:
-    """One module of a file; None where it is not whole, which is added to `problems`."""
+    """One module of a file; None if it is incomplete, which is added to `problems`."""
     missing = [name for name in ("a", "b", *(["magnitude"] if config.spec.use_dora else [])) if name not in parts]
     if missing:
         leaf = {"a": "lora_A", "b": "lora_B", "magnitude": f"{_MAGNITUDE}, and use_dora is true"}

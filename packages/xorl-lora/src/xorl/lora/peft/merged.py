@@ -1,4 +1,4 @@
-"""A base model's weights with an adapter folded in, read by ranges of rows as the base's own are.
+"""A base model's weights with an adapter merged in, readable by row ranges like the base's own.
 
 Shapes: O output features, I input features, R rank, N rows that are read at once.
 """
@@ -15,7 +15,7 @@ from xorl.lora.peft.layout import AdapterLayout
 
 @dataclass(frozen=True)
 class AdapterValues:
-    """An adapter's values: A [R, I], B [O, R] and, of DoRA, magnitudes [O]; `scale` multiplies B @ A."""
+    """An adapter's values: A [R, I], B [O, R] and, for DoRA, magnitudes [O]; `scale` multiplies B @ A."""
 
     a: Tensor
     b: Tensor
@@ -24,7 +24,7 @@ class AdapterValues:
 
     @classmethod
     def of_file(cls, module: str, layout: AdapterLayout, source: WeightSource) -> "AdapterValues":
-        """Those of one module of a file of adapters."""
+        """The values of one module in an adapter file."""
         adapted = layout.modules[module]
         return cls(
             source.read(adapted.a),
@@ -35,14 +35,14 @@ class AdapterValues:
 
 
 def fold(rows: Tensor, adapter: AdapterValues, *, start: int = 0, transposed: bool = False) -> Tensor:
-    """Rows [start, start + N) of a weight with its adapter folded in, in fp32 (fp64 for an fp64 weight).
+    """Rows [start, start + N) of a weight with its adapter merged in, in fp32 (fp64 for an fp64 weight).
 
-    W + scale * B @ A (Hu et al., 2021, arXiv:2106.09685); with magnitudes m, each output feature of that is scaled to
+    W + scale * B @ A (Hu et al., 2021, arXiv:2106.09685); with magnitudes m, each of its output features is scaled to
     the norm m (Liu et al., 2024, arXiv:2402.09353).
 
     Args:
-        rows: [N, I], or [N, O] of a weight that is kept `transposed`, as those of embeddings are.
-        start: where they begin. With magnitudes, a transposed weight must be whole: norms run along its rows.
+        rows: [N, I], or [N, O] of a weight that is stored `transposed`, as those of embeddings are.
+        start: the index of the first row. With magnitudes, a transposed weight must be whole: norms run along its rows.
     """
     wide = torch.promote_types(rows.dtype, torch.float32)
     a, b = (tensor.to(rows.device, wide) for tensor in (adapter.a, adapter.b))
@@ -62,12 +62,12 @@ def fold(rows: Tensor, adapter: AdapterValues, *, start: int = 0, transposed: bo
 
 
 class MergedWeights:
-    """A `WeightSource`: the base's tensors, adapted ones in fp32 with `adapters` folded in, by names of modules.
+    """A `WeightSource`: the base's tensors, the adapted ones in fp32 with `adapters` (by module name) merged in.
 
     Args:
         base: under the names of transformers.
-        replaced: tensors that stand in the place of the base's, by name.
-        transposed: the modules whose weight is kept as [I, O].
+        replaced: tensors that replace those of the base, by name.
+        transposed: the modules whose weight is stored as [I, O].
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class MergedWeights:
 
     @classmethod
     def of_file(cls, base: WeightSource, layout: AdapterLayout, source: WeightSource) -> "MergedWeights":
-        """A base with a file of adapters, which fits it (see `differences`)."""
+        """A base with an adapter file that fits it (see `differences`)."""
         transposed = [
             name
             for name, module in layout.modules.items()

@@ -1,4 +1,4 @@
-"""The adapters in a model, as PEFT's files hold them, and those of a file in a model; both whole or sharded."""
+"""Converts between the adapters in a model and PEFT's files, in both directions, whole or sharded."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from xorl.lora.targets import modules_to_save, sites_of
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor of a file, fp32. `make` gives its values on every rank; it is collective where the model is sharded."""
+    """A tensor of a file, fp32. `make` returns its values on every rank; it is collective if the model is sharded."""
 
     shape: tuple[int, ...]
     make: Callable[[], Tensor]
@@ -33,11 +33,11 @@ def config_of(
     transposed: Collection[str] = (),
     found: Mapping[str, Adapter] | None = None,
 ) -> AdapterConfig:
-    """What adapter_config.json says of the adapters in `model`, which `spec` put there.
+    """The adapter_config.json of the adapters in `model`, which `spec` created.
 
-    Targets, ranks and alphas are those that are there, under names as short as others can tell apart. `transposed` are
-    the adapted linear layers whose weight is kept as [in, out] in the base's files: all, or none. `found` are the
-    adapters, where they are one of a bank.
+    Targets, ranks and alphas are those of the existing adapters, under the shortest unambiguous names. `transposed` are
+    the adapted linear layers whose weight is stored as [in, out] in the base's files: all, or none. `found` are the
+    adapters, if they are one of a bank.
     """
     found = adapters(model) if found is None else found
     linear = {name for name, adapter in found.items() if not adapter.is_embedding}
@@ -53,7 +53,7 @@ def config_of(
         targets=shortest_names(found, sites_of(model)),
         rank_pattern=rank_pattern,
         alpha_pattern=alpha_pattern,
-        # Whole names: PEFT would take `norm` for every module whose name ends so, `q_norm` too.
+        # Whole names: PEFT would take `norm` for every module whose name ends with it, `q_norm` too.
         modules_to_save=tuple(modules_to_save(spec, model)),
     )
     for name, adapter in found.items():
@@ -64,7 +64,7 @@ def config_of(
 def adapter_tensors(model: nn.Module, found: Mapping[str, Adapter] | None = None) -> dict[str, FileTensor]:
     """The tensors of the adapters in `model`, or of `found`, as one of a bank, by their names in a file.
 
-    Modules trained whole are not among them.
+    Modules trained whole are not included.
     """
     tensors: dict[str, FileTensor] = {}
     for name, adapter in (adapters(model) if found is None else found).items():
@@ -78,10 +78,10 @@ def adapter_tensors(model: nn.Module, found: Mapping[str, Adapter] | None = None
 
 @torch.no_grad()
 def load_adapters(model: nn.Module, layout: AdapterLayout, source: WeightSource) -> None:
-    """Give the adapters in `model` the values of a file, which every rank reads; collective with DoRA.
+    """Load the values of a file, which every rank reads, into the adapters in `model`; collective with DoRA.
 
-    The base must have its weights. What the file brings of the base's own tensors is not loaded here. Raises ValueError
-    unless the adapters are those of the file.
+    The base must have its weights. The base's own tensors in the file are not loaded here. Raises ValueError unless the
+    adapters are those of the file.
     """
     found = adapters(model)
     if found.keys() != layout.modules.keys():
