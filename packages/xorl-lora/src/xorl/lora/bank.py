@@ -341,7 +341,7 @@ class AdapterBank:
         self.snapshot(name).write(path)
 
     def load(self, name: str, path: Path) -> None:
-        """Load an adapter, to the bit, from a file of `save`. Raises ValueError for other files and other models."""
+        """Load an adapter, to the bit, from a file of `save`. Raises ValueError if it is none or does not fit."""
         self.restore(name, AdapterSnapshot.read(path))
 
     def _load(self, name: str, keep: Sequence[str] = ()) -> int:
