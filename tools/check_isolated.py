@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def _in_own_environment(name: str, ran: Path | None) -> int:
-    """Runs `--inside` in an environment of its own and prints a line; if a test failed, which, and all of its output."""
+    """Runs `--inside` in an environment of its own, and prints a line; where a test failed, all output too."""
     versions = [argument for tool in TEST_TOOLS for argument in ("--with", f"{tool}=={locked_version(tool)}")]
     environment = ("--isolated", "--exact", "--frozen", "--package", name, *versions)
     report = () if ran is None else ("--ran", str(ran.resolve()))
