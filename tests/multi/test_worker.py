@@ -28,6 +28,7 @@ from worker_ranks import (
     service_config,
     shards,
     train,
+    trained_values,
     values,
     worker_of,
 )
@@ -120,15 +121,6 @@ class Reference:
         for name, adapter in adapters(self.model).items():
             found |= {f"{name}.lora_A": adapter.A, f"{name}.lora_B": adapter.B}
         return {name: value.detach().clone() for name, value in found.items() if value.requires_grad}
-
-
-def trained_values(worker: Worker, model_id: str) -> dict[str, Tensor]:
-    """What a model has learnt, whole; collective."""
-    if isinstance(worker.models, AdapterModels):
-        snapshot = worker.models.bank.snapshot(model_id)
-        return {name: snapshot.tensors()[name] for name, _ in snapshot.names}
-    worker.base.model.drop_gathered()
-    return {name: whole(value) for name, value in worker.base.module.named_parameters()}
 
 
 @pytest.mark.multi

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from sockets import ipc_address
-from worker_ranks import KINDS, ask, datum, done, service_config
+from worker_ranks import ADAPTER, KINDS, ask, datum, done, make, service_config, shards, train, trained_values
 from xorl.core import runtime
 from xorl.server.channel import BlockingServer, ChannelClient
 from xorl.server.messages import Done, Health, HealthResult, Result, ShutDown, Shutdown, Work
@@ -21,6 +23,7 @@ from xorl.server.operations import (
     CreateModel,
     Failure,
     ForwardBackward,
+    LoadWeights,
     LossResult,
     ModelCreated,
     OptimResult,
@@ -208,6 +211,74 @@ def test_a_model_that_one_rank_cannot_make_is_on_none(kind: str, fails: str, tmp
     assert isinstance(failed, Failure)
     assert "rank 1: a broken disk" in failed.message
     assert isinstance(created, ModelCreated)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_load_that_fails_on_one_rank_leaves_all_the_model_or_none(kind: str, tmp_path: Path, run_ranks) -> None:
+    # Catches training with the checkpoint's weights on one rank and others on the next, and a base that is half loaded.
+    load = LoadWeights("m", CheckpointRef("m", "weights", "a"), optimizer=True)
+    data = [datum(4, 1), datum(5, 2)]
+
+    def run() -> tuple[list[Result], list[bool]]:
+        worker = make(tmp_path, kind, **shards(2))
+        first = trained_values(worker, "m")
+        done(worker, *train("m", data), SaveWeights("m", "a"), *train("m", data))
+        before = trained_values(worker, "m")
+
+        def failing(owner: object, name: str) -> Result:
+            method = getattr(owner, name)
+            if runtime.global_rank() == 1:
+                setattr(owner, name, failing_once_done(method))
+            (failure,) = ask(worker, load)
+            setattr(owner, name, method)
+            return failure
+
+        results = [failing(worker.saved, "described"), failing(worker.models, "before_loading")]
+        is_kept = same(before, trained_values(worker, "m"))
+        results += [failing(worker.models, "loaded"), *ask(worker, *train("m", data)[:1])]
+        done(worker, CreateModel("m", lora=ADAPTER if kind == "lora" else None))
+        return results, [is_kept, same(first, trained_values(worker, "m"))]
+
+    (results, kept), (_, others) = run_ranks(run, 2)
+    assert kept == others == [True, True]
+    early, later, late, gone = results
+    for failure, is_given_up in ((early, False), (later, False), (late, True)):
+        assert isinstance(failure, Failure)
+        assert "rank 1: a broken disk" in failure.message
+        assert failure.model_given_up == is_given_up
+    assert isinstance(gone, Failure)
+    assert "there is no model 'm'" in gone.message
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_step_that_fails_on_one_rank_leaves_the_model_on_none(kind: str, tmp_path: Path, run_ranks) -> None:
+    # Catches a client that is told that nothing was changed, by ranks of which some have taken the step.
+    data = [datum(4, 1), datum(5, 2)]
+
+    def run() -> list[Result]:
+        worker = make(tmp_path, kind, **shards(2))
+        call, step = train("m", data)
+        done(worker, call)
+        refused = ask(worker, OptimStep("m", 1e-2, grad_clip_norm=-1.0))
+        if runtime.global_rank() == 1:
+            worker.models.step = failing_once_done(worker.models.step)
+        return [*refused, *ask(worker, step), *ask(worker, call)]
+
+    (refused, failed, gone), _ = run_ranks(run, 2)
+    assert isinstance(refused, Failure)
+    assert not refused.model_given_up
+    assert isinstance(failed, Failure)
+    assert "rank 1: a broken disk; model m is made again" in failed.message
+    assert failed.model_given_up
+    assert isinstance(gone, Failure)
+    assert "there is no model 'm'" in gone.message
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Whether models have the same values."""
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 @pytest.mark.multi

@@ -48,6 +48,7 @@ MODULUS = 2**31 - 1
 NUM_REMEMBERED = 64
 POISON = "poison"  # a loss of this name ends the process
 BAD = "bad"  # a loss of this name fails
+BROKEN = "broken"  # a checkpoint of this name is loaded half, but into a new model
 
 
 def folded(weights: int, gradient: int) -> int:
@@ -175,6 +176,9 @@ class CountingWorkers:
             case SaveFullWeights():
                 ref = CheckpointRef(operation.model_id, "external_weights", operation.name)
                 return self._save(ref, model, overwrite=False)
+            case LoadWeights() if operation.checkpoint.name == BROKEN:
+                del self.models[operation.model_id]
+                return Failure("server", 500, "half of it was loaded", model_given_up=True)
             case LoadWeights():
                 self.models[operation.model_id] = self._load(operation.checkpoint)
                 return Loaded(operation.model_id, operation.checkpoint, self.models[operation.model_id].steps)

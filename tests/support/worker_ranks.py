@@ -92,6 +92,15 @@ def gradients(worker: Worker, model_id: str) -> dict[str, Tensor]:
     return {name: whole(p.grad) for name, p in named if p.grad is not None}
 
 
+def trained_values(worker: Worker, model_id: str) -> dict[str, Tensor]:
+    """What a model has learnt, whole; collective."""
+    if isinstance(worker.models, AdapterModels):
+        snapshot = worker.models.bank.snapshot(model_id)
+        return {name: snapshot.tensors()[name] for name, _ in snapshot.names}
+    worker.base.model.drop_gathered()
+    return {name: whole(value) for name, value in worker.base.module.named_parameters()}
+
+
 def datum(length: int, seed: int = 0, num_targets: int = 0, **fields: object) -> Datum:
     """Random tokens; targets are the tokens that follow, or as many random ones as are asked for."""
     generator = np.random.default_rng(seed)

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from asynchronous import in_a_loop
-from counting_workers import folded
+from counting_workers import BROKEN, folded
 from orchestrated import MODEL, forward_backward, options, running, serving, step, workers
 from xorl.server.messages import Ok
 from xorl.server.names import CheckpointRef
@@ -185,3 +185,21 @@ async def test_a_checkpoint_whose_reader_cannot_be_saved_is_not_written_over(tmp
         assert (refused.status, OTHER in refused.message) == (503, True)
         model = client.orchestrator.state.registry.models[MODEL]
         assert not model.is_overwriting
+
+
+@in_a_loop
+async def test_a_model_that_the_workers_gave_up_is_made_again_as_it_was(tmp_path):
+    """Catches a model that answers nothing any more, or has forgotten a gradient, since a load broke off half way."""
+    chosen = options(tmp_path)
+    with workers(chosen) as counting:
+        async with running(chosen) as client:
+            await client.begin()
+            await client.do(SaveWeights(MODEL, BROKEN), 3)
+            await client.do(forward_backward(2), 4)
+            assert (await load(client, 5, BROKEN, MODEL)).model_given_up
+            assert not counting.models
+            await client.do(forward_backward(3), 6)
+            assert (await load(client, 7, BROKEN, MODEL)).model_given_up
+        async with running(chosen) as client:
+            after = await client.do(step(), 8)
+            assert after.metrics["weights"] == folded(TRAINED, 5)

@@ -146,6 +146,12 @@ class Checkpointer:
         against the manifest. Raises CheckpointError on every rank if the checkpoint is damaged or belongs to another
         model.
         """
+        return self.checked(path, state, leaves_out=leaves_out)()
+
+    def checked(
+        self, path: Path | str, state: Mapping[str, Stateful], *, leaves_out: tuple[str, ...] = ()
+    ) -> Callable[[], LoadedCheckpoint]:
+        """All of `load` that changes nothing; what it returns copies the values, and is called once, on every rank."""
         path = _normal(path)
         with agreed(f"load {path}"):
             manifest = layout.read_manifest(path)
@@ -165,14 +171,18 @@ class Checkpointer:
             _raise_other_model(path, problems, unexpected)
             check_sizes(path, manifest.files)
             check_hashes(path, manifest.files, share_of_files(manifest.files, this_rank(), num_ranks()))
-        self._read_tensors(path, manifest, tensors)
-        with agreed(f"load {path}"):
-            for name, part in state.items():
-                part.load_state_dict(parts[name])
-            scalars = cast(dict[str, JSON], json.loads((path / layout.SCALARS).read_text(encoding="utf-8")))
-            rng = _read_rng(path, manifest)
-        self._current = path
-        return LoadedCheckpoint(manifest.step, manifest.info, scalars, rng, path)
+
+        def copy() -> LoadedCheckpoint:
+            self._read_tensors(path, manifest, tensors)
+            with agreed(f"load {path}"):
+                for name, part in state.items():
+                    part.load_state_dict(parts[name])
+                scalars = cast(dict[str, JSON], json.loads((path / layout.SCALARS).read_text(encoding="utf-8")))
+                rng = _read_rng(path, manifest)
+            self._current = path
+            return LoadedCheckpoint(manifest.step, manifest.info, scalars, rng, path)
+
+        return copy
 
     def latest(self) -> Path | None:
         """The checkpoint that `auto` selects, or None if there is none. Not collective."""

@@ -12,7 +12,7 @@ from typing import Literal
 from xorl.server.names import Dialect
 from xorl.server.operations import ClientOperation, ClientResult, ForwardBackward, Message, Sample
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class Health(Message, frozen=True):

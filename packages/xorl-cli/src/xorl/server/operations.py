@@ -242,11 +242,15 @@ ClientOperation = ModelOperation | Sample
 
 
 class Failure(Message, frozen=True):
-    """Why there is no result; nothing was changed. status: the HTTP status, 4xx for the category `user`."""
+    """Why there is no result; nothing was changed. status: the HTTP status, 4xx for the category `user`.
+
+    model_given_up: the operation had begun to change its model, which the workers hold no more.
+    """
 
     category: Literal["user", "server"]
     status: int
     message: str
+    model_given_up: bool = False
 
 
 class ModelCreated(Message, frozen=True):

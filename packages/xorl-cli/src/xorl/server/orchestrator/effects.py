@@ -47,7 +47,7 @@ class Effects:
         tail: Literal["changes", "settles"] | None = None
         cuts: Literal["settled", "all"] | None = None
         if isinstance(result, Failure):
-            self._failed(model, operation)
+            self._failed(model, operation, result)
         elif (changed := tail_of(operation)) is not None:
             tail = "settles" if changed[1] else "changes"
             self._stepped(model, operation, result, seconds)
@@ -134,7 +134,9 @@ class Effects:
         elif isinstance(result, Loaded):
             model.num_steps = result.num_steps
 
-    def _failed(self, model: ModelRecord, operation: Operation) -> None:
+    def _failed(self, model: ModelRecord, operation: Operation, failure: Failure) -> None:
+        if failure.model_given_up:
+            model.workers = None
         if isinstance(operation, CreateModel):
             model.state = "failed"
         elif isinstance(operation, SaveWeights) and saved_as(operation) == model.boundary:

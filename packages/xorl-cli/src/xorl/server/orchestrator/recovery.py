@@ -1,7 +1,8 @@
 """Makes a model again that the workers do not hold: from its boundary, then by replaying what changed it since.
 
-This serves three cases: the workers died, the whole service was started again, or the model was released while its
-client was idle. A model is only made again when a request needs it.
+This serves four cases: the workers died, they gave the model up since an operation failed that had begun to change it,
+the whole service was started again, or the model was released while its client was idle. A model is only made again
+when a request needs it.
 """
 
 from __future__ import annotations

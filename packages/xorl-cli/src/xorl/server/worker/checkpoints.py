@@ -16,6 +16,7 @@ from xorl.server.names import CheckpointKind, CheckpointRef, checkpoint_folder
 from xorl.server.operations import Saved
 from xorl.server.worker.base import Base
 from xorl.server.worker.models import SERVICE, Models, UnknownName
+from xorl.server.worker.together import all_or_none
 from xorl.train.export.folder import AdapterExport, ModelExport
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,10 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 class AlreadySaved(ValueError):
     """There is a checkpoint of this name."""
+
+
+class HalfLoaded(RuntimeError):
+    """Values of a checkpoint are in a model, and not all of them."""
 
 
 class SavedModels:
@@ -109,19 +114,29 @@ class SavedModels:
     def load(self, model_id: str, ref: CheckpointRef, *, with_optimizer: bool) -> int:
         """Put a model where the checkpoint was; the number of steps that its optimizer has taken then.
 
-        Raises UnknownName where there is none, and ValueError for one of another kind of model, without any change.
+        Raises UnknownName where there is none, and ValueError for one of another kind of model, without any change;
+        on every rank HalfLoaded if it failed on any once values were being copied.
         """
-        saved = self.described(ref)
-        _check_same(self._models.described(model_id), saved)
         has_optimizer = ref.kind == "weights"
-        if with_optimizer and not has_optimizer:
-            raise ValueError(f"checkpoint {ref.name!r} was saved to sample from and holds no optimizer: load weights/")
-        self._models.before_loading(model_id)
-        state = self._models.state(model_id, with_optimizer=has_optimizer)
-        loaded = self._checkpointer(ref).load(self._folder(ref), state)
-        self._models.loaded(model_id, keeps_optimizer=with_optimizer)
-        if with_optimizer and loaded.rng is not None:
-            set_rng_state(loaded.rng, self._base.device)
+        with all_or_none("looking at the checkpoint"):
+            _check_same(self._models.described(model_id), self.described(ref))
+            if with_optimizer and not has_optimizer:
+                raise ValueError(
+                    f"checkpoint {ref.name!r} was saved to sample from and holds no optimizer: load weights/"
+                )
+        with all_or_none("checking the checkpoint"):
+            state = self._models.state(model_id, with_optimizer=has_optimizer)
+            copy = self._checkpointer(ref).checked(self._folder(ref), state)
+        with all_or_none("making room for the checkpoint"):
+            self._models.before_loading(model_id)
+        try:
+            with all_or_none("copying the checkpoint"):
+                loaded = copy()
+                self._models.loaded(model_id, keeps_optimizer=with_optimizer)
+                if with_optimizer and loaded.rng is not None:
+                    set_rng_state(loaded.rng, self._base.device)
+        except Exception as problem:
+            raise HalfLoaded(str(problem)) from problem
         return loaded.step if with_optimizer else 0
 
     def hold(self, source: str, ref: CheckpointRef) -> None:

@@ -140,7 +140,6 @@ class WholeModel:
         """Its weights are others now."""
         self._require(model_id)
         self._base.model.drop_gathered()
-        self._is_base = False
         self._train.zero_grad()
         if not keeps_optimizer:
             self._forget_optimizer()
@@ -148,6 +147,8 @@ class WholeModel:
     def before_loading(self, model_id: str) -> None:
         """Its weights are about to be others."""
         self._require(model_id)
+        # Whatever comes of it, so that all ranks know the same.
+        self._is_base = False
         self._before_change()
 
     def adapter_files(self, model_id: str) -> None:

@@ -1,7 +1,7 @@
 """What the worker does for each operation: a method of `Worker`, found by the table at the end of this file.
 
 Every operation runs on all ranks, in the same order; its result is that of rank 0. One that fails returns a `Failure`
-and has changed nothing.
+and has changed nothing; where it had begun to, its model is on no rank any more, and the failure says so.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
+from msgspec.structs import replace
 
 from xorl.ckpt import CheckpointError
 from xorl.core.loss import NUM_TRAINED
@@ -47,7 +48,7 @@ from xorl.server.sampler import SampleRequest
 from xorl.server.worker.adapters import AdapterModels
 from xorl.server.worker.base import Base
 from xorl.server.worker.calls import Call, read_call
-from xorl.server.worker.checkpoints import AlreadySaved, SavedModels
+from xorl.server.worker.checkpoints import AlreadySaved, HalfLoaded, SavedModels
 from xorl.server.worker.full import WholeModel
 from xorl.server.worker.models import Models, UnknownName, source_name
 from xorl.server.worker.passes import PassRunner
@@ -85,6 +86,8 @@ class Worker:
         self._syncing = Syncing(base, self.models)
         self._passes = PassRunner(base, self.models.engine, base.local.data.pad_to_multiple_of)
         self._progress: dict[str, Progress] = {}
+        # The model that is being changed where it is, from when on a failure leaves it neither as it was nor as wanted.
+        self._half_changed: str | None = None
 
     def run(self, work: Work) -> list[Result]:
         """The result of each operation, on rank 0; on other ranks a list of that length. Collective."""
@@ -100,7 +103,16 @@ class Worker:
             with all_or_none(type(first).__name__):
                 return [_OPERATIONS[type(first)](self, first, work.ids[0])]
         except Exception as problem:  # noqa: BLE001 - the client is told, whatever it was, and the others go on
-            return [failure_of(problem)]
+            return [failure_of(problem) if self._half_changed is None else self._give_up(self._half_changed, problem)]
+        finally:
+            self._half_changed = None
+
+    def _give_up(self, model_id: str, problem: Exception) -> Failure:
+        """Forget a model that an operation has changed on some ranks, or in part: nobody may train on it."""
+        found = failure_of(problem, is_server=True)
+        self._forget(model_id)
+        again = f"model {model_id} is made again as it was before this call, and the call may be tried again"
+        return replace(found, message=f"{found.message}; {again}", model_given_up=True)
 
     def _read(self, work: Work, read: Callable[[Any, str], ReadT]) -> list[ReadT | Failure]:
         """Each operation checked and ready to run, or its failure; the same on every rank."""
@@ -185,6 +197,10 @@ class Worker:
             raise UnknownName(f"there is no model {model_id!r} on the workers")
         return self._progress[model_id]
 
+    def _forget(self, model_id: str) -> None:
+        self.models.remove(model_id)
+        del self._progress[model_id]
+
     def _changed(self, model_id: str) -> None:
         """Tell the sampler that the weights of a model changed. Adapters are sampled from copies, which did not."""
         if self.models.lora(model_id) is None:
@@ -214,8 +230,7 @@ class Worker:
 
     def unload_model(self, operation: UnloadModel, _: str) -> Unloaded:
         self._require(operation.model_id)
-        self.models.remove(operation.model_id)
-        del self._progress[operation.model_id]
+        self._forget(operation.model_id)
         return Unloaded(operation.model_id)
 
     def optim_step(self, operation: OptimStep, _: str) -> OptimResult:
@@ -234,6 +249,8 @@ class Worker:
             nothing = {"grad_norm": 0.0, "step": float(progress.num_steps), "skipped": 1.0, "no_gradient": 1.0}
             return OptimResult(nothing | {"learning_rate": operation.learning_rate})
         divisor = max(progress.num_trained, 1.0) if config.grad_normalization == "token_mean" else 1.0
+        # All ranks come here or none: what was asked for and what they have done are the same.
+        self._half_changed = operation.model_id
         update = self.models.step(
             operation.model_id,
             adam,
@@ -280,7 +297,11 @@ class Worker:
 
     def load_weights(self, operation: LoadWeights, _: str) -> Loaded:
         progress = self._require(operation.model_id)
-        num_steps = self.saved.load(operation.model_id, operation.checkpoint, with_optimizer=operation.optimizer)
+        try:
+            num_steps = self.saved.load(operation.model_id, operation.checkpoint, with_optimizer=operation.optimizer)
+        except HalfLoaded:
+            self._half_changed = operation.model_id
+            raise
         progress.num_steps = num_steps
         progress.forget_gradient()
         self._changed(operation.model_id)
