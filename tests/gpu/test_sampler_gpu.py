@@ -194,7 +194,7 @@ def sample_on_all_gpus() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     model = place(mesh, torch.bfloat16, compiled=False, mode="fsdp2", device=str(device))
     parameters = list(model.module.parameters())
-    sampler = Sampler(model, device=device, cache_tokens=2048, max_running=4, keep_gathered=True, group=mesh.dp_group)
+    sampler = Sampler(model, device=device, cache_tokens=2048, max_running=4, keep_gathered=True, is_dealt=True)
     requests = [SampleRequest(tuple(range(5 * count)), 7 * count, seed=count) for count in range(1, 10)]
     for number in range(3):
         results = sampler.run(requests)

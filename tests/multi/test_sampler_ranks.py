@@ -48,7 +48,7 @@ def outcome(layout: str, keep_gathered: bool = False, is_dealt: bool = False) ->
         cache_tokens=512,
         max_step_tokens=30,
         keep_gathered=keep_gathered,
-        group=placed.mesh.dp_group if is_dealt else None,
+        is_dealt=is_dealt,
     )
     collectives, num_tokens = [], []
     hook = model.register_forward_pre_hook(lambda module, inputs: num_tokens.append(len(inputs[0])))

@@ -61,7 +61,6 @@ from xorl.server.operations import (
     UnloadModel,
 )
 from xorl.server.worker.adapters import AdapterModels
-from xorl.server.worker.operations import Worker
 from xorl.train.build import build_engine
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from xorl.server.channel import BlockingServer, ChannelClient
 from xorl.server.messages import Done, Health, HealthResult, Result, ShutDown, Shutdown, Work
 from xorl.server.names import CheckpointRef
 from xorl.server.operations import (
+    BaseSampler,
     CheckpointSampler,
     CreateModel,
     Failure,
@@ -35,6 +37,7 @@ from xorl.server.operations import (
     SaveWeightsForSampler,
     UnloadModel,
 )
+from xorl.server.together import GRACE_S
 from xorl.server.worker import serve
 from xorl.server.worker.base import build_base
 from xorl.server.worker.operations import Worker
@@ -279,6 +282,45 @@ def test_a_step_that_fails_on_one_rank_leaves_the_model_on_none(kind: str, tmp_p
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     """Whether models have the same values."""
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(("kind", "fails"), [("full", "_compute"), ("lora", "_advance"), ("full", "submit")])
+def test_samples_that_one_rank_cannot_draw_fail_on_all_at_once(
+    kind: str, fails: str, tmp_path: Path, run_ranks
+) -> None:
+    # Catches ranks that wait for one that failed alone, a client that is not told why, and samples with their tokens.
+    samples = [Sample(BaseSampler(), datum(4, seed).tokens, max_tokens=5, ignore_end=True) for seed in (1, 2)]
+
+    def run() -> tuple[list[Result], float]:
+        worker = make(tmp_path, kind, **shards(2))
+        wanted = ask(worker, *samples)
+        sampler = worker.sampling._sampler
+        method = getattr(sampler, fails)
+        read = worker._read_sample
+
+        def read_and_break(operation: Sample, operation_id: str) -> object:
+            # What is asked of the sampler from here on is what the request is computed with.
+            found = read(operation, operation_id)
+            setattr(sampler, fails, failing_once_done(method))
+            return found
+
+        if runtime.global_rank() == 1:
+            worker._read_sample = read_and_break  # pyright: ignore[reportAttributeAccessIssue]
+        start = time.monotonic()
+        failed = ask(worker, samples[1])
+        seconds = time.monotonic() - start
+        worker._read_sample = read
+        setattr(sampler, fails, method)
+        assert ask(worker, *samples) == wanted
+        return [*wanted, *failed], seconds
+
+    for results, seconds in run_ranks(run, 2):
+        *wanted, failed = results
+        assert all(isinstance(result, SampleResult) for result in wanted)
+        assert isinstance(failed, Failure)
+        assert (failed.status, "a broken disk" in failed.message) == (500, True)
+        assert seconds < GRACE_S / 10
 
 
 @pytest.mark.multi

@@ -27,6 +27,7 @@ from xorl.server.sampler.growth import Growth
 from xorl.server.sampler.request import Sample, SampleRequest, SampleResult, TopLogprobs
 from xorl.server.sampler.schedule import Continuation, Piece, Schedule
 from xorl.server.sampler.score import PromptScores
+from xorl.server.together import all_or_none
 
 # Tokens of a block: few enough that little of the last block is unused, many enough that tables are short.
 BLOCK_SIZE = 16
@@ -54,7 +55,7 @@ class Sampler:
         max_step_tokens: the most tokens that one step computes: longer prompts take several.
         keep_gathered: leave sharded parameters gathered from step to step, so that only the first step gathers them.
             They take the memory of the whole model until `forget` or training frees it.
-        group: the ranks over which requests are distributed in turn, each computed by one rank; without it, all ranks
+        is_dealt: deal requests to the ranks in turn, so that one rank computes each of them; without it, all ranks
             compute all requests.
         bank: the adapters of requests; None if they have none. An adapter may be removed, and another one get its name,
             once its requests are finished or cancelled and `weights_changed` was called for it.
@@ -69,7 +70,7 @@ class Sampler:
         max_running: int = 256,
         max_step_tokens: int = 8192,
         keep_gathered: bool = False,
-        group: dist.ProcessGroup | None = None,
+        is_dealt: bool = False,
         bank: AdapterBank | None = None,
     ) -> None:
         for name, value in (("max_running", max_running), ("max_step_tokens", max_step_tokens)):
@@ -83,8 +84,8 @@ class Sampler:
         self._decoder = decoder
         self._device = device
         self._keep_gathered = keep_gathered
-        self._group = group
-        self._rank, self._num_ranks = (0, 1) if group is None else (group.rank(), group.size())
+        self._is_dealt = is_dealt
+        self._rank, self._num_ranks = (dist.get_rank(), dist.get_world_size()) if is_dealt else (0, 1)
         self._bank = bank
         self._pool = BlockPool(cache_tokens // BLOCK_SIZE, BLOCK_SIZE)
         self._limit, self._limited_by = _limit(decoder.config, self._pool.num_blocks * BLOCK_SIZE)
@@ -133,19 +134,19 @@ class Sampler:
         return request_id
 
     def step(self) -> list[SampleResult]:
-        """Run one planned pass; returns the results of the requests that it finished, none without requests."""
+        """Run one planned pass; returns the results of the requests that it finished, none without requests.
+
+        If it fails on one of the ranks that requests are dealt to, it fails on all of them. They must then cancel all
+        requests, since some ranks may have finished theirs.
+        """
         if not self._pending:
             return []
-        pieces = self._schedule.plan()
-        # The tokens of an adapter must be adjacent.
-        pieces.sort(key=_adapter_order)
         try:
-            drawn = self._compute(pieces)
+            finished = self._exchange() if self._is_dealt else self._finished()
         except BaseException:
             # Blocks already have keys for tokens that were not computed.
             self.forget()
             raise
-        finished = self._exchange(self._advance(pieces, drawn))
         for result in finished:
             self._pending.pop(result.request_id)
         return finished
@@ -164,6 +165,12 @@ class Sampler:
         for continuation in self._pending.pop(request_id, []):
             self._schedule.remove(continuation)
         self._scores.pop(request_id, None)
+
+    def cancel_all(self) -> None:
+        """Forget every request; on several ranks, also after they have not all made the same calls."""
+        for request_id in list(self._pending):
+            self.cancel(request_id)
+        self._request_ids = count()
 
     def weights_changed(self, version: int, adapter: str | None = None) -> None:
         """Declare that an adapter's weights (None: the model's) have changed, and name their new version.
@@ -207,6 +214,24 @@ class Sampler:
         if request.adapter is not None and (self._bank is None or request.adapter not in self._bank.names):
             known = ", ".join(map(repr, self._bank.names if self._bank is not None else ()))
             raise ValueError(f"adapter: there is no {request.adapter!r}; there are {known or 'none'}")
+
+    def _finished(self) -> list[SampleResult]:
+        """A step of this rank: the results of the requests that it finished here."""
+        pieces = self._schedule.plan()
+        # The tokens of an adapter must be adjacent.
+        pieces.sort(key=_adapter_order)
+        return self._advance(pieces, self._compute(pieces))
+
+    def _exchange(self) -> list[SampleResult]:
+        """A step of every rank: the results that all have, in the order of their ids."""
+        with all_or_none("a step of the sampler") as num_finished:
+            finished = self._finished()
+            num_finished.number += len(finished)
+        if not num_finished.number:
+            return []
+        by_rank: list[list[SampleResult]] = [[] for _ in range(self._num_ranks)]
+        dist.all_gather_object(by_rank, finished)
+        return sorted(chain.from_iterable(by_rank), key=lambda result: result.request_id)
 
     def _root(self, adapter: str | None) -> bytes:
         return repr((adapter, self._num_changes[None], self._num_changes[adapter])).encode()
@@ -277,18 +302,6 @@ class Sampler:
                 self._bank.activate([(None, 1)])
             layout = SequenceLayout.from_lengths([1], self._device)
             self._model.forward(torch.zeros(1, dtype=torch.int64, device=self._device), layout)
-
-    def _exchange(self, finished: list[SampleResult]) -> list[SampleResult]:
-        """The results of all ranks, in the order of their ids."""
-        if self._group is None:
-            return finished
-        num_finished = torch.tensor(len(finished), device=self._device)
-        dist.all_reduce(num_finished, group=self._group)
-        if not num_finished:
-            return []
-        by_rank: list[list[SampleResult]] = [[] for _ in range(self._num_ranks)]
-        dist.all_gather_object(by_rank, finished, group=self._group)
-        return sorted(chain.from_iterable(by_rank), key=lambda result: result.request_id)
 
     def _read(
         self, hidden: Tensor, weight: Tensor, pieces: Sequence[Piece], offsets: Sequence[int]

@@ -14,9 +14,9 @@ from xorl.ckpt import JSON, Checkpointer, CheckpointError, Manifest, Stateful, i
 from xorl.core.runtime import rng_state, set_rng_state
 from xorl.server.names import CheckpointKind, CheckpointRef, checkpoint_folder
 from xorl.server.operations import Saved
+from xorl.server.together import all_or_none
 from xorl.server.worker.base import Base
 from xorl.server.worker.models import SERVICE, Models, UnknownName
-from xorl.server.worker.together import all_or_none
 from xorl.train.export.folder import AdapterExport, ModelExport
 
 logger = logging.getLogger(__name__)

@@ -45,6 +45,7 @@ from xorl.server.operations import (
     UnloadModel,
 )
 from xorl.server.sampler import SampleRequest
+from xorl.server.together import all_or_none, gather_numbers
 from xorl.server.worker.adapters import AdapterModels
 from xorl.server.worker.base import Base
 from xorl.server.worker.calls import Call, read_call
@@ -54,7 +55,6 @@ from xorl.server.worker.models import Models, UnknownName, source_name
 from xorl.server.worker.passes import PassRunner
 from xorl.server.worker.sampling import Sampling
 from xorl.server.worker.syncing import Syncing
-from xorl.server.worker.together import all_or_none, gather_numbers
 
 logger = logging.getLogger(__name__)
 

@@ -28,9 +28,9 @@ from xorl.core.loss import (
 from xorl.data import PackedBatch
 from xorl.server.batching import Assignment, Example, Layout, assign, in_datum_order, rows_of
 from xorl.server.operations import LossResult
+from xorl.server.together import all_or_none, gather_rows
 from xorl.server.worker.base import Base
 from xorl.server.worker.calls import Call, result_of
-from xorl.server.worker.together import all_or_none, gather_rows
 from xorl.train.engine import OnOutput
 
 Row = Sequence[tuple[str, PackedBatch]]

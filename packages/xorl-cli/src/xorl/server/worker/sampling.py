@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from itertools import chain, islice
 
@@ -31,10 +32,10 @@ from xorl.server.operations import (
 from xorl.server.sampler import Sampler, SampleRequest, cache_bytes_per_token
 from xorl.server.sampler import SampleResult as Sampled
 from xorl.server.sampler import TopLogprobs as Likeliest
+from xorl.server.together import all_or_none
 from xorl.server.worker.base import Base
 from xorl.server.worker.checkpoints import SavedModels
 from xorl.server.worker.models import Models
-from xorl.server.worker.together import all_or_none
 
 # Of a device's memory, the share that the cache of keys and values may take; and never more than so many contexts.
 CACHE_SHARE = 0.1
@@ -50,14 +51,13 @@ class Sampling:
         self._base = base
         self._models = models
         self._saved = saved
-        mesh = base.mesh
         self._sampler = Sampler(
             base.model,
             device=base.device,
             cache_tokens=base.config.sampler_cache_tokens or _cache_tokens(base),
             # Else every token of every sample would gather the whole model again. Training frees it.
             keep_gathered=True,
-            group=mesh.dp_group if mesh.dp_size > 1 else None,
+            is_dealt=base.place.world_size > 1,
             bank=bank,
         )
         self._has_gathered = False
@@ -122,26 +122,29 @@ class Sampling:
         )
 
     def run(self, requests: Sequence[SampleRequest], sources: Sequence[str | None]) -> list[SampleResult | Failure]:
-        """The results of requests that can be sampled together; collective.
+        """The results of requests that can be sampled together; collective. If it fails on any rank, it fails on all.
 
         If a model computes NaN, its own requests fail, and no others.
         """
-        with self._models.sampling(sources):
-            if not self._models.samples_together and sources[0] != self._current:
-                self.changed()
-                self._current = sources[0]
-            self._has_gathered = True
-            # The sampler deals them to the ranks in turn: where these are more than the requests, some would have none.
-            shared = [_shares(request, self._base.mesh.dp_size // len(requests)) for request in requests]
-            pending: list[int] = []
+        if not self._models.samples_together and sources[0] != self._current:
+            self.changed()
+            self._current = sources[0]
+        self._has_gathered = True
+        with ExitStack() as entered:
             try:
-                pending.extend(self._sampler.submit(share) for share in chain.from_iterable(shared))
+                # It may fail here alone; others must not begin to step then.
+                with all_or_none("preparing to sample"):
+                    entered.enter_context(self._models.sampling(sources))
+                    # The sampler deals them to the ranks in turn: where these are more than the requests, some would
+                    # have none.
+                    max_shares = self._base.place.world_size // len(requests)
+                    shared = [_shares(request, max_shares) for request in requests]
+                    pending = [self._sampler.submit(share) for share in chain.from_iterable(shared)]
                 found: dict[int, Sampled] = {}
                 while self._sampler.num_pending:
                     found |= {result.request_id: result for result in self._sampler.step()}
             except BaseException:
-                for request_id in pending:
-                    self._sampler.cancel(request_id)
+                self._sampler.cancel_all()
                 self._sampler.forget()
                 self._base.model.recover()
                 raise

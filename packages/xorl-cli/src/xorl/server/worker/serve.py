@@ -11,8 +11,8 @@ from xorl.core.runtime import GarbageCollection
 from xorl.server.channel import BlockingServer
 from xorl.server.messages import Done, Result, ShutDown, Work
 from xorl.server.operations import Failure
+from xorl.server.together import broadcast_bytes
 from xorl.server.worker.operations import Worker
-from xorl.server.worker.together import broadcast_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NoReturn
 
 import numpy as np
@@ -32,15 +33,23 @@ class FailedElsewhere(RuntimeError):
     """Another rank failed in what this one did."""
 
 
+@dataclass
+class Sum:
+    """A number that each rank adds to in the body of `all_or_none`; after it, what all of them have added."""
+
+    number: int = 0
+
+
 @contextmanager
-def all_or_none(what: str) -> Iterator[None]:
+def all_or_none(what: str) -> Iterator[Sum]:
     """Collective at its end: if the body raised on any rank, raise on every rank, its own error or FailedElsewhere.
 
     If the ranks do not reach that end together, the process exits: nothing can go on after half a collective.
     """
     error: Exception | None = None
+    total = Sum()
     try:
-        yield
+        yield total
     except Exception as caught:  # noqa: BLE001 - a rank is a process: the others must be told, whatever it was
         error = caught
     if dist.get_world_size() == 1:
@@ -48,11 +57,12 @@ def all_or_none(what: str) -> Iterator[None]:
             raise error
         return
     watchdog = None if error is None else _end_unless_cancelled(what, error)
-    has_failed = torch.tensor([error is not None], dtype=torch.int32)
+    sums = torch.tensor([error is not None, total.number], dtype=torch.int64)
     reports: list[str | None] = []
     try:
-        dist.all_reduce(has_failed, dist.ReduceOp.MAX)
-        if has_failed.item():
+        dist.all_reduce(sums)
+        num_failed, total.number = sums.tolist()
+        if num_failed:
             reports = [json.loads(text) for text in all_gather_text(json.dumps(None if error is None else str(error)))]
     except RuntimeError as parted:
         # A rank is gone. That is no failure of the operation that a client should be told of.
@@ -61,7 +71,7 @@ def all_or_none(what: str) -> Iterator[None]:
         watchdog.cancel()
     if error is not None:
         raise error
-    if has_failed.item():
+    if num_failed:
         told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(reports) if text is not None)
         raise FailedElsewhere(f"{what} failed on other ranks: {told}")
 
