@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from xorl.server.channel import private_ipc_address, remove_private
+from xorl.config.temporary import temporary_folder
 
 
 @contextmanager
 def ipc_address(name: str) -> Iterator[str]:
-    """A new `private_ipc_address`, whose folder goes at the end."""
-    address = private_ipc_address(name)
-    try:
-        yield address
-    finally:
-        remove_private(address)
+    """A new address in a private folder, which goes at the end."""
+    with temporary_folder() as folder:
+        yield f"ipc://{folder.path / name}"

@@ -5,10 +5,9 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ import pytest
 from ports import free_port
 from xorl.cli.failures import failure_of, report
 from xorl.cli.launch import LaunchFlags, LaunchPlan, launch, plan_launch
-from xorl.cli.rank_folder import rank_folder
 from xorl.cli.signals import CLEAN_UP_S
 
 TINY_RANK = str(Path(__file__).with_name("tiny_rank.py"))
@@ -248,43 +246,6 @@ def test_a_rank_stops_when_its_launcher_is_killed(mode: str, tmp_path: Path) -> 
                 return
             assert time.monotonic() < deadline
             time.sleep(0.05)
-
-
-KEEPER = """
-import sys, time
-from pathlib import Path
-from xorl.cli.rank_folder import *
-with kept_for_rank(Path(sys.argv[1])) if sys.argv[1:] else rank_folder() as kept:
-    print(kept, flush=True)
-    time.sleep(60)
-"""
-
-
-def test_the_folder_of_a_killed_launcher_goes_with_the_next_one_once_no_rank_has_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Would catch folders that pile up, and one that is taken from a job that runs or from a rank that still saves.
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with ExitStack() as stack:
-
-        def keep(*arguments: str) -> tuple[subprocess.Popen[str], str]:
-            command = [sys.executable, "-c", KEEPER, *arguments]
-            keeper = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-            stack.callback(keeper.kill)
-            assert keeper.stdout is not None
-            return keeper, keeper.stdout.readline().strip()
-
-        launcher, folder = keep()
-        rank, parent = keep(f"{folder}/notes")
-        assert parent == str(launcher.pid)
-        for keeper, is_left in ((None, True), (launcher, True), (rank, False)):
-            if keeper is not None:
-                keeper.kill()
-                keeper.wait()
-            with rank_folder() as own:
-                assert set(tmp_path.glob("xorl_ranks_*")) == ({own, Path(folder)} if is_left else {own})
-    assert not list(tmp_path.glob("xorl_ranks_*"))
 
 
 @pytest.mark.multi

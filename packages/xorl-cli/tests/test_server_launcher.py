@@ -1,13 +1,11 @@
 """The launcher: what it refuses before anything starts, who is started again, and that nothing is left behind."""
 
-import json
 import os
 import signal
 import socket
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -160,7 +158,7 @@ def test_one_service_has_an_output_folder(tmp_path: Path) -> None:
     folder = tmp_path / "out" / "service"
     folder.mkdir(parents=True)
     with launcher.hold_folder(folder) as lock:
-        lock.write(f"{os.getpid()} http://127.0.0.1:5555 /tmp/x\n")
+        lock.write(f"{os.getpid()} http://127.0.0.1:5555\n")
         lock.flush()
         with pytest.raises(ValueError, match=r"output_dir: another service has .*http://127.0.0.1:5555"):
             launcher.hold_folder(folder)
@@ -175,38 +173,17 @@ def test_an_output_folder_that_cannot_be_is_named(tmp_path: Path) -> None:
         service_folder(config)
 
 
-def test_what_a_killed_launcher_left_is_waited_for_and_removed(tmp_path: Path, monkeypatch) -> None:
+def test_the_processes_of_a_killed_launcher_are_waited_for(tmp_path: Path) -> None:
     # Would catch a service that is started again at once, and meets the last one's processes on its journal and port.
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    left = tmp_path / "xorl-service-abc"
-    left.mkdir()
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     with launcher.hold_folder(tmp_path) as lock:
-        lock.write(f"{ended.pid} http://127.0.0.1:5555 {left}\n")
+        lock.write(f"{ended.pid} http://127.0.0.1:5555\n")
         lock.flush()
         child = toy("import time; time.sleep(1)", held=(lock.fileno(),))
         child.start()
     launcher.hold_folder(tmp_path).close()
-    assert (child.pid, left.exists()) == (None, False)
-
-
-def test_the_socket_that_killed_workers_left_is_removed_by_the_next_ones(tmp_path: Path, monkeypatch) -> None:
-    # Would catch a folder more in the temporary one for each time that workers started by hand are killed.
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    config = loaded(tmp_path).config
-    file = workers_file(config)
-    assert file is not None
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    others = tmp_path / "xorl-service-abc"
-    others.mkdir()
-    for pid, stays in ((os.getpid(), True), (ended.pid, False)):
-        address = bind_address(config, num_hosts=1)
-        for left in (address, f"ipc://{others}/workers"):
-            file.write_text(json.dumps({"address": left, "has_keys": False, "pid": pid}))
-            publish(config, "ipc:///tmp/x")
-        assert (Path(address.removeprefix("ipc://")).parent.exists(), others.exists()) == (stays, True)
+    assert child.pid is None
 
 
 def test_the_plan_is_what_is_started(tmp_path: Path) -> None:
@@ -271,7 +248,7 @@ def test_a_model_that_is_none_is_named_before_anything_starts(tmp_path: Path, te
 def test_workers_beyond_this_machine_have_keys(tmp_path: Path) -> None:
     # Would catch a socket that takes work from anybody on the network.
     config = loaded(tmp_path).config
-    address = bind_address(config, num_hosts=2)
+    address = bind_address(config, None)
     assert address == "tcp://0.0.0.0:5556"
     keys = channel_keys(config, address)
     assert keys is not None

@@ -106,7 +106,7 @@ def test_workers_that_are_started_again_are_found_and_hold_the_models(tmp_path: 
     service = launch(tmp_path, QUICKSTART, ("--mode", "connect"), {"data_parallel_replicate_size": 1})
     file = service.output_dir / "service" / "workers.json"
     file.parent.mkdir(parents=True)
-    file.write_text(json.dumps({"address": f"ipc://{tmp_path}/gone", "has_keys": False, "pid": 1}))
+    file.write_text(json.dumps({"address": f"ipc://{tmp_path}/gone", "has_keys": False}))
     first = start_workers(service, 1)
     service.start()
     folder = Path(json.loads(file.read_text())["address"].removeprefix("ipc://")).parent

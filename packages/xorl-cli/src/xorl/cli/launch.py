@@ -14,7 +14,7 @@ from types import FrameType
 
 from xorl.cli.exit_codes import BY_SIGNAL, meaning_of
 from xorl.cli.failures import Failure, failure_of, noted_pids, noted_stop, report
-from xorl.cli.rank_folder import NOTES, rank_folder
+from xorl.config.temporary import temporary_folder
 
 DEFAULT_PORT = 29500  # torchrun's
 RANK_FOLDER_FLAG = "--rank-folder"
@@ -135,8 +135,7 @@ def launch(plan: LaunchPlan, command: Sequence[str], *, rank_folder_flag: str = 
     _quieten_launcher()
     if plan.nproc_per_node > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, so that ranks do not fight over cores
-    with rank_folder() as folder:
-        notes = folder / NOTES
+    with temporary_folder() as (notes, _):
         config = LaunchConfig(
             min_nodes=plan.nnodes,
             max_nodes=plan.nnodes,
@@ -147,7 +146,7 @@ def launch(plan: LaunchPlan, command: Sequence[str], *, rank_folder_flag: str = 
             rdzv_endpoint=plan.rdzv_endpoint,
             rdzv_configs={} if plan.node_rank is None else {"rank": plan.node_rank},
             max_restarts=0,
-            logs_specs=DefaultLogsSpecs(log_dir=str(folder / "records")),
+            logs_specs=DefaultLogsSpecs(log_dir=str(notes / "records")),
             local_addr="localhost" if plan.is_standalone else None,
             signals_to_handle=",".join(number.name for number in LEFT_TO_TORCH),
         )

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from xorl.cli.exit_codes import BY_SIGNAL, OK, code_of, first_of, text_of
 from xorl.cli.failures import note_interruption, note_pid, note_stop, peer_has_failed, write_record
-from xorl.cli.rank_folder import kept_for_rank
 from xorl.cli.signals import leaving_failed_peers, stopping_with_parent, terminable
+from xorl.config.temporary import kept
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def run_rank(run: Callable[[], int], environment: RankEnvironment, *, folder: Pa
         with terminable(), leaving_failed_peers(lambda: peer_has_failed(environment.error_file)):
             if folder is None:
                 return run()
-            with kept_for_rank(folder) as launcher:
+            with kept(folder) as launcher:
                 note_pid(folder, environment.rank)
                 with stopping_with_parent(launcher):
                     code = run()

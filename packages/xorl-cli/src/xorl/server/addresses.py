@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import socket
 import time
 from pathlib import Path
 
 from xorl.config import ServerConfig
-from xorl.server.channel import ChannelKeys, check_address, private_ipc_address, remove_private
-from xorl.server.process import is_running
+from xorl.server.channel import ChannelKeys, check_address
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +37,15 @@ def service_folder(config: ServerConfig) -> Path:
     return folder
 
 
-def bind_address(config: ServerConfig, *, num_hosts: int) -> str:
-    """Where the first worker listens: an ipc socket in a new private folder where all workers are on one host."""
+def bind_address(config: ServerConfig, folder: Path | None) -> str:
+    """Where the first worker listens: an ipc socket in this private folder where all workers are on one host.
+
+    folder: None where they are on several hosts.
+    """
     if config.worker_bind_address != "auto":
         return config.worker_bind_address
-    if num_hosts == 1:
-        return private_ipc_address("workers")
+    if folder is not None:
+        return f"ipc://{folder / 'workers'}"
     return f"tcp://{config.worker_bind_host}:{config.worker_bind_port}"
 
 
@@ -72,27 +73,13 @@ def channel_keys(config: ServerConfig, address: str) -> ChannelKeys | None:
 
 
 def publish(config: ServerConfig, address: str) -> None:
-    """Tell a launcher that connects where the first worker, this process, listens, and whether with keys.
-
-    The socket's folder of the worker before it is removed where that was killed.
-    """
+    """Tell a launcher that connects where the first worker, this process, listens, and whether with keys."""
     file = service_folder(config) / WORKERS_FILE
-    _remove_left(file, address)
     fresh = file.with_suffix(".tmp")
     has_keys = channel_keys(config, address) is not None
-    place = {"address": reachable(address, socket.gethostname()), "has_keys": has_keys, "pid": os.getpid()}
+    place = {"address": reachable(address, socket.gethostname()), "has_keys": has_keys}
     fresh.write_text(json.dumps(place))
     fresh.replace(file)
-
-
-def _remove_left(file: Path, address: str) -> None:
-    try:
-        left = json.loads(file.read_text())
-        if left["address"] != address and not is_running(left["pid"]):
-            remove_private(left["address"])
-    except (OSError, ValueError, KeyError, TypeError):
-        # There was none, or its file was not written whole.
-        return
 
 
 def workers_file(config: ServerConfig) -> Path | None:
@@ -109,7 +96,7 @@ def connect_address(config: ServerConfig, timeout_s: float) -> tuple[str, bool]:
     """
     file = workers_file(config)
     if file is None:
-        bound = bind_address(config, num_hosts=2)
+        bound = bind_address(config, None)
         return reached_from_here(config, bound), channel_keys(config, bound) is not None
     deadline = time.monotonic() + timeout_s
     while not file.exists():

@@ -12,11 +12,9 @@ import errno
 import logging
 import os
 import secrets
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -34,6 +32,7 @@ from xorl.config.lock import lock_within
 from xorl.config.overrides import split_overrides
 from xorl.config.server import TOKEN_PREFIX
 from xorl.config.show import show
+from xorl.config.temporary import temporary_folder
 from xorl.server.addresses import (
     KEYS_FILE,
     bind_address,
@@ -43,7 +42,6 @@ from xorl.server.addresses import (
     service_folder,
     workers_file,
 )
-from xorl.server.channel import remove_private
 from xorl.server.channel.wire import is_loopback
 from xorl.server.process import GRACE_S, begin_process, is_running
 from xorl.server.supervise import BAD_INPUT, ProcessFailed, Supervised
@@ -57,7 +55,6 @@ DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 5555  # to which xorl-client connects by default
 TOKEN_FILE = "api_token"
 LOCK_FILE = "lock"
-RUN_FOLDER = "xorl-service-"
 LOOK_EVERY_S = 0.1
 HEALTH_EVERY_S = 0.5
 SAVE_S = 1800.0  # for the orchestrator to save every model
@@ -140,17 +137,16 @@ def serve(path: Path, overrides: Sequence[str], *, mode: Mode, api_host: str, ap
         lock = stack.enter_context(hold_folder(service_folder(loaded.config)))
         check_listening("--api", api_host, api_port)
         loaded, told = with_token(loaded, api_host)
-        folder = Path(tempfile.mkdtemp(prefix=RUN_FOLDER))
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        folder = stack.enter_context(temporary_folder())
         check_model(loaded.config)
-        config_file = folder / "config.yaml"
+        config_file = folder.path / "config.yaml"
         config_file.touch(mode=0o600)
         config_file.write_text(show(loaded, with_secrets=True), encoding="utf-8")
         gpus = count_gpus() if mode == "auto" else 0
         plan = make_plan(loaded.config, config_file, gpus, mode=mode, api_host=api_host, api_port=api_port)
-        lock.write(f"{os.getpid()} {plan.url} {folder}\n")
+        lock.write(f"{os.getpid()} {plan.url}\n")
         lock.flush()
-        return _supervise(plan, plan.processes(lock.fileno()), told)
+        return _supervise(plan, plan.processes(lock.fileno(), folder.lock), told)
 
 
 def make_plan(
@@ -166,14 +162,10 @@ def make_plan(
                 "null, or set worker_bind_address too"
             )
         count = _count_workers(config, num_gpus)
-        bind = bind_address(config, num_hosts=1)
+        bind = bind_address(config, folder)
         if bind.startswith("tcp://"):
             host, _, port = bind.removeprefix("tcp://").rpartition(":")
             check_listening("worker_bind_address", host.strip("[]"), int(port))
-        else:
-            # Its folder would be one more to remove.
-            remove_private(bind)
-            bind = f"ipc://{folder / 'workers'}"
         address = reached_from_here(config, bind)
         has_keys = channel_keys(config, bind) is not None
     else:
@@ -241,8 +233,8 @@ def with_token(loaded: LoadedServerConfig, api_host: str) -> tuple[LoadedServerC
 def hold_folder(folder: Path) -> IO[str]:
     """Holds output_dir for this service: two would each write what the other does not know of.
 
-    The processes of the service hold it with the launcher. Those of one that was killed are waited for, and what it
-    left in the temporary folder is removed. Raises ValueError where another service runs.
+    The processes of the service hold it with the launcher, and those of one that was killed are waited for. Raises
+    ValueError where another service runs.
     """
     file = (folder / LOCK_FILE).open("a+", encoding="utf-8")
 
@@ -266,27 +258,22 @@ def hold_folder(folder: Path) -> IO[str]:
     except ValueError:
         file.close()
         raise
-    holder = _holder(file)
-    left = Path(tempfile.gettempdir()) / Path("" if holder is None else holder.folder).name
-    if left.name.startswith(RUN_FOLDER):
-        shutil.rmtree(left, ignore_errors=True)
     file.truncate(0)
     return file
 
 
 class Holder(NamedTuple):
-    """Who has an output_dir: the launcher's process, where its API is, and its private folder."""
+    """Who has an output_dir: the launcher's process, and where its API is."""
 
     pid: int
     url: str
-    folder: str
 
 
 def _holder(file: IO[str]) -> Holder | None:
     """What the lock says, if its holder has come to writing it."""
     file.seek(0)
     parts = file.read().split()
-    return Holder(int(parts[0]), parts[1], parts[2]) if len(parts) == len(Holder._fields) else None
+    return Holder(int(parts[0]), parts[1]) if len(parts) == len(Holder._fields) else None
 
 
 def _count_workers(config: ServerConfig, gpus: int) -> int:

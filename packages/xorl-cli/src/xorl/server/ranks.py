@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import tempfile
 import uuid
 from collections.abc import Sequence
 
@@ -17,6 +16,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from xorl.config.temporary import temporary_folder
 from xorl.server.process import PARENT_VARIABLE
 
 BY_SIGNAL = 128
@@ -32,7 +32,7 @@ def run(num_ranks: int, arguments: Sequence[str]) -> int:
         # As torchrun does, so that ranks do not fight over cores.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ[PARENT_VARIABLE] = str(os.getpid())
-    with tempfile.TemporaryDirectory(prefix="xorl_ranks_") as records:
+    with temporary_folder() as folder:
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -42,7 +42,7 @@ def run(num_ranks: int, arguments: Sequence[str]) -> int:
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
             max_restarts=0,
-            logs_specs=DefaultLogsSpecs(log_dir=records),
+            logs_specs=DefaultLogsSpecs(log_dir=str(folder.path)),
             local_addr="localhost",
         )
         try:

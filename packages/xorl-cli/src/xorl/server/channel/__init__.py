@@ -10,8 +10,6 @@ from xorl.server.channel.wire import (
     PeerLost,
     VersionMismatch,
     check_address,
-    private_ipc_address,
-    remove_private,
 )
 
 __all__ = [
@@ -25,6 +23,4 @@ __all__ = [
     "Received",
     "VersionMismatch",
     "check_address",
-    "private_ipc_address",
-    "remove_private",
 ]

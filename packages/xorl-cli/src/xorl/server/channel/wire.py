@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import shutil
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -24,7 +21,6 @@ from xorl.server.messages import PROTOCOL_VERSION
 Kind = Literal["request", "answer", "refusal", "ping", "pong"]
 # sockaddr_un has room for 108 bytes with the closing zero.
 MAX_IPC_PATH_BYTES = 107
-_IPC_FOLDER = "xorl-socket-"
 
 
 class ChannelError(RuntimeError):
@@ -112,21 +108,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def private_ipc_address(name: str) -> str:
-    """A new ipc address in a new folder that only this user may enter, until `remove_private`."""
-    folder = Path(tempfile.mkdtemp(prefix=_IPC_FOLDER))
-    address = f"ipc://{folder / name}"
-    check_address(address, None)
-    return address
-
-
-def remove_private(address: str) -> None:
-    """Remove the folder of a `private_ipc_address`, this process's or another's; of any other address, nothing."""
-    name = Path(address.removeprefix("ipc://")).parent.name
-    if address.startswith("ipc://") and name.startswith(_IPC_FOLDER):
-        shutil.rmtree(Path(tempfile.gettempdir()) / name, ignore_errors=True)
 
 
 def new_socket(context: zmq.asyncio.Context, kind: int, limits: Limits) -> zmq.asyncio.Socket:

@@ -7,20 +7,22 @@ configuration does, and the launcher is told to connect.
 from __future__ import annotations
 
 import argparse
-import atexit
 import logging
 import os
+import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from xorl.config import ServerConfig, load_server_config
 from xorl.config.overrides import split_overrides
+from xorl.config.temporary import temporary_folder
 from xorl.core import runtime
 from xorl.server.addresses import bind_address, channel_keys, publish
-from xorl.server.channel import BlockingServer, ChannelKeys, remove_private
+from xorl.server.channel import BlockingServer, ChannelKeys
 from xorl.server.messages import Work
 from xorl.server.process import begin_process
 from xorl.server.supervise import BAD_INPUT
@@ -61,22 +63,24 @@ def run(config: ServerConfig, address: str, keys: ChannelKeys | None) -> None:
     runtime.shutdown()
 
 
-def remove_at_end(address: str) -> None:
-    """Removes a private address's folder when this process ends in order: by itself, or by SIGTERM."""
-    owner = os.getpid()
+@contextmanager
+def socket_folder() -> Iterator[Path | None]:
+    """A folder for the first worker's socket, where all are on one host; it goes also with SIGTERM."""
+    if runtime.num_hosts() > 1:
+        yield None
+        return
+    with temporary_folder() as folder:
+        owner = os.getpid()
 
-    def remove() -> None:
-        # What it forks inherits this.
-        if os.getpid() == owner:
-            remove_private(address)
+        def end(number: int, frame: object) -> None:
+            # What it forks inherits this.
+            if os.getpid() == owner:
+                shutil.rmtree(folder.path, ignore_errors=True)
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
-    def end(number: int, frame: object) -> None:
-        remove()
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-
-    atexit.register(remove)
-    signal.signal(signal.SIGTERM, end)
+        signal.signal(signal.SIGTERM, end)
+        yield folder.path
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -95,10 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if flags.bind is not None:
             run(config, flags.bind, None if flags.keys is None else ChannelKeys.load(flags.keys))
         elif runtime.global_rank() == 0:
-            address = bind_address(config, num_hosts=runtime.num_hosts())
-            if address.startswith("ipc://"):
-                remove_at_end(address)
-            run(config, address, channel_keys(config, address))
+            with socket_folder() as folder:
+                address = bind_address(config, folder)
+                run(config, address, channel_keys(config, address))
         else:
             run(config, "", None)
     except ValueError as error:
