@@ -14,6 +14,7 @@ from xorl.server.operations import LoraSpec
 from xorl.server.orchestrator import catalogue, waiting
 from xorl.server.orchestrator.calls import RECOVERY_PREFIX
 from xorl.server.orchestrator.catalogue import Found
+from xorl.server.orchestrator.commit import JournalError
 from xorl.server.orchestrator.door import Door
 from xorl.server.orchestrator.registry import CheckpointRecord, ModelRecord, checkpoint_key, dropped, stored
 from xorl.server.orchestrator.release import recovery_save
@@ -87,12 +88,16 @@ async def delete_expired(state: State, door: Door, now: float) -> None:
         if state.registry.checkpoints.get(record.key) is not record:
             # Another one was saved in its place while those before it were deleted.
             continue
-        answer = await delete_checkpoint(state, door, DeleteCheckpoint(record.checkpoint))
-        logger.info("event=expired checkpoint=%s answer=%r", record.checkpoint.uri("xorl"), answer)
-        if isinstance(answer, Rejected) and answer.status == 404:
-            # Somebody was faster.
-            state.registry.checkpoints.pop(record.key, None)
-            await state.journal.put([dropped(record)])
+        try:
+            answer = await delete_checkpoint(state, door, DeleteCheckpoint(record.checkpoint))
+            logger.info("event=expired checkpoint=%s answer=%r", record.checkpoint.uri("xorl"), answer)
+            if isinstance(answer, Rejected) and answer.status == 404:
+                # Somebody was faster.
+                state.registry.checkpoints.pop(record.key, None)
+                await state.journal.put([dropped(record)])
+        except (JournalError, OSError) as problem:
+            # It is tried again, and keeps no other one.
+            logger.error("event=not_expired checkpoint=%s why=%r", record.checkpoint.uri("xorl"), str(problem))
 
 
 async def set_ttl(state: State, ask: SetCheckpointTtl) -> Ok | Rejected:

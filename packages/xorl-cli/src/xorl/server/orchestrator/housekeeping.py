@@ -13,6 +13,7 @@ from xorl.server.orchestrator.commit import JournalError
 from xorl.server.orchestrator.door import Door
 from xorl.server.orchestrator.journal import PRUNED_AT_ONCE, Retention
 from xorl.server.orchestrator.registry import dropped, stored
+from xorl.server.orchestrator.runner import stop_if_broken
 from xorl.server.orchestrator.state import State
 
 logger = logging.getLogger(__name__)
@@ -40,12 +41,16 @@ class Housekeeping:
 
     async def run(self) -> None:
         """All of it, again and again."""
-        while True:
-            await asyncio.sleep(TICK_S)
-            try:
-                await self.tick(time.time())
-            except (JournalError, OSError) as problem:
-                logger.error("event=housekeeping_failed why=%r", str(problem))
+        try:
+            while True:
+                await asyncio.sleep(TICK_S)
+                try:
+                    await self.tick(time.time())
+                except (JournalError, OSError) as problem:
+                    logger.error("event=housekeeping_failed why=%r", str(problem))
+        finally:
+            if self._expiring is not None:
+                self._expiring.cancel()
 
     async def tick(self, now: float) -> None:
         """Do everything that is due at `now`, seconds since 1970."""
@@ -64,7 +69,9 @@ class Housekeeping:
             f"the workers have been away for more than {state.workers.timeout_s:g} s, so this did not run; models that "
             "were made are kept, and are there again when the workers are"
         )
-        await state.fail(state.scheduler.drain(), Failure("server", 503, message))
+        drained = state.scheduler.drain()
+        state.doubt(ticket for ticket in drained if state.open[ticket.request_id].begun_by is not None)
+        await state.fail(drained, Failure("server", 503, message))
 
     async def _give_up_on_gaps(self, now: float) -> None:
         """Fail the requests behind a number that nobody will send: running them would leave something out."""
@@ -139,3 +146,4 @@ class Housekeeping:
         if self._expiring is None or self._expiring.done():
             # It may wait for a save, which nothing else here does.
             self._expiring = asyncio.create_task(checkpoints.delete_expired(state, self._door, now))
+            self._expiring.add_done_callback(stop_if_broken)

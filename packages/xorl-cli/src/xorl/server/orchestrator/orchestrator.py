@@ -119,7 +119,7 @@ class Orchestrator:
         logger.info("event=journal_read requests=%d bytes=%d", len(self.state.open), journal.size_bytes())
         await self.state.fail(stale, Failure("user", 410, "the model was unloaded or created anew before this ran"))
         await checkpoints.adopt(self.state)
-        await workers.start()
+        (await workers.start()).add_done_callback(stop_if_broken)
         self._server: ChannelServer[Request] = ChannelServer(
             options.api_address, Request, self.answer, limits=self._limits
         )

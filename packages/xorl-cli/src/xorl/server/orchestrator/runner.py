@@ -317,9 +317,7 @@ class Runner:
         if state.workers.are_gone:
             gone = list(tickets)
             state.scheduler.finish(gone)
-            # If they are only out of reach, they may have done it: what they hold is not what the journal has.
-            for model in filter(None, map(state.model_of, gone)):
-                model.workers = None
+            state.doubt(gone)
         kept = [ticket for ticket in tickets if ticket not in gone]
         for ticket in kept:
             state.open[ticket.request_id].is_running = False

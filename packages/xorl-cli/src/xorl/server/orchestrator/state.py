@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from xorl.server.messages import Result
@@ -138,6 +138,14 @@ class State:
         now, body = time.time(), encode(failure)
         outcomes = [Outcome(t.request_id, body, now, records=self.passed(t)) for t in ended]
         await self.end(outcomes, [failure for _ in ended])
+
+    def doubt(self, tickets: Iterable[Ticket]) -> None:
+        """Have the models of requests that are given up made again before they are used.
+
+        If the workers are only out of reach, they may have done it: what they hold is not what the journal has.
+        """
+        for model in filter(None, map(self.model_of, tickets)):
+            model.workers = None
 
     def model_of(self, ticket: Ticket) -> ModelRecord | None:
         """The model whose order a ticket keeps; None where there is none, or another has taken its id since."""

@@ -80,10 +80,11 @@ class Workers:
         """How long they may be absent."""
         return self._timeout_s
 
-    async def start(self) -> None:
-        """Begin to connect."""
+    async def start(self) -> asyncio.Task[None]:
+        """Begin to connect; returns the task that looks for them until `close`, without which they are never found."""
         await self._channel.start()
         self._watching = asyncio.create_task(self._watch())
+        return self._watching
 
     async def close(self) -> None:
         """Leave the workers alone."""

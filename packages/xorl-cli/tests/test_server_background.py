@@ -1,0 +1,69 @@
+"""What the orchestrator does beside requests, and what workers do whose answer nobody waits for any more."""
+
+import asyncio
+
+from asynchronous import in_a_loop
+from counting_workers import folded
+from orchestrated import MODEL, forward_backward, options, running, serving, step, workers
+from xorl.server.names import CheckpointRef, checkpoint_folder
+from xorl.server.operations import Failure, SaveWeights
+from xorl.server.orchestrator import catalogue
+
+
+@in_a_loop
+async def test_what_the_workers_do_for_a_request_that_was_given_up_is_not_in_its_model(tmp_path):
+    """Catches a gradient of a call of which the client was told that it did not run."""
+    chosen = options(tmp_path)
+    with workers(chosen, delay_s=0.5) as counting:
+        async with running(chosen) as client:
+            await client.begin()
+            given_up = await client.send(forward_backward(2), 3)
+            await asyncio.sleep(0.3)
+        elsewhere = options(tmp_path, worker_address=f"ipc://{tmp_path}/nobody", worker_connection_timeout_s=0.1)
+        async with running(elsewhere) as client:
+            failure = await client.result(given_up)
+            assert (failure.status, "did not run" in failure.message) == (503, True)
+        assert counting.models[MODEL].gradient == 2
+        async with running(chosen) as client:
+            await client.do(forward_backward(3), 4)
+            assert (await client.do(step(), 5)).metrics["weights"] == folded(folded(1, 1), 3)
+
+
+@in_a_loop
+async def test_a_checkpoint_that_cannot_be_removed_keeps_no_other_one(tmp_path, monkeypatch, caplog):
+    """Catches a disk that fills since the first checkpoint whose time is over cannot be removed, and nobody knows."""
+    chosen, delete = options(tmp_path), catalogue.delete
+
+    def refused(folder, checkpoint):
+        if checkpoint.name == "first":
+            raise PermissionError("the folder is another user's")
+        return delete(folder, checkpoint)
+
+    monkeypatch.setattr(catalogue, "delete", refused)
+    async with serving(chosen) as (client, _):
+        await client.begin()
+        for seq, name in ((3, "first"), (4, "second"), (5, "last")):
+            assert not isinstance(await client.do(SaveWeights(MODEL, name, ttl_s=None), seq), Failure)
+        for record in client.orchestrator.state.registry.checkpoints.values():
+            record.expires = 1.0 if record.checkpoint.name != "last" else None
+        client.orchestrator.housekeeping._pruned = 0.0
+        second = checkpoint_folder(chosen.folder, CheckpointRef(MODEL, "weights", "second"))
+        for _ in range(60):
+            if not second.exists():
+                break
+            await asyncio.sleep(0.05)
+        assert not second.exists()
+    assert "another user's" in caplog.text
+
+
+@in_a_loop
+async def test_a_service_that_looks_for_its_workers_no_more_ends(tmp_path, monkeypatch, caplog):
+    """Catches a service that says for ever that its workers are being started."""
+    stopped = asyncio.Event()
+    async with serving(options(tmp_path)) as (client, _):
+        with monkeypatch.context() as patched:
+            patched.setattr(asyncio.get_running_loop(), "stop", stopped.set)
+            await client.create()
+            client.orchestrator.state.workers._asked_health = None
+            await asyncio.wait_for(stopped.wait(), 5)
+    assert "event=orchestrator_broken" in caplog.text
