@@ -244,7 +244,7 @@ ClientOperation = ModelOperation | Sample
 class Failure(Message, frozen=True):
     """Why there is no result; nothing was changed. status: the HTTP status, 4xx for the category `user`.
 
-    model_given_up: the operation had begun to change its model, which the workers hold no more.
+    model_given_up: the workers do not hold the operation's model, as where it failed once it had begun to change it.
     """
 
     category: Literal["user", "server"]

@@ -61,6 +61,10 @@ logger = logging.getLogger(__name__)
 ReadT = TypeVar("ReadT")
 
 
+class UnknownModel(UnknownName):
+    """The workers do not hold the model that an operation works on."""
+
+
 @dataclass
 class Progress:
     """Of one model: optimizer steps taken, and the passes and trained tokens since the last one."""
@@ -194,7 +198,7 @@ class Worker:
 
     def _require(self, model_id: str) -> Progress:
         if model_id not in self._progress:
-            raise UnknownName(f"there is no model {model_id!r} on the workers")
+            raise UnknownModel(f"there is no model {model_id!r} on the workers")
         return self._progress[model_id]
 
     def _forget(self, model_id: str) -> None:
@@ -376,7 +380,7 @@ def failure_of(problem: Exception, *, is_server: bool = False) -> Failure:
     """The failure that a client gets for an exception. is_server: never blame the client."""
     for kind, status in ((UnknownName, 404), (AlreadySaved, 409), (ValueError, 400), (CheckpointError, 400)):
         if isinstance(problem, kind) and not is_server:
-            return Failure("user", status, str(problem))
+            return Failure("user", status, str(problem), model_given_up=isinstance(problem, UnknownModel))
     logger.error("event=operation_failed error=%r", problem, exc_info=problem)
     if os.strerror(errno.ENOSPC) in str(problem):
         return Failure("server", 507, f"{problem}: delete checkpoints, or make room on the service's disk")
