@@ -251,7 +251,7 @@ def test_a_load_that_fails_on_one_rank_leaves_all_the_model_or_none(kind: str, t
         assert "rank 1: a broken disk" in failure.message
         assert failure.model_given_up == is_given_up
     assert isinstance(gone, Failure)
-    # Also whoever was told nothing of the failure, as the connection was lost, learns that the model is to be made again.
+    # Whoever lost the connection before it was told of the failure learns it, too.
     assert ("there is no model 'm'" in gone.message, gone.model_given_up) == (True, True)
 
 
@@ -277,7 +277,7 @@ def test_a_step_that_fails_on_one_rank_leaves_the_model_on_none(kind: str, tmp_p
     assert "rank 1: a broken disk; model m is made again" in failed.message
     assert failed.model_given_up
     assert isinstance(gone, Failure)
-    # Also whoever was told nothing of the failure, as the connection was lost, learns that the model is to be made again.
+    # Whoever lost the connection before it was told of the failure learns it, too.
     assert ("there is no model 'm'" in gone.message, gone.model_given_up) == (True, True)
 
 
