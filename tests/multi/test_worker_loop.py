@@ -17,7 +17,7 @@ from sockets import ipc_address
 from worker_ranks import ADAPTER, KINDS, ask, datum, done, make, service_config, shards, train, trained_values
 from xorl.core import runtime
 from xorl.server.channel import BlockingServer, ChannelClient
-from xorl.server.messages import Done, Health, HealthResult, Result, ShutDown, Shutdown, Work
+from xorl.server.messages import Done, Health, HealthResult, Result, Shutdown, ShutdownResult, Work
 from xorl.server.names import CheckpointRef
 from xorl.server.operations import (
     BaseSampler,
@@ -118,7 +118,7 @@ def test_work_is_done_once_by_all_ranks_and_answered_again(tmp_path: Path, run_r
     assert (first.metrics["step"], second.metrics["step"], second.metrics["no_gradient"]) == (1, 1, 1)
     assert isinstance(refused, Failure)
     assert "1 to 128 of the characters" in refused.message
-    assert isinstance(last, ShutDown)
+    assert isinstance(last, ShutdownResult)
 
 
 def test_results_are_kept_within_bounds() -> None:

@@ -31,12 +31,12 @@ class HealthResult(Message, frozen=True):
     gpu_bytes_total: list[int]
 
 
-class ShutDown(Message, frozen=True):
+class ShutdownResult(Message, frozen=True):
     """Result of Shutdown."""
 
 
 Operation = ClientOperation | Health | Shutdown
-Result = ClientResult | HealthResult | ShutDown
+Result = ClientResult | HealthResult | ShutdownResult
 
 
 class Work(Message, frozen=True):

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from xorl.ckpt import CheckpointError
 from xorl.core.loss import NUM_TRAINED
 from xorl.lora import Adam
-from xorl.server.messages import Health, HealthResult, Operation, Result, ShutDown, Shutdown, Work
+from xorl.server.messages import Health, HealthResult, Operation, Result, Shutdown, ShutdownResult, Work
 from xorl.server.names import CheckpointRef
 from xorl.server.operations import (
     AbortGradients,
@@ -355,8 +355,8 @@ class Worker:
                 total.append(row[1])
         return HealthResult(self.base.place.world_size, used, total)
 
-    def shut_down(self, _: Shutdown, __: str) -> ShutDown:
-        return ShutDown()
+    def shut_down(self, _: Shutdown, __: str) -> ShutdownResult:
+        return ShutdownResult()
 
 
 _OPERATIONS: Mapping[type[Operation], Callable[[Worker, Any, str], Result]] = MappingProxyType(

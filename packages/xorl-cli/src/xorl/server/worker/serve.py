@@ -9,7 +9,7 @@ import msgspec
 
 from xorl.core.runtime import GarbageCollection
 from xorl.server.channel import BlockingServer
-from xorl.server.messages import Done, Result, ShutDown, Work
+from xorl.server.messages import Done, Result, ShutdownResult, Work
 from xorl.server.operations import Failure
 from xorl.server.together import broadcast_bytes
 from xorl.server.worker.operations import Worker
@@ -64,7 +64,7 @@ def lead(worker: Worker, server: BlockingServer[Work]) -> None:
             received.reply(done)
             number += 1
             garbage.step(number)
-            if isinstance(done.results[0], ShutDown):
+            if isinstance(done.results[0], ShutdownResult):
                 return
 
 
@@ -79,7 +79,7 @@ def follow(worker: Worker) -> None:
             results = worker.run(_decode(body))
             number += 1
             garbage.step(number)
-            if isinstance(results[0], ShutDown):
+            if isinstance(results[0], ShutdownResult):
                 return
 
 
