@@ -176,6 +176,8 @@ def test_a_run_does_not_go_on_with_another_model(folder: Path, tmp_path: Path, r
         (lora, {"optimizer": "sgd"}, r'train.optimizer: "adamw", now "sgd"\n'),
     ):
         loaded.append((config_of(folder, tmp_path, changed, **resume, **options), begun + said))
+    quantized = config_of(folder, tmp_path, {**lora, "enable_qlora": True}, **resume)
+    loaded.append((quantized, "over a base with lora.enable_qlora: false, now true: set it back"))
     longer = config_of(folder, tmp_path, lora, base="longer/base", **resume)
     loaded.append((longer, "is of another model than the section model describes\n  rope: .*"))
 

@@ -77,7 +77,9 @@ def swept(folder: Path, output: Path, **options: object) -> LoadedConfig:
     members = [{"name": name, **own} for name, own in MEMBERS.items()]
     members[2]["datasets"] = [{"path": str(folder / "by_2.jsonl")}]
     members_per_pass = options.pop("sweep_members_per_pass", None)
-    lora = {"lora_rank": 4, "sweep": members, "sweep_members_per_pass": members_per_pass}
+    # The files of one whose layers mostly follow a pattern give that as its own alpha.
+    pattern = {"q_proj": 8.0, "v_proj": 8.0}
+    lora = {"lora_rank": 4, "sweep": members, "sweep_members_per_pass": members_per_pass, "alpha_pattern": pattern}
     return config_of(folder, output, lora, **options)
 
 
@@ -98,7 +100,8 @@ def test_each_member_is_its_own_separate_run(folder: Path, output: Path, name: s
     own = dict(MEMBERS[name])
     options = {key: own.pop(key) for key in ("lr", "weight_decay", "seed") if key in own}
     data = "by_2.jsonl" if name == "other-data" else "by_1.jsonl"
-    alone = build_run(config_of(folder, tmp_path, {"lora_rank": 4, **own}, data, **options).config)
+    own = {"lora_rank": 4, "alpha_pattern": {"q_proj": 8.0, "v_proj": 8.0}, **own}
+    alone = build_run(config_of(folder, tmp_path, own, data, **options).config)
     assert train(alone) == 0
     alone.observer.close()
     wanted, got = lines_of(tmp_path), lines_of(output / "sweep" / name)
@@ -130,6 +133,41 @@ def test_a_resumed_sweep_goes_on_to_the_bit(folder: Path, output: Path, tmp_path
                 assert torch.equal(value, exported[key]), (name, key)
             else:
                 torch.testing.assert_close(value, exported[key], rtol=1e-3, atol=1e-5)
+
+
+def test_a_sweep_that_goes_on_beyond_its_end_exports_what_it_has_learnt(folder: Path, tmp_path: Path):
+    """Catches adapters of the former end that are left in place of those of the new one, and notes that are lost."""
+    assert run_training(swept(folder, tmp_path, max_steps=2)) == 0
+    (tmp_path / "sweep" / "small" / "adapter" / "notes.txt").write_text("kept")
+    assert run_training(swept(folder, tmp_path, load_checkpoint_path="auto")) == 0
+    for name in MEMBERS:
+        exported = load_file(tmp_path / "sweep" / name / "adapter" / WEIGHTS)
+        saved = load_file(tmp_path / "checkpoints" / f"global_step_{NUM_STEPS}" / "adapters" / name / WEIGHTS)
+        assert all(torch.equal(value, saved[key]) for key, value in exported.items())
+    [former] = (tmp_path / "sweep" / "small").glob("adapter_former_*")
+    assert (former / "notes.txt").read_text() == "kept"
+    assert load_file(former / WEIGHTS).keys() == load_file(tmp_path / "sweep" / "small" / "adapter" / WEIGHTS).keys()
+
+
+def test_a_sweep_does_not_go_on_with_another_model(folder: Path, tmp_path: Path):
+    """Catches adapters that are scaled otherwise from one step to the next, or laid over a base of the same shapes."""
+    quantized = {"enable_qlora": True, "lora_rank": 4, "sweep": [{"name": "one"}]}
+    on = {"load_checkpoint_path": "auto"}
+    torch.manual_seed(1)
+    other = folder / "other"
+    Qwen3ForCausalLM(Qwen3Config.from_dict(hf_config(tie_word_embeddings=False))).save_pretrained(other / "base")
+    (other / "by_1.jsonl").write_text((folder / "by_1.jsonl").read_text())
+    assert run_training(config_of(folder, tmp_path, quantized, max_steps=2)) == 0
+    for loaded, said in (
+        (config_of(folder, tmp_path, {**quantized, "lora_alpha": 4.0}, **on), r"lora\.lora_alpha: 4\.0.*with 16\.0"),
+        (config_of(other, tmp_path, quantized, **on), r"was trained over .*base without that model itself"),
+        (
+            config_of(folder, tmp_path, {**quantized, "enable_qlora": False}, **on),
+            "a base with lora.enable_qlora: true",
+        ),
+    ):
+        with pytest.raises(ValueError, match=said):
+            run_training(loaded)
 
 
 def test_a_complete_sweep_says_so_and_other_members_are_refused(folder: Path, output: Path):

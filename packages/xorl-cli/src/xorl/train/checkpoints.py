@@ -31,7 +31,7 @@ from xorl.train.checkpoint_model import MODEL
 from xorl.train.data import DataIdentity, StreamState
 from xorl.train.engine import Engine
 from xorl.train.export.folder import AdapterExport, ModelExport
-from xorl.train.recorded_options import OPTIONS, differing_options
+from xorl.train.recorded_options import OPTIONS, differing_options, require_same_base
 
 logger = logging.getLogger(__name__)
 
@@ -148,13 +148,16 @@ class Checkpoints:
     def restore(self, path: Path) -> int:
         """Load the checkpoint at `path` and return its step; parameters that are not in it stay. Collective.
 
-        Raises ValueError if its adapters were scaled differently.
+        Raises ValueError if its adapters were scaled differently, or stood on a base that was quantised otherwise.
         """
         start = time.perf_counter()
         if self._adapters is not None and is_adapter(path):
-            _require_scale(path, self._adapters.config.spec)
+            require_scale(path, self._adapters.config.spec)
         frozen = [name for name, weight in self._engine.model.module.named_parameters() if not weight.requires_grad]
-        trained_only = bool(frozen) and f"model.{frozen[0]}" not in read_manifest(path).tensors
+        manifest = read_manifest(path)
+        trained_only = bool(frozen) and f"model.{frozen[0]}" not in manifest.tensors
+        if trained_only:
+            require_same_base(path, manifest.info, self._noted)
         try:
             loaded = self._checkpointer.load(path, self._engine.state(trained_only=trained_only))
         except CheckpointError as error:
@@ -174,7 +177,7 @@ class Checkpoints:
         return differing_options(path, read_manifest(path).info, self._noted, adapters)
 
 
-def _require_scale(path: Path, spec: AdapterSpec) -> None:
+def require_scale(path: Path, spec: AdapterSpec) -> None:
     """Raise ValueError unless the adapters of a checkpoint are scaled as these are: no shape tells."""
     saved = AdapterConfig.from_json(json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))).spec
     options = {"alpha": "lora_alpha", "use_rslora": "use_rslora", "alpha_pattern": "alpha_pattern"}

@@ -23,6 +23,8 @@ _OF_ADAPTERS = {
     "rank_pattern": "lora.rank_pattern",
     "modules_to_save": "lora.modules_to_save",
 }
+# How a base is quantised: no tensor tells, where a checkpoint has adapters alone.
+_OF_BASES = ("lora.enable_qlora", "lora.quant_format", "lora.quant_group_size", "lora.exclude_modules")
 
 
 def recorded_options(config: Config) -> dict[str, JSON]:
@@ -58,6 +60,19 @@ def differing_options(
         for option, value in before.items()
         if option in after and after[option] != value
     ]
+
+
+def require_same_base(folder: Path, saved: Mapping[str, JSON], now: Mapping[str, JSON]) -> None:
+    """Raise ValueError where the adapters of a checkpoint without their base would go on over another quantisation.
+
+    `folder`, `saved` and `now` are those of `differing_options`.
+    """
+    others = [told for told in differing_options(folder, saved, now, None) if told.startswith(_OF_BASES)]
+    if others:
+        raise ValueError(
+            f"train.load_checkpoint_path: {folder} holds adapters that were trained over a base with "
+            f"{'; '.join(others)}: set it back, or begin a new run with lora.adapter_path"
+        )
 
 
 def _by_name(info: Mapping[str, JSON], adapter: Mapping[str, JSON] | None) -> dict[str, JSON]:

@@ -35,7 +35,7 @@ from xorl.train.build import (
     schedule_of,
     sinks_of,
 )
-from xorl.train.checkpoint_model import describe_model
+from xorl.train.checkpoint_model import describe_model, require_resumable
 from xorl.train.checkpoints import SavePoints
 from xorl.train.data import DataIdentity, PackedDocuments, RunData, build_loader, write_receipt
 from xorl.train.model import build_model, check_model, head_options_of, read_architecture
@@ -43,8 +43,9 @@ from xorl.train.observe.observer import MetricsFile, Observer
 from xorl.train.observe.progress import Phases
 from xorl.train.output_dir import begin
 from xorl.train.quantization import scheme_of
+from xorl.train.recorded_options import recorded_options
 from xorl.train.sweep.loop import Member, Sweep
-from xorl.train.sweep.saving import MEMBERS, SweepSaving, member_adapter, saved_members
+from xorl.train.sweep.saving import MEMBERS, SweepSaving, is_exported, saved_members
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,10 @@ def build_sweep(config: Config) -> Sweep:
     train, phases = config.train, Phases()
     output_dir, checkpointer, resumed = begin(train)
     architecture = read_architecture(config.model)
+    manifest = None
+    if resumed is not None:
+        manifest = read_manifest(resumed)
+        require_resumable(resumed, manifest, config.model, architecture)
     own = {member.name: member_config(config, member) for member in config.lora.sweep}
     device = torch.device(runtime.own_device_type())
     _adapters_of(own, architecture, check_model(architecture, config.model, train, config.lora, device))
@@ -64,12 +69,11 @@ def build_sweep(config: Config) -> Sweep:
         data = {name: prepared_for(member, architecture) for name, member in own.items()}
     place, mesh = join(config, phases)
     require_agreement("train.output_dir / load_checkpoint_path", str(resumed))
-    manifest = None if resumed is None else read_manifest(resumed)
     plans = _plans(own, data, mesh, manifest)
     require_agreement("data", f"training {[(name, plan.hash, plan.num_steps) for name, plan in plans.items()]}")
     num_steps = max(plan.num_steps for plan in plans.values())
     if manifest is not None and resumed is not None:
-        lacks_export = train.save_hf_weights and not all(member_adapter(output_dir, name).exists() for name in own)
+        lacks_export = train.save_hf_weights and not all(is_exported(output_dir, name, resumed) for name in own)
         require_work_left(resumed, manifest.step, num_steps, lacks_export=lacks_export)
     with phases("model", f"architecture={architecture.spec.architecture} device={place.device}"):
         engine = _build_engine(config, own, architecture, mesh, place.device)
@@ -217,6 +221,7 @@ def _saving(
         due=SavePoints(longest.num_steps, longest.steps_per_epoch, train.save_steps, train.save_epochs),
         data={name: DataIdentity.of(plan) for name, plan in plans.items()},
         model=describe_model(config.model, architecture, scheme_of(engine.model.module)),
+        options=recorded_options(config),
         files=files,
         spec=architecture.spec,
         output_dir=Path(train.output_dir),

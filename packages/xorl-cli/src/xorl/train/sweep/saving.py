@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import filecmp
 import logging
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -11,14 +13,18 @@ from typing import cast
 
 from torch import Tensor
 
-from xorl.ckpt import JSON, Checkpointer, CheckpointFailure, FileRecord, Manifest, agreed, this_rank
+from xorl.ckpt import JSON, Checkpointer, CheckpointFailure, FileRecord, Manifest, agreed, read_manifest, this_rank
 from xorl.core.models import ModelSpec
 from xorl.core.runtime import Runtime, rng_state, set_rng_state
 from xorl.lora import AdapterBank, AdapterSnapshot
+from xorl.lora.peft import WEIGHTS_FILE
 from xorl.train.adapters.files import AdapterFiles
-from xorl.train.checkpoints import SavePoints
+from xorl.train.adapters.folder import is_adapter
+from xorl.train.checkpoint_model import MODEL
+from xorl.train.checkpoints import SavePoints, require_scale
 from xorl.train.data import DataIdentity
 from xorl.train.export.folder import AdapterExport
+from xorl.train.recorded_options import OPTIONS, require_same_base
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +59,8 @@ class SweepSaving:
 
     Args:
         data: of each member, which documents it is trained on.
+        model: what checkpoints say of the model (see `checkpoint_model.describe_model`).
+        options: what they say of the configuration (see `recorded_options`).
         files: writes one member's adapter as PEFT reads it.
         exports: whether adapters are written at the end.
     """
@@ -66,6 +74,7 @@ class SweepSaving:
         due: SavePoints,
         data: Mapping[str, DataIdentity],
         model: Mapping[str, JSON],
+        options: Mapping[str, JSON],
         files: Callable[[str], AdapterFiles],
         spec: ModelSpec,
         output_dir: Path,
@@ -75,7 +84,7 @@ class SweepSaving:
         self._bank = bank
         self._runtime = runtime
         self._data = data
-        self._model = model
+        self._noted = {MODEL: model, OPTIONS: options}
         self._files = files
         self._spec = spec
         self._output_dir = output_dir
@@ -90,7 +99,7 @@ class SweepSaving:
             self.last = self._checkpointer.save(
                 step,
                 {"adapters": BankState(self._bank)},
-                info={"sweep": {name: asdict(data) for name, data in self._data.items()}, "model": self._model},
+                info={"sweep": {name: asdict(data) for name, data in self._data.items()}, **self._noted},
                 scalars={"step": step, "diverged": list(diverged)},
                 rng=rng_state(self._runtime.device),
                 write_further=self._write_adapters,
@@ -101,7 +110,14 @@ class SweepSaving:
         logger.info("checkpoint=%s step=%d save_s=%.2f", self.last, step, time.perf_counter() - start)
 
     def restore(self, path: Path) -> tuple[int, list[str]]:
-        """Load the checkpoint at `path`; returns its step and the members that had diverged. Collective."""
+        """Load the checkpoint at `path`; returns its step and the members that had diverged. Collective.
+
+        Raises ValueError if its adapters were scaled differently, or stood on a base that was quantised otherwise.
+        """
+        require_same_base(path, read_manifest(path).info, self._noted)
+        for name in self._bank.names:
+            if is_adapter(own := path / ADAPTERS / name):
+                require_scale(own, self._files(name).config.spec)
         loaded = self._checkpointer.load(path, {"adapters": BankState(self._bank)})
         if loaded.rng is not None:
             set_rng_state(loaded.rng, self._runtime.device)
@@ -111,7 +127,14 @@ class SweepSaving:
 
     def export(self, names: Sequence[str]) -> None:
         """Write the adapters of these members for other tools, those that are not there yet. Collective."""
-        for name in names if self._exports else ():
+        if not self._exports:
+            return
+        assert self.last is not None, "the last step is always saved"
+        with agreed("set former adapters aside"):
+            if this_rank() == 0:
+                for name in names:
+                    _set_aside_former(self._output_dir, name, self.last)
+        for name in names:
             if not (folder := member_adapter(self._output_dir, name)).exists():
                 AdapterExport(self._files(name), self._spec).write(folder)
 
@@ -130,6 +153,21 @@ class SweepSaving:
 def member_adapter(output_dir: Path, name: str) -> Path:
     """Where a member's adapter is written at the end."""
     return output_dir / MEMBERS / name / ADAPTER
+
+
+def is_exported(output_dir: Path, name: str, checkpoint: Path) -> bool:
+    """Whether a member's adapter is there as this checkpoint has it, and not as an earlier one did."""
+    own, saved = (folder / WEIGHTS_FILE for folder in (member_adapter(output_dir, name), checkpoint / ADAPTERS / name))
+    return own.is_file() and saved.is_file() and filecmp.cmp(own, saved, shallow=False)
+
+
+def _set_aside_former(output_dir: Path, name: str, checkpoint: Path) -> None:
+    """Move an adapter that is not this checkpoint's out of the way: nothing is written into it, and no file is lost."""
+    folder = member_adapter(output_dir, name)
+    if folder.exists() and not is_exported(output_dir, name, checkpoint):
+        aside = Path(tempfile.mkdtemp(prefix=f"{ADAPTER}_former_", dir=folder.parent))
+        folder.rename(aside)
+        logger.warning("adapter=%s was not that of %s; it is now %s and is made again", folder, checkpoint, aside)
 
 
 def saved_members(manifest: Manifest) -> dict[str, DataIdentity]:
