@@ -209,7 +209,28 @@ def test_layers_that_cannot_be_parts(layer: type[nn.Module], told: str) -> None:
         sharding(auto_wrap_policy="transformer", transformer_layer_cls=layer).units(Nested())
 
 
-@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.SGD])
+class Counting(torch.optim.Optimizer):
+    """Keeps numbers beside its tensors, as the optimizers of other libraries do: its steps, and a share that adapts."""
+
+    def __init__(self, params, lr: float, weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "share": 1.0})
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for group in self.param_groups:
+            group["num_steps"] = group.get("num_steps", 0) + 1
+            group["share"] *= 0.9
+            for parameter in (parameter for parameter in group["params"] if parameter.grad is not None):
+                state = self.state[parameter] or {"step": 0, "largest": 0.0, "momentum": torch.zeros_like(parameter)}
+                self.state[parameter] = state
+                state["step"] += 1
+                state["largest"] = max(state["largest"], parameter.grad.abs().max().item())
+                state["momentum"].mul_(0.9).add_(parameter.grad)
+                rate = group["lr"] * group["share"] / (state["step"] * group["num_steps"] * (1 + state["largest"]))
+                parameter.add_(state["momentum"], alpha=-rate)
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.SGD, Counting])
 @pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
 @pytest.mark.parametrize("saved_at", [0, 3, 6, 8])
 def test_a_run_goes_on_exactly(optimizer_class, kind: str, saved_at: int, tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -34,19 +36,36 @@ class Progress:
     rows: int = 0
 
 
+GroupNumbers: TypeAlias = "Mapping[str, float]"
+
+
+def group_numbers(optimizer: torch.optim.Optimizer) -> list[GroupNumbers]:
+    """The numbers in each of an optimizer's groups, but for the learning rate, which the trainer sets."""
+    return [
+        {key: value for key, value in group.items() if isinstance(value, (int, float)) and key != "lr"}
+        for group in optimizer.param_groups
+    ]
+
+
 @dataclass(frozen=True)
 class ModuleState:
-    """A placed module and its optimizer. Saving and loading are collective."""
+    """A placed module and its optimizer. Saving and loading are collective.
+
+    given: the numbers in the optimizer's groups as it was made, see `group_numbers`. Those that have changed since are
+    part of the state: some optimizers count steps there, or adapt their learning rate.
+    """
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
     device: torch.device
+    given: Sequence[GroupNumbers]
     _checkpointers: dict[Path, Checkpointer] = field(default_factory=dict)
 
     def save_file(self, path: Path, progress: Progress) -> Path:
         """Gather everything on rank 0, one tensor after the other, and put it in place of `path` at once.
 
-        The file is a plain dict: model and optimizer (name -> tensor), step, epoch, rows, and rng, a dict per rank.
+        The file is a plain dict: model and optimizer (name -> tensor), step, epoch, rows, rng, a dict per rank, and
+        groups, the numbers that changed in each of the optimizer's groups.
         """
         model = self._gather(self.module.state_dict(keep_vars=True))
         optimizer = self._gather(self._optimizer_state().state_dict() if self.optimizer.state else {})
@@ -56,7 +75,8 @@ class ModuleState:
                 if path.is_dir():
                     raise CheckpointError(f"path: {path} is a folder, and FULL_STATE_DICT writes a file")
                 prepare_root(path.parent, "path")
-                _replace(path, {"model": model, "optimizer": optimizer, "rng": rng, **asdict(progress)})
+                content = {"model": model, "optimizer": optimizer, "rng": rng, "groups": self._changed_numbers()}
+                _replace(path, {**content, **asdict(progress)})
         return path
 
     def load_file(self, path: Path) -> Progress:
@@ -74,13 +94,16 @@ class ModuleState:
             for targets, values in ((model, saved["model"]), (optimizer, saved["optimizer"])):
                 for name, target in targets.items():
                     copy_shard_(target, values[name])
+            if optimizer:
+                self._optimizer_state().load_state_dict(optimizer)
+            self._set_numbers(saved.get("groups", []))
             if len(saved["rng"]) == num_ranks():
                 set_rng_state({name: state.clone() for name, state in saved["rng"][this_rank()].items()}, self.device)
             return Progress(saved["step"], saved["epoch"], saved["rows"])
 
     def save_shards(self, path: Path, progress: Progress) -> Path:
         """Publish `{path}/global_step_{step}`, to which each rank writes what it holds; nothing if it was loaded."""
-        scalars = {"epoch": progress.epoch, "rows": progress.rows}
+        scalars = {"epoch": progress.epoch, "rows": progress.rows, "groups": self._changed_numbers()}
         checkpointer = self._checkpointer(path)
         return checkpointer.save(progress.step, self._parts(), scalars=scalars, rng=rng_state(self.device))
 
@@ -95,9 +118,25 @@ class ModuleState:
         epoch, rows = loaded.scalars.get("epoch"), loaded.scalars.get("rows")
         if not isinstance(epoch, int) or not isinstance(rows, int):
             raise CheckpointError(f"{folder} was not saved by a trainer of a module, which notes epoch and rows")
+        self._set_numbers(cast("Sequence[GroupNumbers]", loaded.scalars.get("groups", [])))
         if loaded.rng is not None:
             set_rng_state(loaded.rng, self.device)
         return Progress(loaded.step, epoch, rows)
+
+    def _changed_numbers(self) -> list[dict[str, float | str]]:
+        """What is no longer as given in each group; JSON has no infinity and no NaN, which are text."""
+        return [
+            {
+                key: value if math.isfinite(value) else str(value)
+                for key, value in now.items()
+                if key not in given or given[key] != value
+            }
+            for given, now in zip(self.given, group_numbers(self.optimizer), strict=True)
+        ]
+
+    def _set_numbers(self, saved: Sequence[Mapping[str, float | str]]) -> None:
+        for group, numbers in zip(self.optimizer.param_groups, saved, strict=False):
+            group.update({key: float(value) if isinstance(value, str) else value for key, value in numbers.items()})
 
     def _checkpointer(self, root: Path) -> Checkpointer:
         """One for each folder: it knows what it saved or loaded last, and need not save that again."""

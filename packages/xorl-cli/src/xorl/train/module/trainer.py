@@ -34,7 +34,7 @@ from xorl.train.module.loader import (
     require_shares,
     rows_per_batch,
 )
-from xorl.train.module.saving import ModuleState, Progress
+from xorl.train.module.saving import ModuleState, Progress, group_numbers
 from xorl.train.observe.observer import DivergedError
 
 logger = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class Trainer:
         first_lr = learning_rate(1) if callable(learning_rate) else learning_rate
         options = dict(optimizer_options or {})
         self.optimizer = optimizer_class(self._parameters, lr=first_lr, weight_decay=weight_decay, **options)
-        self._state = ModuleState(model, self.optimizer, self.device)
+        self._state = ModuleState(model, self.optimizer, self.device, group_numbers(self.optimizer))
         self._loss_fn = loss_fn
         self._context_length = context_length
         self._grad_accum_steps = grad_accum_steps

@@ -19,7 +19,8 @@ class MakesState(Protocol):
 class OptimizerState:
     """`{parameter name}.{state name}` -> tensor, sharded as the parameter is.
 
-    Hyperparameters are not part of it: they are a function of the configuration and the step.
+    Hyperparameters are not part of it: they are a function of the configuration and the step. A number that the
+    optimizer of somebody else keeps, such as its count of steps, is a 0-dim tensor here.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -27,20 +28,26 @@ class OptimizerState:
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in named_parameters}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Every tensor of the state, creating those that the first step would create."""
+        """Every tensor and number of the state, creating those that the first step would create."""
         self._materialise()
         return {
-            f"{self._names[parameter]}.{key}": value
+            f"{self._names[parameter]}.{key}": value if isinstance(value, Tensor) else _as_tensor(value)
             for parameter, values in self._optimizer.state.items()
             for key, value in values.items()
-            if isinstance(value, Tensor)
+            if isinstance(value, (Tensor, int, float))
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Copy `state` into the tensors that `state_dict` returns; those loaded in place are left as they are."""
-        for name, tensor in self.state_dict().items():
-            if state[name] is not tensor:
-                tensor.copy_(state[name])
+        self._materialise()
+        for parameter, values in self._optimizer.state.items():
+            for key, value in values.items():
+                name = f"{self._names[parameter]}.{key}"
+                if isinstance(value, Tensor):
+                    if state[name] is not value:
+                        value.copy_(state[name])
+                elif isinstance(value, (int, float)):
+                    values[key] = state[name].item()
 
     @torch.no_grad()
     def _materialise(self) -> None:
@@ -62,5 +69,11 @@ class OptimizerState:
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
         for values in self._optimizer.state.values():
-            if "step" in values:
+            if isinstance(values.get("step"), Tensor):
                 values["step"].zero_()
+            elif "step" in values:
+                values["step"] = 0
+
+
+def _as_tensor(number: float) -> Tensor:
+    return torch.tensor(number, dtype=torch.float64 if isinstance(number, float) else None)
