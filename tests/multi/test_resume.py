@@ -194,8 +194,7 @@ def error_of(folder: Path, output: Path, *overrides: str) -> str:
 def test_order_of_the_data_that_changed_is_refused(folder: Path, tmp_path: Path, run_ranks) -> None:
     # Catches a resumed run that trains on some rows again and never on others, because the seed is another one.
     output = tmp_path / "output"
-    kept = ["--data.shuffle_merged_datasets", "false", "--data.shuffle_before_merging_datasets", "false"]
-    kept += ["--data.sample_packing_method", "sequential"]
+    kept = ["--data.shuffle_before_merging_datasets", "false", "--data.sample_packing_method", "sequential"]
     assert run_ranks(lambda: error_of(folder, output, *kept, "--train.max_steps", "2"), 1) == ["no error"]
     [error] = run_ranks(lambda: error_of(folder, output, *kept, "--train.seed", "7"), 1)
     assert "comes in another order" in error

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from xorl.config import config_from_mapping
+from xorl.data import DataPlan
 from xorl.train.data import PackedDocuments, plan_steps, prepare_data, write_receipt
 
 
@@ -106,6 +107,40 @@ def test_bins_that_fill_no_step_are_said(
     steps = json.loads((tmp_path / "receipt.json").read_text())["train"]["steps"]
     num = 149 // accumulation if drop_last else -(-149 // accumulation)
     assert steps == {"bins_per_step": accumulation, "steps_per_epoch": num, "left_out_bins": left_out}
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_data_that_are_not_shuffled_are_trained_on_in_their_order(shuffled: bool, tmp_path: Path) -> None:
+    """Catches a curriculum that the order of bins turns upside down, with every option of shuffling off."""
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"input_ids": [1, n, 1]}) + "\n" for n in range(60)))
+    mapping = {
+        "model": {"config_path": "unused"},
+        "data": {
+            "datasets": [{"path": str(tmp_path / "rows.jsonl")}],
+            "dataset_prepared_path": str(tmp_path / "prepared"),
+            "dataset_num_proc": 1,
+            "sample_packing_sequence_len": 6,
+            "sample_packing_sequentially": True,
+            "shuffle_merged_datasets": shuffled,
+            "shuffle_before_merging_datasets": False,
+        },
+        "train": {"output_dir": "unused", "gradient_accumulation_steps": 3, "num_train_epochs": 2},
+    }
+    config = config_from_mapping(mapping).config
+    train = prepare_data(config, vocab_size=60).train
+    assert isinstance(train, PackedDocuments)
+    plan = plan_steps(config, train, 1, None)
+    assert isinstance(plan, DataPlan)
+    bins = [int(index) for step in range(plan.num_steps) for index in plan.bins_of_step(step)]
+    spans = [train.bins.indices[slice(*train.bins.offsets[index : index + 2])] for index in bins]
+    numbers = [int(train.documents.document(int(index))[0][1]) for span in spans for index in span]
+    assert (numbers == 2 * list(range(60))) is not shuffled
+    assert sorted(numbers) == sorted(2 * list(range(60)))
+    # What is not drawn does not change with the seed, so that a run may go on with another one.
+    other = plan_steps(
+        config_from_mapping({**mapping, "train": {**mapping["train"], "seed": 7}}).config, train, 1, None
+    )
+    assert (other.hash == plan.hash) is not shuffled
 
 
 def test_a_receipt_that_cannot_be_written_is_told_with_its_file(tmp_path: Path) -> None:

@@ -116,7 +116,11 @@ class DataConfig(Section):
         description="Rows held out of datasets for evaluation: a whole number of them, or a fraction below 1. null "
         "means none.",
     )
-    shuffle_merged_datasets: bool = Field(default=True, description="Shuffle the merged rows, by train.seed.")
+    shuffle_merged_datasets: bool = Field(
+        default=True,
+        description="Shuffle the merged rows, and in each epoch the bins that they are packed into, by train.seed. "
+        "false trains in the order of the data, as far as sample_packing_method keeps it, in every epoch alike.",
+    )
     shuffle_before_merging_datasets: bool = Field(
         default=True, description="Shuffle the rows of each dataset before merging, by train.seed."
     )

@@ -198,6 +198,7 @@ def plan_steps(config: Config, data: PackedDocuments | Stream, dp_size: int, res
         num_epochs=train.num_train_epochs,
         max_steps=train.max_steps,
         drop_last=config.data.dataloader_drop_last,
+        shuffle=config.data.shuffle_merged_datasets,
     )
     _warn_of_left_out_bins(plan)
     return plan

@@ -103,9 +103,8 @@ class DataPlan:
     @property
     def hash(self) -> str:
         """Identifies the order: equal hashes train on the same documents at every step, wherever training stops."""
-        return digest(
-            "plan", self.fingerprint, self.num_bins, self.bins_per_step, self.seed, self.drop_last, self.shuffle
-        )
+        seed = self.seed if self.shuffle else 0
+        return digest("plan", self.fingerprint, self.num_bins, self.bins_per_step, seed, self.drop_last, self.shuffle)
 
     def bins_of_step(self, step: int) -> np.ndarray:
         """The bins of optimizer step `step` (from 0), in global order, int64; constant cost for every step."""
