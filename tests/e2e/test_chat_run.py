@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from workspace import ROOT
 from xorl.train.export.saved import export_saved
@@ -33,6 +33,23 @@ def test_the_chat_example_trains_and_leaves_a_receipt(tmp_path: Path, run_comman
     assert "receipt train bins=" in result.stderr
     # The tokenizer has no template of its own: the one of the data is in every export.
     exported = export_saved(str(tmp_path / "out"), str(tmp_path / "exported"))
+    template = (ROOT / "configs" / "local" / "chat.jinja").read_text()
     for folder in (tmp_path / "out" / "checkpoints" / "global_step_6" / "hf", exported):
-        template = AutoTokenizer.from_pretrained(folder).chat_template
-        assert template == (ROOT / "configs" / "local" / "chat.jinja").read_text()
+        assert AutoTokenizer.from_pretrained(folder).chat_template == template
+
+
+def test_an_adapter_is_exported_with_the_template_that_it_was_trained_with(tmp_path: Path, run_command) -> None:
+    # Catches an adapter that is served, alone or merged, with the template of its base, or with none.
+    base = tmp_path / "base"
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(ROOT / "configs" / "quickstart")).save_pretrained(base)
+    folders = ["--train.output_dir", str(tmp_path / "out"), "--data.dataset_prepared_path", str(tmp_path / "prepared")]
+    lora = ["--lora.enable_lora", "true", "--lora.save_lora_only", "true", "--model.model_path", str(base)]
+    steps = ["--train.max_steps", "1", "--train.data_parallel_mode", "none"]
+    result = run_command("configs/local/chat.yaml", *folders, *lora, *steps, prepare=lambda: os.chdir(ROOT))
+    assert result.returncode == 0, result.stderr
+    adapter = export_saved(str(tmp_path / "out"), str(tmp_path / "adapter"))
+    merged = export_saved(str(tmp_path / "out"), str(tmp_path / "merged"), merge=True)
+    again = export_saved(str(adapter), str(tmp_path / "again"), merge=True)
+    template = (ROOT / "configs" / "local" / "chat.jinja").read_text()
+    for folder in (tmp_path / "out" / "checkpoints" / "global_step_1" / "hf", adapter, merged, again):
+        assert (folder / "chat_template.jinja").read_text() == template

@@ -2,7 +2,15 @@
 
 from xorl.ckpt.checkpointer import Checkpointer, LoadedCheckpoint, Stateful
 from xorl.ckpt.errors import CheckpointError, CheckpointFailure
-from xorl.ckpt.export import CARD_FILE, export_hf, json_bytes, parameter_groups, source_groups, write_model
+from xorl.ckpt.export import (
+    CARD_FILE,
+    TEMPLATE_FILE,
+    export_hf,
+    json_bytes,
+    parameter_groups,
+    source_groups,
+    write_model,
+)
 from xorl.ckpt.files import FileRecord, write_file
 from xorl.ckpt.hub import resolve_folder
 from xorl.ckpt.layout import (
@@ -24,6 +32,7 @@ from xorl.ckpt.tensor_file import TensorGroup, write_tensor_file
 __all__ = [
     "CARD_FILE",
     "JSON",
+    "TEMPLATE_FILE",
     "CheckpointError",
     "CheckpointFailure",
     "Checkpointer",

@@ -42,7 +42,7 @@ TOKENIZER_FILES = (
 )
 _COPIED_FILES = (*TOKENIZER_FILES, "generation_config.json")
 _CONFIG_FILE, CARD_FILE = "config.json", "README.md"
-_TEMPLATE_FILE = "chat_template.jinja"  # takes precedence over the template in tokenizer_config.json
+TEMPLATE_FILE = "chat_template.jinja"  # takes precedence over the template in tokenizer_config.json
 MAX_SHARD_BYTES = 5e9
 
 
@@ -256,7 +256,7 @@ def _write_rest(
         present = [file for pattern in patterns for file in tokenizer_folder.glob(pattern) if file.is_file()]
         files |= {str(file.relative_to(tokenizer_folder)): file.read_bytes() for file in present}
     if chat_template is not None:
-        files[_TEMPLATE_FILE] = chat_template.encode()
+        files[TEMPLATE_FILE] = chat_template.encode()
     for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -43,10 +43,10 @@ from xorl.train.data import (
     StreamState,
     build_loader,
     build_stream_loader,
-    chat_template_of,
     eval_plan,
     plan_steps,
     prepare_data,
+    with_chat_template,
     write_receipt,
 )
 from xorl.train.engine import Engine
@@ -128,8 +128,7 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None) -> Run:
         require_resumable(resumed, manifest, config.model, architecture)
     with phases("data", f"prepared_path={config.data.dataset_prepared_path}"):
         data = prepared_for(config, architecture)
-        template = chat_template_of(config.data, architecture.tokenizer_folder) or architecture.chat_template
-        architecture = replace(architecture, chat_template=template)
+        architecture = with_chat_template(architecture, config.data)
 
     place, mesh = join(config, phases)
     require_agreement("train.output_dir / load_checkpoint_path", str(resumed))
@@ -398,7 +397,7 @@ def _checkpoints(
     export: ModelExport | AdapterExport | None = None
     if train.save_hf_weights and lora.save_lora_only:
         assert files is not None, "the configuration was checked"
-        export = AdapterExport(files, architecture.spec)
+        export = AdapterExport(files, architecture)
     elif train.save_hf_weights:
         dtype = torch.bfloat16 if train.enable_mixed_precision else None
         export = ModelExport(engine.model, recipes, architecture, dtype, files)

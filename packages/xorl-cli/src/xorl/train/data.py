@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeAlias
@@ -33,6 +33,7 @@ from xorl.data import (
 from xorl.data.formats.template import load_template
 from xorl.data.push import push_documents
 from xorl.data.stream import Stream, StreamLoader, StreamOptions, StreamPlan, Tally, judge_beginning, open_stream
+from xorl.train.architecture import Architecture
 
 logger = logging.getLogger(__name__)
 
@@ -151,11 +152,16 @@ def prepare_data(
     return RunData(train, None if held_out is None else _pack(config, held_out, held_out=True))
 
 
-def chat_template_of(data: DataConfig, tokenizer_folder: Path | None) -> str | None:
-    """The chat template that the training data names, which is then the model's; None where it names none, or several.
+def with_chat_template(architecture: Architecture, data: DataConfig) -> Architecture:
+    """The architecture with the chat template that the training data names, if it names one.
 
-    With several no one of them is what the model expects, and its tokenizer's own stays.
+    If it names several, none of them is the one that the model expects, and the template stays as it is.
     """
+    template = _chat_template_of(data, architecture.tokenizer_folder)
+    return architecture if template is None else replace(architecture, chat_template=template)
+
+
+def _chat_template_of(data: DataConfig, tokenizer_folder: Path | None) -> str | None:
     named = {entry.chat_template for entry in data.datasets if entry.type == "chat" or entry.chat_template}
     if named <= {None} or tokenizer_folder is None or data.skip_prepare_dataset:
         return None

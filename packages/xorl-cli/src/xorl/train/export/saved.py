@@ -10,6 +10,7 @@ import torch
 
 from xorl.ckpt import (
     CARD_FILE,
+    TEMPLATE_FILE,
     WeightSource,
     json_bytes,
     published,
@@ -71,7 +72,7 @@ def _suffix(as_adapter: bool, merge: bool) -> str:
 
 
 def _write_adapter(folder: Path, saved: SavedModel, dtype: torch.dtype | None) -> torch.dtype:
-    """PEFT's two files; returns the least precise dtype in them."""
+    """PEFT's two files, and the chat template if it is not the base's; returns the least precise dtype in them."""
     adapter = saved.adapter
     assert adapter is not None, "there is one to write"
     names = sorted(adapter.source.names())
@@ -79,6 +80,8 @@ def _write_adapter(folder: Path, saved: SavedModel, dtype: torch.dtype | None) -
     write_tensor_file(folder / WEIGHTS_FILE, source_groups(adapter.source, dtype_of=dtype_of, names=names))
     config = replace(adapter.layout.config, base=saved.base_path or adapter.base)
     write_file(folder / CONFIG_FILE, json_bytes(config.to_json()))
+    if saved.architecture.chat_template is not None:
+        write_file(folder / TEMPLATE_FILE, saved.architecture.chat_template.encode())
     return min((dtype or adapter.source.dtype(name) for name in names), key=lambda held: held.itemsize)
 
 

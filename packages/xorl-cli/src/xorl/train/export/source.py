@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from xorl.ckpt import CheckpointError, SafetensorsSource, WeightSource, is_complete, read_manifest, resolve_folder
+from xorl.ckpt import (
+    TEMPLATE_FILE,
+    CheckpointError,
+    SafetensorsSource,
+    WeightSource,
+    is_complete,
+    read_manifest,
+    resolve_folder,
+)
 from xorl.kernels.quant import QuantScheme
 from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE
 from xorl.train.adapters.folder import AdapterFolder, check_shapes, is_adapter, open_adapter
@@ -70,7 +78,8 @@ def open_saved(path: str, base: str | None = None, *, merge: bool = False) -> Sa
     base = base or (None if note is None else note.base_path) or adapter.base
     if base is None:
         raise ValueError(f"--base: {folder} does not say what its base model is; name its folder or Hub id")
-    architecture = architecture_at("--base", base)
+    template = _template_in(folder) if note is None else note.architecture.chat_template
+    architecture = replace(architecture_at("--base", base), chat_template=template)
     weights = weights_at("--base", base, architecture)
     _check_fits(adapter, base, weights)
     return SavedModel(folder, architecture, weights, base, adapter, step, scheme)
@@ -89,12 +98,17 @@ def _check_fits(adapter: AdapterFolder, base: str, weights: WeightSource) -> Non
     check_shapes(adapter, "--base", base, {name: weights.shape(name) for name in weights.names()})
 
 
+def _template_in(folder: Path) -> str | None:
+    file = folder / TEMPLATE_FILE
+    return file.read_text(encoding="utf-8") if file.is_file() else None
+
+
 def _find(path: str) -> Path:
     """The folder of the checkpoint or the adapter that `path` means."""
     given = Path(path).expanduser()
     if not given.is_dir():
         try:
-            return resolve_folder(path, patterns=(CONFIG_FILE, WEIGHTS_FILE))
+            return resolve_folder(path, patterns=(CONFIG_FILE, WEIGHTS_FILE, TEMPLATE_FILE))
         except CheckpointError as error:
             raise CheckpointError(f"PATH: {error}") from error
     if is_adapter(given):

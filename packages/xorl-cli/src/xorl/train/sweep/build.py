@@ -37,7 +37,7 @@ from xorl.train.build import (
 )
 from xorl.train.checkpoint_model import describe_model, require_resumable
 from xorl.train.checkpoints import SavePoints
-from xorl.train.data import DataIdentity, PackedDocuments, RunData, build_loader, write_receipt
+from xorl.train.data import DataIdentity, PackedDocuments, RunData, build_loader, with_chat_template, write_receipt
 from xorl.train.model import build_model, check_model, head_options_of, read_architecture
 from xorl.train.observe.observer import MetricsFile, Observer
 from xorl.train.observe.progress import Phases
@@ -67,6 +67,7 @@ def build_sweep(config: Config) -> Sweep:
     _adapters_of(own, architecture, check_model(architecture, config.model, train, config.lora, device))
     with phases("data", f"prepared_path={config.data.dataset_prepared_path}"):
         data = {name: prepared_for(member, architecture) for name, member in own.items()}
+        trained = {name: with_chat_template(architecture, member.data) for name, member in own.items()}
     place, mesh = join(config, phases)
     require_agreement("train.output_dir / load_checkpoint_path", str(resumed))
     plans = _plans(own, data, mesh, manifest)
@@ -77,7 +78,7 @@ def build_sweep(config: Config) -> Sweep:
         require_work_left(resumed, manifest.step, num_steps, lacks_export=lacks_export)
     with phases("model", f"architecture={architecture.spec.architecture} device={place.device}"):
         engine = _build_engine(config, own, architecture, mesh, place.device)
-    saving = _saving(config, checkpointer, engine, place, plans, architecture)
+    saving = _saving(config, checkpointer, engine, place, plans, architecture, trained)
     start_step, diverged = 0, list[str]()
     if resumed is not None:
         with phases("resume", f"path={resumed}"):
@@ -204,6 +205,7 @@ def _saving(
     place: Runtime,
     plans: Mapping[str, DataPlan],
     architecture: Architecture,
+    trained: Mapping[str, Architecture],
 ) -> SweepSaving:
     train, bank = config.train, engine.bank
     recipes = architecture.recipes(merge_qkv=config.model.merge_qkv)
@@ -223,7 +225,7 @@ def _saving(
         model=describe_model(config.model, architecture, scheme_of(engine.model.module)),
         options=recorded_options(config),
         files=files,
-        spec=architecture.spec,
+        architectures=trained,
         output_dir=Path(train.output_dir),
         exports=train.save_hf_weights,
     )

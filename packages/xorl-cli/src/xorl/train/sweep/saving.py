@@ -14,12 +14,12 @@ from typing import cast
 from torch import Tensor
 
 from xorl.ckpt import JSON, Checkpointer, CheckpointFailure, FileRecord, Manifest, agreed, read_manifest, this_rank
-from xorl.core.models import ModelSpec
 from xorl.core.runtime import Runtime, rng_state, set_rng_state
 from xorl.lora import AdapterBank, AdapterSnapshot
 from xorl.lora.peft import WEIGHTS_FILE
 from xorl.train.adapters.files import AdapterFiles
 from xorl.train.adapters.folder import is_adapter
+from xorl.train.architecture import Architecture
 from xorl.train.checkpoint_model import MODEL
 from xorl.train.checkpoints import SavePoints, require_scale
 from xorl.train.data import DataIdentity
@@ -62,6 +62,7 @@ class SweepSaving:
         model: what checkpoints say of the model (see `checkpoint_model.describe_model`).
         options: what they say of the configuration (see `recorded_options`).
         files: writes one member's adapter as PEFT reads it.
+        architectures: of each member's model, with the chat template that its data names.
         exports: whether adapters are written at the end.
     """
 
@@ -76,7 +77,7 @@ class SweepSaving:
         model: Mapping[str, JSON],
         options: Mapping[str, JSON],
         files: Callable[[str], AdapterFiles],
-        spec: ModelSpec,
+        architectures: Mapping[str, Architecture],
         output_dir: Path,
         exports: bool,
     ) -> None:
@@ -86,7 +87,7 @@ class SweepSaving:
         self._data = data
         self._noted = {MODEL: model, OPTIONS: options}
         self._files = files
-        self._spec = spec
+        self._architectures = architectures
         self._output_dir = output_dir
         self._exports = exports
         self.due: Callable[[int], bool] = due
@@ -136,7 +137,7 @@ class SweepSaving:
                     _set_aside_former(self._output_dir, name, self.last)
         for name in names:
             if not (folder := member_adapter(self._output_dir, name)).exists():
-                AdapterExport(self._files(name), self._spec).write(folder)
+                AdapterExport(self._files(name), self._architectures[name]).write(folder)
 
     def _write_adapters(self, folder: Path) -> dict[str, FileRecord]:
         written: dict[str, FileRecord] = {}
