@@ -38,7 +38,8 @@ class DataLoader(torch_data.DataLoader[Batch]):
     that divides itself among its workers needs num_workers=0.
 
     shuffle: a new order each epoch; the default for data with random access, impossible for a stream. drop_last leaves
-    out the rows at the end of an epoch that do not fill a batch on every rank. The rest is torch's.
+    out the rows at the end of an epoch that do not fill a batch on every rank; without it, only those that would give
+    some ranks a row more than others. The rest is torch's.
     """
 
     def __init__(
