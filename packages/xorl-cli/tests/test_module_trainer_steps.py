@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -219,7 +220,7 @@ class Counting(torch.optim.Optimizer):
     def step(self, closure=None) -> None:
         for group in self.param_groups:
             group["num_steps"] = group.get("num_steps", 0) + 1
-            group["share"] *= 0.9
+            group["share"] = np.float64(group["share"] * 0.9)
             for parameter in (parameter for parameter in group["params"] if parameter.grad is not None):
                 state = self.state[parameter] or {"step": 0, "largest": 0.0, "momentum": torch.zeros_like(parameter)}
                 self.state[parameter] = state
@@ -250,6 +251,8 @@ def test_a_run_goes_on_exactly(optimizer_class, kind: str, saved_at: int, tmp_pa
     measured = second.train(epochs=2, log_interval=1)
     assert [record.loss for record in measured] == [record.loss for record in expected[saved_at:]]
     assert all(torch.equal(*pair) for pair in zip(weights(straight), weights(second), strict=True))
+    straight.load_checkpoint(tmp_path / "saved")  # back, with what it has learnt since
+    assert [record.loss for record in straight.train(epochs=2, log_interval=1)] == [record.loss for record in measured]
 
 
 def test_a_file_is_plain_and_replaced_at_once(tmp_path: Path) -> None:

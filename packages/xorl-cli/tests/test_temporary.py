@@ -54,12 +54,17 @@ def test_the_folder_of_a_killed_process_goes_with_the_next_one_once_nobody_has_i
 def test_what_another_host_has_in_a_shared_folder_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Would catch a running job that loses its folder where locks are one host's.
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / f"{temporary.PREFIX}foreign").mkdir()
+    (tmp_path / f"{temporary.PREFIX}foreign" / NOTE).write_bytes(b"\xff")
     for host in ("another", socket.gethostname()):
         folder = tmp_path / f"{temporary.PREFIX}{host}"
         folder.mkdir()
         (folder / NOTE).write_text(f"1 {host}")
     with temporary_folder() as (own, _):
-        assert set(tmp_path.iterdir()) == {own, tmp_path / f"{temporary.PREFIX}another"}
+        assert set(tmp_path.iterdir()) == {
+            own,
+            *(tmp_path / f"{temporary.PREFIX}{name}" for name in ("another", "foreign")),
+        }
 
 
 RANK = """

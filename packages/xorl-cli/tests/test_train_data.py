@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import resource
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from xorl.config import config_from_mapping
+from xorl.core.mesh import Mesh
 from xorl.data import DataPlan
-from xorl.train.data import PackedDocuments, plan_steps, prepare_data, write_receipt
+from xorl.train.build import plan_of
+from xorl.train.data import DataIdentity, PackedDocuments, RunData, plan_steps, prepare_data, write_receipt
 
 
 @pytest.mark.parametrize("val_set_size", [1, 99])
@@ -141,6 +146,10 @@ def test_data_that_are_not_shuffled_are_trained_on_in_their_order(shuffled: bool
         config_from_mapping({**mapping, "train": {**mapping["train"], "seed": 7}}).config, train, 1, None
     )
     assert (other.hash == plan.hash) is not shuffled
+    # Before, bins were shuffled all the same: a checkpoint of then goes on in its order.
+    former = replace(plan, shuffle=True)
+    mesh = cast(Mesh, SimpleNamespace(dp_size=1))
+    assert plan_of(config, RunData(train, None), mesh, DataIdentity.of(former)) == former
 
 
 def test_a_receipt_that_cannot_be_written_is_told_with_its_file(tmp_path: Path) -> None:

@@ -119,7 +119,8 @@ class DataConfig(Section):
     shuffle_merged_datasets: bool = Field(
         default=True,
         description="Shuffle the merged rows, and in each epoch the bins that they are packed into, by train.seed. "
-        "false trains in the order of the data, as far as sample_packing_method keeps it, in every epoch alike.",
+        "false, with shuffle_before_merging_datasets: false too, trains in the order of the data, as far as "
+        "sample_packing_method keeps it, in every epoch alike.",
     )
     shuffle_before_merging_datasets: bool = Field(
         default=True, description="Shuffle the rows of each dataset before merging, by train.seed."

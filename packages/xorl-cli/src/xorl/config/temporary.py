@@ -61,9 +61,9 @@ def _keep(note: IO[str]) -> None:
 
 
 def _remove_left_over() -> None:
-    for note in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{NOTE}"):
-        # OSError: it is in use, it is another user's, or another process removes it.
-        with suppress(OSError), note.open("r+") as file:
+    for note in filter(Path.is_file, Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{NOTE}")):
+        # OSError: it is in use, it is another user's, or another process removes it. ValueError: it is no text.
+        with suppress(OSError, ValueError), note.open("r+") as file:
             # Some file systems that hosts share have locks of one host alone.
             if file.read().partition(" ")[2] == socket.gethostname():
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -304,6 +304,12 @@ def parallel_dims(config: Config, world_size: int) -> ParallelDims:
 def plan_of(config: Config, data: RunData, mesh: Mesh, saved: DataIdentity | None) -> Plan:
     """The order of the bins. Raises CheckpointError if it differs from `saved`, the order in the checkpoint."""
     plan = plan_steps(config, data.train, mesh.dp_size, None if saved is None else saved.bins_per_step)
+    if isinstance(plan, DataPlan) and not plan.shuffle and saved == DataIdentity.of(replace(plan, shuffle=True)):
+        logger.warning(
+            "data.shuffle_merged_datasets: this checkpoint is of a version that shuffled packed rows whatever this "
+            "option said; the run goes on in that order"
+        )
+        return replace(plan, shuffle=True)
     if saved is not None and saved != DataIdentity.of(plan):
         raise CheckpointError(
             "train.load_checkpoint_path: the data is not what this checkpoint was trained on, or comes in another "

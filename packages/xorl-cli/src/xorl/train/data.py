@@ -216,11 +216,12 @@ def _warn_of_left_out_bins(plan: DataPlan) -> None:
     if is_cut_short or plan.left_out_bins <= _LEFT_OUT_WARNED * plan.num_bins:
         return
     logger.warning(
-        "data.dataloader_drop_last: true leaves %d of the %d bins out of each epoch, which do not fill a step of %d; "
+        "data.dataloader_drop_last: true leaves %d of the %d bins out of each epoch%s, which do not fill a step of %d; "
         "false trains them in a smaller last step, and a smaller step (train.micro_batch_size, "
         "train.gradient_accumulation_steps) leaves out fewer",
         plan.left_out_bins,
         plan.num_bins,
+        "" if plan.shuffle else " (the same ones, as they are not shuffled)",
         plan.bins_per_step,
     )
 

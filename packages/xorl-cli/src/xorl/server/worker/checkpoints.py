@@ -31,7 +31,7 @@ class AlreadySaved(ValueError):
 
 
 class HalfLoaded(RuntimeError):
-    """Values of a checkpoint are in a model, and not all of them."""
+    """A model is no longer as it was before a load, on some rank at least, nor what was to be loaded."""
 
 
 class SavedModels:
@@ -115,7 +115,7 @@ class SavedModels:
         """Put a model where the checkpoint was; the number of steps that its optimizer has taken then.
 
         Raises UnknownName where there is none, and ValueError for one of another kind of model, without any change;
-        on every rank HalfLoaded if it failed on any once values were being copied.
+        on every rank HalfLoaded if it failed on any once the model was being changed.
         """
         has_optimizer = ref.kind == "weights"
         with all_or_none("looking at the checkpoint"):
@@ -127,9 +127,9 @@ class SavedModels:
         with all_or_none("checking the checkpoint"):
             state = self._models.state(model_id, with_optimizer=has_optimizer)
             copy = self._checkpointer(ref).checked(self._folder(ref), state)
-        with all_or_none("making room for the checkpoint"):
-            self._models.before_loading(model_id)
         try:
+            with all_or_none("making room for the checkpoint"):
+                self._models.before_loading(model_id)
             with all_or_none("copying the checkpoint"):
                 loaded = copy()
                 self._models.loaded(model_id, keeps_optimizer=with_optimizer)

@@ -113,9 +113,14 @@ class Worker:
 
     def _give_up(self, model_id: str, problem: Exception) -> Failure:
         """Forget a model that an operation has changed on some ranks, or in part: nobody may train on it."""
-        found = failure_of(problem, is_server=True)
+        cause = problem.__cause__ if isinstance(problem, HalfLoaded) else problem
+        assert isinstance(cause, Exception)
+        found = failure_of(cause, is_server=True)
         self._forget(model_id)
-        again = f"model {model_id} is made again as it was before this call, and the call may be tried again"
+        again = (
+            f"model {model_id} is made again as it was before this call, and the call may be tried again; what "
+            "was kept of it in memory to sample from is to be saved again"
+        )
         return replace(found, message=f"{found.message}; {again}", model_given_up=True)
 
     def _read(self, work: Work, read: Callable[[Any, str], ReadT]) -> list[ReadT | Failure]:

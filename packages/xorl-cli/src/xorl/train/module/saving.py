@@ -127,7 +127,8 @@ class ModuleState:
         """What is no longer as given in each group; JSON has no infinity and no NaN, which are text."""
         return [
             {
-                key: value if math.isfinite(value) else str(value)
+                # float: NumPy's are floats that no file of tensors may hold.
+                key: str(value) if not math.isfinite(value) else float(value) if isinstance(value, float) else value
                 for key, value in now.items()
                 if key not in given or given[key] != value
             }
@@ -135,7 +136,11 @@ class ModuleState:
         ]
 
     def _set_numbers(self, saved: Sequence[Mapping[str, float | str]]) -> None:
-        for group, numbers in zip(self.optimizer.param_groups, saved, strict=False):
+        now = group_numbers(self.optimizer)
+        for group, later, given, numbers in zip(self.optimizer.param_groups, now, self.given, saved, strict=False):
+            for key in later.keys() - given.keys():
+                del group[key]
+            group.update(given)
             group.update({key: float(value) if isinstance(value, str) else value for key, value in numbers.items()})
 
     def _checkpointer(self, root: Path) -> Checkpointer:

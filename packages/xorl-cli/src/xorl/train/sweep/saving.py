@@ -13,7 +13,18 @@ from typing import cast
 
 from torch import Tensor
 
-from xorl.ckpt import JSON, Checkpointer, CheckpointFailure, FileRecord, Manifest, agreed, read_manifest, this_rank
+from xorl.ckpt import (
+    JSON,
+    TEMPLATE_FILE,
+    Checkpointer,
+    CheckpointFailure,
+    FileRecord,
+    Manifest,
+    agreed,
+    read_manifest,
+    this_rank,
+    write_file,
+)
 from xorl.core.runtime import Runtime, rng_state, set_rng_state
 from xorl.lora import AdapterBank, AdapterSnapshot
 from xorl.lora.peft import WEIGHTS_FILE
@@ -133,7 +144,7 @@ class SweepSaving:
         assert self.last is not None, "the last step is always saved"
         with agreed("set former adapters aside"):
             if this_rank() == 0:
-                for name in names:
+                for name in self._bank.names:
                     _set_aside_former(self._output_dir, name, self.last)
         for name in names:
             if not (folder := member_adapter(self._output_dir, name)).exists():
@@ -147,6 +158,11 @@ class SweepSaving:
                 if this_rank() == 0:
                     own.mkdir(parents=True)
             files = self._files(name).write(own)
+            template = self._architectures[name].chat_template
+            if template is not None:
+                with agreed(f"write {own / TEMPLATE_FILE}"):
+                    if this_rank() == 0:
+                        files[TEMPLATE_FILE] = write_file(own / TEMPLATE_FILE, template.encode())
             written |= {f"{ADAPTERS}/{name}/{file}": record for file, record in files.items()}
         return written
 
