@@ -51,5 +51,6 @@ def test_an_adapter_is_exported_with_the_template_that_it_was_trained_with(tmp_p
     merged = export_saved(str(tmp_path / "out"), str(tmp_path / "merged"), merge=True)
     again = export_saved(str(adapter), str(tmp_path / "again"), merge=True)
     template = (ROOT / "configs" / "local" / "chat.jinja").read_text()
-    for folder in (tmp_path / "out" / "checkpoints" / "global_step_1" / "hf", adapter, merged, again):
+    checkpoint = tmp_path / "out" / "checkpoints" / "global_step_1"
+    for folder in (checkpoint, checkpoint / "hf", adapter, merged, again):
         assert (folder / "chat_template.jinja").read_text() == template

@@ -399,11 +399,11 @@ def _checkpoints(
         if lora.merge_lora_interval:
             # No other tool has this base: whoever looks for it finds out, as does `check_name`.
             base = f"{base or config.model.config_path} (with adapters merged into it while training)"
-        files = AdapterFiles.of(engine.model, spec, base, recipes)
+        files = AdapterFiles.of(engine.model, spec, base, recipes, chat_template=architecture.chat_template)
     export: ModelExport | AdapterExport | None = None
     if train.save_hf_weights and lora.save_lora_only:
         assert files is not None, "the configuration was checked"
-        export = AdapterExport(files, architecture)
+        export = AdapterExport(files, architecture.spec)
     elif train.save_hf_weights:
         dtype = torch.bfloat16 if train.enable_mixed_precision else None
         export = ModelExport(engine.model, recipes, architecture, dtype, files)

@@ -189,6 +189,7 @@ class AdapterModels:
             base.local.model.model_path or base.local.model.config_path,
             base.architecture.recipes(merge_qkv=base.local.model.merge_qkv),
             found=self.bank.adapters(model_id),
+            chat_template=base.architecture.chat_template,
         )
 
     def keep(self, model_id: str, sampler_id: str) -> None:

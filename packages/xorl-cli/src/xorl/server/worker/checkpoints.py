@@ -155,7 +155,7 @@ class SavedModels:
         base = self._base
         files = self._models.adapter_files(model_id)
         if files is not None and not is_merged:
-            AdapterExport(files, base.architecture).write(folder)
+            AdapterExport(files, base.architecture.spec).write(folder)
         else:
             recipes = base.architecture.recipes(merge_qkv=base.local.model.merge_qkv)
             ModelExport(base.model, recipes, base.architecture, DTYPES[dtype], files).write(folder)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from xorl.ckpt import (
+    TEMPLATE_FILE,
     FileRecord,
     TensorGroup,
     TensorRecord,
@@ -40,13 +41,15 @@ from xorl.lora.peft import (
 class AdapterFiles:
     """What it takes to write adapters at any time: those of a model, or one of a bank.
 
-    `config` says what they are, and `found` which; they may lie in the memory of a bank.
+    `config` says what they are, and `found` which; they may lie in the memory of a bank. `chat_template` is the one
+    that they are trained with, if it is not that of their base.
     """
 
     model: ParallelModel
     config: AdapterConfig
     recipes: Mapping[str, WeightRecipe]
     found: Mapping[str, Adapter]
+    chat_template: str | None
 
     @classmethod
     def of(
@@ -56,6 +59,7 @@ class AdapterFiles:
         base: str | None,
         recipes: Mapping[str, WeightRecipe],
         found: Mapping[str, Adapter] | None = None,
+        chat_template: str | None = None,
     ) -> AdapterFiles:
         """`spec` put the adapters there, on the base model `base`; `found` is one of a bank's."""
         found = adapters(model.module) if found is None else found
@@ -65,13 +69,14 @@ class AdapterFiles:
             if isinstance(recipe, Part) and recipe.transposed
         }
         transposed = turned & found.keys()
-        return cls(model, config_of(model.module, spec, base=base, transposed=transposed, found=found), recipes, found)
+        config = config_of(model.module, spec, base=base, transposed=transposed, found=found)
+        return cls(model, config, recipes, found, chat_template)
 
     @torch.no_grad()
     def write(self, folder: Path) -> dict[str, FileRecord]:
-        """Collective: both files, into a folder that is there; what rank 0 wrote, and nothing elsewhere.
+        """Collective: write PEFT's two files, and the chat template if there is one, into an existing folder.
 
-        The bytes are the same on every number of ranks.
+        Returns the records of what rank 0 wrote, on rank 0 alone. The bytes are the same on every number of ranks.
         """
         # What an evaluation left gathered is rounded to the compute dtype.
         self.model.drop_gathered()
@@ -84,6 +89,8 @@ class AdapterFiles:
                     WEIGHTS_FILE: record,
                     CONFIG_FILE: write_file(folder / CONFIG_FILE, json_bytes(self.config.to_json())),
                 }
+                if self.chat_template is not None:
+                    files[TEMPLATE_FILE] = write_file(folder / TEMPLATE_FILE, self.chat_template.encode())
         return files
 
     def _groups(self) -> list[TensorGroup]:

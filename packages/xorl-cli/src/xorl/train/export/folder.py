@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from xorl.ckpt import CARD_FILE, TEMPLATE_FILE, WeightRecipe, agreed, export_hf, published, this_rank, write_file
+from xorl.ckpt import CARD_FILE, WeightRecipe, agreed, export_hf, published, this_rank, write_file
+from xorl.core.models import ModelSpec
 from xorl.core.parallel import ParallelModel
 from xorl.lora import QUANTIZATION_KEY
 from xorl.lora.peft import AdapterConfig
@@ -59,20 +60,18 @@ class ModelExport:
 
 @dataclass(frozen=True)
 class AdapterExport:
-    """An export of the adapters alone; `architecture` is that of their base."""
+    """An export of the adapters alone."""
 
     files: AdapterFiles
-    architecture: Architecture
+    spec: ModelSpec
 
     def write(self, folder: Path) -> None:
-        """Write PEFT's files, a chat template other than the base's, and a README.md to a new `folder`; collective."""
+        """Write the adapters' files and a README.md to a new `folder`; collective."""
         with published(folder) as temporary:
             self.files.write(temporary)
             config = self.files.config
-            facts = {"architecture": self.architecture.spec.architecture, **adapter_facts(config.spec)}
+            facts = {"architecture": self.spec.architecture, **adapter_facts(config.spec)}
             with agreed(f"export to {folder}"):
                 if this_rank() == 0:
                     card = model_card("Adapter", base=config.base, is_adapter=True, facts=facts, verified=None)
                     write_file(temporary / CARD_FILE, card.encode())
-                    if self.architecture.chat_template is not None:
-                        write_file(temporary / TEMPLATE_FILE, self.architecture.chat_template.encode())

@@ -212,7 +212,12 @@ def _saving(
 
     def files(name: str) -> AdapterFiles:
         return AdapterFiles.of(
-            engine.model, bank.spec(name), config.model.model_path, recipes, found=bank.adapters(name)
+            engine.model,
+            bank.spec(name),
+            config.model.model_path,
+            recipes,
+            found=bank.adapters(name),
+            chat_template=trained[name].chat_template,
         )
 
     longest = max(plans.values(), key=lambda plan: plan.num_steps)
@@ -225,7 +230,7 @@ def _saving(
         model=describe_model(config.model, architecture, scheme_of(engine.model.module)),
         options=recorded_options(config),
         files=files,
-        architectures=trained,
+        spec=architecture.spec,
         output_dir=Path(train.output_dir),
         exports=train.save_hf_weights,
     )

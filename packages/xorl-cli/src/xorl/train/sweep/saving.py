@@ -15,7 +15,6 @@ from torch import Tensor
 
 from xorl.ckpt import (
     JSON,
-    TEMPLATE_FILE,
     Checkpointer,
     CheckpointFailure,
     FileRecord,
@@ -23,14 +22,13 @@ from xorl.ckpt import (
     agreed,
     read_manifest,
     this_rank,
-    write_file,
 )
+from xorl.core.models import ModelSpec
 from xorl.core.runtime import Runtime, rng_state, set_rng_state
 from xorl.lora import AdapterBank, AdapterSnapshot
 from xorl.lora.peft import WEIGHTS_FILE
 from xorl.train.adapters.files import AdapterFiles
 from xorl.train.adapters.folder import is_adapter
-from xorl.train.architecture import Architecture
 from xorl.train.checkpoint_model import MODEL
 from xorl.train.checkpoints import SavePoints, require_scale
 from xorl.train.data import DataIdentity
@@ -73,7 +71,6 @@ class SweepSaving:
         model: what checkpoints say of the model (see `checkpoint_model.describe_model`).
         options: what they say of the configuration (see `recorded_options`).
         files: writes one member's adapter as PEFT reads it.
-        architectures: of each member's model, with the chat template that its data names.
         exports: whether adapters are written at the end.
     """
 
@@ -88,7 +85,7 @@ class SweepSaving:
         model: Mapping[str, JSON],
         options: Mapping[str, JSON],
         files: Callable[[str], AdapterFiles],
-        architectures: Mapping[str, Architecture],
+        spec: ModelSpec,
         output_dir: Path,
         exports: bool,
     ) -> None:
@@ -98,7 +95,7 @@ class SweepSaving:
         self._data = data
         self._noted = {MODEL: model, OPTIONS: options}
         self._files = files
-        self._architectures = architectures
+        self._spec = spec
         self._output_dir = output_dir
         self._exports = exports
         self.due: Callable[[int], bool] = due
@@ -148,7 +145,7 @@ class SweepSaving:
                     _set_aside_former(self._output_dir, name, self.last)
         for name in names:
             if not (folder := member_adapter(self._output_dir, name)).exists():
-                AdapterExport(self._files(name), self._architectures[name]).write(folder)
+                AdapterExport(self._files(name), self._spec).write(folder)
 
     def _write_adapters(self, folder: Path) -> dict[str, FileRecord]:
         written: dict[str, FileRecord] = {}
@@ -158,11 +155,6 @@ class SweepSaving:
                 if this_rank() == 0:
                     own.mkdir(parents=True)
             files = self._files(name).write(own)
-            template = self._architectures[name].chat_template
-            if template is not None:
-                with agreed(f"write {own / TEMPLATE_FILE}"):
-                    if this_rank() == 0:
-                        files[TEMPLATE_FILE] = write_file(own / TEMPLATE_FILE, template.encode())
             written |= {f"{ADAPTERS}/{name}/{file}": record for file, record in files.items()}
         return written
 
