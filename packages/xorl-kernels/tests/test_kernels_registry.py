@@ -47,8 +47,8 @@ def test_auto_takes_the_first_that_runs_and_says_so_once(caplog):
     with caplog.at_level(logging.INFO, logger="xorl.kernels.registry"):
         assert [registry.resolve("auto", n) for n in (3, 4, 7, 8)] == ["fast", "fast", "slow", "slow"]
     assert [record.getMessage() for record in caplog.records] == [
-        "toy backend=fast chosen_by=auto request=3",
-        "toy backend=slow chosen_by=auto request=7 passed_over='fast (above 5)'",
+        "toy backend=fast chosen_by=auto 3",
+        "toy backend=slow chosen_by=auto 7 passed_over='fast (above 5)'",
     ]
     with pytest.raises(RuntimeError, match=r"no toy backend can run 11: fast \(above 5\); slow \(above 10\)"):
         registry.resolve("auto", 11)

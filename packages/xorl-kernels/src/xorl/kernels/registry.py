@@ -36,6 +36,8 @@ class Backend(Generic[RequestT, FunctionT]):
 class Registry(Generic[RequestT, FunctionT]):
     """The backends of one kind of kernel. A backend requested by name runs or raises; there is no silent fallback.
 
+    A request is written into logs and errors as `str` gives it: in words of the form name=value.
+
     Args:
         kind: what the backends compute, for messages ("attention").
         preference: names that `auto` tries, best first.
@@ -114,7 +116,7 @@ class Registry(Generic[RequestT, FunctionT]):
             return
         self._announced.add(name)
         passed_over = f" passed_over={'; '.join(refused)!r}" if refused else ""
-        logger.info("%s backend=%s chosen_by=auto request=%s%s", self.kind, name, request, passed_over)
+        logger.info("%s backend=%s chosen_by=auto %s%s", self.kind, name, request, passed_over)
 
 
 def _broken(error: ImportError) -> str:

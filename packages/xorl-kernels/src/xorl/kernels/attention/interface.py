@@ -47,3 +47,8 @@ class AttentionRequest:
     head_dim: int
     window: int | None = None
     deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
+
+    def __str__(self) -> str:
+        words = f"device={self.device_type} dtype={str(self.dtype).removeprefix('torch.')} head_dim={self.head_dim}"
+        window = "" if self.window is None else f" window={self.window}"
+        return f"{words}{window}{' deterministic=True' if self.deterministic else ''}"
