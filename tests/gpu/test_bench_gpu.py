@@ -17,7 +17,7 @@ PEERS = ("transformers", "transformers-liger", "transformers-liger-fa4", "transf
 def bench(folder: Path, *arguments: str) -> dict:
     command = [sys.executable, "-m", "xorl.cli.bench", "--model", "tiny", "--seq", "1024", "--output", str(folder)]
     result = subprocess.run(
-        [*command, "--steps", "4", "--warmup", "2", *arguments],
+        [*command, "--steps", "4", "--warmup", "2", "--rounds", "2", *arguments],
         capture_output=True,
         text=True,
         timeout=500,

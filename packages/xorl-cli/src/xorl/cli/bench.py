@@ -85,7 +85,7 @@ def bench_command(
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Measured steps of each build.")] = 20,
     warmup: Annotated[int, typer.Option(min=0, help="Steps before them.")] = 5,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Builds of each, in turn. [2 with peers, else 1]")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Builds of each, in turn. [3 with peers, else 1]")] = None,
     peers: Annotated[
         str, typer.Option(help="Others to measure in turn, by commas: transformers[-liger][-fa4][-compile][-autocast].")
     ] = "",
@@ -114,7 +114,7 @@ def bench_command(
         typed = command or shlex.join(["xorl", "bench", *_typed_arguments()])
         begun = _process_start() if started_at is None else started_at
         others = tuple(against or ())
-        num_rounds = rounds or (2 if peers or others else 1)
+        num_rounds = rounds or (3 if peers or others else 1)
         return Flags(folder, steps, warmup, num_rounds, peers, others, profile, record, name, typed, begun)
 
     def start() -> int:

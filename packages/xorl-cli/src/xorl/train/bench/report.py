@@ -49,7 +49,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Spread:
-    """Median and quartiles over the measured steps of all rounds."""
+    """Median and quartiles over the measured steps of the counted rounds."""
 
     median: float
     low: float
@@ -86,9 +86,23 @@ class Record:
         """The rounds of one system."""
         return [each for each in self.measurements if each.system == system]
 
+    @property
+    def num_uncounted(self) -> int:
+        """Rounds at the beginning that no figure but peak memory is made of.
+
+        Libraries load or compile kernels for a number of tokens that they have not seen before. Where steps differ in
+        it, that is more than a warm-up covers, but every round has the same steps: the first of several is left out.
+        """
+        first = self.of(self.systems[0])
+        return int(len(first) > 1 and len({step["num_tokens"] for step in first[0].steps}) > 1)
+
+    def counted(self, system: str) -> list[Measurement]:
+        """The rounds of one system that figures are made of."""
+        return self.of(system)[self.num_uncounted :]
+
     def spreads(self, system: str) -> dict[str, Spread]:
-        """Of each figure that is known, over the measured steps of all rounds."""
-        steps = [step for each in self.of(system) for step in each.steps[self.warmup :]]
+        """Of each figure that is known, over the measured steps of the counted rounds."""
+        steps = [step for each in self.counted(system) for step in each.steps[self.warmup :]]
         found = {}
         for key in SUMMARISED:
             values = [value for step in steps if (value := step.get(key)) is not None]
@@ -113,9 +127,9 @@ class Record:
         for peer in peers:
             by_round = [
                 self._median_rate([mine]) / self._median_rate([theirs])
-                for mine, theirs in zip(self.of(own), self.of(peer), strict=True)
+                for mine, theirs in zip(self.counted(own), self.counted(peer), strict=True)
             ]
-            overall = self._median_rate(self.of(own)) / self._median_rate(self.of(peer))
+            overall = self._median_rate(self.counted(own)) / self._median_rate(self.counted(peer))
             found[peer] = (overall, min(by_round), max(by_round))
         return found
 
@@ -162,6 +176,7 @@ def to_json(record: Record) -> dict[str, object]:
         "environment": dict(record.environment),
         "work": asdict(record.work),
         "warmup": record.warmup,
+        "uncounted_rounds": record.num_uncounted,
         "steps": record.steps,
         "command_to_first_step_s": {**record.start, "total": sum(record.start.values())},
         "systems": systems,
@@ -176,7 +191,10 @@ def to_json(record: Record) -> dict[str, object]:
 def to_markdown(record: Record) -> str:
     """One section: what was run and on what, the systems in a table, where their time went, and the start."""
     work = record.work
-    rounds = len(record.of(record.systems[0]))
+    num_rounds = len(record.of(record.systems[0]))
+    rounds = "1 round" if num_rounds == 1 else f"{num_rounds} rounds"
+    if record.num_uncounted:
+        rounds += ", of which the first, with packs that are new to it, does not count"
     known = [f"{name} {value}" for name, value in record.environment.items() if value is not None and name != "gpus"]
     lines = [
         f"## {record.name}, {datetime.now(UTC).date().isoformat()}",
@@ -187,7 +205,7 @@ def to_markdown(record: Record) -> str:
         f"{work.architecture}, {work.num_parameters / 1e9:.3g} B parameters, {work.num_ranks} ranks, "
         f"{work.tokens_per_step:,.0f} tokens a step in bins of {work.bin_len:,}, {_documents(work)}; "
         f"{_settings(record)}. Medians of {record.steps} steps after "
-        f"{record.warmup} of warm-up, in {rounds} {'round' if rounds == 1 else 'rounds'}, quartiles in brackets.",
+        f"{record.warmup} of warm-up, in {rounds}, quartiles in brackets.",
         "",
         *_table(
             ("", "tokens/s", "MFU", "step ms", "peak GiB allocated", "reserved", "xorl is"),

@@ -43,8 +43,9 @@ OWN = "xorl"
 class BenchOptions:
     """What to measure, beside the configuration.
 
-    peers run in turn with xorl, `rounds` times each. Of each build's steps the first `warmup` are not measured. profile
-    adds one more, recorded step to xorl's last build. started_at is when the command was given, in seconds of the
+    peers run in turn with xorl, `rounds` times each. Of each build's steps the first `warmup` are not measured, nor is
+    the first of several rounds counted where packs differ (report.py). profile adds one more, recorded step to xorl's
+    last build. started_at is when the command was given, in seconds of the
     epoch. append_to is a Markdown file that the record is added to.
     """
 
