@@ -306,3 +306,24 @@ def test_the_decoder_starts_like_transformers():
                 assert ours[name].std().item() == pytest.approx(parameter.std().item(), rel=0.1), name
             else:
                 assert torch.equal(ours[name], parameter), name
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_key_value_heads": ...},
+        {"num_key_value_heads": None},
+        {"use_sliding_window": True, "max_window_layers": 1},
+        {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": None},
+    ],
+)
+@pytest.mark.parametrize("architecture", [name for name in SPECS if name != "GPT2LMHeadModel"])
+def test_what_config_json_leaves_out_or_null_means_the_same_model(architecture, changes):
+    """Catches a default of ours: absent and null can mean two models, and differ by family."""
+    values = {**SIZES, "hidden_size": 64, "num_attention_heads": 64, "head_dim": 8, "num_hidden_layers": 2, **changes}
+    values = {key: value for key, value in values.items() if value is not ...}
+    theirs = getattr(transformers, architecture).config_class(**values)
+    ours = spec_for({"architectures": [architecture]}).config_from_hf(values)
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    windowed = [kind == "sliding_attention" for kind in getattr(theirs, "layer_types", ["full_attention"] * 2)]
+    assert ours.windows == tuple(theirs.sliding_window if is_windowed else None for is_windowed in windowed)

@@ -34,6 +34,11 @@ class HFConfig:
         self._architecture = architecture
         self._read: set[str] = set()
 
+    def names(self, key: str) -> bool:
+        """Whether the key is there, be it null: some families take null for something else than its absence."""
+        self._read.add(key)
+        return key in self._values
+
     def has(self, key: str) -> bool:
         """Whether the key is there and not null."""
         self._read.add(key)

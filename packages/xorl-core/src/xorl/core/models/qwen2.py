@@ -8,6 +8,8 @@ from xorl.core.models.hf_config import HFConfig
 from xorl.core.models.spec import ModelSpec
 
 ARCHITECTURE = "Qwen2ForCausalLM"
+# Where config.json does not name num_key_value_heads; null means all heads.
+SILENT_NUM_KV_HEADS = 32
 
 
 def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
@@ -15,7 +17,13 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     hf = HFConfig(values, ARCHITECTURE)
     hf.refuse("use_mrope", "positions have one dimension here")
     config = rotary_gated.read_config(
-        hf, qk_norm=False, qkv_bias=True, o_bias=False, mlp_bias=False, windows=rotary_gated.read_windows(hf)
+        hf,
+        qk_norm=False,
+        qkv_bias=True,
+        o_bias=False,
+        mlp_bias=False,
+        windows=rotary_gated.read_windows(hf),
+        silent_num_kv_heads=SILENT_NUM_KV_HEADS,
     )
     hf.finish()
     return config

@@ -36,12 +36,17 @@ def read_config(
     mlp_bias: bool,
     windows: tuple[int | None, ...] | None = None,
     default_head_dim: int | None = None,
+    silent_num_kv_heads: int | None = None,
 ) -> DecoderConfig:
-    """Translate the keys these families share; what differs between them comes as arguments."""
+    """Translate the keys these families share; what differs between them comes as arguments.
+
+    silent_num_kv_heads: where num_key_value_heads is absent; where it is null, and without this, all heads.
+    """
     num_layers = hf.positive("num_hidden_layers")
     num_heads = hf.positive("num_attention_heads")
     hidden_size = hf.positive("hidden_size")
     head_dim = hf.positive("head_dim", default_head_dim or hidden_size // num_heads)
+    is_silent = silent_num_kv_heads is not None and not hf.names("num_key_value_heads")
     max_position_embeddings = hf.positive("max_position_embeddings")
     hf.warn_of_dropout()
     return DecoderConfig(
@@ -50,7 +55,7 @@ def read_config(
         intermediate_size=hf.positive("intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=hf.positive("num_key_value_heads", num_heads),
+        num_kv_heads=hf.positive("num_key_value_heads", silent_num_kv_heads if is_silent else num_heads),
         head_dim=head_dim,
         max_position_embeddings=max_position_embeddings,
         windows=windows or (None,) * num_layers,
@@ -71,9 +76,13 @@ def read_config(
 
 
 def read_windows(hf: HFConfig) -> tuple[int | None, ...]:
-    """The sliding window of each layer: `layer_types` names the layers, or all from `max_window_layers` on have it."""
+    """The sliding window of each layer: `layer_types` names the layers, or all from `max_window_layers` on have it.
+
+    A null `sliding_window` is none, an absent one is DEFAULT_WINDOW.
+    """
     num_layers = hf.positive("num_hidden_layers")
-    enabled = hf.get("use_sliding_window", bool, False)
+    is_null = hf.names("sliding_window") and not hf.has("sliding_window")
+    enabled = hf.get("use_sliding_window", bool, False) and not is_null
     window = hf.positive("sliding_window", DEFAULT_WINDOW)
     first = hf.get("max_window_layers", int, DEFAULT_MAX_WINDOW_LAYERS)
     if hf.has("layer_types"):
