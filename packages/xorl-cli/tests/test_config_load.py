@@ -138,6 +138,7 @@ def test_a_wrong_value_is_cited_with_what_is_wanted(
         ("train: {[a]: 1}\n", "config.yaml:1", "train", "a word, not a list"),
         ("train: {lr: !!float 1}\n", "config.yaml:1", "train.lr", "the tag tag:yaml.org,2002:float means nothing"),
         ("train: {wandb_tags: [${A}]}\n", "config.yaml:1", "", "put quotes around a variable"),
+        (r'lora: {rank_pattern: {"a\.b": 8}}', "config.yaml:1", "", r"for a backslash, or put single quotes instead"),
         ("train: 5\n", "config.yaml:1", "train", "mapping"),
     ],
 )  # fmt: skip
@@ -366,6 +367,8 @@ def test_an_override_is_not_blamed_for_what_is_missing_beside_it(write) -> None:
         (["--train.lr", "x"], "--train.lr", "number >= 0"),
         (["--train.lr", "[1"], "--train.lr", "this is not YAML"),
         (["--train.wandb_name", "a: b: c"], "--train.wandb_name", "put quotes inside the quotes"),
+        (["--lora.rank_pattern", r'{"a\.b": 8}'], "--lora.rank_pattern", r"write \\ for a backslash"),
+        (["--train.output_dir", r'"C:\users"'], "--train.output_dir", r"write \\ for a backslash"),
         (["--data.datasets.3.path", "x"], "--data.datasets.3.path", "data.datasets has 1"),
         (["--data.datasets.x.path", "x"], "--data.datasets.x.path", "'x' is no entry of a list"),
         (["--train.output_dir.x", "1"], "--train.output_dir.x", "has no 'x' below it"),

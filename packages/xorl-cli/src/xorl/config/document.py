@@ -165,11 +165,16 @@ def _read(text: str, origin_of: Callable[[int], Origin]) -> Document:
 
 def _syntax_message(error: MarkedYAMLError, origin: Origin) -> str:
     context = f" {error.context}" if error.context else ""
-    message = f"this is not YAML: {str(error.problem).splitlines()[0]}{context}"
-    if "${" in origin.text:
+    problem = str(error.problem).splitlines()[0]
+    message = f"this is not YAML: {problem}{context}"
+    if "escape" in problem:
+        message += "\nin double quotes \\ begins an escape: write \\\\ for a backslash, or put single quotes instead"
+    elif "${" in origin.text:
         message += '\ninside [...] and {...} put quotes around a variable: "${NAME}"'
     elif "\t" in origin.text:
         message += "\nindent with spaces, not with tabs"
+    elif origin.kind == "override":
+        message += "\nput quotes inside the quotes for text: '\"...\"'"
     return message
 
 

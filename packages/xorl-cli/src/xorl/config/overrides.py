@@ -104,12 +104,7 @@ def apply_overrides_(root: Node, overrides: Sequence[Override]) -> list[Problem]
             problems.append(Problem(origin, override.path, message))
             continue
         document = read_value(override.text, origin)
-        problems += [
-            Problem(origin, override.path, f"{problem.message}\nput quotes inside the quotes for text: '\"...\"'")
-            if document.root is None
-            else Problem(origin, override.path, problem.message)
-            for problem in document.problems
-        ]
+        problems += [Problem(origin, override.path, problem.message) for problem in document.problems]
         if document.problems:
             continue
         # An empty text is YAML's null.
