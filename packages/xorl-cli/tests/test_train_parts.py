@@ -19,7 +19,7 @@ import torch
 
 from child import in_child
 from xorl.ckpt import Checkpointer
-from xorl.config import config_from_mapping
+from xorl.config import Config, config_from_mapping
 from xorl.core import runtime
 from xorl.core.runtime import GarbageCollection, Runtime
 from xorl.train import interrupt
@@ -110,6 +110,7 @@ def test_a_profile_that_the_run_does_not_come_to_is_told(tmp_path: Path, caplog:
                 "enable_profiling": True,
                 "profile_start_step": 5,
                 "profile_end_step": 6,
+                "profile_trace_dir": str(tmp_path),
             },
         }
     ).config
@@ -118,6 +119,42 @@ def test_a_profile_that_the_run_does_not_come_to_is_told(tmp_path: Path, caplog:
     assert caplog.text == ""
     profiler_of(config, place, start_step=0, num_steps=4)
     assert "train.profile_start_step: 5, and the run ends at step=4: nothing will be recorded" in caplog.text
+
+
+def profiled(tmp_path: Path, folder: Path) -> Config:
+    """A configuration that records step 1 into `folder`."""
+    return config_from_mapping(
+        {
+            "model": {"config_path": "models/tiny"},
+            "data": {"datasets": [{"path": "a.jsonl"}]},
+            "train": {"output_dir": str(tmp_path), "enable_profiling": True, "profile_trace_dir": str(folder)},
+        }
+    ).config
+
+
+def test_a_folder_of_traces_that_cannot_be_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    # Catches a run that ends with a traceback where its recording does, hours later, and loses what it trained.
+    (tmp_path / "file").write_text("")
+    place = Runtime(0, 0, 1, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"^train.profile_trace_dir: cannot write to .*file/traces"):
+        profiler_of(profiled(tmp_path, tmp_path / "file" / "traces"), place, start_step=0, num_steps=5)
+    # A rank that records nothing needs no folder.
+    other = Runtime(1, 1, 2, torch.device("cpu"))
+    profiler_of(profiled(tmp_path, tmp_path / "file" / "traces"), other, start_step=0, num_steps=5)
+
+
+def test_a_trace_that_cannot_be_written_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # Catches steps that are lost for a trace of them: on a full disk, or where its folder has gone.
+    place = Runtime(0, 0, 1, torch.device("cpu"))
+    profiler = profiler_of(profiled(tmp_path, tmp_path / "traces"), place, start_step=0, num_steps=5)
+    (tmp_path / "traces").rmdir()
+    (tmp_path / "traces").write_text("")
+    with profiler:
+        torch.ones(2).sum()
+        profiler.step(1)
+        profiler.step(2)
+    assert "cannot be written" in caplog.text
+    assert "training goes on" in caplog.text
 
 
 @pytest.mark.parametrize(

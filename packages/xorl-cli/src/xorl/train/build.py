@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from xorl.ckpt import Checkpointer, CheckpointError, Manifest, read_manifest
+from xorl.ckpt.layout import prepare_root
 from xorl.config import Config, TrainConfig
 from xorl.core import runtime
 from xorl.core.loss import LossFn, cross_entropy, score_tokens
@@ -470,8 +471,14 @@ def sinks_of(config: Config, output_dir: Path, plan: Plan, start_step: int, plac
 
 
 def profiler_of(config: Config, place: Runtime, start_step: int, num_steps: int) -> Profiler:
-    """The profiler, which records traces only in the processes that the options name."""
+    """The profiler, which records traces only in the processes that the options name.
+
+    Raises CheckpointError if there can be no folder for them.
+    """
     train = config.train
+    enabled = train.enable_profiling and (place.is_main or not train.profile_rank0_only)
+    if enabled:
+        prepare_root(Path(train.profile_trace_dir), "train.profile_trace_dir")
     if train.enable_profiling and train.profile_start_step > num_steps:
         logger.warning(
             "train.profile_start_step: %d, and the run ends at step=%d: nothing will be recorded",
@@ -479,7 +486,7 @@ def profiler_of(config: Config, place: Runtime, start_step: int, num_steps: int)
             num_steps,
         )
     return Profiler(
-        enabled=train.enable_profiling and (place.is_main or not train.profile_rank0_only),
+        enabled=enabled,
         steps_done=start_step,
         start_step=train.profile_start_step,
         end_step=train.profile_end_step,

@@ -19,7 +19,7 @@ class Profiler:
 
     enabled: on this rank. steps_done: where the run starts; of a span that it starts within, the rest is recorded.
     Entered around the loop; `step(n)` is called when step n is done. receive: takes what was recorded, instead of a
-    file of it in `trace_dir`.
+    file of it in `trace_dir`. A file that cannot be written is told, and is no reason to lose what was trained.
     """
 
     enabled: bool
@@ -73,10 +73,14 @@ class Profiler:
         if self.receive is not None:
             self.receive(recorded)
             return
-        self.trace_dir.mkdir(parents=True, exist_ok=True)
         path = self.trace_dir / f"rank{self.rank}_steps_{self._first_recorded}_{self.end_step}.json.gz"
-        recorded.export_chrome_trace(str(path))
-        logger.info("profile=%s", path)
+        try:
+            self.trace_dir.mkdir(parents=True, exist_ok=True)
+            recorded.export_chrome_trace(str(path))
+        except OSError as error:
+            logger.warning("profile=%s cannot be written: %s; training goes on", path, error)
+        else:
+            logger.info("profile=%s", path)
 
 
 def _wait_for_gpu() -> None:
