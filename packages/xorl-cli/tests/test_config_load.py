@@ -343,6 +343,19 @@ def test_overrides_reach_into_lists(write) -> None:
     assert [entry.path for entry in whole.config.data.datasets] == ["c.jsonl"]
 
 
+def test_a_tilde_means_the_home_folder_in_every_path(write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # Would catch results in a folder named ~ beside the configuration, while files to read are looked for at home.
+    monkeypatch.setenv("HOME", str(tmp_path))
+    overrides = ["--train.output_dir=~/out", "--data.dataset_prepared_path=~/prepared", "--train.profile_trace_dir=~/t"]
+    config = load_config(
+        write(SOUND), [*overrides, "--train.enable_profiling=true", "--model.config_path=~/config.json"]
+    ).config
+    assert config.train.output_dir == f"{tmp_path}/out"
+    assert config.data.dataset_prepared_path == f"{tmp_path}/prepared"
+    assert config.train.profile_trace_dir == f"{tmp_path}/t"
+    assert config.model.config_path == config.model.tokenizer_path == f"{tmp_path}/config.json"
+
+
 def test_overrides_alone_can_fill_an_empty_file(write) -> None:
     # Would catch an override into a list that does not exist yet, made a mapping.
     overrides = ("--data.datasets.0.path", "a", "--train.output_dir", "o", "--model.model_path", "m")

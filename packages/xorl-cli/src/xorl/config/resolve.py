@@ -1,6 +1,7 @@
-"""Fills in defaults that depend on another option or on the machine, in a configuration that is known to be valid."""
+"""Fills in what depends on another option or on the machine, in a configuration that is known to be valid."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from xorl.config.environment import dataset_num_proc
@@ -18,17 +19,39 @@ class Default(NamedTuple):
 
 
 def resolve(config: Config) -> tuple[Config, dict[str, str]]:
-    """Returns the configuration with these defaults filled in, and the reason for each of them.
+    """Returns the configuration with these defaults and the home folder filled in, and the reason for each default.
 
     Raises ValueError if an environment variable has an invalid value.
     """
+    config = _with_home_folder(config)
     defaults = [*_model_defaults(config), *_data_defaults(config), *_train_defaults(config), *_lora_defaults(config)]
+    values = {default.path: default.value for default in defaults}
+    return _with_values(config, values), {default.path: default.reason for default in defaults if default.reason}
+
+
+def _with_values(config: Config, values: Mapping[str, object]) -> Config:
     changes: dict[str, dict[str, object]] = {"model": {}, "data": {}, "train": {}, "lora": {}}
-    for default in defaults:
-        section, option = default.path.split(".")
-        changes[section][option] = default.value
-    sections = {name: getattr(config, name).model_copy(update=change) for name, change in changes.items()}
-    return config.model_copy(update=sections), {default.path: default.reason for default in defaults if default.reason}
+    for path, value in values.items():
+        section, option = path.split(".")
+        changes[section][option] = value
+    return config.model_copy(
+        update={name: getattr(config, name).model_copy(update=change) for name, change in changes.items()}
+    )
+
+
+def _with_home_folder(config: Config) -> Config:
+    """With ~ at the beginning of a path replaced, which no shell does in a file or behind `--option=`.
+
+    Other paths may also be ids of the Hub or URLs, and whoever reads them replaces it.
+    """
+    paths: dict[str, str | None] = {
+        "model.config_path": config.model.config_path,
+        "data.dataset_prepared_path": config.data.dataset_prepared_path,
+        "train.output_dir": config.train.output_dir,
+        "train.profile_trace_dir": config.train.profile_trace_dir,
+    }
+    at_home = {option: os.path.expanduser(path) for option, path in paths.items() if path and path.startswith("~")}
+    return _with_values(config, at_home)
 
 
 def _model_defaults(config: Config) -> Iterator[Default]:
