@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterator
 
 import numpy as np
@@ -24,6 +25,7 @@ from xorl.server.sampler import Sampler, SampleRequest, SampleResult
 from xorl.server.sampler import sampler as sampler_module
 from xorl.server.sampler.blocks import BlockPool, block_keys
 from xorl.server.sampler.draw import DrawRule, draw, uniform_number
+from xorl.server.sampler.growth import Growth
 from xorl.server.sampler.schedule import Continuation, Schedule
 
 CPU = torch.device("cpu")
@@ -472,3 +474,16 @@ def test_blocks_are_reused_oldest_first_and_found_until_then() -> None:
     pool.release([first])
     pool.take()
     assert pool.find(keys) == []
+
+
+def test_looking_whether_a_pass_can_be_recorded_warns_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Catches a service that begins with torch's warning about a mode of its own, which nobody can act upon.
+    def set_mode(mode: str) -> None:
+        warnings.warn("Synchronization debug mode is a prototype feature and does not yet detect all", stacklevel=2)
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: set_mode(mode) if mode == "error" else None)
+    growth = object.__new__(Growth)
+    monkeypatch.setattr(growth, "_pass", lambda num_rows: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert growth._waits(1) is None

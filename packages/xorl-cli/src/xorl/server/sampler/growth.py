@@ -10,6 +10,7 @@ Shapes: N samples, M samples at most, W blocks at most, V vocabulary.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 
@@ -149,7 +150,10 @@ class Growth:
         """
         # The first pass compiles kernels and creates cached values, such as the rotary embedding's frequencies.
         self._pass(num_rows)
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings():
+            # Torch says so once. Nobody who runs a service can do anything about it.
+            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature")
+            torch.cuda.set_sync_debug_mode("error")
         try:
             self._pass(num_rows)
         except torch.OutOfMemoryError:
