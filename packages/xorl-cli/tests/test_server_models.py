@@ -6,9 +6,10 @@ import time
 
 import msgspec
 import numpy as np
+import pytest
 
 from asynchronous import in_a_loop
-from counting_workers import folded
+from counting_workers import BROKEN, folded
 from orchestrated import MODEL, SESSION, forward_backward, options, over_http, running, serving, step, submit, workers
 from xorl.server.arrays import Array
 from xorl.server.messages import Ok, Rejected
@@ -27,6 +28,7 @@ from xorl.server.operations import (
     SaveFullWeights,
     SaveWeights,
     SaveWeightsForSampler,
+    SessionSampler,
     UnloadModel,
 )
 from xorl.server.orchestrator.calls import RELEASE
@@ -134,6 +136,41 @@ async def test_the_number_of_a_sampling_session_is_used_once(tmp_path):
             assert answer.status_code == status, (asked, answer.text)
         sampler = await http.get(f"/api/v1/samplers/{SESSION}:sample:0")
         assert sampler.json()["model_path"] == weights[0]
+
+
+@pytest.mark.parametrize("taken_off_by", ["a load", "silence", "unloading", "another of its name"])
+@in_a_loop
+async def test_weights_that_went_with_their_model_say_what_to_do(tmp_path, taken_off_by):
+    """Catches a sampler that asks workers for weights which these dropped with the model, and is told of other causes.
+
+    Also after the orchestrator was started again beside the same workers.
+    """
+    chosen = options(tmp_path)
+    sampler = f"{SESSION}:sample:1"
+    sample = Sample(SessionSampler(sampler), Array.of(np.array([1], dtype=np.int32)))
+    with workers(chosen) as counting:
+        async with running(chosen) as client:
+            await client.create("m")
+            await client.do(SaveWeights("m", BROKEN), 1)
+            await client.do(SaveWeightsForSampler("m", None, sampler_id=sampler), 2)
+            assert not isinstance(await client.do(sample), Failure)
+            match taken_off_by:
+                case "a load":
+                    broken = CheckpointRef("m", "weights", BROKEN)
+                    assert (await client.do(LoadWeights("m", broken, optimizer=True), 3)).model_given_up
+                case "silence":
+                    await client.orchestrator.answer(FinishSession(SESSION, "success"))
+                    while counting.models:
+                        await asyncio.sleep(0.05)
+                case "unloading":
+                    await client.do(UnloadModel("m"), 3)
+                case _:
+                    await client.do(CreateModel("m", lora=LoraSpec(rank=8)), session=None)
+            refused = await client.do(sample)
+        async with running(chosen) as client:
+            for failure in (refused, await client.do(sample)):
+                assert (failure.status, "model m was taken off them" in failure.message) == (404, True)
+                assert "Save its weights for sampling again" in failure.message
 
 
 @in_a_loop

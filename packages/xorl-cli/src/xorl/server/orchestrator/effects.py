@@ -47,7 +47,7 @@ class Effects:
         tail: Literal["changes", "settles"] | None = None
         cuts: Literal["settled", "all"] | None = None
         if isinstance(result, Failure):
-            self._failed(model, operation, result)
+            records = self._failed(model, operation, result)
         elif (changed := tail_of(operation)) is not None:
             tail = "settles" if changed[1] else "changes"
             self._stepped(model, operation, result, seconds)
@@ -56,6 +56,7 @@ class Effects:
             self._created(model, result, workers)
         elif isinstance(result, Unloaded):
             model.state, model.workers, cuts = "unloaded", None, "all"
+            records = self._state.registry.drop_snapshots(model.model_id)
         elif isinstance(result, Saved):
             cuts = "settled" if isinstance(operation, SaveWeights) else None
             model.save_s = seconds if cuts else model.save_s
@@ -134,10 +135,12 @@ class Effects:
         elif isinstance(result, Loaded):
             model.num_steps = result.num_steps
 
-    def _failed(self, model: ModelRecord, operation: Operation, failure: Failure) -> None:
-        if failure.model_given_up:
-            model.workers = None
+    def _failed(self, model: ModelRecord, operation: Operation, failure: Failure) -> list[Record]:
         if isinstance(operation, CreateModel):
             model.state = "failed"
         elif isinstance(operation, SaveWeights) and saved_as(operation) == model.boundary:
             model.is_overwriting = False
+        if not failure.model_given_up:
+            return []
+        model.workers = None
+        return self._state.registry.drop_snapshots(model.model_id)

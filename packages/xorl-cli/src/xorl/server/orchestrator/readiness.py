@@ -135,7 +135,7 @@ class Readiness:
             return
         await workers.run(Work([f"make-way-{secrets.token_hex(8)}"], [UnloadModel(model.model_id)]))
         model.replaces = False
-        await self._state.journal.put([stored(model)])
+        await self._state.journal.put([stored(model), *self._state.registry.drop_snapshots(model.model_id)])
 
     async def _make_present(self, model: ModelRecord, workers: Incarnation) -> None:
         state = self._state
@@ -150,6 +150,8 @@ class Readiness:
             raise CannotRun(Failure("user", 409, message))
         await self._make_place(model, workers)
         try:
+            # What workers may still hold of it is dropped first, with the weights of samplers.
+            await state.journal.put(state.registry.drop_snapshots(model.model_id))
             again = await restore(model, state.journal, workers)
         except RecoveryError as problem:
             raise CannotRun(Failure("server", 500, str(problem))) from None
@@ -242,8 +244,10 @@ def _weights_of(record: SamplerRecord, workers: Incarnation) -> SamplerRef:
         return BaseSampler()
     if record.workers != workers.name:
         message = (
-            f"the weights of sampling session {record.sampling_session_id} were in the memory of workers that are "
-            "gone: save the model's weights for sampling again, under a name if they are to be kept"
+            f"the weights of sampling session {record.sampling_session_id} were in the workers' memory alone, and are "
+            f"gone: the workers were started anew, or model {record.snapshot_of} was taken off them (unloaded, idle, "
+            "or after a step or a load that failed half way). Save its weights for sampling again, under a name if "
+            "they are to be kept"
         )
         raise CannotRun(Failure("user", 404, message))
     return SnapshotSampler(record.snapshot_of, record.sampling_session_id)

@@ -90,7 +90,8 @@ class ModelRecord(msgspec.Struct):
 class SamplerRecord(msgspec.Struct):
     """A sampling session: of the base, of a checkpoint, or of a model's weights in the workers' memory (`snapshot_of`).
 
-    workers: the incarnation in whose memory they are; version: that of the weights, as endpoints are told it.
+    workers: the incarnation in whose memory they are, None once it has dropped them.
+    version: that of the weights, as endpoints are told it.
     """
 
     sampling_session_id: str
@@ -162,6 +163,13 @@ class Registry:
         """The models whose boundary, creation or tail reads a checkpoint: without it, they would be lost."""
         there = [model for model in self.models.values() if model.is_there]
         return [model for model in there if checkpoint in (model.origin, *model.loads)]
+
+    def drop_snapshots(self, model_id: str) -> list[Record]:
+        """Note that workers took a model off, with what samplers had of it in memory; the records are to be written."""
+        lost = [one for one in self.samplers.values() if one.snapshot_of == model_id and one.workers is not None]
+        for sampler in lost:
+            sampler.workers = None
+        return [stored(sampler) for sampler in lost]
 
     def models_of(self, session_id: str) -> list[ModelRecord]:
         """The models of a session, in the order of their creation."""

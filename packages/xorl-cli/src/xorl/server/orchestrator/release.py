@@ -109,7 +109,7 @@ class Release:
                     return failure
                 await _work(UnloadModel(model.model_id), workers)
             model.state, model.workers = "released", None
-            await self._state.journal.put([stored(model)])
+            await self._state.journal.put([stored(model), *self._state.registry.drop_snapshots(model.model_id)])
         logger.info("event=released model=%s", model.model_id)
         return None
 
