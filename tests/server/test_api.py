@@ -351,6 +351,25 @@ def test_names_that_are_paths_are_refused_wherever_they_are_sent(client, orchest
     assert orchestrator.submits == []
 
 
+def test_a_sample_in_json_has_all_that_was_asked_for(client, orchestrator):
+    """Catches log-probabilities that are computed and left out, since most clients read them in protobuf."""
+    given = {"data": [3, -1, 5, 6], "dtype": "int64", "shape": [2, 2]}
+    asked = {"topk_prompt_logprobs": 2, "topk_sample_logprobs": 1, "target_prompt_logprobs": given}
+    body = {"prompt": {"input_ids": [1, 2, 3]}, "sampling_params": {"max_tokens": 2}, **asked}
+    result = result_of(client, client.post("/api/v1/asample", json=body))
+    assert result["topk_prompt_logprobs"] == [
+        None,
+        [[2, -2 / 64], [3, -3 / 64]],
+        [[3, -3 / 64], [4, -4 / 64]],
+    ]
+    assert result["target_prompt_logprobs"] == {
+        "data": [-3 / 64, 0.0, -5 / 64, -6 / 64],
+        "dtype": "float32",
+        "shape": [2, 2],
+    }
+    assert result["sequences"][0]["topk_logprobs"] == [[[4, -4 / 64]], [[5, -5 / 64]]]
+
+
 def test_likely_tokens_are_told_by_the_call_of_an_inference_engine(client, orchestrator):
     """Catches an option of /generate that is computed and not answered."""
     asked = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 2}, "return_logprob": True}

@@ -96,8 +96,9 @@ def tensor_json(array: Array) -> JSON:
 
 
 def sample_json(result: SampleResult) -> JSON:
-    """For clients that ask for no protobuf."""
+    """For clients that ask for no protobuf. The likeliest tokens of a place are pairs (id, log-probability)."""
     prompt = None if result.prompt_logprobs is None else result.prompt_logprobs.numpy().tolist()
+    top_prompt, targets = _top_pairs(result.topk_prompt_logprobs), _asked_targets(result)
     return {
         "type": "sample",
         "sequences": [
@@ -105,10 +106,13 @@ def sample_json(result: SampleResult) -> JSON:
                 "stop_reason": sequence.stop_reason,
                 "tokens": sequence.tokens.numpy().tolist(),
                 "logprobs": sequence.logprobs.numpy().tolist(),
+                "topk_logprobs": _top_pairs(sequence.top_logprobs),
             }
             for sequence in result.sequences
         ],
         "prompt_logprobs": None if prompt is None else [None, *prompt[1:]],
+        "topk_prompt_logprobs": None if top_prompt is None else [None, *top_prompt],
+        "target_prompt_logprobs": None if targets is None else tensor_json(targets),
         "prompt_cache_hit_tokens": result.num_cached_tokens,
     }
 
@@ -181,11 +185,9 @@ def _batched(arrays: list[Array]) -> ProtobufMessage:
 
 
 def _sample_message(result: SampleResult) -> ProtobufMessage:
-    targets = result.target_prompt_logprobs
+    targets = _asked_targets(result)
     if targets is not None:
-        # Where nothing was asked, this client reads zero.
-        filled = np.nan_to_num(targets.numpy().astype(np.float32), nan=0.0)
-        targets = MESSAGES["Tensor"](dense=filled.tobytes(), dtype=DTYPES["float32"], shape=filled.shape)
+        targets = MESSAGES["Tensor"](dense=targets.data, dtype=DTYPES["float32"], shape=targets.shape)
     return MESSAGES["SampleResponse"](
         sequences=[_sequence_message(sequence) for sequence in result.sequences],
         prompt_logprobs=b"" if result.prompt_logprobs is None else result.prompt_logprobs.data,
@@ -193,6 +195,20 @@ def _sample_message(result: SampleResult) -> ProtobufMessage:
         prompt_cache_hit_tokens=result.num_cached_tokens,
         target_prompt_logprobs=targets,
     )
+
+
+def _asked_targets(result: SampleResult) -> Array | None:
+    """Log-probabilities of given tokens, fp32; where nothing was asked, clients read zero."""
+    if result.target_prompt_logprobs is None:
+        return None
+    return Array.of(np.nan_to_num(result.target_prompt_logprobs.numpy().astype(np.float32), nan=0.0))
+
+
+def _top_pairs(top: TopLogprobs | None) -> list[JSON] | None:
+    if top is None:
+        return None
+    rows = zip(top.token_ids.numpy().tolist(), top.logprobs.numpy().tolist(), strict=True)
+    return [list(zip(*row, strict=True)) for row in rows]
 
 
 def _sequence_message(sequence: SampledSequence) -> ProtobufMessage:
