@@ -30,6 +30,26 @@ async def test_what_the_workers_do_for_a_request_that_was_given_up_is_not_in_its
 
 
 @in_a_loop
+async def test_a_service_whose_workers_are_gone_stops_at_once_and_goes_on_where_it_was(tmp_path):
+    """Catches a service that waits for workers once for each model when it stops, and fails what the next one can run.
+
+    Nobody starts workers again while the service stops.
+    """
+    chosen = options(tmp_path)
+    async with running(chosen) as client:
+        with workers(chosen, delay_s=1.0):
+            await client.begin()
+            await client.create("another")
+            request = await client.send(forward_backward(2), 3)
+            while not client.orchestrator.state.open[request].is_running:
+                await asyncio.sleep(0.05)
+        await asyncio.wait_for(client.orchestrator.save_models(), 10.0)
+    async with serving(chosen) as (client, _):
+        assert not isinstance(await client.result(request), Failure)
+        assert (await client.do(step(), 4)).metrics["weights"] == folded(folded(1, 1), 2)
+
+
+@in_a_loop
 async def test_a_checkpoint_that_cannot_be_removed_keeps_no_other_one(tmp_path, monkeypatch, caplog):
     """Catches a disk that fills since the first checkpoint whose time is over cannot be removed, and nobody knows."""
     chosen, delete = options(tmp_path), catalogue.delete

@@ -43,7 +43,7 @@ from xorl.server.orchestrator.readiness import CannotRun, CheckpointInUse, Readi
 from xorl.server.orchestrator.registry import ModelRecord
 from xorl.server.orchestrator.release import Release, recovery_save
 from xorl.server.orchestrator.state import OpenRequest, State
-from xorl.server.orchestrator.workers import Incarnation, WorkersLost
+from xorl.server.orchestrator.workers import LOOK_EVERY_S, Incarnation, WorkersLost
 
 logger = logging.getLogger(__name__)
 
@@ -104,9 +104,23 @@ class Runner:
                 task.add_done_callback(self._finished)
 
     async def save_models(self) -> None:
-        """Start nothing more, wait for what runs, and save what the workers hold, so that nothing has to run again."""
+        """Start nothing more, wait for what runs, and save what the workers hold, so that nothing has to run again.
+
+        Once the workers are away there is nothing left to wait for: the next start runs again what they had.
+        """
         self._slots = -NUM_SLOTS
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        saving = asyncio.create_task(self._save_all(list(self._tasks)))
+        # `stop` ends it where it was left.
+        self._tasks.add(saving)
+        while not saving.done() and self._state.workers.is_connected:
+            await asyncio.wait({saving}, timeout=LOOK_EVERY_S)
+        if saving.done():
+            saving.result()
+        else:
+            logger.warning("event=not_saved why='the workers are away'")
+
+    async def _save_all(self, running: Sequence[asyncio.Task[None]]) -> None:
+        await asyncio.gather(*running, return_exceptions=True)
         for model in self._state.registry.models.values():
             try:
                 workers = self._state.workers.current()
