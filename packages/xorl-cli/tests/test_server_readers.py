@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 
 import pytest
 
@@ -13,7 +14,7 @@ from xorl.server.names import CheckpointRef
 from xorl.server.operations import CreateModel, Failure, LoadWeights, SaveWeights
 from xorl.server.orchestrator import catalogue
 from xorl.server.orchestrator.registry import checkpoint_key
-from xorl.server.queries import DeleteCheckpoint
+from xorl.server.queries import DeleteCheckpoint, ListCheckpoints
 
 OTHER = "session-1:train:1"
 TRAINED = folded(1, 1)
@@ -165,6 +166,25 @@ async def test_a_checkpoint_that_is_being_deleted_is_loaded_by_nobody(tmp_path, 
             assert (result.status, result.message) == (404, f"{ref('kept').uri('xorl')} is being deleted")
         assert client.orchestrator.state.registry.models[OTHER].loads == []
         assert client.orchestrator.state.deleting == set()
+
+
+@in_a_loop
+async def test_what_is_saved_in_place_of_a_checkpoint_whose_time_is_over_stays(tmp_path):
+    """Catches a new checkpoint that is deleted for the old one of its name, which waited for a save of its model."""
+    chosen = options(tmp_path)
+    async with serving(chosen, delay_s=0.5) as (client, _):
+        await client.begin()
+        await client.do(SaveWeights(MODEL, "last", ttl_s=0.1), 3)
+        await asyncio.sleep(0.2)
+        requests = [await client.send(forward_backward(2), 4), await client.send(step(), 5)]
+        requests.append(await client.send(SaveWeights(MODEL, "last", overwrite=True), 6))
+        client.orchestrator.housekeeping._pruned = 0.0
+        await client.orchestrator.housekeeping.tick(time.time())
+        for request in requests:
+            assert not isinstance(await client.result(request), Failure)
+        await client.orchestrator.housekeeping._expiring
+        listed = await client.orchestrator.answer(ListCheckpoints(MODEL))
+        assert [one.checkpoint for one in listed.checkpoints] == [ref("last")]
 
 
 @in_a_loop

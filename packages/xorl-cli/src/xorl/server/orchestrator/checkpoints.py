@@ -49,17 +49,19 @@ async def list_checkpoints(state: State, ask: ListCheckpoints) -> Checkpoints:
 async def delete_checkpoint(state: State, door: Door, ask: DeleteCheckpoint) -> Ok | Rejected:
     """Remove a checkpoint; models that would be made again from it are saved elsewhere first."""
     problem = await save_readers(state, door, ask.checkpoint)
-    if problem is not None:
-        return Rejected(503, problem)
+    return await _remove(state, ask.checkpoint) if problem is None else Rejected(503, problem)
+
+
+async def _remove(state: State, checkpoint: CheckpointRef) -> Ok | Rejected:
     # At once, so that nobody comes to need it between the question and the end.
-    state.deleting.add(ask.checkpoint)
+    state.deleting.add(checkpoint)
     try:
-        was_there = await asyncio.to_thread(catalogue.delete, state.options.folder, ask.checkpoint)
+        was_there = await asyncio.to_thread(catalogue.delete, state.options.folder, checkpoint)
     finally:
-        state.deleting.discard(ask.checkpoint)
+        state.deleting.discard(checkpoint)
     if not was_there:
-        return _missing(ask.checkpoint)
-    record = state.registry.checkpoints.pop(checkpoint_key(ask.checkpoint), None)
+        return _missing(checkpoint)
+    record = state.registry.checkpoints.pop(checkpoint_key(checkpoint), None)
     if record is not None:
         await state.journal.put([dropped(record)])
     return Ok()
@@ -85,11 +87,12 @@ async def save_readers(
 async def delete_expired(state: State, door: Door, now: float) -> None:
     """Remove the checkpoints whose time is over."""
     for record in [record for record in state.registry.checkpoints.values() if record.is_over(now)]:
-        if state.registry.checkpoints.get(record.key) is not record:
-            # Another one was saved in its place while those before it were deleted.
-            continue
         try:
-            answer = await delete_checkpoint(state, door, DeleteCheckpoint(record.checkpoint))
+            problem = await save_readers(state, door, record.checkpoint)
+            if state.registry.checkpoints.get(record.key) is not record:
+                # Another one was saved in its place meanwhile.
+                continue
+            answer = await _remove(state, record.checkpoint) if problem is None else Rejected(503, problem)
             logger.info("event=expired checkpoint=%s answer=%r", record.checkpoint.uri("xorl"), answer)
             if isinstance(answer, Rejected) and answer.status == 404:
                 # Somebody was faster.
