@@ -1,6 +1,7 @@
 """What the orchestrator does beside requests, and what workers do whose answer nobody waits for any more."""
 
 import asyncio
+import math
 
 from asynchronous import in_a_loop
 from counting_workers import folded
@@ -66,7 +67,7 @@ async def test_a_checkpoint_that_cannot_be_removed_keeps_no_other_one(tmp_path, 
             assert not isinstance(await client.do(SaveWeights(MODEL, name, ttl_s=None), seq), Failure)
         for record in client.orchestrator.state.registry.checkpoints.values():
             record.expires = 1.0 if record.checkpoint.name != "last" else None
-        client.orchestrator.housekeeping._pruned = 0.0
+        client.orchestrator.housekeeping._pruned = -math.inf
         second = checkpoint_folder(chosen.folder, CheckpointRef(MODEL, "weights", "second"))
         for _ in range(60):
             if not second.exists():

@@ -371,7 +371,7 @@ async def test_a_checkpoint_whose_time_is_over_goes_and_its_model_stays(tmp_path
         await client.begin()
         await client.do(SaveWeights(MODEL, "short", ttl_s=0.1), 3)
         await asyncio.sleep(0.2)
-        client.orchestrator.housekeeping._pruned = 0.0
+        client.orchestrator.housekeeping._pruned = -math.inf
         folder = checkpoint_folder(chosen.folder, CheckpointRef(MODEL, "weights", "short"))
         for _ in range(200):
             if not folder.exists():
@@ -393,7 +393,7 @@ async def test_a_checkpoint_whose_time_is_over_is_gone_for_clients_before_its_fi
         trained, sampled = CheckpointRef(MODEL, "weights", "short"), CheckpointRef(MODEL, samplers, "short")
         await client.do(SaveWeights(MODEL, "short", ttl_s=0.1), 3)
         await client.do(SaveWeightsForSampler(MODEL, "short", ttl_s=0.1), 4)
-        client.orchestrator.housekeeping._pruned = time.time()
+        client.orchestrator.housekeeping._pruned = math.inf
         await asyncio.sleep(0.2)
         assert (await ask(ListCheckpoints(MODEL))).checkpoints == []
         assert isinstance(await ask(GetWeightsInfo(trained)), Rejected)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import math
 import sqlite3
 import time
 
@@ -90,12 +91,12 @@ async def test_gaps_that_are_filled_or_whose_model_goes_while_another_is_given_u
         given_up, waiting, dropped = [
             await client.send(forward_backward(1, model=model), 2) for model in (MODEL, filled, gone)
         ]
-        now = time.time()
-        await housekeeping.tick(now)
+        await housekeeping.tick(time.time())
         slow = journal._commit.write(lambda _: time.sleep(0.5))
         filling = asyncio.create_task(client.send(forward_backward(3, model=filled), 1))
         await asyncio.sleep(0.1)
-        ticking = asyncio.create_task(housekeeping.tick(now + client.orchestrator.state.options.gap_timeout_s))
+        housekeeping._gaps = dict.fromkeys(housekeeping._gaps, -math.inf)
+        ticking = asyncio.create_task(housekeeping.tick(time.time()))
         await asyncio.sleep(0.1)
         again = asyncio.create_task(client.send(create, session=None))
         await asyncio.gather(slow, filling, ticking, again)
@@ -104,6 +105,19 @@ async def test_gaps_that_are_filled_or_whose_model_goes_while_another_is_given_u
         assert "created anew" in (await client.result(dropped)).message
         await client.result(again.result())
         assert (await client.do(forward_backward(4, model=gone), 1)).metrics["loss:sum"] == 4
+
+
+@in_a_loop
+async def test_a_clock_that_is_set_gives_up_no_request(tmp_path):
+    """Catches requests that fail since the machine's clock was set forward while one before them was on its way."""
+    async with serving(options(tmp_path)) as (client, _):
+        housekeeping = client.orchestrator.housekeeping
+        await client.create()
+        request = await client.send(forward_backward(1), 2)
+        await housekeeping.tick(time.time())
+        await housekeeping.tick(time.time() + 86400.0)
+        await client.do(forward_backward(2), 1)
+        assert (await client.result(request)).metrics["loss:sum"] == 1
 
 
 def test_endpoints_are_watched_and_kept_after_a_disk_took_nothing(tmp_path, monkeypatch):

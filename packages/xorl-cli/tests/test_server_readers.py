@@ -1,6 +1,7 @@
 """Checkpoints that models are made again from: deleted or written over, they take no model with them."""
 
 import asyncio
+import math
 import threading
 import time
 
@@ -178,7 +179,7 @@ async def test_what_is_saved_in_place_of_a_checkpoint_whose_time_is_over_stays(t
         await asyncio.sleep(0.2)
         requests = [await client.send(forward_backward(2), 4), await client.send(step(), 5)]
         requests.append(await client.send(SaveWeights(MODEL, "last", overwrite=True), 6))
-        client.orchestrator.housekeeping._pruned = 0.0
+        client.orchestrator.housekeeping._pruned = -math.inf
         await client.orchestrator.housekeeping.tick(time.time())
         for request in requests:
             assert not isinstance(await client.result(request), Failure)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 
 from xorl.server.operations import Failure, UnloadModel
@@ -34,9 +35,10 @@ class Housekeeping:
         self._state = state
         self._door = door
         self._retention = retention
+        # All since when, by a clock that nobody sets: `time.monotonic`.
         self._gaps: dict[tuple[str, int], float] = {}
         self._released: dict[str, float] = {}
-        self._pruned = 0.0
+        self._pruned = -math.inf
         self._expiring: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -55,10 +57,10 @@ class Housekeeping:
     async def tick(self, now: float) -> None:
         """Do everything that is due at `now`, seconds since 1970."""
         await self._give_up_on_workers()
-        await self._give_up_on_gaps(now)
+        await self._give_up_on_gaps()
         await self._release_idle(now)
-        if now - self._pruned >= PRUNE_EVERY_S:
-            self._pruned = now
+        if time.monotonic() - self._pruned >= PRUNE_EVERY_S:
+            self._pruned = time.monotonic()
             await self._prune(now)
 
     async def _give_up_on_workers(self) -> None:
@@ -73,9 +75,9 @@ class Housekeeping:
         state.doubt(ticket for ticket in drained if state.open[ticket.request_id].begun_by is not None)
         await state.fail(drained, Failure("server", 503, message))
 
-    async def _give_up_on_gaps(self, now: float) -> None:
+    async def _give_up_on_gaps(self) -> None:
         """Fail the requests behind a number that nobody will send: running them would leave something out."""
-        state, gaps = self._state, self._state.scheduler.gaps()
+        state, gaps, now = self._state, self._state.scheduler.gaps(), time.monotonic()
         keys = [(lane, gap.seq) for lane, gap in gaps.items()]
         self._gaps = {key: self._gaps.get(key, now) for key in keys}
         for (lane, seq), since in self._gaps.items():
@@ -94,15 +96,15 @@ class Housekeeping:
         """Take models whose clients are silent off the workers; they come back when they are called."""
         state, registry = self._state, self._state.registry
         busy = {request.ticket.lane for request in state.open.values()}
+        since = time.monotonic() - RETRY_RELEASE_S
+        self._released = {lane: tried for lane, tried in self._released.items() if tried > since}
         for model in list(registry.models.values()):
-            since_tried = now - self._released.get(model.lane, 0.0)
-            if model.state != "ready" or model.lane in busy or since_tried < RETRY_RELEASE_S:
+            if model.state != "ready" or model.lane in busy or model.lane in self._released:
                 continue
             is_idle = now - registry.activity(model) > state.options.idle_session_timeout_s
             if is_idle or registry.has_left(model):
-                self._released[model.lane] = now
+                self._released[model.lane] = time.monotonic()
                 await self._door.submit_own(UnloadModel(model.model_id), RELEASE)
-        self._released = {lane: tried for lane, tried in self._released.items() if now - tried < RETRY_RELEASE_S}
 
     async def _forget(self, now: float) -> None:
         """Drop what nobody can ask for any more: old sessions that ended, samplers whose weights are gone."""
@@ -139,7 +141,7 @@ class Housekeeping:
         models = [model for model in state.registry.models.values() if model.is_there]
         num_gone = await state.journal.prune(now, self._retention, {model.lane: model.next_seq for model in models})
         if num_gone >= PRUNED_AT_ONCE:
-            self._pruned = 0.0
+            self._pruned = -math.inf
         active = [*state.registry.sessions.values(), *models]
         await state.journal.put([stored(record) for record in active if record.last_active > now - 2 * PRUNE_EVERY_S])
         await self._forget(now)
