@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import time
 
 from asynchronous import in_a_loop
 from counting_workers import folded
@@ -88,3 +89,16 @@ async def test_a_service_that_looks_for_its_workers_no_more_ends(tmp_path, monke
             client.orchestrator.state.workers._asked_health = None
             await asyncio.wait_for(stopped.wait(), 5)
     assert "event=orchestrator_broken" in caplog.text
+
+
+@in_a_loop
+async def test_a_clock_that_is_set_gives_up_no_request(tmp_path):
+    """Catches requests that fail since the machine's clock was set forward while one before them was on its way."""
+    async with serving(options(tmp_path)) as (client, _):
+        housekeeping = client.orchestrator.housekeeping
+        await client.create()
+        request = await client.send(forward_backward(1), 2)
+        await housekeeping.tick(time.time())
+        await housekeeping.tick(time.time() + 86400.0)
+        await client.do(forward_backward(2), 1)
+        assert (await client.result(request)).metrics["loss:sum"] == 1

@@ -19,6 +19,7 @@ from xorl.server.arrays import Array
 from xorl.server.channel import ChannelKeys
 from xorl.server.messages import Ok, Pending, Poll, Rejected, Tombstone, Unknown
 from xorl.server.operations import (
+    BaseSampler,
     BlockFp8,
     CreateModel,
     Endpoint,
@@ -108,16 +109,13 @@ async def test_gaps_that_are_filled_or_whose_model_goes_while_another_is_given_u
 
 
 @in_a_loop
-async def test_a_clock_that_is_set_gives_up_no_request(tmp_path):
-    """Catches requests that fail since the machine's clock was set forward while one before them was on its way."""
-    async with serving(options(tmp_path)) as (client, _):
-        housekeeping = client.orchestrator.housekeeping
-        await client.create()
-        request = await client.send(forward_backward(1), 2)
-        await housekeeping.tick(time.time())
-        await housekeeping.tick(time.time() + 86400.0)
-        await client.do(forward_backward(2), 1)
-        assert (await client.result(request)).metrics["loss:sum"] == 1
+async def test_a_sample_that_no_context_holds_costs_its_client_nothing(tmp_path):
+    """Catches a client that waits for all others since it once asked for more than there can be."""
+    async with serving(options(tmp_path, max_context_length=32)) as (client, _):
+        prompt = Array.of(np.array([1], dtype=np.int32))
+        for most, status in ((10**12, 400), (33, 400), (32, None)):
+            answer = await client.orchestrator.answer(submit(Sample(BaseSampler(), prompt, max_tokens=most)))
+            assert getattr(answer, "status", None) == status, answer
 
 
 def test_endpoints_are_watched_and_kept_after_a_disk_took_nothing(tmp_path, monkeypatch):
