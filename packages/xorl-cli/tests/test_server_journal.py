@@ -245,6 +245,18 @@ def test_what_the_journal_keeps_has_the_form_of_its_version():
     assert (JOURNAL_VERSION, form) == (3, "14c71f269541696a")
 
 
+@pytest.mark.parametrize("name", ["run#1", "what?", "100%41"])
+def test_the_journal_is_in_its_folder_whatever_that_is_called(tmp_path, name):
+    """Catches a journal beside the output_dir, which two services can have, since its name is half of a URI."""
+
+    async def scenario(journal):
+        await journal.submit(submission("a"))
+
+    with_journal(tmp_path / name, scenario)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name / "journal.sqlite").stat().st_size
+
+
 def test_an_orchestrator_with_the_journal_of_another_version_is_not_started_again(tmp_path):
     """Catches a service that starts it five times, and then says how often it died and not what to do."""
     write_config(tmp_path / "model", hf_config())

@@ -117,7 +117,8 @@ class GroupCommit:
 
 def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
     """A connection as the journal's are set; statements begin no transaction by themselves."""
-    source = f"file:{path}?mode=ro" if read_only else f"file:{path}"
+    # As a URI, in which a folder's name may have another meaning unless it is quoted.
+    source = path.absolute().as_uri() + ("?mode=ro" if read_only else "")
     connection = sqlite3.connect(source, uri=True, isolation_level=None, check_same_thread=False, timeout=30)
     if not read_only:
         connection.execute("PRAGMA journal_mode=WAL")
