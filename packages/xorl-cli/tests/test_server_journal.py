@@ -257,15 +257,19 @@ def test_the_journal_is_in_its_folder_whatever_that_is_called(tmp_path, name):
     assert (tmp_path / name / "journal.sqlite").stat().st_size
 
 
-def test_an_orchestrator_with_the_journal_of_another_version_is_not_started_again(tmp_path):
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_an_orchestrator_with_a_journal_that_it_cannot_read_is_not_started_again(tmp_path, is_damaged):
     """Catches a service that starts it five times, and then says how often it died and not what to do."""
     write_config(tmp_path / "model", hf_config())
     (tmp_path / "config.yaml").write_text(f"config_path: {tmp_path}/model\noutput_dir: {tmp_path}\n")
     (tmp_path / "service").mkdir()
     with sqlite3.connect(tmp_path / "service" / "journal.sqlite") as file:
         file.execute("CREATE TABLE written_by_another(version)")
+    if is_damaged:
+        (tmp_path / "service" / "journal.sqlite").write_bytes(b"what is no database" * 1000)
     command = [sys.executable, "-m", "xorl.server.orchestrator", "--config", str(tmp_path / "config.yaml")]
     addresses = ["--bind", f"ipc://{tmp_path}/api", "--workers", f"ipc://{tmp_path}/workers"]
     ended = subprocess.run([*command, *addresses], capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == BAD_INPUT, ended.stderr
     assert "or move journal.sqlite and the files beside it away" in ended.stderr
+    assert "Traceback" not in ended.stderr

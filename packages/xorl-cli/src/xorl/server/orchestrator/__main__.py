@@ -7,6 +7,7 @@ import asyncio
 import fcntl
 import logging
 import signal
+import sqlite3
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,6 +68,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             asyncio.run(serve(options))
         except OtherVersion as problem:
             sys.stderr.write(f"error: {problem}\n")
+            return BAD_INPUT
+        except sqlite3.OperationalError:
+            # A lock, or a disk that is full: the next start may find it otherwise.
+            raise
+        except sqlite3.DatabaseError as problem:
+            path = options.journal_path
+            sys.stderr.write(
+                f"error: {path} is damaged ({problem}): put a copy of it in its place, or move {path.name} and the "
+                "files beside it away; checkpoints stay where they are, and calls since the last ones are lost\n"
+            )
             return BAD_INPUT
         except (RuntimeError, ChannelError, JournalError) as problem:
             logger.error("event=cannot_serve why=%r", str(problem))
