@@ -7,10 +7,9 @@ import time
 
 import msgspec
 import numpy as np
-import pytest
 
 from asynchronous import in_a_loop
-from counting_workers import BROKEN, folded
+from counting_workers import folded
 from orchestrated import MODEL, SESSION, forward_backward, options, over_http, running, serving, step, submit, workers
 from xorl.server.arrays import Array
 from xorl.server.messages import Ok, Rejected
@@ -29,7 +28,6 @@ from xorl.server.operations import (
     SaveFullWeights,
     SaveWeights,
     SaveWeightsForSampler,
-    SessionSampler,
     UnloadModel,
 )
 from xorl.server.orchestrator.calls import RELEASE
@@ -137,41 +135,6 @@ async def test_the_number_of_a_sampling_session_is_used_once(tmp_path):
             assert answer.status_code == status, (asked, answer.text)
         sampler = await http.get(f"/api/v1/samplers/{SESSION}:sample:0")
         assert sampler.json()["model_path"] == weights[0]
-
-
-@pytest.mark.parametrize("taken_off_by", ["a load", "silence", "unloading", "another of its name"])
-@in_a_loop
-async def test_weights_that_went_with_their_model_say_what_to_do(tmp_path, taken_off_by):
-    """Catches a sampler that asks workers for weights which these dropped with the model, and is told of other causes.
-
-    Also after the orchestrator was started again beside the same workers.
-    """
-    chosen = options(tmp_path)
-    sampler = f"{SESSION}:sample:1"
-    sample = Sample(SessionSampler(sampler), Array.of(np.array([1], dtype=np.int32)))
-    with workers(chosen) as counting:
-        async with running(chosen) as client:
-            await client.create("m")
-            await client.do(SaveWeights("m", BROKEN), 1)
-            await client.do(SaveWeightsForSampler("m", None, sampler_id=sampler), 2)
-            assert not isinstance(await client.do(sample), Failure)
-            match taken_off_by:
-                case "a load":
-                    broken = CheckpointRef("m", "weights", BROKEN)
-                    assert (await client.do(LoadWeights("m", broken, optimizer=True), 3)).model_given_up
-                case "silence":
-                    await client.orchestrator.answer(FinishSession(SESSION, "success"))
-                    while counting.models:
-                        await asyncio.sleep(0.05)
-                case "unloading":
-                    await client.do(UnloadModel("m"), 3)
-                case _:
-                    await client.do(CreateModel("m", lora=LoraSpec(rank=8)), session=None)
-            refused = await client.do(sample)
-        async with running(chosen) as client:
-            for failure in (refused, await client.do(sample)):
-                assert (failure.status, "model m was taken off them" in failure.message) == (404, True)
-                assert "Save its weights for sampling again" in failure.message
 
 
 @in_a_loop
@@ -411,29 +374,6 @@ async def test_a_checkpoint_whose_time_is_over_is_gone_for_clients_before_its_fi
             assert isinstance(failure, Failure), operation
             assert failure.status == 404
         assert all(checkpoint_folder(chosen.folder, ref).exists() for ref in (trained, sampled))
-
-
-@in_a_loop
-async def test_the_name_of_a_checkpoint_whose_time_is_over_is_free_again(tmp_path):
-    """Catches a loop that keeps its last state under one name for a while, and is refused until somebody cleans up."""
-    chosen = options(tmp_path)
-    async with running(chosen) as client:
-        with workers(chosen):
-            await client.begin()
-            client.orchestrator.housekeeping._pruned = math.inf
-            await client.do(SaveWeights(MODEL, "last", ttl_s=0.1), 3)
-            await client.do(SaveWeightsForSampler(MODEL, "last", ttl_s=0.1), 4)
-            await client.do(forward_backward(2), 5)
-            await client.do(step(), 6)
-            await asyncio.sleep(0.2)
-            assert isinstance(await client.do(SaveWeights(MODEL, "last"), 7), Saved)
-            assert isinstance(await client.do(SaveWeightsForSampler(MODEL, "last"), 8), Saved)
-            await client.orchestrator.housekeeping.tick(time.time())
-            listed = await client.orchestrator.answer(ListCheckpoints(MODEL))
-            assert [one.expires for one in listed.checkpoints] == [None, None]
-        with workers(chosen):
-            await client.do(forward_backward(3), 9)
-            assert (await client.do(step(), 10)).metrics["weights"] == folded(folded(folded(1, 1), 2), 3)
 
 
 @in_a_loop

@@ -1,21 +1,34 @@
-"""Checkpoints that models are made again from: deleted or written over, they take no model with them."""
+"""Checkpoints from which models are made again, and samplers of a model: what goes with what, and what says so."""
 
 import asyncio
 import math
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from asynchronous import in_a_loop
 from counting_workers import BROKEN, folded
-from orchestrated import MODEL, forward_backward, options, running, serving, step, workers
+from orchestrated import MODEL, SESSION, forward_backward, options, running, serving, step, workers
+from xorl.server.arrays import Array
 from xorl.server.messages import Ok
 from xorl.server.names import CheckpointRef
-from xorl.server.operations import CreateModel, Failure, LoadWeights, SaveWeights
+from xorl.server.operations import (
+    CreateModel,
+    Failure,
+    LoadWeights,
+    LoraSpec,
+    Sample,
+    Saved,
+    SaveWeights,
+    SaveWeightsForSampler,
+    SessionSampler,
+    UnloadModel,
+)
 from xorl.server.orchestrator import catalogue
 from xorl.server.orchestrator.registry import checkpoint_key
-from xorl.server.queries import DeleteCheckpoint, ListCheckpoints
+from xorl.server.queries import DeleteCheckpoint, FinishSession, ListCheckpoints
 
 OTHER = "session-1:train:1"
 TRAINED = folded(1, 1)
@@ -224,3 +237,61 @@ async def test_a_model_that_the_workers_gave_up_is_made_again_as_it_was(tmp_path
         async with running(chosen) as client:
             after = await client.do(step(), 8)
             assert after.metrics["weights"] == folded(TRAINED, 5)
+
+
+@in_a_loop
+async def test_the_name_of_a_checkpoint_whose_time_is_over_is_free_again(tmp_path):
+    """Catches a loop that keeps its last state under one name for a while, and is refused until somebody cleans up."""
+    chosen = options(tmp_path)
+    async with running(chosen) as client:
+        with workers(chosen):
+            await client.begin()
+            client.orchestrator.housekeeping._pruned = math.inf
+            await client.do(SaveWeights(MODEL, "last", ttl_s=0.1), 3)
+            await client.do(SaveWeightsForSampler(MODEL, "last", ttl_s=0.1), 4)
+            await client.do(forward_backward(2), 5)
+            await client.do(step(), 6)
+            await asyncio.sleep(0.2)
+            assert isinstance(await client.do(SaveWeights(MODEL, "last"), 7), Saved)
+            assert isinstance(await client.do(SaveWeightsForSampler(MODEL, "last"), 8), Saved)
+            await client.orchestrator.housekeeping.tick(time.time())
+            listed = await client.orchestrator.answer(ListCheckpoints(MODEL))
+            assert [one.expires for one in listed.checkpoints] == [None, None]
+        with workers(chosen):
+            await client.do(forward_backward(3), 9)
+            assert (await client.do(step(), 10)).metrics["weights"] == folded(folded(folded(1, 1), 2), 3)
+
+
+@pytest.mark.parametrize("taken_off_by", ["a load", "silence", "unloading", "another of its name"])
+@in_a_loop
+async def test_weights_that_went_with_their_model_say_what_to_do(tmp_path, taken_off_by):
+    """Catches a sampler that asks workers for weights which these dropped with the model, and is told of other causes.
+
+    Also after the orchestrator was started again beside the same workers.
+    """
+    chosen = options(tmp_path)
+    sampler = f"{SESSION}:sample:1"
+    sample = Sample(SessionSampler(sampler), Array.of(np.array([1], dtype=np.int32)))
+    with workers(chosen) as counting:
+        async with running(chosen) as client:
+            await client.create("m")
+            await client.do(SaveWeights("m", BROKEN), 1)
+            await client.do(SaveWeightsForSampler("m", None, sampler_id=sampler), 2)
+            assert not isinstance(await client.do(sample), Failure)
+            match taken_off_by:
+                case "a load":
+                    broken = CheckpointRef("m", "weights", BROKEN)
+                    assert (await client.do(LoadWeights("m", broken, optimizer=True), 3)).model_given_up
+                case "silence":
+                    await client.orchestrator.answer(FinishSession(SESSION, "success"))
+                    while counting.models:
+                        await asyncio.sleep(0.05)
+                case "unloading":
+                    await client.do(UnloadModel("m"), 3)
+                case _:
+                    await client.do(CreateModel("m", lora=LoraSpec(rank=8)), session=None)
+            refused = await client.do(sample)
+        async with running(chosen) as client:
+            for failure in (refused, await client.do(sample)):
+                assert (failure.status, "model m was taken off them" in failure.message) == (404, True)
+                assert "Save its weights for sampling again" in failure.message
