@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -14,14 +13,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from tiny_models import hf_config
-from xorl.ckpt import latest_checkpoint
 from xorl.config import LoadedConfig, config_from_mapping
 from xorl.train import build_run, train
 from xorl.train.export.source import open_saved
-from xorl.train.observe.observer import Metrics
 from xorl.train.run import run_training
-from xorl.train.sweep.build import build_sweep
-from xorl.train.sweep.loop import train_sweep
 
 NUM_STEPS = 4
 WEIGHTS = "adapter_model.safetensors"
@@ -123,39 +118,6 @@ def test_each_member_is_its_own_separate_run(folder: Path, output: Path, name: s
     assert any(value.abs().max() > 1e-3 for key, value in exported.items() if "lora_B" in key)
     saved = load_file(output / "checkpoints" / f"global_step_{NUM_STEPS}" / "adapters" / name / WEIGHTS)
     assert all(torch.equal(value, saved[key]) for key, value in exported.items())
-
-
-@dataclass
-class Witness:
-    """A sink that notes which checkpoint is the newest of `output` when an evaluation after some step is told."""
-
-    output: Path
-    newest: dict[int, str | None] = field(default_factory=dict)
-
-    def write(self, metrics: Metrics) -> None:
-        step = metrics["step"]
-        if "eval_loss" in metrics and step:
-            newest = latest_checkpoint(self.output / "checkpoints")
-            self.newest[int(step)] = None if newest is None else newest.name
-
-    def close(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize("is_sweep", [False, True])
-def test_what_was_trained_is_saved_before_it_is_evaluated(folder: Path, tmp_path: Path, is_sweep: bool):
-    """Catches steps that are lost to whoever stops a run and does not wait for a long evaluation, or to its failure."""
-    witness = Witness(tmp_path)
-    if is_sweep:
-        sweep = build_sweep(swept(folder, tmp_path, eval_steps=2).config)
-        sweep.members[0].metrics = witness  # pyright: ignore[reportAttributeAccessIssue]
-        assert train_sweep(sweep) == 0
-    else:
-        run = build_run(config_of(folder, tmp_path, {"lora_rank": 4}, eval_steps=2).config)
-        run.observer.sinks.append(witness)
-        assert train(run) == 0
-        run.observer.close()
-    assert witness.newest == {2: "global_step_2", NUM_STEPS: f"global_step_{NUM_STEPS}"}
 
 
 @pytest.mark.parametrize("members_per_pass", [None, 2])

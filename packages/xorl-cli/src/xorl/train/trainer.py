@@ -14,8 +14,7 @@ from xorl.train.observe.diverged import LossesOfBins
 def train(run: Run, *, saves_on_signal: bool = True) -> int:
     """Train from `run.start_step` to the last step. Collective. Returns the signal that ended it early, or 0.
 
-    A signal ends the run after the current step, which is saved; without `saves_on_signal`, a signal acts at once. A
-    step is saved before it is evaluated, since who stops a run may not wait for that.
+    A signal ends the run after the current step, which is saved; without `saves_on_signal`, a signal acts at once.
     After the last step the model is exported, also if an earlier process was stopped before it could do so. Raises
     DivergedError if the loss or the gradient is not finite.
     """
@@ -38,11 +37,11 @@ def train(run: Run, *, saves_on_signal: bool = True) -> int:
             update = engine.optim_step(lr, divisor=losses.num_trained_tokens.clamp(min=1))
             observer.step(step, losses, update, lr=lr)
             signal_number = 0 if interruption is None else interruption.agreed()
+            if step == run.num_steps or (run.eval_steps and step % run.eval_steps == 0):
+                _evaluate(run, step)
             if signal_number or run.checkpoints.due(step):
                 with observer.checkpoint():
                     run.checkpoints.save(step)
-            if step == run.num_steps or (run.eval_steps and step % run.eval_steps == 0):
-                _evaluate(run, step)
             if signal_number and step < run.num_steps:
                 return signal_number
             garbage.step(step)

@@ -130,8 +130,7 @@ def mix(batches: MemberBatches, members_per_pass: int) -> Iterator[MixedBatch]:
 def train_sweep(sweep: Sweep) -> int:
     """Train to the last step of every member. Collective. Returns the signal that ended it early, or 0.
 
-    A signal ends the sweep after the current step, which is saved, before it is evaluated; after the last step the
-    adapters are exported.
+    A signal ends the sweep after the current step, which is saved; after the last step the adapters are exported.
     Raises DivergedError if no member has a finite loss and gradient any more.
     """
     engine, observer, train = sweep.engine, sweep.observer, sweep.config.train
@@ -165,11 +164,11 @@ def train_sweep(sweep: Sweep) -> int:
             }
             report.step(step, losses, updates, rates)
             signal_number = interruption.agreed()
+            _evaluate(sweep, report, step)
             if signal_number or sweep.saving.due(step):
                 with observer.checkpoint():
                     report.flush()
                     sweep.save(step)
-            _evaluate(sweep, report, step)
             if signal_number and step < sweep.num_steps:
                 return signal_number
             garbage.step(step)
