@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import math
 import time
 
 import msgspec

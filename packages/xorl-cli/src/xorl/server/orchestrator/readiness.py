@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 
 from msgspec.structs import replace
 
@@ -59,15 +58,12 @@ class Readiness:
         self._state = state
         self._models = models
 
-    def over_unseen(self, operation: Operation) -> Operation:
-        """The operation, but a save may overwrite a checkpoint of its name that no client knows of.
-
-        That is the service's own initial one, or one whose time is over.
-        """
+    def over_initial(self, operation: Operation) -> Operation:
+        """The operation, but a save under the name of the service's own initial checkpoint may overwrite that one."""
         checkpoint = saved_as(operation)
         if isinstance(operation, SaveWeights) and checkpoint is not None:
             record = self._state.registry.checkpoints.get(checkpoint_key(checkpoint))
-            if record is not None and (record.is_initial or record.is_over(time.time())):
+            if record is not None and record.is_initial:
                 return replace(operation, overwrite=True)
         return operation
 
@@ -120,7 +116,6 @@ class Readiness:
     async def check_begin(self, request: OpenRequest, operation: Operation, workers: str) -> None:
         """Called just before the workers get a save: raises CannotRun if a checkpoint of that name exists already.
 
-        One whose time is over makes way, unless a model is made again from it.
         If the request was begun by workers that are gone, a checkpoint there is their work for this same request,
         since its name was free when it first began: it is removed.
         """
@@ -129,11 +124,6 @@ class Readiness:
             return
         folder = self._state.options.folder
         if request.begun_by is None and await asyncio.to_thread(catalogue.find, folder, checkpoint) is not None:
-            record = self._state.registry.checkpoints.get(checkpoint_key(checkpoint))
-            is_over = record is not None and record.is_over(time.time())
-            if is_over and not self._state.registry.readers(checkpoint):
-                await asyncio.to_thread(catalogue.delete, folder, checkpoint)
-                return
             message = f"there is a checkpoint {checkpoint.uri('xorl')} already: choose another name"
             raise CannotRun(Failure("user", 409, message))
         if request.begun_by not in (None, workers):

@@ -220,7 +220,7 @@ class Runner:
         for ticket in group:
             request = state.open[ticket.request_id]
             request.is_running = True
-            operation = self._readiness.over_unseen(decode_operation(state.journal.operation(ticket.request_id)))
+            operation = self._readiness.over_initial(decode_operation(state.journal.operation(ticket.request_id)))
             model = state.model_of(ticket)
             if not isinstance(operation, RUN_AHEAD) or model is None or model.workers != workers.name:
                 # What saves a model, or makes it again, reads what the journal has of it.
