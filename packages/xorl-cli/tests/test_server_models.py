@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import time
 
 import msgspec

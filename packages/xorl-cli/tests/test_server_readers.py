@@ -20,7 +20,6 @@ from xorl.server.operations import (
     LoadWeights,
     LoraSpec,
     Sample,
-    Saved,
     SaveWeights,
     SaveWeightsForSampler,
     SessionSampler,
@@ -237,29 +236,6 @@ async def test_a_model_that_the_workers_gave_up_is_made_again_as_it_was(tmp_path
         async with running(chosen) as client:
             after = await client.do(step(), 8)
             assert after.metrics["weights"] == folded(TRAINED, 5)
-
-
-@in_a_loop
-async def test_the_name_of_a_checkpoint_whose_time_is_over_is_free_again(tmp_path):
-    """Catches a loop that keeps its last state under one name for a while, and is refused until somebody cleans up."""
-    chosen = options(tmp_path)
-    async with running(chosen) as client:
-        with workers(chosen):
-            await client.begin()
-            client.orchestrator.housekeeping._pruned = math.inf
-            await client.do(SaveWeights(MODEL, "last", ttl_s=0.1), 3)
-            await client.do(SaveWeightsForSampler(MODEL, "last", ttl_s=0.1), 4)
-            await client.do(forward_backward(2), 5)
-            await client.do(step(), 6)
-            await asyncio.sleep(0.2)
-            assert isinstance(await client.do(SaveWeights(MODEL, "last"), 7), Saved)
-            assert isinstance(await client.do(SaveWeightsForSampler(MODEL, "last"), 8), Saved)
-            await client.orchestrator.housekeeping.tick(time.time())
-            listed = await client.orchestrator.answer(ListCheckpoints(MODEL))
-            assert [one.expires for one in listed.checkpoints] == [None, None]
-        with workers(chosen):
-            await client.do(forward_backward(3), 9)
-            assert (await client.do(step(), 10)).metrics["weights"] == folded(folded(folded(1, 1), 2), 3)
 
 
 @pytest.mark.parametrize("taken_off_by", ["a load", "silence", "unloading", "another of its name"])

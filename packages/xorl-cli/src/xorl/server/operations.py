@@ -314,6 +314,10 @@ class Loaded(Message, frozen=True):
     num_steps: int = 0
 
 
+# The log-probability of a cell that has no token, where an inference engine told of fewer.
+NO_LOGPROB = -99999.0
+
+
 class TopLogprobs(Message, frozen=True):
     """The K most likely tokens at each of N positions: token_ids int32 [N, K], logprobs float32 [N, K]."""
 

@@ -13,6 +13,7 @@ from xorl.server.api.reply import JSON, Floats
 from xorl.server.arrays import Array
 from xorl.server.names import Dialect
 from xorl.server.operations import (
+    NO_LOGPROB,
     ClientResult,
     Failure,
     GradientsAborted,
@@ -208,7 +209,7 @@ def _top_pairs(top: TopLogprobs | None) -> list[JSON] | None:
     if top is None:
         return None
     rows = zip(top.token_ids.numpy().tolist(), top.logprobs.numpy().tolist(), strict=True)
-    return [list(zip(*row, strict=True)) for row in rows]
+    return [[pair for pair in zip(*row, strict=True) if pair[1] != NO_LOGPROB] for row in rows]
 
 
 def _sequence_message(sequence: SampledSequence) -> ProtobufMessage:

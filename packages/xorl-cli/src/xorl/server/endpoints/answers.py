@@ -9,12 +9,12 @@ from typing import TypeAlias
 import numpy as np
 
 from xorl.server.arrays import Array
-from xorl.server.operations import TopLogprobs
+from xorl.server.operations import NO_LOGPROB, TopLogprobs
 
 # (log-probability, token id, text)
 Candidate: TypeAlias = tuple[float | None, int, str | None]
-# An empty cell of a table of likely tokens.
-_NO_TOKEN, _NO_LOGPROB = 0, -99999.0
+# Of an empty cell of a table of likely tokens.
+_NO_TOKEN = 0
 
 
 class Interrupted(Exception):
@@ -42,9 +42,9 @@ def logprobs(values: Sequence[float | None]) -> Array:
 def top_table(rows: Sequence[Sequence[Candidate] | None], num_top: int) -> TopLogprobs:
     """Tables [N, K] of the most likely tokens, of rows that may hold more."""
     ids = np.full((len(rows), num_top), _NO_TOKEN, dtype=np.int32)
-    values = np.full((len(rows), num_top), _NO_LOGPROB, dtype=np.float32)
+    values = np.full((len(rows), num_top), NO_LOGPROB, dtype=np.float32)
     for place, row in enumerate(rows):
         for index, (value, token, _) in enumerate((row or [])[:num_top]):
             ids[place, index] = token
-            values[place, index] = _NO_LOGPROB if value is None else value
+            values[place, index] = NO_LOGPROB if value is None else value
     return TopLogprobs(Array.of(ids), Array.of(values))

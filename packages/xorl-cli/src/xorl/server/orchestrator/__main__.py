@@ -69,8 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except OtherVersion as problem:
             sys.stderr.write(f"error: {problem}\n")
             return BAD_INPUT
-        except sqlite3.OperationalError:
-            # A lock, or a disk that is full: the next start may find it otherwise.
+        except (sqlite3.OperationalError, sqlite3.ProgrammingError, sqlite3.IntegrityError):
+            # A lock, or a disk that is full: the next start may find it otherwise. The others are not the file's fault.
             raise
         except sqlite3.DatabaseError as problem:
             path = options.journal_path

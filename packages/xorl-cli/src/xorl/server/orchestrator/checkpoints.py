@@ -53,6 +53,7 @@ async def delete_checkpoint(state: State, door: Door, ask: DeleteCheckpoint) -> 
 
 
 async def _remove(state: State, checkpoint: CheckpointRef) -> Ok | Rejected:
+    record = state.registry.checkpoints.get(checkpoint_key(checkpoint))
     # At once, so that nobody comes to need it between the question and the end.
     state.deleting.add(checkpoint)
     try:
@@ -61,8 +62,9 @@ async def _remove(state: State, checkpoint: CheckpointRef) -> Ok | Rejected:
         state.deleting.discard(checkpoint)
     if not was_there:
         return _missing(checkpoint)
-    record = state.registry.checkpoints.pop(checkpoint_key(checkpoint), None)
-    if record is not None:
+    # If another one was saved in its place meanwhile, the record is that one's.
+    if record is not None and state.registry.checkpoints.get(record.key) is record:
+        del state.registry.checkpoints[record.key]
         await state.journal.put([dropped(record)])
     return Ok()
 

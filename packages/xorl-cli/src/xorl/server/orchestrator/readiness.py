@@ -73,7 +73,7 @@ class Readiness:
         Raises CannotRun if it ends without them, CheckpointInUse if it would write over what other models need.
         """
         if isinstance(operation, Sample):
-            return self._with_weights(operation, workers)
+            return self.with_weights(operation, workers)
         model = self._state.model_of(ticket)
         if model is None or not model.is_there:
             raise CannotRun(Failure("user", 410, "the model was unloaded or created anew before this ran"))
@@ -97,7 +97,11 @@ class Readiness:
             return self._with_receivers(operation, model, ticket)
         return operation
 
-    def _with_weights(self, operation: Sample, workers: Incarnation) -> Sample:
+    def with_weights(self, operation: Sample, workers: Incarnation | None) -> Sample:
+        """A sample with the weights that it is of. Raises CannotRun if nobody has them.
+
+        Without `workers`, they need not be in these: an inference endpoint may hold them still.
+        """
         sampler = self._resolve(operation.sampler, workers)
         if isinstance(sampler, CheckpointSampler):
             self._require(sampler.checkpoint)
@@ -206,7 +210,7 @@ class Readiness:
             why = "is being deleted" if checkpoint in self._state.deleting else "is there no more: its time is over"
             raise CannotRun(Failure("user", 404, f"{checkpoint.uri('xorl')} {why}"))
 
-    def _resolve(self, sampler: SamplerRef, workers: Incarnation) -> SamplerRef:
+    def _resolve(self, sampler: SamplerRef, workers: Incarnation | None) -> SamplerRef:
         registry = self._state.registry
         if isinstance(sampler, SessionSampler):
             name = sampler.sampling_session_id
@@ -237,12 +241,12 @@ class Readiness:
         return complete
 
 
-def _weights_of(record: SamplerRecord, workers: Incarnation) -> SamplerRef:
+def _weights_of(record: SamplerRecord, workers: Incarnation | None) -> SamplerRef:
     if record.checkpoint is not None:
         return CheckpointSampler(record.checkpoint)
     if record.snapshot_of is None:
         return BaseSampler()
-    if record.workers != workers.name:
+    if workers is not None and record.workers != workers.name:
         message = (
             f"the weights of sampling session {record.sampling_session_id} were in the workers' memory alone, and are "
             f"gone: the workers were started anew, or model {record.snapshot_of} was taken off them (unloaded, idle, "

@@ -200,11 +200,9 @@ class Runner:
         request.is_running = True
         operation = decode_operation(state.journal.operation(ticket.request_id))
         try:
-            operation = await self._readiness.prepare(ticket, operation, state.workers.current())
             assert isinstance(operation, Sample)
+            operation = self._readiness.with_weights(operation, None)
             result = await state.inference.sample(operation)
-        except WorkersLost:
-            result = None
         except Exception as problem:  # noqa: BLE001 - the client is told, whatever it was, and the others go on
             result = _failure(request, problem)
         if result is not None:

@@ -45,8 +45,8 @@ class BenchOptions:
 
     peers run in turn with xorl, `rounds` times each. Of each build's steps the first `warmup` are not measured, nor is
     the first of several rounds counted where packs differ (report.py). profile adds one more, recorded step to xorl's
-    last build. started_at is when the command was given, in seconds of the
-    epoch. append_to is a Markdown file that the record is added to.
+    last build. started_at is when the command was given, in seconds of the epoch. append_to is a Markdown file that the
+    record is added to.
     """
 
     name: str
