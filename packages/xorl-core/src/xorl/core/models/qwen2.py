@@ -8,8 +8,6 @@ from xorl.core.models.hf_config import HFConfig
 from xorl.core.models.spec import ModelSpec
 
 ARCHITECTURE = "Qwen2ForCausalLM"
-# Where config.json does not name num_key_value_heads; null means all heads.
-SILENT_NUM_KV_HEADS = 32
 
 
 def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
@@ -23,7 +21,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
         o_bias=False,
         mlp_bias=False,
         windows=rotary_gated.read_windows(hf),
-        silent_num_kv_heads=SILENT_NUM_KV_HEADS,
+        default_num_kv_heads=rotary_gated.DEFAULT_NUM_KV_HEADS,
     )
     hf.finish()
     return config

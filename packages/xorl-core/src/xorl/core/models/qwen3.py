@@ -9,8 +9,6 @@ from xorl.core.models.spec import ModelSpec
 
 ARCHITECTURE = "Qwen3ForCausalLM"
 DEFAULT_HEAD_DIM = 128
-# Where config.json does not name num_key_value_heads; null means all heads.
-SILENT_NUM_KV_HEADS = 32
 
 
 def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
@@ -25,7 +23,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
         mlp_bias=False,
         windows=rotary_gated.read_windows(hf),
         default_head_dim=DEFAULT_HEAD_DIM,
-        silent_num_kv_heads=SILENT_NUM_KV_HEADS,
+        default_num_kv_heads=rotary_gated.DEFAULT_NUM_KV_HEADS,
     )
     hf.finish()
     return config

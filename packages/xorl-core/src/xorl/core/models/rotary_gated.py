@@ -20,6 +20,7 @@ ADAPTER_TARGETS = (
 FULL, SLIDING = "full_attention", "sliding_attention"
 # What the families that know sliding windows assume where their config.json is silent.
 DEFAULT_WINDOW = 4096
+DEFAULT_NUM_KV_HEADS = 32
 DEFAULT_MAX_WINDOW_LAYERS = 28
 CHECKPOINT_NAMES = CheckpointNames(
     prefix="model.", embedding="model.embed_tokens.weight", head="lm_head.weight", ignored=r"\brotary_emb\."
@@ -36,17 +37,17 @@ def read_config(
     mlp_bias: bool,
     windows: tuple[int | None, ...] | None = None,
     default_head_dim: int | None = None,
-    silent_num_kv_heads: int | None = None,
+    default_num_kv_heads: int | None = None,
 ) -> DecoderConfig:
     """Translate the keys these families share; what differs between them comes as arguments.
 
-    silent_num_kv_heads: where num_key_value_heads is absent; where it is null, and without this, all heads.
+    default_num_kv_heads: where num_key_value_heads is absent; where it is null, and without this, all heads.
     """
     num_layers = hf.positive("num_hidden_layers")
     num_heads = hf.positive("num_attention_heads")
     hidden_size = hf.positive("hidden_size")
     head_dim = hf.positive("head_dim", default_head_dim or hidden_size // num_heads)
-    is_silent = silent_num_kv_heads is not None and not hf.names("num_key_value_heads")
+    is_silent = default_num_kv_heads is not None and not hf.names("num_key_value_heads")
     max_position_embeddings = hf.positive("max_position_embeddings")
     hf.warn_of_dropout()
     return DecoderConfig(
@@ -55,7 +56,7 @@ def read_config(
         intermediate_size=hf.positive("intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=hf.positive("num_key_value_heads", silent_num_kv_heads if is_silent else num_heads),
+        num_kv_heads=hf.positive("num_key_value_heads", default_num_kv_heads if is_silent else num_heads),
         head_dim=head_dim,
         max_position_embeddings=max_position_embeddings,
         windows=windows or (None,) * num_layers,
