@@ -23,16 +23,15 @@ from xorl.config import Config, config_from_mapping
 from xorl.core import runtime
 from xorl.core.runtime import GarbageCollection, Runtime
 from xorl.train import interrupt
-from xorl.train.build import profiler_of
 from xorl.train.checkpoints import SavePoints
 from xorl.train.engine import StepLosses, Update
 from xorl.train.interrupt import Interruption
 from xorl.train.observe.devices import PEAK_BF16_FLOPS
 from xorl.train.observe.observer import DivergedError, Metrics, MetricsFile, Observer
-from xorl.train.observe.profile import Profiler
+from xorl.train.observe.profile import Profiler, profiler_of
 from xorl.train.observe.timing import StepTimer
 from xorl.train.observe.wandb_log import RUN_ID, WandbSink, credentials_are_missing
-from xorl.train.output_dir import resume_from
+from xorl.train.output_dir import begin, resume_from
 
 
 @pytest.mark.parametrize(
@@ -115,9 +114,9 @@ def test_a_profile_that_the_run_does_not_come_to_is_told(tmp_path: Path, caplog:
         }
     ).config
     place = Runtime(0, 0, 1, torch.device("cpu"))
-    profiler_of(config, place, start_step=0, num_steps=5)
+    profiler_of(config.train, place, start_step=0, num_steps=5)
     assert caplog.text == ""
-    profiler_of(config, place, start_step=0, num_steps=4)
+    profiler_of(config.train, place, start_step=0, num_steps=4)
     assert "train.profile_start_step: 5, and the run ends at step=4: nothing will be recorded" in caplog.text
 
 
@@ -132,22 +131,24 @@ def profiled(tmp_path: Path, folder: Path) -> Config:
     ).config
 
 
-def test_a_folder_of_traces_that_cannot_be_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    # Catches a run that ends with a traceback where its recording does, hours later, and loses what it trained.
+def test_a_folder_of_traces_that_cannot_be_is_refused_before_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Catches a run that ends with a traceback where its recording does, hours later, and loses what it trained; and
+    # one whose data is prepared for hours before it is refused.
     (tmp_path / "file").write_text("")
-    place = Runtime(0, 0, 1, torch.device("cpu"))
+    config = profiled(tmp_path, tmp_path / "file" / "traces")
     with pytest.raises(ValueError, match=r"^train.profile_trace_dir: cannot write to .*file/traces"):
-        profiler_of(profiled(tmp_path, tmp_path / "file" / "traces"), place, start_step=0, num_steps=5)
+        begin(config.train)
     # A rank that records nothing needs no folder.
-    other = Runtime(1, 1, 2, torch.device("cpu"))
-    profiler_of(profiled(tmp_path, tmp_path / "file" / "traces"), other, start_step=0, num_steps=5)
+    monkeypatch.setenv("RANK", "1")
+    begin(config.train)
 
 
 def test_a_trace_that_cannot_be_written_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # Catches steps that are lost for a trace of them: on a full disk, or where its folder has gone.
     place = Runtime(0, 0, 1, torch.device("cpu"))
-    profiler = profiler_of(profiled(tmp_path, tmp_path / "traces"), place, start_step=0, num_steps=5)
-    (tmp_path / "traces").rmdir()
+    profiler = profiler_of(profiled(tmp_path, tmp_path / "traces").train, place, start_step=0, num_steps=5)
     (tmp_path / "traces").write_text("")
     with profiler:
         torch.ones(2).sum()

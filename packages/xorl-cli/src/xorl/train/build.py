@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from xorl.ckpt import Checkpointer, CheckpointError, Manifest, read_manifest
-from xorl.ckpt.layout import prepare_root
 from xorl.config import Config, TrainConfig
 from xorl.core import runtime
 from xorl.core.loss import LossFn, cross_entropy, score_tokens
@@ -51,6 +50,7 @@ from xorl.train.data import (
     write_receipt,
 )
 from xorl.train.engine import Engine
+from xorl.train.evaluate import EvalPoints
 from xorl.train.export.folder import AdapterExport, ModelExport
 from xorl.train.model import (
     DTYPES,
@@ -60,8 +60,8 @@ from xorl.train.model import (
     head_options_of,
     read_architecture,
 )
-from xorl.train.observe.observer import MetricsFile, Observer, Sink, StructuredLines
-from xorl.train.observe.profile import Profiler
+from xorl.train.observe.observer import MetricsFile, Observer, Sink, StructuredLines, is_evaluated
+from xorl.train.observe.profile import Profiler, profiler_of
 from xorl.train.observe.progress import Phases, ProgressBar
 from xorl.train.output_dir import begin
 from xorl.train.quantization import scheme_of
@@ -70,13 +70,17 @@ from xorl.train.recorded_options import recorded_options
 
 logger = logging.getLogger(__name__)
 
-# What became of every sample, in output_dir.
+# In output_dir: what became of every sample, and what every step and evaluation measured.
 RECEIPT = "data_receipt.json"
+METRICS = "metrics.jsonl"
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run that is ready to train: see `trainer.train`."""
+    """A run that is ready to train: see `trainer.train`.
+
+    evaluates_first: whether the step that it starts from is still to be evaluated.
+    """
 
     runtime: Runtime
     engine: Engine
@@ -92,7 +96,8 @@ class Run:
     output_dir: Path
     num_steps: int
     start_step: int
-    eval_steps: int | None
+    evaluates_first: bool
+    evaluates_after: EvalPoints
     gc_steps: int
     empty_cache_steps: int
     architecture: Architecture
@@ -140,9 +145,12 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None) -> Run:
     require_agreement("data", f"training {plan.hash} of {plan.num_steps} steps, held out {held_out_content}")
     if place.is_main and not isinstance(data.train, Stream):
         write_receipt(output_dir / RECEIPT, data, plan)
+    evaluates_after, evaluates_first = EvalPoints(plan.num_steps, train.eval_steps), True
     if resumed is not None and manifest is not None:
-        lacks_export = train.save_hf_weights and resumed.parent == checkpointer.root and not is_exported(resumed)
-        require_work_left(resumed, manifest.step, plan.num_steps, lacks_export=lacks_export)
+        evaluates_first = lacks_evaluation(data, evaluates_after, output_dir / METRICS, manifest.step)
+        lacks_results = evaluates_first or (train.save_hf_weights and not is_exported(resumed))
+        is_own = resumed.parent == checkpointer.root
+        require_work_left(resumed, manifest.step, plan.num_steps, lacks_results=is_own and lacks_results)
 
     if train.recompute_policy == "auto":
         with phases("probe", "recompute_policy=auto"):
@@ -171,11 +179,12 @@ def build_run(config: Config, *, make_engine: EngineMaker | None = None) -> Run:
         ),
         checkpoints=checkpoints,
         before_step=_before_step(config, engine),
-        profiler=profiler_of(config, place, start_step, plan.num_steps),
+        profiler=profiler_of(train, place, start_step, plan.num_steps),
         output_dir=output_dir,
         num_steps=plan.num_steps,
         start_step=start_step,
-        eval_steps=train.eval_steps,
+        evaluates_first=evaluates_first,
+        evaluates_after=evaluates_after,
         gc_steps=train.gc_steps,
         empty_cache_steps=train.empty_cache_steps,
         architecture=architecture,
@@ -202,9 +211,16 @@ def join(config: Config, phases: Phases) -> tuple[Runtime, Mesh]:
         return place, Mesh(parallel_dims(config, place.world_size), place.device.type)
 
 
-def require_work_left(resumed: Path, saved_step: int, num_steps: int, *, lacks_export: bool) -> None:
-    """Raise RunComplete if no step is left to train after the checkpoint, nor its export to be written."""
-    if saved_step > num_steps or (saved_step == num_steps and not lacks_export):
+def lacks_evaluation(data: RunData, is_due: EvalPoints, metrics: Path, step: int) -> bool:
+    """Whether an evaluation after `step` is due that `metrics` lacks, since its run was stopped. Collective."""
+    if data.held_out is None or not is_due(step):
+        return False
+    return not runtime.on_any_rank(runtime.global_rank() == 0 and is_evaluated(metrics, step))
+
+
+def require_work_left(resumed: Path, saved_step: int, num_steps: int, *, lacks_results: bool) -> None:
+    """Raise RunComplete if no step is left to train after the checkpoint, nor the last evaluation or export to make."""
+    if saved_step > num_steps or (saved_step == num_steps and not lacks_results):
         raise RunComplete(resumed)
 
 
@@ -450,7 +466,7 @@ def sinks_of(config: Config, output_dir: Path, plan: Plan, start_step: int, plac
         return []
     train = config.train
     bar = ProgressBar(plan.num_steps, start_step) if train.log_format == "progress_bar" else StructuredLines()
-    sinks: list[Sink] = [MetricsFile(output_dir / "metrics.jsonl", start_step), bar]
+    sinks: list[Sink] = [MetricsFile(output_dir / METRICS, start_step), bar]
     if train.use_wandb:
         # wandb takes a second to import, and a run without it need not have it.
         from xorl.train.observe.wandb_log import WandbSink  # noqa: PLC0415
@@ -468,31 +484,3 @@ def sinks_of(config: Config, output_dir: Path, plan: Plan, start_step: int, plac
             )
         )
     return sinks
-
-
-def profiler_of(config: Config, place: Runtime, start_step: int, num_steps: int) -> Profiler:
-    """The profiler, which records traces only in the processes that the options name.
-
-    Raises CheckpointError if there can be no folder for them.
-    """
-    train = config.train
-    enabled = train.enable_profiling and (place.is_main or not train.profile_rank0_only)
-    if enabled:
-        prepare_root(Path(train.profile_trace_dir), "train.profile_trace_dir")
-    if train.enable_profiling and train.profile_start_step > num_steps:
-        logger.warning(
-            "train.profile_start_step: %d, and the run ends at step=%d: nothing will be recorded",
-            train.profile_start_step,
-            num_steps,
-        )
-    return Profiler(
-        enabled=enabled,
-        steps_done=start_step,
-        start_step=train.profile_start_step,
-        end_step=train.profile_end_step,
-        trace_dir=Path(train.profile_trace_dir),
-        rank=place.rank,
-        record_shapes=train.profile_record_shapes,
-        profile_memory=train.profile_profile_memory,
-        with_stack=train.profile_with_stack,
-    )

@@ -138,7 +138,8 @@ class Checkpoints:
             if self._runtime.is_main:
                 _set_aside_damaged(self.last)
         self.exported = self.last / EXPORT
-        self._export.write(self.exported)
+        if not self.exported.exists():
+            self._export.write(self.exported)
 
     def _way_on(self) -> str:
         if self.last is None:

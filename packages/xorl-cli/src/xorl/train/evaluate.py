@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -12,6 +14,18 @@ from torch import Tensor
 from xorl.core.loss import IGNORE, LossFn, LossOutput, score_tokens
 from xorl.core.parallel import ParallelModel
 from xorl.data import PackedBatch, StepLoader
+
+
+@dataclass(frozen=True)
+class EvalPoints:
+    """The steps after which a run evaluates: none (0), each `eval_steps` (None: no others), and the last."""
+
+    num_steps: int
+    eval_steps: int | None
+
+    def __call__(self, step: int) -> bool:
+        """Whether step `step`, counted from 1, is one of them."""
+        return step in (0, self.num_steps) or (self.eval_steps is not None and step % self.eval_steps == 0)
 
 
 class Scorer(Protocol):
@@ -26,8 +40,12 @@ class Scorer(Protocol):
     def forward(self, batch: PackedBatch, loss_fn: LossFn) -> LossOutput: ...
 
 
-def evaluate(engine: Scorer, loader: StepLoader, score_fn: LossFn = score_tokens) -> dict[str, float]:
+def evaluate(
+    engine: Scorer, loader: StepLoader, score_fn: LossFn = score_tokens, check: Callable[[], None] | None = None
+) -> dict[str, float]:
     """Score the whole held-out set once. Collective. `score_fn` is `score_tokens`, perhaps with options bound.
+
+    `check` is called now and then, on every rank as often, and may raise an exception that ends it.
 
     Returns eval_loss (nats, mean over trained tokens), eval_token_accuracy (fraction of trained tokens that are the
     model's first choice), eval_accuracy (fraction of documents whose trained tokens are all the model's first choice,
@@ -36,6 +54,8 @@ def evaluate(engine: Scorer, loader: StepLoader, score_fn: LossFn = score_tokens
     """
     sums = torch.zeros(5, dtype=torch.float64, device=engine.device)
     for _, batches in loader.steps():
+        if check is not None:
+            check()
         for batch in batches:
             output = engine.forward(batch, score_fn)
             sums += _sums(output.sum, output.metrics["correct"], batch.to(engine.device))

@@ -12,6 +12,14 @@ import torch.distributed as dist
 REPEATED_S = 3.0
 
 
+class Interrupted(Exception):
+    """A signal came while something was done that can be done again."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(f"signal {signal_number}")
+        self.signal_number = signal_number
+
+
 class Interruption:
     """Catches the first signal while entered. A second one, at least REPEATED_S later, acts as usual.
 
@@ -45,6 +53,11 @@ class Interruption:
         self._flag = torch.tensor([self._received], dtype=torch.int32)
         self._work = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, async_op=True)
         return signal_number
+
+    def check(self) -> None:
+        """Raise Interrupted once a signal is agreed upon; to be called now and then in what takes long. Collective."""
+        if signal_number := self.agreed():
+            raise Interrupted(signal_number)
 
     def _finish(self) -> int:
         if self._work is None:

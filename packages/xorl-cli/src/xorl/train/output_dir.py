@@ -71,6 +71,8 @@ def begin(train: TrainConfig) -> tuple[Path, Checkpointer, Path | None]:
     elif not train.allow_cuda_launch_blocking:
         runtime.refuse_launch_blocking()
     prepare_root(output_dir := Path(train.output_dir), OPTION)
+    if train.enable_profiling and (runtime.global_rank() == 0 or not train.profile_rank0_only):
+        prepare_root(Path(train.profile_trace_dir), "train.profile_trace_dir")
     checkpointer = Checkpointer(output_dir / "checkpoints", manager=train.ckpt_manager, root_option=OPTION)
     return output_dir, checkpointer, resume_from(checkpointer, train.load_checkpoint_path)
 

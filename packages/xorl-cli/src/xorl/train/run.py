@@ -10,7 +10,7 @@ from pathlib import Path
 from xorl.config import Config, LoadedConfig, TrainConfig
 from xorl.core import runtime
 from xorl.train.adapters.folder import is_adapter
-from xorl.train.build import Run, RunComplete, build_run
+from xorl.train.build import METRICS, Run, RunComplete, build_run
 from xorl.train.observe.observer import Observer
 from xorl.train.observe.progress import set_up_logging
 from xorl.train.output_dir import held
@@ -92,7 +92,7 @@ def _summarise(run: Run, signal_number: int) -> None:
             f"whole answers right {_change(observer, 'eval_accuracy')}"
         )
     lines.append(f"checkpoint  {run.checkpoints.last}")
-    lines.append(f"metrics     {run.output_dir / 'metrics.jsonl'}")
+    lines.append(f"metrics     {run.output_dir / METRICS}")
     if exported is not None and is_adapter(exported):
         lines.append(f"adapter     {exported}, for PEFT's PeftModel.from_pretrained")
     elif exported is not None:

@@ -152,6 +152,13 @@ def all_ranks_agree(text: str) -> bool:
     return bool(extremes[0] == -extremes[1])
 
 
+def on_any_rank(flag: bool) -> bool:
+    """Whether `flag` is set on some rank; all get the same answer. Collective."""
+    flags = torch.tensor([flag], dtype=torch.int32)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    return bool(flags.item())
+
+
 def seed_everything(seed: int, rank: int = 0) -> None:
     """Seed Python, NumPy and torch on every device; ranks draw from different streams."""
     random.seed(seed + rank)

@@ -96,16 +96,22 @@ def _finite(metrics: Metrics) -> dict[str, float | int | str | None]:
     }
 
 
+def is_evaluated(path: Path, step: int) -> bool:
+    """Whether the metrics.jsonl at `path`, if there is one, has the evaluation after step `step`."""
+    return path.exists() and any(record.get("step") == step and "eval_loss" in record for _, record in _records(path))
+
+
 def _lines_up_to(path: Path, step: int) -> list[str]:
-    kept = []
+    return [line for line, record in _records(path) if record.get("step", 0) <= step]
+
+
+def _records(path: Path) -> Iterator[tuple[str, dict[str, float]]]:
+    """The lines and what they say, but for the one that was being written when the former run was killed."""
     for line in path.read_text().splitlines(keepends=True):
         try:
-            record = json.loads(line)
+            yield line, json.loads(line)
         except json.JSONDecodeError:
-            continue  # the line that was being written when the former run was killed
-        if record.get("step", 0) <= step:
-            kept.append(line)
-    return kept
+            continue
 
 
 class StructuredLines:

@@ -10,6 +10,9 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from xorl.config import TrainConfig
+from xorl.core.runtime import Runtime
+
 logger = logging.getLogger(__name__)
 
 
@@ -81,6 +84,27 @@ class Profiler:
             logger.warning("profile=%s cannot be written: %s; training goes on", path, error)
         else:
             logger.info("profile=%s", path)
+
+
+def profiler_of(train: TrainConfig, place: Runtime, start_step: int, num_steps: int) -> Profiler:
+    """The profiler, which records traces only in the processes that the options name."""
+    if train.enable_profiling and train.profile_start_step > num_steps:
+        logger.warning(
+            "train.profile_start_step: %d, and the run ends at step=%d: nothing will be recorded",
+            train.profile_start_step,
+            num_steps,
+        )
+    return Profiler(
+        enabled=train.enable_profiling and (place.is_main or not train.profile_rank0_only),
+        steps_done=start_step,
+        start_step=train.profile_start_step,
+        end_step=train.profile_end_step,
+        trace_dir=Path(train.profile_trace_dir),
+        rank=place.rank,
+        record_shapes=train.profile_record_shapes,
+        profile_memory=train.profile_profile_memory,
+        with_stack=train.profile_with_stack,
+    )
 
 
 def _wait_for_gpu() -> None:

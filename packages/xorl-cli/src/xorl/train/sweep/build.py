@@ -24,12 +24,13 @@ from xorl.train.adapters.inject import adapter_spec
 from xorl.train.architecture import Architecture
 from xorl.train.bank_engine import BankEngine
 from xorl.train.build import (
+    METRICS,
     RECEIPT,
     eval_loader_of,
     join,
+    lacks_evaluation,
     plan_of,
     prepared_for,
-    profiler_of,
     require_agreement,
     require_work_left,
     schedule_of,
@@ -38,8 +39,10 @@ from xorl.train.build import (
 from xorl.train.checkpoint_model import describe_model, require_resumable
 from xorl.train.checkpoints import SavePoints
 from xorl.train.data import DataIdentity, PackedDocuments, RunData, build_loader, with_chat_template, write_receipt
+from xorl.train.evaluate import EvalPoints
 from xorl.train.model import build_model, check_model, head_options_of, read_architecture
 from xorl.train.observe.observer import MetricsFile, Observer
+from xorl.train.observe.profile import profiler_of
 from xorl.train.observe.progress import Phases
 from xorl.train.output_dir import begin
 from xorl.train.quantization import scheme_of
@@ -73,9 +76,15 @@ def build_sweep(config: Config) -> Sweep:
     plans = _plans(own, data, mesh, manifest)
     require_agreement("data", f"training {[(name, plan.hash, plan.num_steps) for name, plan in plans.items()]}")
     num_steps = max(plan.num_steps for plan in plans.values())
+    unevaluated = list(own)
     if manifest is not None and resumed is not None:
+        points = {name: EvalPoints(plan.num_steps, train.eval_steps) for name, plan in plans.items()}
+        folder = output_dir / MEMBERS
+        unevaluated = [
+            name for name in own if lacks_evaluation(data[name], points[name], folder / name / METRICS, manifest.step)
+        ]
         lacks_export = train.save_hf_weights and not all(is_exported(output_dir, name, resumed) for name in own)
-        require_work_left(resumed, manifest.step, num_steps, lacks_export=lacks_export)
+        require_work_left(resumed, manifest.step, num_steps, lacks_results=bool(unevaluated) or lacks_export)
     with phases("model", f"architecture={architecture.spec.architecture} device={place.device}"):
         engine = _build_engine(config, own, architecture, mesh, place.device)
     saving = _saving(config, checkpointer, engine, place, plans, architecture, trained)
@@ -90,6 +99,7 @@ def build_sweep(config: Config) -> Sweep:
     members = [_member(name, own[name], data[name], plans[name], mesh, place, architecture, start_step) for name in own]
     for member in members:
         member.diverged = member.name in diverged
+        member.evaluates_first = member.name in unevaluated
     longest = max(plans.values(), key=lambda plan: plan.num_steps)
     head_options = head_options_of(config.model, train)
     return Sweep(
@@ -102,7 +112,7 @@ def build_sweep(config: Config) -> Sweep:
             place.device, place.world_size, sinks_of(config, output_dir, longest, start_step, place), engine.timer
         ),
         saving=saving,
-        profiler=profiler_of(config, place, start_step, num_steps),
+        profiler=profiler_of(train, place, start_step, num_steps),
         config=config,
         output_dir=output_dir,
         num_steps=num_steps,
@@ -192,7 +202,8 @@ def _member(
         eval_loader=eval_loader_of(config, data, mesh, hidden_size),
         schedule=schedule_of(config, plan),
         num_steps=plan.num_steps,
-        metrics=MetricsFile(Path(config.train.output_dir) / MEMBERS / name / "metrics.jsonl", start_step)
+        evaluates_after=EvalPoints(plan.num_steps, config.train.eval_steps),
+        metrics=MetricsFile(Path(config.train.output_dir) / MEMBERS / name / METRICS, start_step)
         if place.is_main
         else None,
     )

@@ -20,8 +20,8 @@ from xorl.data import PackedBatch, StepLoader
 from xorl.lora import Adam
 from xorl.train.bank_engine import BankEngine, MixedBatch
 from xorl.train.engine import StepLosses, Update
-from xorl.train.evaluate import evaluate
-from xorl.train.interrupt import Interruption
+from xorl.train.evaluate import EvalPoints, evaluate
+from xorl.train.interrupt import Interrupted, Interruption
 from xorl.train.observe.observer import DivergedError, Metrics, MetricsFile, Observer, queue_copy
 from xorl.train.observe.profile import Profiler
 from xorl.train.sweep.saving import SweepSaving
@@ -35,6 +35,7 @@ MemberBatches = Mapping[str, Sequence[PackedBatch]]
 class Member:
     """One member of a sweep, with what its own run would have.
 
+    evaluates_first: whether the step that the sweep starts from is still to be evaluated.
     diverged: its loss or gradient was not finite. It keeps the values that it had before, and takes no more steps.
     """
 
@@ -44,7 +45,9 @@ class Member:
     eval_loader: StepLoader | None
     schedule: Schedule
     num_steps: int
+    evaluates_after: EvalPoints
     metrics: MetricsFile | None
+    evaluates_first: bool = True
     diverged: bool = False
     first: Metrics = field(default_factory=dict)
     last: Metrics = field(default_factory=dict)
@@ -130,13 +133,14 @@ def mix(batches: MemberBatches, members_per_pass: int) -> Iterator[MixedBatch]:
 def train_sweep(sweep: Sweep) -> int:
     """Train to the last step of every member. Collective. Returns the signal that ended it early, or 0.
 
-    A signal ends the sweep after the current step, which is saved; after the last step the adapters are exported.
+    A signal ends the sweep after the current step, which is saved, and evaluations are made up for, as by
+    `trainer.train`; after the last step the adapters are exported.
     Raises DivergedError if no member has a finite loss and gradient any more.
     """
     engine, observer, train = sweep.engine, sweep.observer, sweep.config.train
     report = _Report(sweep)
-    if sweep.start_step == 0:
-        _evaluate(sweep, report, 0)
+    first = [member for member in sweep.active(max(sweep.start_step, 1)) if member.evaluates_first]
+    _evaluate(sweep, report, sweep.start_step, first, None)
     with (
         Interruption() as interruption,
         GarbageCollection(train.gc_steps, train.empty_cache_steps) as garbage,
@@ -164,13 +168,18 @@ def train_sweep(sweep: Sweep) -> int:
             }
             report.step(step, losses, updates, rates)
             signal_number = interruption.agreed()
-            _evaluate(sweep, report, step)
-            if signal_number or sweep.saving.due(step):
-                with observer.checkpoint():
-                    report.flush()
-                    sweep.save(step)
+            is_saved = bool(signal_number) or sweep.saving.due(step)
+            if is_saved:
+                _save(sweep, report, step)
             if signal_number and step < sweep.num_steps:
                 return signal_number
+            try:
+                due = [member for member in sweep.active(step) if member.evaluates_after(step)]
+                _evaluate(sweep, report, step, due, interruption)
+            except Interrupted as interrupted:
+                if not is_saved:
+                    _save(sweep, report, step)
+                return interrupted.signal_number
             garbage.step(step)
             sweep.profiler.step(step)
         report.flush()
@@ -183,22 +192,24 @@ def _divisor(losses: StepLosses) -> Tensor:
     return torch.where(torch.isfinite(losses.loss_sum), losses.num_trained_tokens.clamp(min=1), torch.nan)
 
 
-def _evaluate(sweep: Sweep, report: _Report, step: int) -> None:
-    """Score each member's held-out data where it is due after `step`: as in a run of its own."""
-    interval = sweep.config.train.eval_steps
-    due = [
-        member
-        for member in sweep.active(max(step, 1))
-        if member.eval_loader is not None
-        and (step in (0, member.num_steps) or (interval is not None and interval > 0 and step % interval == 0))
-    ]
-    if not due:
+def _save(sweep: Sweep, report: _Report, step: int) -> None:
+    with sweep.observer.checkpoint():
+        report.flush()
+        sweep.save(step)
+
+
+def _evaluate(
+    sweep: Sweep, report: _Report, step: int, members: Sequence[Member], interruption: Interruption | None
+) -> None:
+    """Score the held-out data of `members`, as in runs of their own. Raises Interrupted for a signal meanwhile."""
+    check = None if interruption is None else interruption.check
+    held_out = [(member, member.eval_loader) for member in members if member.eval_loader is not None]
+    if not held_out:
         return
     with sweep.observer.pause():
         report.flush()
-        for member in due:
-            assert member.eval_loader is not None
-            scores = evaluate(MemberScorer(sweep.engine, member.name), member.eval_loader, sweep.score_fn)
+        for member, loader in held_out:
+            scores = evaluate(MemberScorer(sweep.engine, member.name), loader, sweep.score_fn, check)
             member.write({"step": step, **scores})
 
 
