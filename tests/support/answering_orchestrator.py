@@ -18,6 +18,7 @@ from xorl.server.channel import ChannelServer
 from xorl.server.messages import Accepted, Cancel, Finished, Ok, Pending, Poll, Rejected, Submit, Tombstone, Unknown
 from xorl.server.names import CheckpointRef, checkpoint_folder
 from xorl.server.operations import (
+    NO_LOGPROB,
     AbortGradients,
     CreateModel,
     Failure,
@@ -87,17 +88,18 @@ from xorl.server.queries import (
 VOCAB = 64
 SLOW_LOSS = "slow"
 STUCK_LOSS = "stuck"
+STUCK_SEED = 404
 DELAYS_S = {SLOW_LOSS: 0.5, STUCK_LOSS: 1e6}
 FAILING_LOSS = "failing"
 LORA = LoraSpec(rank=8, alpha=16.0)
 
 
 class AnsweringOrchestrator:
-    """Keeps what was asked of it in `submits`, `tombstones` and `quantizations`, for tests to look at."""
+    """Keeps what was asked of it in `submits`, `tombstones`, `cancelled` and `quantizations`, for tests to look at."""
 
     def __init__(self, output_dir, tokenizer="tokenizer"):
         self.output_dir, self.tokenizer = output_dir, tokenizer
-        self.submits, self.tombstones, self.quantizations, self.keys = [], [], [], {}
+        self.submits, self.tombstones, self.cancelled, self.quantizations, self.keys = [], [], [], [], {}
         self.results, self.sessions, self.models, self.samplers = {}, {}, {}, {}
         self.checkpoints, self.endpoints, self.errors = {}, {}, []
         self.ready = True
@@ -116,7 +118,8 @@ class AnsweringOrchestrator:
         done = asyncio.get_running_loop().create_future()
         self.results[submit.request_id] = submit.dialect, done
         operation = submit.operation
-        delay_s = DELAYS_S.get(getattr(operation, "loss_fn", ""), 0.0)
+        is_stuck = isinstance(operation, Sample) and operation.seed == STUCK_SEED
+        delay_s = 1e6 if is_stuck else DELAYS_S.get(getattr(operation, "loss_fn", ""), 0.0)
         asyncio.get_running_loop().call_later(delay_s, done.set_result, self.computed(operation))
         return Accepted(submit.request_id)
 
@@ -125,6 +128,7 @@ class AnsweringOrchestrator:
         return Ok()
 
     async def on_Cancel(self, cancel: Cancel):
+        self.cancelled.append(cancel.request_id)
         return Ok()
 
     async def on_Poll(self, poll: Poll):
@@ -340,10 +344,12 @@ def asked_about(targets):
 
 
 def top_of(tokens, k):
+    """The k tokens from each of these on; where the vocabulary ends cells are empty, as an engine's may be."""
     if not k:
         return None
     ids = (tokens[:, None] + np.arange(k)).astype(np.int32)
-    return TopLogprobs(Array.of(ids), Array.of((-ids / 64).astype(np.float32)))
+    logprobs = np.where(ids < VOCAB, -ids / 64, NO_LOGPROB).astype(np.float32)
+    return TopLogprobs(Array.of(np.where(ids < VOCAB, ids, 0)), Array.of(logprobs))
 
 
 @contextmanager

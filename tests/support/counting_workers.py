@@ -19,7 +19,7 @@ import numpy as np
 
 from xorl.server.arrays import Array
 from xorl.server.channel import BlockingServer, ChannelKeys, Limits
-from xorl.server.messages import Done, Health, HealthResult, Work
+from xorl.server.messages import CANCELLED, Cancel, Done, Health, HealthResult, Ok, Work
 from xorl.server.names import CheckpointKind, CheckpointRef, checkpoint_folder
 from xorl.server.operations import (
     AbortGradients,
@@ -69,13 +69,17 @@ class Counted:
 class CountingWorkers:
     """Answers at `address` from a thread until `close`.
 
-    delay_s: of each forward_backward. checkpoint_bytes: what it says of each new model. ran: the ids of all operations
-    that were run, in their order.
+    delay_s: of each forward_backward. token_s: of each token of a sample, until it is cancelled. published_s: from when
+    a checkpoint is there until that is said. checkpoint_bytes: what it says of each new model. ran: the ids of all
+    operations that were run, in their order.
     """
 
     address: str
     output_dir: Path
     delay_s: float = 0.0
+    token_s: float = 0.0
+    published_s: float = 0.0
+    max_context_length: int = 4096
     checkpoint_bytes: dict[CheckpointKind, int] = field(default_factory=dict)
     keys: ChannelKeys | None = None
     models: dict[str, Counted] = field(default_factory=dict)
@@ -85,11 +89,13 @@ class CountingWorkers:
 
     def __post_init__(self) -> None:
         self._remembered: OrderedDict[str, object] = OrderedDict()
-        self._server: BlockingServer[Work] = BlockingServer(
+        self._cancelled: set[str] = set()
+        self._server: BlockingServer[Work | Cancel] = BlockingServer(
             self.address,
-            Work,
+            Work | Cancel,
             keys=self.keys,
             limits=Limits(message_bytes=2**30, ping_every_s=0.2, lost_after_s=3.0),
+            aside=self._aside,
         )
         self.address = self._server.address
         self._stopping = threading.Event()
@@ -101,6 +107,12 @@ class CountingWorkers:
         self._stopping.set()
         self._server.close()
         self._thread.join()
+
+    def _aside(self, message: Work | Cancel) -> Ok | None:
+        if isinstance(message, Work):
+            return None
+        self._cancelled.add(message.request_id)
+        return Ok()
 
     def _serve(self) -> None:
         while not self._stopping.is_set():
@@ -126,7 +138,7 @@ class CountingWorkers:
             return self._remembered[name]
         if fails:
             return Failure("user", 400, "a call beside it is bad")
-        result = self._run(operation)
+        result = self._run(name, operation)
         if not isinstance(operation, Health):
             self.ran.append(name)
         if not isinstance(result, Failure):
@@ -135,14 +147,19 @@ class CountingWorkers:
                 self._remembered.popitem(last=False)
         return result
 
-    def _run(self, operation: object) -> object:
+    def _run(self, name: str, operation: object) -> object:
         match operation:
             case Health():
-                return HealthResult(1, [], [])
+                return HealthResult(1, [], [], self.max_context_length)
             case CreateModel():
                 self.created.append(operation)
                 return self._create(operation)
             case Sample():
+                ends = time.monotonic() + self.token_s * (operation.max_tokens or 1)
+                while time.monotonic() < ends and not self._stopping.is_set():
+                    if name in self._cancelled:
+                        return CANCELLED
+                    time.sleep(0.01)
                 tokens = Array.of(np.arange(operation.max_tokens or 1, dtype=np.int32))
                 logprobs = Array.of(np.zeros(tokens.shape, dtype=np.float32))
                 return SampleResult([SampledSequence(tokens, logprobs, "length")] * operation.num_samples)
@@ -214,7 +231,9 @@ class CountingWorkers:
         fresh = folder / ".state"
         fresh.write_text(json.dumps([model.weights, model.steps]))
         fresh.replace(folder / "state.json")
-        return Saved(ref, size_bytes=(folder / "state.json").stat().st_size, num_files=1)
+        size = (folder / "state.json").stat().st_size
+        time.sleep(self.published_s)
+        return Saved(ref, size_bytes=size, num_files=1)
 
     def _load(self, ref: CheckpointRef) -> Counted:
         weights, steps = json.loads((checkpoint_folder(self.output_dir, ref) / "state.json").read_text())

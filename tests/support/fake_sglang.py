@@ -106,6 +106,7 @@ class Server:
             "/init_weights_update_group": self.join,
             "/update_weights_from_distributed": self.update,
             "/destroy_weights_update_group": self.leave,
+            "/update_weights_from_disk": self.read_from_disk,
             "/flush_cache": self.flush,
             "/generate": self.generate,
             "/load_lora_adapter": self.load_adapter,
@@ -177,6 +178,10 @@ class Server:
         self.version = body.get("weight_version") or self.version
         return {"success": True, "message": "Succeeded to update parameter online."}
 
+    def read_from_disk(self, body: dict[str, Any]) -> Any:
+        self.version = body["weight_version"]
+        return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+
     def flush(self, body: dict[str, Any]) -> Any:
         if self.faults.flush_fails:
             raise Refused("Flush cache failed: there are pending requests")
@@ -198,6 +203,7 @@ class Server:
         if self.is_paused:
             raise Refused("generation is paused")
         self.requests.append(body)
+        time.sleep(self.faults.generate_s)
         asked = body.get("lora_path")
         for adapter in asked if isinstance(asked, list) else [asked]:
             if adapter is not None and adapter not in self.adapters:
@@ -313,6 +319,7 @@ def serve(arguments: Sequence[str], say_port: Callable[[int], object]) -> None:
     parser.add_argument("--die-after-bucket", type=int, help="when it is received, before the answer")
     parser.add_argument("--hang-at-bucket", type=int, help="never receive it")
     parser.add_argument("--flush-fails", action="store_true")
+    parser.add_argument("--generate-s", type=float, default=0.0, help="how long each /generate takes")
     faults = parser.parse_args(arguments)
     torch.set_num_threads(1)
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")  # as SGLang does

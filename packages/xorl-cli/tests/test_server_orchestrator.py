@@ -111,7 +111,9 @@ async def test_gaps_that_are_filled_or_whose_model_goes_while_another_is_given_u
 @in_a_loop
 async def test_a_sample_that_no_context_holds_costs_its_client_nothing(tmp_path):
     """Catches a client that waits for all others since it once asked for more than there can be."""
-    async with serving(options(tmp_path, max_context_length=32)) as (client, _):
+    async with serving(options(tmp_path), max_context_length=32) as (client, _):
+        while client.orchestrator.state.workers.max_context_length is None:
+            await asyncio.sleep(0.01)
         prompt = Array.of(np.array([1], dtype=np.int32))
         for most, status in ((10**12, 400), (33, 400), (32, None)):
             answer = await client.orchestrator.answer(submit(Sample(BaseSampler(), prompt, max_tokens=most)))

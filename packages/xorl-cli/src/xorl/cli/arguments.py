@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -74,6 +76,11 @@ class ServiceOverridesCommand(OverridesCommand):
     root = ServerConfig
     prefix = "server."
     usage = "--server.field"
+
+
+def at_home(path: Path | None) -> Path | None:
+    """Callback of a flag that takes a path: replaces ~ at its beginning, which no shell does behind `--flag=`."""
+    return None if path is None else Path(os.path.expanduser(path))
 
 
 def run_module(app: typer.Typer, module: str) -> None:

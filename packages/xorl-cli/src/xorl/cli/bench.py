@@ -13,7 +13,7 @@ from typing import Annotated, get_args
 
 import typer
 
-from xorl.cli.arguments import OverridesCommand, run_module
+from xorl.cli.arguments import OverridesCommand, at_home, run_module
 from xorl.cli.bench_config import Documents, Work, forced, shapes, write_config
 from xorl.cli.launch import LaunchFlags, launch, plan_launch
 from xorl.cli.rank import RankEnvironment, run_alone, run_rank
@@ -90,8 +90,10 @@ def bench_command(
         str, typer.Option(help="Others to measure in turn, by commas: transformers[-liger][-fa4][-compile][-autocast].")
     ] = "",
     against: AgainstOption = None,
-    output: Annotated[Path | None, typer.Option(help="Folder of results. [outputs/bench/NAME_TIME]")] = None,
-    record: Annotated[Path | None, typer.Option(help="Markdown file to add the results to.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(callback=at_home, help="Folder of results. [outputs/bench/NAME_TIME]")
+    ] = None,
+    record: Annotated[Path | None, typer.Option(callback=at_home, help="Markdown file to add the results to.")] = None,
     profile: Annotated[bool, typer.Option("--profile", help="Record one more step: its kernels and gaps.")] = False,
     nproc_per_node: Annotated[int | None, typer.Option(help="Ranks on this machine. [one per GPU, else 1]")] = None,
     traceback: TracebackFlag = False,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from xorl.cli.arguments import OverridesCommand
+from xorl.cli.arguments import OverridesCommand, at_home
 from xorl.cli.rank import run_alone
 from xorl.cli.signals import import_torch
 from xorl.cli.train import ConfigPath, TracebackFlag
@@ -85,7 +85,9 @@ def inspect_command(
 def stats_command(
     ctx: typer.Context,
     config: ConfigPath,
-    html: Annotated[Path | None, typer.Option(help="Where to write the page. [data_stats.html in output_dir]")] = None,
+    html: Annotated[
+        Path | None, typer.Option(callback=at_home, help="Where to write the page. [data_stats.html in output_dir]")
+    ] = None,
     documents: Annotated[
         int | None, typer.Option(min=1, help=f"Documents of a stream to read, whole pieces of files. [{DOCUMENTS}]")
     ] = None,

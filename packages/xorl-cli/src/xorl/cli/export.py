@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from xorl.cli.arguments import at_home
 from xorl.cli.rank import run_alone
 from xorl.cli.signals import import_torch
 from xorl.cli.train import TracebackFlag
@@ -31,7 +33,9 @@ def export_command(
             help="A checkpoint, a run's folder (its newest checkpoint), or an adapter: folder or Hub id.",
         ),
     ],
-    output: Annotated[str | None, typer.Option(help="Folder to make; wanted for a Hub id. [beside PATH]")] = None,
+    output: Annotated[
+        Path | None, typer.Option(callback=at_home, help="Folder to make; wanted for a Hub id. [beside PATH]")
+    ] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Fold the adapter into its base: a model of its own.")] = False,
     dtype: Annotated[Precision | None, typer.Option(help="Precision of the weights. [as they are stored]")] = None,
     base: Annotated[
@@ -51,7 +55,9 @@ def export_command(
     raise typer.Exit(run_alone(lambda: _export(path, output, merge, dtype, base, verify), with_traceback=traceback))
 
 
-def _export(path: str, output: str | None, merge: bool, dtype: Precision | None, base: str | None, verify: bool) -> int:
+def _export(
+    path: str, output: Path | None, merge: bool, dtype: Precision | None, base: str | None, verify: bool
+) -> int:
     """Exports, where torch is imported."""
     import_torch()
     import torch  # noqa: PLC0415
@@ -61,6 +67,8 @@ def _export(path: str, output: str | None, merge: bool, dtype: Precision | None,
 
     dtypes = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     set_up_logging("progress_bar", is_main=True)
-    folder = export_saved(path, output, base=base, merge=merge, dtype=dtypes[dtype], verify=verify)
+    folder = export_saved(
+        path, None if output is None else str(output), base=base, merge=merge, dtype=dtypes[dtype], verify=verify
+    )
     print(folder)
     return 0

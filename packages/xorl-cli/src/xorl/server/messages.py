@@ -1,6 +1,7 @@
 """The messages between the service's processes that carry operations and results.
 
-API -> orchestrator: Submit, Poll, Cancel, and the queries in `queries`. Orchestrator -> worker: Work, answered by Done.
+API -> orchestrator: Submit, Poll, Cancel, and the queries in `queries`. Orchestrator -> worker: Work, answered by Done,
+and Cancel of a sample in it, answered by Ok while the work goes on.
 `channel` transports them. Whoever changes a message here, in `queries` or in `operations`, or what one means, raises
 PROTOCOL_VERSION.
 """
@@ -10,9 +11,9 @@ from __future__ import annotations
 from typing import Literal
 
 from xorl.server.names import Dialect
-from xorl.server.operations import ClientOperation, ClientResult, ForwardBackward, Message, Sample
+from xorl.server.operations import ClientOperation, ClientResult, Failure, ForwardBackward, Message, Sample
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 7
 
 
 class Health(Message, frozen=True):
@@ -24,11 +25,15 @@ class Shutdown(Message, frozen=True):
 
 
 class HealthResult(Message, frozen=True):
-    """Result of Health: the number of ranks, and the memory of each rank's GPU (empty without GPUs)."""
+    """Result of Health: the number of ranks, and the memory of each rank's GPU (empty without GPUs).
+
+    max_context_length: the tokens that the model has positions for.
+    """
 
     world_size: int
     gpu_bytes_used: list[int]
     gpu_bytes_total: list[int]
+    max_context_length: int
 
 
 class ShutdownResult(Message, frozen=True):
@@ -131,9 +136,15 @@ class Unknown(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    """Drop a request if it has not begun. Answered by Ok either way."""
+    """End a sample, whether it waits or runs; its result is CANCELLED. Answered by Ok, also where it is over.
+
+    Whatever belongs to a model's order runs on.
+    """
 
     request_id: str
+
+
+CANCELLED = Failure("user", 410, "the request was cancelled")
 
 
 class Ok(Message, frozen=True):

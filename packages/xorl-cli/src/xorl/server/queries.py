@@ -19,7 +19,10 @@ class GetService(Message, frozen=True):
 
 
 class ServiceInfo(Message, frozen=True):
-    """The base model and how it is trained. tokenizer: a name or folder. ready: workers take work."""
+    """The base model and how it is trained. tokenizer: a name or folder. ready: workers take work.
+
+    max_context_length: None until workers were ready, who know it.
+    """
 
     model_name: str
     tokenizer: str

@@ -10,6 +10,9 @@ import numpy as np
 from xorl.data.errors import DataError
 from xorl.data.shuffle import permutation
 
+# An epoch's order is in memory, 8 bytes for each of these and as much again while it is shuffled.
+_MOST_REPEATED = 2**30
+
 
 @dataclass(frozen=True)
 class Share:
@@ -33,6 +36,17 @@ def check_shares(shares: Sequence[Share], option: str) -> None:
             f"{option}[{weighted.index(False)}].weight: not set, while others have weights; weights are shares of all "
             "samples, so give every entry one"
         )
+
+
+def check_repetitions(sizes: Sequence[int], shares: Sequence[Share], option: str, unit: str = "documents") -> None:
+    """Raises DataError for repetitions that make an epoch so long that its order is too much for the memory."""
+    for index, (size, share) in enumerate(zip(sizes, shares, strict=True)):
+        if share.num_epochs is not None and share.num_epochs > 1 and size * share.num_epochs > _MOST_REPEATED:
+            raise DataError(
+                f"{option}[{index}].num_epochs: {share.num_epochs:g} times its {size} {unit} make an epoch too long to "
+                f"order in memory; want {max(1, _MOST_REPEATED // size)} or less. To train on all of it for longer, "
+                "set train.num_train_epochs or train.max_steps"
+            )
 
 
 def num_drawn(sizes: Sequence[int], shares: Sequence[Share]) -> list[int]:

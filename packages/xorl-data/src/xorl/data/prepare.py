@@ -39,7 +39,7 @@ from xorl.data.invariants import (
     judge,
 )
 from xorl.data.lock import exclusive, forget_dead
-from xorl.data.mixture import Share, check_shares
+from xorl.data.mixture import Share, check_repetitions, check_shares
 from xorl.data.published import find_prepared, open_direct
 from xorl.data.readers import Piece
 from xorl.data.receipt import Counts, DatasetReceipt, Receipt
@@ -108,6 +108,7 @@ def prepare(
         prepared, shares = [direct], [Share()]
     else:
         prepared = [_prepare_entry(entry, options, f"{option}[{i}]") for i, entry in enumerate(entries)]
+        check_repetitions([len(store.lengths) for store, _ in prepared], shares, option)
         check_extras([(f"{option}[{i}]", store.extra_names) for i, (store, _) in enumerate(prepared)])
     return merge(
         [store for store, _ in prepared],

@@ -45,7 +45,7 @@ async def retrieve_future(request: Request) -> Response:
 
 @router.post("/cancel_future")
 async def cancel_future(request: Request) -> Response:
-    """Forget a request that has not begun."""
+    """End a sample that nobody waits for any more; whatever else it is runs on."""
     api = api_of(request)
     given = await api.bodies.parse(request, FutureBody)
     await api.orchestrator.ask(Cancel(given.request_id), Ok)

@@ -90,6 +90,12 @@ def strict_metrics(metrics: dict[str, float]) -> dict[str, float]:
     }
 
 
+def likely_tokens(top: TopLogprobs) -> list[list[tuple[int, float]]]:
+    """(token, log-probability) of the cells of each position that have a token."""
+    rows = zip(top.token_ids.numpy().tolist(), top.logprobs.numpy().tolist(), strict=True)
+    return [[cell for cell in zip(*row, strict=True) if cell[1] != NO_LOGPROB] for row in rows]
+
+
 def tensor_json(array: Array) -> JSON:
     """Values in one row, with their shape."""
     dtype = "int64" if array.dtype in ("int32", "int64") else "float32"
@@ -206,10 +212,7 @@ def _asked_targets(result: SampleResult) -> Array | None:
 
 
 def _top_pairs(top: TopLogprobs | None) -> list[JSON] | None:
-    if top is None:
-        return None
-    rows = zip(top.token_ids.numpy().tolist(), top.logprobs.numpy().tolist(), strict=True)
-    return [[pair for pair in zip(*row, strict=True) if pair[1] != NO_LOGPROB] for row in rows]
+    return None if top is None else [list(row) for row in likely_tokens(top)]
 
 
 def _sequence_message(sequence: SampledSequence) -> ProtobufMessage:
@@ -228,7 +231,7 @@ def _top_message(top: TopLogprobs | None, *, pad_first: bool) -> ProtobufMessage
     ids, logprobs = top.token_ids.numpy().astype("<i4"), top.logprobs.numpy().astype("<f4")
     if pad_first:
         ids = np.concatenate([np.zeros_like(ids[:1]), ids])
-        logprobs = np.concatenate([np.full_like(logprobs[:1], -99999.0), logprobs])
+        logprobs = np.concatenate([np.full_like(logprobs[:1], NO_LOGPROB), logprobs])
     return MESSAGES["TopLogprobs"](
         token_ids=ids.tobytes(), logprobs=logprobs.tobytes(), k=ids.shape[1], length=ids.shape[0]
     )

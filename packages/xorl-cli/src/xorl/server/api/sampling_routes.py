@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 
 import numpy as np
 from fastapi import APIRouter
@@ -14,9 +15,11 @@ from xorl.server.api.gate import decode
 from xorl.server.api.model_bodies import checkpoint_of
 from xorl.server.api.refusal import Refusal
 from xorl.server.api.reply import JSON, json_response
+from xorl.server.api.results import likely_tokens
 from xorl.server.api.sampling_bodies import GenerateBody, SampleBody
 from xorl.server.api.small_bodies import SamplingSessionBody
 from xorl.server.arrays import Array
+from xorl.server.messages import Cancel, Ok, Result
 from xorl.server.names import sampling_session_id_of
 from xorl.server.operations import SampledSequence, SampleResult, TopLogprobs
 from xorl.server.queries import CreateSamplingSession, GetSampler, SamplingSession, ServiceInfo
@@ -24,6 +27,8 @@ from xorl.server.queries import CreateSamplingSession, GetSampler, SamplingSessi
 router = APIRouter()
 
 _GENERATE_S = 1750.0
+# For the counters: nobody is there to read it.
+_CLIENT_LEFT = 499
 # What clients who ask about the prompt alone get of it in the form of a sample. It has no version of the weights.
 _NOTHING_SAMPLED = SampledSequence(Array.of(np.zeros(0, np.int32)), Array.of(np.zeros(0, np.float32)), "length")
 
@@ -96,7 +101,11 @@ async def generate(request: Request) -> Response:
     except ValueError as problem:
         raise Refusal(400, str(problem)) from None
     request_id = await api.orchestrator.submit(sample, "xorl")
-    result = await api.orchestrator.result(request_id, _GENERATE_S)
+    result = await _while_connected(request, api.orchestrator.result(request_id, _GENERATE_S))
+    if result is None:
+        # It has no other way to its client, who does not know its id.
+        await api.orchestrator.ask(Cancel(request_id), Ok)
+        return Response(status_code=_CLIENT_LEFT)
     if not isinstance(result, SampleResult):
         raise Refusal(500, "a sample was answered with something else")
     sequences = result.sequences or [_NOTHING_SAMPLED] * given.sampling_params.n
@@ -106,6 +115,23 @@ async def generate(request: Request) -> Response:
         for index, (sequence, text) in enumerate(zip(sequences, texts, strict=True))
     ]
     return json_response(answers[0] if given.sampling_params.n == 1 else answers)
+
+
+async def _while_connected(request: Request, answer: Coroutine[None, None, Result]) -> Result | None:
+    """The answer; None, and no more waiting for it, once the client has closed its connection."""
+    answering, leaving = asyncio.ensure_future(answer), asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait([answering, leaving], return_when=asyncio.FIRST_COMPLETED)
+        return answering.result() if answering.done() else None
+    finally:
+        answering.cancel()
+        leaving.cancel()
+
+
+async def _left(request: Request) -> None:
+    """Return once the client of a request whose body was read has closed its connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _generated(
@@ -138,5 +164,4 @@ def _generated(
 
 
 def _top_rows(top: TopLogprobs) -> list[JSON]:
-    pairs = zip(top.logprobs.numpy().tolist(), top.token_ids.numpy().tolist(), strict=True)
-    return [[[logprob, token, None] for logprob, token in zip(*row, strict=True)] for row in pairs]
+    return [[[logprob, token, None] for token, logprob in row] for row in likely_tokens(top)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import UnionType
@@ -41,7 +42,8 @@ class Received(Generic[Asked]):
 class BlockingServer(Generic[Asked]):
     """A ChannelServer in a thread of its own, which listens once this is made; see there for the arguments.
 
-    Requests wait in the order in which they came until `receive` takes them.
+    Requests wait in the order in which they came until `receive` takes them. aside: called in that thread with each as
+    it comes; what it answers is answered at once, and None lets the request wait.
     """
 
     def __init__(
@@ -51,8 +53,10 @@ class BlockingServer(Generic[Asked]):
         *,
         keys: ChannelKeys | None = None,
         limits: Limits | None = None,
+        aside: Callable[[Asked], Message | None] | None = None,
     ) -> None:
         self._requests: queue.Queue[Received[Asked]] = queue.Queue()
+        self._aside = aside
         self._server: ChannelServer[Asked] = ChannelServer(address, asked, self._enqueue, keys=keys, limits=limits)
         self._loop = asyncio.new_event_loop()
         self._bound: Future[str] = Future()
@@ -74,6 +78,8 @@ class BlockingServer(Generic[Asked]):
         self._thread.join()
 
     async def _enqueue(self, message: Asked) -> Message:
+        if self._aside is not None and (at_once := self._aside(message)) is not None:
+            return at_once
         answer: Future[Message] = Future()
         self._requests.put(Received(message, answer))
         return await asyncio.wrap_future(answer)

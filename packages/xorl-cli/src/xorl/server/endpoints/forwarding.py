@@ -16,22 +16,27 @@ SAMPLE_TIMEOUT_S = 3600.0
 
 
 class EndpointSampler:
-    """Samples from the endpoints of a registry. context_length: of the model, None where nothing limits it."""
+    """Samples from the endpoints of a registry."""
 
-    def __init__(self, registry: EndpointRegistry, context_length: int | None) -> None:
+    def __init__(self, registry: EndpointRegistry) -> None:
         self._registry = registry
-        self._context_length = context_length
 
     async def sample(
-        self, operation: Sample, *, version: str | None, adapter: tuple[str, Path] | None = None
+        self,
+        operation: Sample,
+        *,
+        version: str | None,
+        context_length: int | None,
+        adapter: tuple[str, Path] | None = None,
     ) -> SampleResult | None:
         """The samples, or None where no endpoint has these weights or can do what is asked: then it is the workers'.
 
-        version: of the full weights to sample from, None those the endpoints were started with; adapter: a name for it
-        that says its version too, and the folder of PEFT's files. An endpoint that does not answer, or ends the request
+        version: of the full weights to sample from, None those the endpoints were started with; context_length: of the
+        model, None where it is not known; adapter: a name for it that says its version too, and the folder of PEFT's
+        files. An endpoint that does not answer, or ends the request
         because its weights change, is left for another. Raises EngineError where one refuses what it was asked.
         """
-        if self._refusal(operation) is not None:
+        if _refusal(operation, context_length) is not None:
             return None
         for _ in self._registry.states:
             state = self._registry.sampling(version)
@@ -40,7 +45,7 @@ class EndpointSampler:
             try:
                 if adapter is not None:
                     await self._registry.load_adapter(state, *adapter)
-                return await self._ask(state, operation, None if adapter is None else adapter[0])
+                return await self._ask(state, operation, context_length, None if adapter is None else adapter[0])
             except Interrupted:
                 continue
             except OtherWeights as other:
@@ -52,25 +57,14 @@ class EndpointSampler:
                 self._registry.note_unreachable(state.endpoint, str(error))
         return None
 
-    def _refusal(self, operation: Sample) -> str | None:
-        """What of a request no endpoint can do, or None."""
-        if operation.target_prompt_tokens is not None:
-            return "target_prompt_tokens: engines take one list of tokens for all places"
-        if operation.max_tokens is None and self._context_length is None:
-            return "max_tokens: without a limit of the model's context one is needed"
-        if operation.max_tokens == 0:
-            return "max_tokens: engines generate at least one token"
-        num_tokens = operation.prompt.shape[0] + (operation.max_tokens or 1)
-        if self._context_length is not None and num_tokens > self._context_length:
-            return "the context: engines need a place for a sample's last token too, where workers need none"
-        return None
-
-    async def _ask(self, state: EndpointState, operation: Sample, adapter: str | None) -> SampleResult:
+    async def _ask(
+        self, state: EndpointState, operation: Sample, context_length: int | None, adapter: str | None
+    ) -> SampleResult:
         prompt = [int(token) for token in operation.prompt.numpy()]
         limit = operation.max_tokens
         if limit is None:
-            assert self._context_length is not None, "refused otherwise"
-            limit = self._context_length - len(prompt)
+            assert context_length is not None, "refused otherwise"
+            limit = context_length - len(prompt)
         engine = self._registry.engine(state.endpoint)
         if state.server_info.get("kind") == "vllm":
             name = adapter or state.server_info.get("served_model_name")
@@ -81,3 +75,17 @@ class EndpointSampler:
         body = sglang_request(operation, prompt, limit, adapter)
         answer = await engine.post("/generate", body, timeout_s=SAMPLE_TIMEOUT_S)
         return sglang_result(operation, prompt, answer, state.weight_version or FIRST_VERSION)
+
+
+def _refusal(operation: Sample, context_length: int | None) -> str | None:
+    """What of a request no endpoint can do, or None."""
+    if operation.target_prompt_tokens is not None:
+        return "target_prompt_tokens: engines take one list of tokens for all places"
+    if operation.max_tokens is None and context_length is None:
+        return "max_tokens: without a limit of the model's context one is needed"
+    if operation.max_tokens == 0:
+        return "max_tokens: engines generate at least one token"
+    num_tokens = operation.prompt.shape[0] + (operation.max_tokens or 1)
+    if context_length is not None and num_tokens > context_length:
+        return "the context: engines need a place for a sample's last token too, where workers need none"
+    return None

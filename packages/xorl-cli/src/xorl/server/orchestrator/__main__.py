@@ -14,7 +14,7 @@ from pathlib import Path
 
 from xorl.config import load_server_config
 from xorl.server.channel import ChannelError
-from xorl.server.orchestrator.commit import JournalError, OtherVersion
+from xorl.server.orchestrator.commit import Damaged, JournalError, OtherVersion
 from xorl.server.orchestrator.options import OrchestratorOptions
 from xorl.server.orchestrator.orchestrator import Orchestrator
 from xorl.server.orchestrator.served import options_of
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (sqlite3.OperationalError, sqlite3.ProgrammingError, sqlite3.IntegrityError):
             # A lock, or a disk that is full: the next start may find it otherwise. The others are not the file's fault.
             raise
-        except sqlite3.DatabaseError as problem:
+        except (sqlite3.DatabaseError, Damaged) as problem:
             path = options.journal_path
             sys.stderr.write(
                 f"error: {path} is damaged ({problem}): put a copy of it in its place, or move {path.name} and the "

@@ -21,7 +21,7 @@ from xorl.server.operations import (
     SaveWeights,
     SaveWeightsForSampler,
 )
-from xorl.server.orchestrator.journal import Outcome
+from xorl.server.orchestrator.journal import Outcome, decoded
 
 _encoder = msgspec.msgpack.Encoder()
 _operation_decoder = msgspec.msgpack.Decoder(ClientOperation)
@@ -49,13 +49,13 @@ def encode(message: Operation | Result) -> bytes:
 
 
 def decode_operation(body: bytes) -> ClientOperation:
-    """The inverse of `encode`, for an operation."""
-    return _operation_decoder.decode(body)
+    """The inverse of `encode`, for an operation. Raises Damaged for what is none."""
+    return decoded(_operation_decoder.decode, body, "a request")
 
 
 def decode_result(body: bytes) -> ClientResult:
-    """The inverse of `encode`, for a result."""
-    return _result_decoder.decode(body)
+    """The inverse of `encode`, for a result. Raises Damaged for what is none."""
+    return decoded(_result_decoder.decode, body, "a result")
 
 
 def model_of(operation: Operation) -> str | None:

@@ -48,12 +48,16 @@ async def list_checkpoints(state: State, ask: ListCheckpoints) -> Checkpoints:
 
 async def delete_checkpoint(state: State, door: Door, ask: DeleteCheckpoint) -> Ok | Rejected:
     """Remove a checkpoint; models that would be made again from it are saved elsewhere first."""
-    problem = await save_readers(state, door, ask.checkpoint)
-    return await _remove(state, ask.checkpoint) if problem is None else Rejected(503, problem)
+    while (problem := await save_readers(state, door, ask.checkpoint)) is None:
+        async with state.naming(ask.checkpoint):
+            # A save under its name may have been the last to have it.
+            if not state.registry.readers(ask.checkpoint):
+                return await _remove(state, ask.checkpoint)
+    return Rejected(503, problem)
 
 
 async def _remove(state: State, checkpoint: CheckpointRef) -> Ok | Rejected:
-    record = state.registry.checkpoints.get(checkpoint_key(checkpoint))
+    """Remove what has a name; within `State.naming`."""
     # At once, so that nobody comes to need it between the question and the end.
     state.deleting.add(checkpoint)
     try:
@@ -62,9 +66,8 @@ async def _remove(state: State, checkpoint: CheckpointRef) -> Ok | Rejected:
         state.deleting.discard(checkpoint)
     if not was_there:
         return _missing(checkpoint)
-    # If another one was saved in its place meanwhile, the record is that one's.
-    if record is not None and state.registry.checkpoints.get(record.key) is record:
-        del state.registry.checkpoints[record.key]
+    record = state.registry.checkpoints.pop(checkpoint_key(checkpoint), None)
+    if record is not None:
         await state.journal.put([dropped(record)])
     return Ok()
 
@@ -91,15 +94,16 @@ async def delete_expired(state: State, door: Door, now: float) -> None:
     for record in [record for record in state.registry.checkpoints.values() if record.is_over(now)]:
         try:
             problem = await save_readers(state, door, record.checkpoint)
-            if state.registry.checkpoints.get(record.key) is not record:
-                # Another one was saved in its place meanwhile.
-                continue
-            answer = await _remove(state, record.checkpoint) if problem is None else Rejected(503, problem)
-            logger.info("event=expired checkpoint=%s answer=%r", record.checkpoint.uri("xorl"), answer)
-            if isinstance(answer, Rejected) and answer.status == 404:
-                # Somebody was faster.
-                state.registry.checkpoints.pop(record.key, None)
-                await state.journal.put([dropped(record)])
+            async with state.naming(record.checkpoint):
+                if state.registry.checkpoints.get(record.key) is not record:
+                    # Another one was saved in its place meanwhile.
+                    continue
+                answer = await _remove(state, record.checkpoint) if problem is None else Rejected(503, problem)
+                logger.info("event=expired checkpoint=%s answer=%r", record.checkpoint.uri("xorl"), answer)
+                if isinstance(answer, Rejected) and answer.status == 404:
+                    # Somebody was faster.
+                    state.registry.checkpoints.pop(record.key, None)
+                    await state.journal.put([dropped(record)])
         except (JournalError, OSError) as problem:
             # It is tried again, and keeps no other one.
             logger.error("event=not_expired checkpoint=%s why=%r", record.checkpoint.uri("xorl"), str(problem))

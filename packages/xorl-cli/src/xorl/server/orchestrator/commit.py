@@ -31,12 +31,17 @@ class OtherVersion(JournalError):
     """The file was written by another version, which alone can read it."""
 
 
+class Damaged(Exception):
+    """The file holds what nobody has written there, although SQLite takes it; it says what."""
+
+
 class GroupCommit:
     """Runs writes in the order in which they were given, each whole or not at all.
 
     WAL with synchronous FULL: once `write` returns, what was written survives the process and the machine. One loop
-    gives writes; a thread runs them. `write` raises JournalError, and a file of another version OtherVersion. If the
-    thread ends, so does the loop, since all that is given from then on would wait for ever.
+    gives writes; a thread runs them. `write` raises JournalError, a file of another version OtherVersion, and one whose
+    tables are not those of the schema Damaged. If the thread ends, so does the loop, since all that is given from then
+    on would wait for ever.
     """
 
     def __init__(self, path: Path, *, schema: str, version: int) -> None:
@@ -44,7 +49,9 @@ class GroupCommit:
         self._waiting: SimpleQueue[tuple[Write[Any], asyncio.Future[Any]] | None] = SimpleQueue()
         self._connection = connect(path)
         _check_version(self._connection, path, version)
-        self._connection.executescript(schema)
+        _check_tables(self._connection, schema)
+        # All tables or none: a file that has some of them is damaged.
+        self._connection.executescript(f"BEGIN;{schema}COMMIT;")
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._loop = asyncio.get_running_loop()
         self._thread.start()
@@ -139,6 +146,30 @@ def _check_version(connection: sqlite3.Connection, path: Path, version: int) -> 
             "checkpoints stay where they are"
         )
     connection.execute(f"PRAGMA user_version = {version}")
+
+
+def _check_tables(connection: sqlite3.Connection, schema: str) -> None:
+    """A file has the columns of the schema, or nothing yet; a table that went missing would be made anew, empty."""
+    plain = sqlite3.connect(":memory:")
+    plain.executescript(schema)
+    found = _columns(connection)
+    for table, columns in _columns(plain).items() if found else ():
+        if table not in found:
+            raise Damaged(f"it has no table {table}")
+        if missing := [column for column in columns if column not in found[table]]:
+            raise Damaged(f"its table {table} has no column {missing[0]}")
+    plain.close()
+
+
+def _columns(connection: sqlite3.Connection) -> dict[str, list[str]]:
+    statement = (
+        "SELECT tables.name, columns.name FROM sqlite_master AS tables, pragma_table_info(tables.name) AS columns"
+        " WHERE tables.type = 'table'"
+    )
+    found: dict[str, list[str]] = {}
+    for table, column in connection.execute(statement):
+        found.setdefault(table, []).append(column)
+    return found
 
 
 def _resolve(answers: list[tuple[asyncio.Future[Any], Any, JournalError | None]]) -> None:

@@ -242,7 +242,7 @@ class Door:
 
     def _sampling_client(self, operation: Sample, submit: Submit) -> str:
         """Among whom the workers are shared, of a sample that fits into the model's context."""
-        most, longest = operation.max_tokens or 0, self._state.options.max_context_length
+        most, longest = operation.max_tokens or 0, self._state.workers.max_context_length
         if longest is not None and most > longest:
             # Its client would be held to have had as much of the workers' time.
             raise Refused(400, f"max_tokens: {most} is more than the {longest} that the model has positions for")

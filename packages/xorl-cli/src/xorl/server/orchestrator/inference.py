@@ -26,7 +26,7 @@ from xorl.server.operations import (
     SyncWeights,
 )
 from xorl.server.orchestrator.commit import JournalError
-from xorl.server.orchestrator.journal import Journal, Record
+from xorl.server.orchestrator.journal import Journal, Record, decoded
 from xorl.server.orchestrator.options import OrchestratorOptions
 from xorl.server.orchestrator.registry import ModelRecord, Registry, checkpoint_key
 from xorl.server.queries import (
@@ -71,14 +71,19 @@ class Inference:
         limits = httpx.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=100)
         # Proxies are for the world outside; endpoints are named by who runs the service.
         self._client = httpx.AsyncClient(limits=limits, trust_env=False)
-        kept = [msgspec.msgpack.decode(body, type=Added) for _, body in journal.records("endpoint")]
+        read_added = msgspec.msgpack.Decoder(Added).decode
+        records = journal.records("endpoint")
+        kept = [decoded(read_added, body, f"the record of endpoint {name!r}") for name, body in records]
         self._asked = {_place(added.state): added.asked for added in kept}
         self._endpoints = EndpointRegistry(self._client, [added.state for added in kept], self._changed)
-        self._sampler = EndpointSampler(self._endpoints, options.max_context_length)
+        self._sampler = EndpointSampler(self._endpoints)
         self._turn = asyncio.Lock()
         self._missing = [one for one in options.endpoints if (one.endpoint.host, one.endpoint.port) not in self._asked]
         self._is_stale = False
-        chosen = [msgspec.msgpack.decode(body, type=BlockFp8) for _, body in journal.records("sync_quantization")]
+        read_fp8 = msgspec.msgpack.Decoder(BlockFp8).decode
+        chosen = [
+            decoded(read_fp8, body, "the quantization of syncs") for _, body in journal.records("sync_quantization")
+        ]
         self._quantization = chosen[0] if chosen else None
 
     @property
@@ -209,13 +214,15 @@ class Inference:
                 return Rejected(502, str(problem))
         return None
 
-    async def sample(self, operation: Sample) -> SampleResult | None:
-        """The samples that an endpoint drew; None if the workers have to draw them."""
+    async def sample(self, operation: Sample, context_length: int | None) -> SampleResult | None:
+        """The samples that an endpoint drew; None if the workers have to draw them. context_length: of the model."""
         wanted = self._weights_of(operation.sampler)
         if wanted is None:
             return None
         try:
-            return await self._sampler.sample(operation, version=wanted.version, adapter=wanted.adapter)
+            return await self._sampler.sample(
+                operation, version=wanted.version, adapter=wanted.adapter, context_length=context_length
+            )
         except EngineError as problem:
             # Engines lack what the workers have: adapters on heads, or rows of a rank.
             logger.warning("event=endpoint_refused_sample taken_by=workers why=%r", str(problem))

@@ -13,13 +13,17 @@ A lane stands for a model from its creation to its end. Bodies are bytes, whose 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
+
+import msgspec
 
 from xorl.server.names import Dialect
-from xorl.server.orchestrator.commit import GroupCommit, connect
+from xorl.server.orchestrator.commit import Damaged, GroupCommit, connect
+
+T = TypeVar("T")
 
 # Raise it whenever these tables change, or what is stored in them or means: the operations and results of `operations`,
 # and the records of `registry` and `inference`. All other messages between processes may change without it, and a
@@ -151,7 +155,8 @@ class Retention:
 class Journal:
     """The journal's file, opened by the loop that runs it. Whatever is awaited here is durable then.
 
-    Raises JournalError where the disk does not take it; nothing of that write was kept then.
+    Raises JournalError where the disk does not take it; nothing of that write was kept then. Raises Damaged where it
+    holds what it cannot have been given.
     """
 
     def __init__(self, path: Path) -> None:
@@ -229,8 +234,7 @@ class Journal:
     def operation(self, request_id: str) -> bytes:
         """The body of a request that has not finished."""
         statement = "SELECT body FROM operations JOIN requests USING(number) WHERE id = ?"
-        (body,) = self._reader.execute(statement, (request_id,)).fetchone()
-        return body
+        return self._body(statement, (request_id,))
 
     def tail(self, lane: str) -> list[int]:
         """The numbers of the requests that changed a model since its boundary, in the order in which they ran."""
@@ -246,8 +250,7 @@ class Journal:
 
     def tail_operation(self, number: int) -> bytes:
         """The body of a request of a tail."""
-        (body,) = self._reader.execute("SELECT body FROM operations WHERE number = ?", (number,)).fetchone()
-        return body
+        return self._body("SELECT body FROM operations WHERE number = ?", (number,))
 
     def find(self, request_id: str) -> Stored | None:
         """What is known of a request."""
@@ -272,6 +275,20 @@ class Journal:
         (pages,) = self._reader.execute("PRAGMA page_count").fetchone()
         (page,) = self._reader.execute("PRAGMA page_size").fetchone()
         return pages * page
+
+    def _body(self, statement: str, row: tuple[object, ...]) -> bytes:
+        found = self._reader.execute(statement, row).fetchone()
+        if found is None:
+            raise Damaged("what a request asks for is not there")
+        return found[0]
+
+
+def decoded(decode: Callable[[bytes], T], body: bytes, what: str) -> T:
+    """What a body was encoded from. Raises Damaged where it is the body of nothing."""
+    try:
+        return decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError) as problem:
+        raise Damaged(f"{what} cannot be read: {problem}") from problem
 
 
 def _submit(connection: sqlite3.Connection, submission: Submission) -> Written:

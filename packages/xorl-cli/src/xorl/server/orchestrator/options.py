@@ -27,7 +27,6 @@ class OrchestratorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     tokenizer: str
     arch: str
     vocab_size: int
-    max_context_length: int | None = None
     enable_lora: bool = False
     lora_rank: int | None = None
     lora_alpha: float | None = None

@@ -8,7 +8,7 @@ import secrets
 from msgspec.structs import replace
 
 from xorl.server.messages import Operation, Work
-from xorl.server.names import CheckpointRef
+from xorl.server.names import CheckpointRef, checkpoint_folder
 from xorl.server.operations import (
     BaseSampler,
     CheckpointSampler,
@@ -206,8 +206,13 @@ class Readiness:
             await self._state.journal.put([stored(model)])
 
     def _require(self, checkpoint: CheckpointRef) -> None:
-        if self._state.is_gone(checkpoint):
-            why = "is being deleted" if checkpoint in self._state.deleting else "is there no more: its time is over"
+        state = self._state
+        is_known = checkpoint_key(checkpoint) in state.registry.checkpoints
+        # Workers may still hold what was deleted, and would sample from it until they are started anew.
+        if not is_known and not checkpoint_folder(state.options.folder, checkpoint).is_dir():
+            raise CannotRun(Failure("user", 404, f"there is no checkpoint {checkpoint.uri('xorl')}"))
+        if state.is_gone(checkpoint):
+            why = "is being deleted" if checkpoint in state.deleting else "is there no more: its time is over"
             raise CannotRun(Failure("user", 404, f"{checkpoint.uri('xorl')} {why}"))
 
     def _resolve(self, sampler: SamplerRef, workers: Incarnation | None) -> SamplerRef:

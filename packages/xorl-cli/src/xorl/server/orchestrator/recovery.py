@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from xorl.server.messages import Operation, Result, Work
 from xorl.server.operations import CreateModel, Failure, ModelCreated, UnloadModel
 from xorl.server.orchestrator.calls import decode_operation
+from xorl.server.orchestrator.commit import Damaged
 from xorl.server.orchestrator.journal import Journal
 from xorl.server.orchestrator.registry import ModelRecord, stored
 from xorl.server.orchestrator.workers import Incarnation
@@ -42,7 +43,14 @@ async def restore(model: ModelRecord, journal: Journal, workers: Incarnation) ->
         raise RecoveryError(_advice(model, created))
     numbers = _after_boundary(model, created, journal)
     for number in numbers:
-        result = await _run(workers, decode_operation(journal.tail_operation(number)))
+        try:
+            operation = decode_operation(journal.tail_operation(number))
+        except Damaged as problem:
+            await _run(workers, UnloadModel(model.model_id))
+            raise RecoveryError(
+                _advice(model, Failure("server", 500, f"the journal is damaged: {problem}"))
+            ) from problem
+        result = await _run(workers, operation)
         if isinstance(result, Failure):
             await _run(workers, UnloadModel(model.model_id))
             raise RecoveryError(_advice(model, result))

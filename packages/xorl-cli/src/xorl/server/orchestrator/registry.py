@@ -8,7 +8,7 @@ import msgspec
 
 from xorl.server.names import CheckpointKind, CheckpointRef
 from xorl.server.operations import CreateModel, LoraSpec
-from xorl.server.orchestrator.journal import Journal, Record
+from xorl.server.orchestrator.journal import Journal, Record, decoded
 
 
 class SessionRecord(msgspec.Struct):
@@ -205,5 +205,6 @@ def _name(record: AnyRecord) -> str:
 
 
 def _read(journal: Journal, kind: type[Kept]) -> dict[str, Kept]:
-    decoder = msgspec.msgpack.Decoder(kind)
-    return {name: decoder.decode(body) for name, body in journal.records(_KINDS[kind])}
+    decode = msgspec.msgpack.Decoder(kind).decode
+    records = journal.records(_KINDS[kind])
+    return {name: decoded(decode, body, f"the record of {_KINDS[kind]} {name!r}") for name, body in records}

@@ -6,10 +6,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 
-from xorl.server.messages import Operation, Result, Work
+from xorl.server.messages import CANCELLED, Operation, Result, Work
 from xorl.server.operations import (
     CreateModel,
     Failure,
@@ -34,7 +34,7 @@ from xorl.server.orchestrator.calls import (
     encode,
     saved_as,
 )
-from xorl.server.orchestrator.commit import JournalError
+from xorl.server.orchestrator.commit import Damaged, JournalError
 from xorl.server.orchestrator.door import Door
 from xorl.server.orchestrator.effects import Effects
 from xorl.server.orchestrator.journal import Outcome
@@ -157,12 +157,13 @@ class Runner:
         try:
             # Whoever replaces them meanwhile holds none of what is about to be made sure of.
             workers = state.workers.current()
-            calls = await self._prepare(group, workers)
-            if calls:
-                started = time.monotonic()
-                ids = [call.ticket.request_id for call in calls]
-                done = await workers.run(Work(ids, [call.operation for call in calls]))
-                await self._settle(calls, done.results, time.monotonic() - started)
+            async with AsyncExitStack() as until_settled:
+                calls = await self._prepare(group, workers, until_settled)
+                if calls:
+                    started = time.monotonic()
+                    ids = [call.ticket.request_id for call in calls]
+                    done = await workers.run(Work(ids, [call.operation for call in calls]))
+                    await self._settle(calls, done.results, time.monotonic() - started)
         except WorkersLost as problem:
             state.tally.count("workers_lost_total")
             await self._put_back([t for t in group if t.request_id in state.open], str(problem), alone=True)
@@ -198,11 +199,19 @@ class Runner:
     async def _sample_elsewhere(self, ticket: Ticket, request: OpenRequest) -> None:
         state = self._state
         request.is_running = True
-        operation = decode_operation(state.journal.operation(ticket.request_id))
+        operation = await self._read(ticket)
+        if operation is None:
+            return
         try:
             assert isinstance(operation, Sample)
+            _refuse_cancelled(request)
             operation = self._readiness.with_weights(operation, None)
-            result = await state.inference.sample(operation)
+            request.asking = asyncio.create_task(state.inference.sample(operation, state.workers.max_context_length))
+            result = await request.asking
+        except asyncio.CancelledError:
+            if not request.is_cancelled:
+                raise
+            result = CANCELLED
         except Exception as problem:  # noqa: BLE001 - the client is told, whatever it was, and the others go on
             result = _failure(request, problem)
         if result is not None:
@@ -212,18 +221,26 @@ class Runner:
         state.scheduler.put_back([ticket])
         state.wake.set()
 
-    async def _prepare(self, group: Sequence[Ticket], workers: Incarnation) -> list[Call]:
-        """The requests of a group that can run; ends the others."""
+    async def _prepare(
+        self, group: Sequence[Ticket], workers: Incarnation, until_settled: AsyncExitStack
+    ) -> list[Call]:
+        """The requests of a group that can run; ends the others. until_settled: holds the name that a save writes."""
         state, calls = self._state, []
         for ticket in group:
             request = state.open[ticket.request_id]
             request.is_running = True
-            operation = self._readiness.over_initial(decode_operation(state.journal.operation(ticket.request_id)))
+            operation = await self._read(ticket)
+            if operation is None:
+                continue
+            operation = self._readiness.over_initial(operation)
             model = state.model_of(ticket)
             if not isinstance(operation, RUN_AHEAD) or model is None or model.workers != workers.name:
                 # What saves a model, or makes it again, reads what the journal has of it.
                 await self._kept(ticket)
             try:
+                _refuse_cancelled(request)
+                if (checkpoint := saved_as(operation)) is not None:
+                    await until_settled.enter_async_context(state.naming(checkpoint))
                 await self._begin(request, operation, workers.name)
                 operation = await self._readiness.prepare(ticket, operation, workers)
                 model = state.model_of(ticket)
@@ -244,6 +261,19 @@ class Runner:
             else:
                 calls.append(call)
         return calls
+
+    async def _read(self, ticket: Ticket) -> Operation | None:
+        """What a request asks for; None where the journal has lost it, which ends the request."""
+        state = self._state
+        try:
+            return decode_operation(state.journal.operation(ticket.request_id))
+        except Damaged as problem:
+            logger.error("event=request_lost request=%s why=%r", ticket.request_id, str(problem))
+            await self._kept(ticket)
+            message = f"this did not run, since the service's journal is damaged: {problem}. Send it again"
+            await state.fail([ticket], Failure("server", 500, message))
+            state.scheduler.finish([ticket])
+            return None
 
     async def _begin(self, request: OpenRequest, operation: Operation, workers: str) -> None:
         """Write which workers get a request; if they are not the same as before, those are gone."""
@@ -417,6 +447,11 @@ def _failure(request: OpenRequest, problem: Exception) -> Failure:
     logger.error("event=not_prepared request=%s kind=%s", request.ticket.request_id, request.kind, exc_info=problem)
     what = f"{type(problem).__name__}: {problem}"
     return Failure("server", 500, f"this did not run, the service failed before it: {what}. See the service's log")
+
+
+def _refuse_cancelled(request: OpenRequest) -> None:
+    if request.is_cancelled:
+        raise CannotRun(CANCELLED)
 
 
 def _runs_ahead(call: Call, result: Result) -> bool:

@@ -31,7 +31,6 @@ def options_of(
         tokenizer=_for_clients(config.tokenizer_path or path),
         arch=str(described.get("model_type", "")),
         vocab_size=_integer(described, "vocab_size"),
-        max_context_length=_integer(described, "max_position_embeddings") or None,
         enable_lora=enable_lora,
         lora_rank=config.lora_rank if enable_lora else None,
         lora_alpha=config.lora_alpha if enable_lora else None,

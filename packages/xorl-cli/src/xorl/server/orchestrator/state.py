@@ -6,12 +6,14 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
-from xorl.server.messages import Result
+from xorl.server.messages import CANCELLED, Result
 from xorl.server.names import CheckpointRef
-from xorl.server.operations import CreateModel, Failure
+from xorl.server.operations import CreateModel, Failure, SampleResult
 from xorl.server.orchestrator.calls import encode
 from xorl.server.orchestrator.commit import JournalError
 from xorl.server.orchestrator.inference import Inference
@@ -33,7 +35,7 @@ RATE_WINDOW_S = 60.0
 @dataclass
 class OpenRequest:
     """A request that was acknowledged and has not ended. is_running: the workers or an endpoint have it.
-    is_for_workers: no endpoint can do it."""
+    is_for_workers: no endpoint can do it. asking: an endpoint that does it. is_cancelled: nobody wants its result."""
 
     ticket: Ticket
     kind: str
@@ -41,6 +43,8 @@ class OpenRequest:
     begun_by: str | None = None
     is_running: bool = False
     is_for_workers: bool = False
+    is_cancelled: bool = False
+    asking: asyncio.Task[SampleResult | None] | None = None
     waiting: list[asyncio.Future[None]] = field(default_factory=list)
 
 
@@ -94,6 +98,7 @@ class State:
     started: float = field(default_factory=time.time)
     problem: str | None = None
     deleting: set[CheckpointRef] = field(default_factory=set)
+    _names: WeakValueDictionary[CheckpointRef, asyncio.Lock] = field(default_factory=WeakValueDictionary)
 
     def admit(self, ticket: Ticket, kind: str, *, attempts: int = 0, begun_by: str | None = None) -> None:
         """Queue a request that is in the journal."""
@@ -161,6 +166,15 @@ class State:
             model.next_seq = self.scheduler.next_seq(model.lane)
         return [stored(model)]
 
+    @asynccontextmanager
+    async def naming(self, checkpoint: CheckpointRef) -> AsyncIterator[None]:
+        """Around whatever changes what a checkpoint's name stands for, on the disk and in its record.
+
+        Saves and removals take turns: otherwise, one removes the files of the other, which a record says are there.
+        """
+        async with self._names.setdefault(checkpoint, asyncio.Lock()):
+            yield
+
     def is_gone(self, checkpoint: CheckpointRef) -> bool:
         """Whether a checkpoint is being removed, or is to be since its time is over: nothing may begin with it."""
         record = self.registry.checkpoints.get(checkpoint_key(checkpoint))
@@ -173,6 +187,9 @@ class State:
     def _tally(self, request: OpenRequest, outcome: Outcome, result: Result) -> None:
         if not isinstance(result, Failure):
             self.tally.count("operations_total", operation=request.kind)
+            return
+        if result == CANCELLED:
+            self.tally.count("cancelled_total", operation=request.kind)
             return
         self.tally.count("failures_total", operation=request.kind)
         model = request.ticket.lane.rpartition("#")[0] if request.ticket.lane else None

@@ -13,7 +13,7 @@ async def get_service(state: State, ask: GetService) -> ServiceInfo:
         model_name=options.model_name,
         tokenizer=options.tokenizer,
         arch=options.arch,
-        max_context_length=options.max_context_length,
+        max_context_length=state.workers.max_context_length,
         enable_lora=options.enable_lora,
         lora_rank=options.lora_rank if options.enable_lora else None,
         lora_alpha=options.lora_alpha if options.enable_lora else None,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
-from xorl.server.messages import Cancel, Finished, Ok, Pending, Poll, Unknown
-from xorl.server.operations import Failure
+from xorl.server.messages import CANCELLED, Cancel, Finished, Ok, Pending, Poll, Unknown
 from xorl.server.orchestrator.calls import decode_result
+from xorl.server.orchestrator.commit import Damaged
 from xorl.server.orchestrator.state import OpenRequest, State
+
+logger = logging.getLogger(__name__)
 
 # Proxies close connections that are silent for longer.
 MAX_WAIT_S = 30.0
@@ -27,8 +30,13 @@ async def poll(state: State, ask: Poll) -> Pending | Finished | Unknown:
     if stored.result is None:
         # Between its acknowledgement and the queue there is an instant without either.
         return Unknown(ask.request_id, was_known=True) if stored.is_finished else Pending(ask.request_id)
+    try:
+        result = decode_result(stored.result)
+    except Damaged as problem:
+        logger.error("event=result_lost request=%s why=%r", ask.request_id, str(problem))
+        return Unknown(ask.request_id, was_known=True)
     state.retrieved.add(ask.request_id)
-    return Finished(ask.request_id, stored.dialect, decode_result(stored.result))
+    return Finished(ask.request_id, stored.dialect, result)
 
 
 async def ended(state: State, request_id: str, within_s: float) -> None:
@@ -39,10 +47,18 @@ async def ended(state: State, request_id: str, within_s: float) -> None:
 
 
 async def cancel(state: State, ask: Cancel) -> Ok:
-    """Drop a request that waits and that nothing else is ordered behind; others run, whoever has lost interest."""
+    """End a sample: nothing is ordered behind it. Other requests run, whoever has lost interest."""
     request = state.open.get(ask.request_id)
-    if request is not None and state.scheduler.drop(request.ticket):
-        await state.fail([request.ticket], Failure("user", 410, "the request was cancelled before it ran"))
+    if request is None or request.ticket.lane is not None:
+        return Ok()
+    if state.scheduler.drop(request.ticket):
+        await state.fail([request.ticket], CANCELLED)
+        return Ok()
+    # Whoever has it answers, and the runner ends it. It is not begun again, by others or alone.
+    request.is_cancelled = True
+    if request.asking is not None:
+        request.asking.cancel()
+    await state.workers.cancel(ask.request_id)
     return Ok()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from xorl.server.channel import ChannelClient, ChannelError, ChannelKeys, Limits, PeerLost
-from xorl.server.messages import Done, Health, HealthResult, Work
+from xorl.server.messages import Cancel, Done, Health, HealthResult, Ok, Work
 from xorl.server.operations import Failure
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,8 @@ HEALTH_EVERY_S = 10.0
 LOOK_EVERY_S = 0.05
 # A file on a disk that hosts share, while there is nobody to talk to.
 FIND_EVERY_S = 1.0
+# A thread beside the computation answers.
+CANCEL_S = 10.0
 
 
 class WorkersLost(Exception):
@@ -47,7 +50,7 @@ class Workers:
         connection_timeout_s: float,
         on_change: Callable[[], None],
     ) -> None:
-        self._channel: ChannelClient[Done] = ChannelClient(address, Done, keys=keys, limits=limits)
+        self._channel: ChannelClient[Done | Ok] = ChannelClient(address, Done | Ok, keys=keys, limits=limits)
         self._place = (address, keys)
         self._find = find
         self._asked_find = 0.0
@@ -80,6 +83,11 @@ class Workers:
         """How long they may be absent."""
         return self._timeout_s
 
+    @property
+    def max_context_length(self) -> int | None:
+        """The tokens that the model has positions for; None until workers have said it."""
+        return None if self.health is None else self.health.max_context_length
+
     async def start(self) -> asyncio.Task[None]:
         """Begin to connect; returns the task that looks for them until `close`, without which they are never found."""
         await self._channel.start()
@@ -111,7 +119,7 @@ class Workers:
             if self.incarnation != incarnation or self._channel.incarnation != incarnation:
                 raise WorkersLost("the workers were started anew")
             try:
-                return await self._channel.request(work, timeout_s=math.inf, connect_timeout_s=0.0)
+                return await self._ask(work, connect_timeout_s=0.0)
             except PeerLost as problem:
                 logger.warning("event=workers_lost why=%r", str(problem))
                 # Until the channel has noticed, too, it would be asked again at once.
@@ -119,6 +127,16 @@ class Workers:
             except ChannelError as problem:
                 failure = Failure("server", 500, f"the workers refused: {problem}")
                 return Done(work.ids, [failure for _ in work.ids])
+
+    async def cancel(self, request_id: str) -> None:
+        """Have them end a sample at its next token. Where they cannot be asked, it is as if they had been too late."""
+        with contextlib.suppress(PeerLost, TimeoutError, ChannelError):
+            await self._channel.request(Cancel(request_id), timeout_s=CANCEL_S, connect_timeout_s=0.0)
+
+    async def _ask(self, work: Work, *, connect_timeout_s: float = 10.0) -> Done:
+        done = await self._channel.request(work, timeout_s=math.inf, connect_timeout_s=connect_timeout_s)
+        assert isinstance(done, Done), "work is answered by what became of it"
+        return done
 
     async def _connected(self) -> None:
         if self.is_connected:
@@ -159,7 +177,7 @@ class Workers:
     async def _ask_health(self) -> None:
         asked, self._asked_health = self._channel.incarnation, time.monotonic()
         try:
-            done = await self._channel.request(Work([f"health-{time.monotonic_ns()}"], [Health()]), timeout_s=math.inf)
+            done = await self._ask(Work([f"health-{time.monotonic_ns()}"], [Health()]))
         except PeerLost:
             return
         except ChannelError as problem:

@@ -133,22 +133,26 @@ class Sampler:
         self._schedule.waiting.extend(continuations)
         return request_id
 
-    def step(self) -> list[SampleResult]:
+    def step(self, cancelled: Sequence[int] = ()) -> list[SampleResult]:
         """Run one planned pass; returns the results of the requests that it finished, none without requests.
 
+        cancelled: requests that end with this pass, without a result if it does not finish them. Where requests are
+        dealt to ranks, each rank may name others.
         If it fails on one of the ranks that requests are dealt to, it fails on all of them. They must then cancel all
         requests, since some ranks may have finished theirs.
         """
         if not self._pending:
             return []
         try:
-            finished = self._exchange() if self._is_dealt else self._finished()
+            finished, gone = self._exchange(cancelled) if self._is_dealt else (self._finished(), cancelled)
         except BaseException:
             # Blocks already have keys for tokens that were not computed.
             self.forget()
             raise
         for result in finished:
             self._pending.pop(result.request_id)
+        for request_id in gone:
+            self.cancel(request_id)
         return finished
 
     def run(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
@@ -222,16 +226,18 @@ class Sampler:
         pieces.sort(key=_adapter_order)
         return self._advance(pieces, self._compute(pieces))
 
-    def _exchange(self) -> list[SampleResult]:
-        """A step of every rank: the results that all have, in the order of their ids."""
-        with all_or_none("a step of the sampler") as num_finished:
+    def _exchange(self, cancelled: Sequence[int]) -> tuple[list[SampleResult], list[int]]:
+        """A step of every rank: the results that all have, in the order of their ids, and what any rank cancels."""
+        with all_or_none("a step of the sampler") as num_told:
             finished = self._finished()
-            num_finished.number += len(finished)
-        if not num_finished.number:
-            return []
-        by_rank: list[list[SampleResult]] = [[] for _ in range(self._num_ranks)]
-        dist.all_gather_object(by_rank, finished)
-        return sorted(chain.from_iterable(by_rank), key=lambda result: result.request_id)
+            num_told.number += len(finished) + len(cancelled)
+        if not num_told.number:
+            return [], []
+        told: list[tuple[list[SampleResult], Sequence[int]]] = [([], ()) for _ in range(self._num_ranks)]
+        dist.all_gather_object(told, (finished, cancelled))
+        results = chain.from_iterable(finished for finished, _ in told)
+        gone = chain.from_iterable(cancelled for _, cancelled in told)
+        return sorted(results, key=lambda result: result.request_id), list(gone)
 
     def _root(self, adapter: str | None) -> bytes:
         return repr((adapter, self._num_changes[None], self._num_changes[adapter])).encode()

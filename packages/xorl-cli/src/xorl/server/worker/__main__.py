@@ -23,13 +23,13 @@ from xorl.config.temporary import temporary_folder
 from xorl.core import runtime
 from xorl.server.addresses import bind_address, channel_keys, publish
 from xorl.server.channel import BlockingServer, ChannelKeys
-from xorl.server.messages import Work
+from xorl.server.messages import Cancel, Work
 from xorl.server.process import begin_process
 from xorl.server.supervise import BAD_INPUT
 from xorl.server.worker.base import build_base
 from xorl.server.worker.operations import Worker
 from xorl.server.worker.selftest import self_test
-from xorl.server.worker.serve import follow, lead
+from xorl.server.worker.serve import Cancelled, follow, lead
 from xorl.train.sync import match_receivers
 
 logger = logging.getLogger(__name__)
@@ -41,10 +41,10 @@ YIELDING = 10
 
 def run(config: ServerConfig, address: str, keys: ChannelKeys | None) -> None:
     """Build this rank's part of the model and serve until rank 0 is asked to shut down; collective."""
-    server = None
+    server, cancelled = None, Cancelled()
     if runtime.global_rank() == 0:
         # Listening before the model is there says that it is on its way; what is asked meanwhile waits.
-        server = BlockingServer(address, Work, keys=keys)
+        server = BlockingServer(address, Work | Cancel, keys=keys, aside=cancelled.take)
         publish(config, server.address)
     match_receivers()
     place = runtime.init()
@@ -58,7 +58,7 @@ def run(config: ServerConfig, address: str, keys: ChannelKeys | None) -> None:
     if server is None:
         follow(worker)
     else:
-        lead(worker, server)
+        lead(worker, server, cancelled)
         server.close()
     runtime.shutdown()
 

@@ -10,8 +10,9 @@ import errno
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -44,7 +45,6 @@ from xorl.server.operations import (
     Unloaded,
     UnloadModel,
 )
-from xorl.server.sampler import SampleRequest
 from xorl.server.together import all_or_none, gather_numbers
 from xorl.server.worker.adapters import AdapterModels
 from xorl.server.worker.base import Base
@@ -53,7 +53,7 @@ from xorl.server.worker.checkpoints import AlreadySaved, HalfLoaded, SavedModels
 from xorl.server.worker.full import WholeModel
 from xorl.server.worker.models import Models, UnknownName, source_name
 from xorl.server.worker.passes import PassRunner
-from xorl.server.worker.sampling import Sampling
+from xorl.server.worker.sampling import Drawing, Sampling
 from xorl.server.worker.syncing import Syncing
 
 logger = logging.getLogger(__name__)
@@ -93,8 +93,11 @@ class Worker:
         # The model that is being changed where it is, from when on a failure leaves it neither as it was nor as wanted.
         self._half_changed: str | None = None
 
-    def run(self, work: Work) -> list[Result]:
-        """The result of each operation, on rank 0; on other ranks a list of that length. Collective."""
+    def run(self, work: Work, cancelled: Container[str] = ()) -> list[Result]:
+        """The result of each operation, on rank 0; on other ranks a list of that length. Collective.
+
+        cancelled: ids of operations that nobody waits for any more, which may become more meanwhile; rank 0's count.
+        """
         first = work.operations[0]
         # A Work holds operations of one kind, and of most kinds a single one.
         if isinstance(first, ForwardBackward):
@@ -102,7 +105,8 @@ class Worker:
             return self._run_groups(work, calls, self._call_groups(calls), self._run_calls)
         if isinstance(first, Sample):
             samples = self._read(work, self._read_sample)
-            return self._run_groups(work, samples, self._sample_groups(samples), self._run_samples)
+            run = partial(self._run_samples, cancelled=cancelled)
+            return self._run_groups(work, samples, self._sample_groups(samples), run)
         try:
             with all_or_none(type(first).__name__):
                 return [_OPERATIONS[type(first)](self, first, work.ids[0])]
@@ -185,21 +189,21 @@ class Worker:
                 self._progress[call.model_id].num_trained += outcome.metrics[NUM_TRAINED]
         return [outcome.result for outcome in outcomes]
 
-    def _read_sample(self, operation: Sample, operation_id: str) -> tuple[SampleRequest, str | None]:
+    def _read_sample(self, operation: Sample, operation_id: str) -> Drawing:
         source = self.sampling.source_of(operation.sampler)
         request = self.sampling.request(operation, operation_id, source)
         self.sampling.check(request)
-        return request, source
+        return Drawing(operation_id, request, source)
 
-    def _sample_groups(self, samples: Sequence[tuple[SampleRequest, str | None] | Failure]) -> list[list[int]]:
+    def _sample_groups(self, samples: Sequence[Drawing | Failure]) -> list[list[int]]:
         groups: dict[str | None, list[int]] = {}
         for index, sample in enumerate(samples):
             if not isinstance(sample, Failure):
-                groups.setdefault(None if self.models.samples_together else sample[1], []).append(index)
+                groups.setdefault(None if self.models.samples_together else sample.source, []).append(index)
         return list(groups.values())
 
-    def _run_samples(self, samples: Sequence[tuple[SampleRequest, str | None]]) -> Sequence[Result]:
-        return self.sampling.run([request for request, _ in samples], [source for _, source in samples])
+    def _run_samples(self, samples: Sequence[Drawing], cancelled: Container[str]) -> Sequence[Result]:
+        return self.sampling.run(samples, cancelled)
 
     def _require(self, model_id: str) -> Progress:
         if model_id not in self._progress:
@@ -358,7 +362,8 @@ class Worker:
             for row in gather_numbers([size - free, size]):
                 used.append(row[0])
                 total.append(row[1])
-        return HealthResult(self.base.place.world_size, used, total)
+        most = self.base.architecture.config.max_position_embeddings
+        return HealthResult(self.base.place.world_size, used, total, most)
 
     def shut_down(self, _: Shutdown, __: str) -> ShutdownResult:
         return ShutdownResult()

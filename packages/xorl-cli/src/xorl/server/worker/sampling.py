@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import ExitStack
 from functools import cached_property
-from itertools import chain, islice
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from xorl.data import TextTokenizer, load_tokenizer
 from xorl.lora import AdapterBank
 from xorl.server.arrays import Array
+from xorl.server.messages import CANCELLED
 from xorl.server.names import CheckpointRef
 from xorl.server.operations import (
     BaseSampler,
@@ -42,6 +44,14 @@ CACHE_SHARE = 0.1
 CACHE_CONTEXTS = 64
 # Samples for which it is worth to compute their prompt once more, on a rank that would have nothing to do.
 MIN_SHARE = 4
+
+
+class Drawing(NamedTuple):
+    """An operation, by its id, as a request to the sampler, and what it samples from (`Sampling.source_of`)."""
+
+    operation_id: str
+    request: SampleRequest
+    source: str | None
 
 
 class Sampling:
@@ -121,11 +131,13 @@ class Sampling:
             target_tokens=None if targets is None else targets.numpy().astype(np.int64),
         )
 
-    def run(self, requests: Sequence[SampleRequest], sources: Sequence[str | None]) -> list[SampleResult | Failure]:
+    def run(self, drawings: Sequence[Drawing], cancelled: Container[str] = ()) -> list[SampleResult | Failure]:
         """The results of requests that can be sampled together; collective. If it fails on any rank, it fails on all.
 
-        If a model computes NaN, its own requests fail, and no others.
+        If a model computes NaN, its own requests fail, and no others. cancelled: asked at each step for the ids of
+        operations to end there and then; it is enough that one rank has them.
         """
+        sources = [drawing.source for drawing in drawings]
         if not self._models.samples_together and sources[0] != self._current:
             self.changed()
             self._current = sources[0]
@@ -137,19 +149,26 @@ class Sampling:
                     entered.enter_context(self._models.sampling(sources))
                     # The sampler deals them to the ranks in turn: where these are more than the requests, some would
                     # have none.
-                    max_shares = self._base.place.world_size // len(requests)
-                    shared = [_shares(request, max_shares) for request in requests]
-                    pending = [self._sampler.submit(share) for share in chain.from_iterable(shared)]
+                    max_shares = self._base.place.world_size // len(drawings)
+                    shared = [_shares(drawing.request, max_shares) for drawing in drawings]
+                    pending = [[self._sampler.submit(share) for share in shares] for shares in shared]
                 found: dict[int, Sampled] = {}
+                running = {drawing.operation_id: ids for drawing, ids in zip(drawings, pending, strict=True)}
                 while self._sampler.num_pending:
-                    found |= {result.request_id: result for result in self._sampler.step()}
+                    gone = [running.pop(name) for name in list(running) if name in cancelled]
+                    finished = self._sampler.step(list(chain.from_iterable(gone)))
+                    found |= {result.request_id: result for result in finished}
             except BaseException:
                 self._sampler.cancel_all()
                 self._sampler.forget()
                 self._base.model.recover()
                 raise
-        results = map(found.__getitem__, pending)
-        return [_result(Sampled.of_shares(list(islice(results, len(shares))))) for shares in shared]
+        return [
+            _result(Sampled.of_shares([found[request_id] for request_id in ids]))
+            if found.keys() >= {*ids}
+            else CANCELLED
+            for ids in pending
+        ]
 
     def check(self, request: SampleRequest) -> None:
         """Raise ValueError for a request that this model cannot continue."""

@@ -9,7 +9,7 @@ import msgspec
 
 from xorl.core.runtime import GarbageCollection
 from xorl.server.channel import BlockingServer
-from xorl.server.messages import Done, Result, ShutdownResult, Work
+from xorl.server.messages import Cancel, Done, Ok, Result, ShutdownResult, Work
 from xorl.server.operations import Failure
 from xorl.server.together import broadcast_bytes
 from xorl.server.worker.operations import Worker
@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 # Other ranks wait for rank 0 in a collective, which gives up at some time, and notice that way that it is gone.
 IDLE_S = 10.0
 MAX_RESULTS, MAX_RESULT_BYTES = 512, 512 * 2**20
+# Far more samples than can be on their way to the workers at once.
+MAX_CANCELLED = 4096
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Work).decode
@@ -50,8 +52,31 @@ class Results:
         return None if found is None else found[0]
 
 
-def lead(worker: Worker, server: BlockingServer[Work]) -> None:
-    """Rank 0, until it is asked to shut down; collective with `follow`."""
+class Cancelled:
+    """The ids of the last operations that were cancelled, also of some that have not come yet or are over.
+
+    The channel's thread adds to them while the worker's computes and looks.
+    """
+
+    def __init__(self, *, max_ids: int = MAX_CANCELLED) -> None:
+        self._max_ids = max_ids
+        self._ids: dict[str, None] = {}
+
+    def take(self, message: Work | Cancel) -> Ok | None:
+        """The answer to a Cancel; None for work, which waits its turn."""
+        if isinstance(message, Work):
+            return None
+        self._ids[message.request_id] = None
+        if len(self._ids) > self._max_ids:
+            del self._ids[next(iter(self._ids))]
+        return Ok()
+
+    def __contains__(self, operation_id: object) -> bool:
+        return operation_id in self._ids
+
+
+def lead(worker: Worker, server: BlockingServer[Work | Cancel], cancelled: Cancelled) -> None:
+    """Rank 0, until it is asked to shut down; collective with `follow`. cancelled: what takes messages aside."""
     results = Results()
     with _garbage(worker) as garbage:
         number = 0
@@ -60,7 +85,8 @@ def lead(worker: Worker, server: BlockingServer[Work]) -> None:
             if received is None:
                 broadcast_bytes(b"")
                 continue
-            done = _do(worker, received.message, results)
+            assert isinstance(received.message, Work), "what is cancelled is taken aside"
+            done = _do(worker, received.message, results, cancelled)
             received.reply(done)
             number += 1
             garbage.step(number)
@@ -83,13 +109,13 @@ def follow(worker: Worker) -> None:
                 return
 
 
-def _do(worker: Worker, work: Work, results: Results) -> Done:
+def _do(worker: Worker, work: Work, results: Results, cancelled: Cancelled) -> Done:
     """Run the operations whose results are not remembered."""
     missing = [index for index, operation_id in enumerate(work.ids) if results.of(operation_id) is None]
     if missing:
         rest = Work([work.ids[index] for index in missing], [work.operations[index] for index in missing])
         broadcast_bytes(_encode(rest))
-        found = dict(zip(missing, worker.run(rest), strict=True))
+        found = dict(zip(missing, worker.run(rest, cancelled), strict=True))
     else:
         found = {}
         logger.info("event=answered_again ids=%s", ",".join(work.ids))

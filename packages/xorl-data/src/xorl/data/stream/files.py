@@ -26,7 +26,7 @@ from xorl.data.errors import DataError
 from xorl.data.formats import Format
 from xorl.data.invariants import Allowed, check_extras, check_special_tokens
 from xorl.data.lock import exclusive
-from xorl.data.mixture import Share, check_shares
+from xorl.data.mixture import Share, check_repetitions, check_shares
 from xorl.data.readers import COMPRESSIONS, FileType, Piece
 from xorl.data.remote import is_url
 from xorl.data.shuffle import digest
@@ -141,10 +141,12 @@ def open_stream(
     """
     if not entries:
         raise DataError(f"{option} is empty; name at least one dataset")
-    check_shares([Share(entry.weight, entry.num_epochs) for entry in entries], option)
+    shares = [Share(entry.weight, entry.num_epochs) for entry in entries]
+    check_shares(shares, option)
     opened = [
         _open_entry(entry, options, f"{option}[{index}]", index_path, token) for index, entry in enumerate(entries)
     ]
+    check_repetitions([entry.num_blocks for entry in opened], shares, option, "blocks of about 1 MiB")
     check_extras([(entry.option, entry.form.extras) for entry in opened])
     return Stream(tuple(opened), options)
 
