@@ -242,3 +242,61 @@ def test_a_decoder_trains_alike_on_the_gpu_and_on_the_cpu(family, on_gpu):
     torch.testing.assert_close(got_loss, wanted_loss, rtol=2e-3, atol=0)
     for gradient, reference in zip(got, wanted, strict=True):
         assert (gradient - reference).norm() <= 3e-2 * reference.norm()
+
+
+@pytest.mark.parametrize("kind", ["equal", "ragged", "one"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_of_more_than_two_to_the_31_elements(backend, kind):
+    # Catches offsets in 32 bits: at 2.7e9 elements of q, FlashAttention 2 and cuDNN return NaN and wrong gradients.
+    if torch.cuda.mem_get_info()[0] < 70 * 2**30:
+        pytest.skip("less than 70 GiB of GPU memory are free")
+    num_heads, num_kv_heads, head_dim = 128, 8, 128
+    lengths = {"equal": [4096] * 36, "ragged": [4000, 4096, *[4096] * 34, 4192], "one": [147_456]}[kind]
+    if kind == "one" and backend == "flash_attention_4":
+        pytest.skip("its own offsets are tested by the documents")
+    attention = resolve(backend, torch.bfloat16, head_dim, None)
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v, grad_out = (
+        torch.randn(sum(lengths), heads, head_dim, generator=generator, device="cuda", dtype=torch.bfloat16)
+        for heads in (num_heads, num_kv_heads, num_kv_heads, num_heads)
+    )
+    layout = SequenceLayout.from_lengths(lengths, "cuda")
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    attention(*leaves, layout, scale=0.1, window=None).backward(grad_out)
+    found = [leaf.grad for leaf in leaves]
+    if kind == "one":  # some heads of it alone
+        cuts = [(slice(None), group) for group in (0, num_kv_heads - 1)]
+    else:
+        cuts = [(slice(0, lengths[0]), None), (slice(sum(lengths[:-1]), None), None)]
+    for rows, group in cuts:
+        groups = slice(None) if group is None else slice(group, group + 1)
+        ratio = num_heads // num_kv_heads
+        heads = slice(None) if group is None else slice(group * ratio, (group + 1) * ratio)
+        alone = [
+            x.detach()[rows, cut].contiguous().requires_grad_() for x, cut in ((q, heads), (k, groups), (v, groups))
+        ]
+        length = len(alone[0])
+        out = attention(*alone, SequenceLayout.from_lengths([length], "cuda"), scale=0.1, window=None)
+        out.backward(grad_out[rows, heads].contiguous())
+        for name, whole, cut, leaf in zip("qkv", found, (heads, groups, groups), alone, strict=True):
+            wanted = leaf.grad.float()
+            error = (whole[rows, cut].float() - wanted).norm() / wanted.norm()
+            assert error < 1e-2, (name, rows, error.item())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_sdpa_takes_a_window_without_a_mask_and_without_a_wait(dtype):
+    # Catches a mask of all pairs of tokens, 2 GiB here, and copies from pageable memory for each new row.
+    attention = resolve("sdpa", dtype, 64, 128)
+    for lengths in ([256, 256, 40, 40], [32_768, 300, 300, 32_768]):
+        q, k, v = (x.requires_grad_() for x in make_inputs(lengths, 4, 2, 64, dtype))
+        layout = SequenceLayout.from_lengths(lengths, "cuda")
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.set_sync_debug_mode("default" if lengths[0] == 256 else "error")
+        try:
+            attention(q, k, v, layout, scale=0.1, window=128).sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.cuda.max_memory_allocated() - before < 2**30

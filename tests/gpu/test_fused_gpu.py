@@ -10,7 +10,7 @@ from xorl.core.models import spec_for
 from xorl.core.nn import LayerKernels, choose_kernels
 from xorl.core.nn.kernels import FUSED_KERNELS
 from xorl.kernels.attention import AttentionRequest, resolve_attention
-from xorl.kernels.fused import HeadNorms, HeadShape, reference
+from xorl.kernels.fused import HeadNorms, HeadShape, heads, partial, reference, rms_norm
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import linear_cross_entropy, linear_cross_entropy_scores, linear_cross_entropy_sum
 from xorl.kernels.testing import TOLERANCES, Tolerance, assert_close, assert_matches_reference
@@ -318,3 +318,37 @@ def test_kernels_repeat_to_the_bit():
         return torch.autograd.grad([q, k, v, summed], leaves, [q.detach(), k.detach(), v.detach(), summed.detach()])
 
     assert all(torch.equal(*pair) for pair in zip(gradients(), gradients(), strict=True))
+
+
+def test_the_gradient_of_each_row_sums_to_zero():
+    # Catches a label's element that is rounded relative to an arbitrary total: it is as large as all others together.
+    hidden, weight, labels = make_head(1024, 512, 32_000, torch.bfloat16, torch.float32)
+    hidden, labels = hidden.detach(), torch.where(labels < 0, 5, labels)
+    leaf = (weight.detach() * 0.1).requires_grad_()
+    linear_cross_entropy_sum(hidden, leaf, labels)[0].backward()
+    # Over the vocabulary, the weight's gradient sums to the hidden states times the sums of their rows.
+    assert leaf.grad.double().sum(dim=0).norm() < 2e-4 * hidden.double().norm()
+
+
+def test_new_lengths_compile_nothing():
+    # Catches numbers of rows that are constants of a kernel: each new length of a pack would wait for the compiler.
+    def count() -> int:
+        kernels = (rms_norm._backward, partial._sum, heads._backward)
+        return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
+
+    def run(num_tokens: int) -> None:
+        x, weight = (randn(*size).requires_grad_() for size in ((num_tokens, 1024), (1024,)))
+        rms_norm.add_rms_norm(x, None, weight, 1e-6)[1].sum().backward()
+        qkv = randn(num_tokens, 8 * 64).requires_grad_()
+        norms = HeadNorms(*(randn(64).requires_grad_() for _ in range(2)), 1e-6)
+        tables = tuple(torch.randn(num_tokens, 32, device="cuda") for _ in range(2))
+        torch.autograd.backward(
+            [x.float().sum() for x in heads.split_heads((qkv,), HeadShape(4, 2, 64), norms, tables)]
+        )
+
+    for num_tokens in (4096, 5000, 16_384):
+        run(num_tokens)
+    before = count()
+    for num_tokens in range(300, 30_000, 1351):
+        run(num_tokens)
+    assert count() - before <= 2

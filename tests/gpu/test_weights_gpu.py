@@ -184,3 +184,14 @@ def test_a_layer_keeps_no_weight_for_the_backward_pass(quant_format: str) -> Non
     x.grad = None
     layer(x).backward(grad)
     assert torch.equal(x.grad, grad @ weight)
+
+
+def test_block_fp8_takes_the_rows_of_all_experts_of_a_layer():
+    # Catches rows on an axis of the grid that takes 65,535 programs: 256 experts of 4,096 rows are more.
+    weight = torch.randn(256 * 4096 + 160, 128, device="cuda", dtype=torch.bfloat16)
+    codes, scales = quantize_block_fp8(weight, 16)
+    found = dequantize_block_fp8(codes, scales, 16, torch.bfloat16)
+    assert (found.float() - weight.float()).norm() < 0.03 * weight.float().norm()
+    tail = quantize_block_fp8(weight[-160:], 16)
+    assert torch.equal(codes[-160:].view(torch.uint8), tail[0].view(torch.uint8))
+    assert torch.equal(scales[-10:], tail[1])

@@ -166,7 +166,7 @@ def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 
 def loss_of(num_rows: int) -> reference.LossOfRows:
-    return reference.LossOfRows(*(empty(num_rows, dtype=dtype) for dtype in (FP32, torch.bool, FP32)))
+    return reference.LossOfRows(*(empty(num_rows, dtype=dtype) for dtype in (FP32, torch.bool, FP32, FP32)))
 
 
 def losses() -> None:
@@ -180,6 +180,9 @@ def losses() -> None:
             cross_entropy.cross_entropy_rows(logits, labels, weight, gradient, loss_of(num_rows))
     for dtype in FLOATS:
         cross_entropy.scale_(empty(num_rows, vocab_size, dtype=dtype), empty(dtype=FP32))
+        cross_entropy.add_at_labels_(
+            empty(vocab_size, 4096, dtype=dtype), empty(num_rows, 4096), labels, empty(num_rows, dtype=FP32)
+        )
 
 
 def norms() -> None:
@@ -259,7 +262,7 @@ def updates(count: int = 5000, dtypes: tuple[torch.dtype, ...] = (FP32, BF16)) -
             rates = {"momentum": 0.9, "nesterov": nesterov}
             triton_updates.momentum_(param, grad, update, **rates, **options, noise=noise)
         for drawn in (noise, None):
-            triton_updates.descend_(param, grad, keep=0.9, rate=0.1, **options, noise=drawn)
+            triton_updates.descend_(param, grad, decay=0.1, rate=0.1, **options, noise=drawn)
             whole = empty(count, dtype=dtype)
             noises = None if drawn is None else [drawn]
             for tensors in ((whole, grad, whole, whole), (whole, grad, empty(count, dtype=BF16), param)):
@@ -332,6 +335,7 @@ def beyond_int32() -> None:
     x, weight = empty(rows, width), empty(width)
     cross_entropy.cross_entropy_rows(x, empty(rows, dtype=torch.int64), None, x, loss_of(rows))
     cross_entropy.scale_(x, empty(dtype=FP32))
+    cross_entropy.add_at_labels_(x, x[:16], empty(16, dtype=torch.int64), empty(16, dtype=FP32))
     rms_norm._rms_norm_backward(x, x, x, weight, empty(rows, dtype=FP32))
     shape, table = HeadShape(14, 1, 128), empty(rows, 64, dtype=FP32)
     norms = HeadNorms(empty(128).requires_grad_(), empty(128).requires_grad_(), 1e-6)
@@ -407,7 +411,7 @@ def usual_sizes() -> None:
     options = {"grad_scale": empty(dtype=FP32), "skip": empty(dtype=FP32)}
     param, grad = empty(count), empty(count)
     triton_updates.momentum_(param, grad, grad, momentum=0.9, nesterov=True, **options, noise=noise)
-    triton_updates.descend_(param, grad, keep=0.9, rate=0.1, **options, noise=noise)
+    triton_updates.descend_(param, grad, decay=0.1, rate=0.1, **options, noise=noise)
     rates = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
     corrections = empty(1, 2, dtype=FP32)
     triton_lists.adamw_(*([param] for _ in range(4)), **rates, **options, corrections=corrections, noises=[noise])
@@ -433,7 +437,7 @@ HOT = {
     "quant.blocks_triton._dequantize_nvfp4": (64, 1),
     "quant.blocks_triton._dequantize_block_fp8": (64, 0),
     "optim.triton_updates._momentum": (48, 0),
-    "optim.triton_updates._descend": (64, 0),
+    "optim.triton_updates._descend": (48, 0),
     "optim.triton_lists._adamw": (28, 56),
     "optim.triton_lists._square_sum": (64, 8),
     "fused.widened_sum._widened_sum": (48, 0),

@@ -8,7 +8,8 @@ import torch
 
 from xorl.kernels.attention import ATTENTION, AttentionRequest, eager_attention, resolve_attention
 from xorl.kernels.attention.operator import visible_pairs
-from xorl.kernels.attention.reference import causal_mask
+from xorl.kernels.attention.reference import causal_mask, eager_backward, eager_forward
+from xorl.kernels.attention.split import split_by_heads
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.testing import assert_matches_reference
 
@@ -156,3 +157,37 @@ def test_no_tokens_give_no_outputs(backend):
     attention = resolve_attention(backend, AttentionRequest("cpu", torch.float32, 16))
     q, k, v = make_inputs([], 4, 2, 16, torch.float32)
     assert attention(q, k, v, SequenceLayout.from_lengths([]), scale=0.25, window=None).shape == (0, 4, 16)
+
+
+@pytest.mark.parametrize("heads_at_once", [1, 2, 3, 5])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(6, 2), (4, 4), (4, 1)])
+def test_a_backward_pass_split_by_heads_is_the_whole_one(num_heads, num_kv_heads, heads_at_once, monkeypatch):
+    """Catches heads that are paired with the keys of another group, and shares of a group's gradient that are lost."""
+    lengths = [5, 1, 9]
+    layout = SequenceLayout.from_lengths(lengths)
+    q, k, v = make_inputs(lengths, num_heads, num_kv_heads, 16, torch.float32)
+    grad_out = torch.randn(q.shape, generator=torch.Generator().manual_seed(1))
+    options = {"scale": 0.3, "window": None, "deterministic": False}
+    row = (layout.cu_seqlens, layout.offsets)
+    out, lse = eager_forward(q, k, v, *row, **options)
+    wanted = eager_backward(grad_out, q, k, v, out, lse, *row, **options)
+    monkeypatch.setattr("xorl.kernels.attention.split.LARGEST", sum(lengths) * 16 * heads_at_once)
+    calls = []
+
+    def counted(*tensors, **given):
+        calls.append(tensors[1].shape[1])
+        return eager_backward(*tensors, **given)
+
+    found = split_by_heads(counted)(grad_out, q, k, v, out, lse, *row, **options)
+    assert max(calls) <= heads_at_once
+    assert sum(calls) == num_heads
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_mask_that_would_take_all_memory_is_refused():
+    """Catches a window on a CPU that silently takes 4 bytes for each pair of tokens."""
+    q, k, v = make_inputs([40_000], 1, 1, 8, torch.float32)
+    attention = resolve_attention("sdpa", AttentionRequest("cpu", torch.float32, 8, 16, False))
+    with pytest.raises(ValueError, match=r"a window of 16 tokens in a document of 40000 takes a mask of 6\.0 GiB"):
+        attention(q, k, v, SequenceLayout.from_lengths([40_000]), scale=1.0, window=16)

@@ -236,6 +236,24 @@ def test_ignored_tokens_lose_nothing_and_pull_on_nothing():
         assert values[1::2].any()
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("function", [linear_cross_entropy, linear_cross_entropy_sum])
+def test_a_hidden_state_that_is_not_finite_reaches_no_gradient_from_an_ignored_token(function, bad):
+    """Catches padding that is masked by a factor of 0, which is NaN for what is not finite: a NaN in the whole head."""
+    hidden, weight, labels = make_inputs(9, 8, 11, torch.float32, ignored=2)
+    gradients = []
+    for value in (0.0, bad):
+        leaves = [hidden.clone(), weight.clone()]
+        leaves[0][0] = value
+        assert labels[0] == -100
+        for leaf in leaves:
+            leaf.requires_grad_()
+        function(*leaves, labels, chunk_tokens=4)[0].sum().backward()
+        gradients.append([leaf.grad for leaf in leaves])
+    for clean, found in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, clean, rtol=0, atol=0)
+
+
 def test_losses_and_gradients_do_not_depend_on_the_chunk():
     """Catches state that leaks from one chunk to the next."""
     inputs = make_inputs(50, 8, 11, torch.float64, ignored=3)

@@ -93,6 +93,33 @@ def test_small_updates_of_bf16_weights_add_up() -> None:
     assert state[1].float().mean() == pytest.approx(1 - 0.999**100, rel=1e-2)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_weight_decay_below_the_resolution_of_fp32_is_kept_in_the_mean(dtype: torch.dtype) -> None:
+    # Catches a factor of 1 - decay, which in fp32 is 1 for a decay of 1e-8: the decay has to be part of the update.
+    count, num_steps, decay = 1 << 16, 20, 1e-8
+    generator = torch.Generator().manual_seed(3)
+    start = 1 + torch.rand(count, generator=generator)
+    grads = torch.randn(num_steps, count, generator=generator)
+    off = torch.zeros(())
+    weights: dict[str, list[Tensor]] = {"adamw_": [], "descend_": []}
+    for each in (decay, 0.0):
+        by_adamw, by_descent, *state = (
+            start.clone(),
+            start.clone(),
+            *(torch.zeros(count, dtype=dtype) for _ in range(2)),
+        )
+        options = {**HYPER, "lr": 1e-4, "weight_decay": each * 1e4, "grad_scale": None, "skip": off}
+        for step, grad in enumerate(grads):
+            drawn = noise(step)
+            lists = [[tensor] for tensor in (by_adamw, grad, *state)]
+            reference.adamw_(*lists, **options, corrections=torch.ones(1, 2), noises=[drawn])
+            descend_(by_descent, grad, decay=each, rate=1e-4, grad_scale=None, skip=off, noise=drawn)
+        for name, found in (("adamw_", by_adamw), ("descend_", by_descent)):
+            weights[name].append(found.double())
+    for name, (decayed, kept) in weights.items():
+        assert ((kept - decayed) / start).mean().item() == pytest.approx(num_steps * decay, rel=0.1), name
+
+
 def cases() -> list[tuple[str, list[Tensor], dict[str, object]]]:
     """(name, tensors, options) of calls of the kernels of one tensor, in every combination of dtypes."""
     made: list[tuple[str, list[Tensor], dict[str, object]]] = []
@@ -105,9 +132,11 @@ def cases() -> list[tuple[str, list[Tensor], dict[str, object]]]:
                 for nesterov in (False, True):
                     options = {"momentum": 0.95, "nesterov": nesterov, **scaled}
                     made.append(("momentum_", [a.to(first), b.to(second), c.to(third)], options))
-            made.append(("descend_", [a.to(first), b.to(second)], {"keep": 0.99, "rate": 0.02, **scaled}))
+            made.append(("descend_", [a.to(first), b.to(second)], {"decay": 0.01, "rate": 0.02, **scaled}))
+            # Far less than fp32 resolves, so that the noise decides about what is lost.
+            made.append(("descend_", [a.to(first), b.to(second)], {"decay": 1e-8, "rate": 1e-9, **scaled}))
             plain = {**scaled, "noise": None}
-            made.append(("descend_", [a.to(first), b.to(second)], {"keep": 0.99, "rate": 0.02, **plain}))
+            made.append(("descend_", [a.to(first), b.to(second)], {"decay": 0.01, "rate": 0.02, **plain}))
     unscaled = {**scaled, "grad_scale": None}
     made.append(("momentum_", [a.clone(), b, None], {"momentum": 0.95, "nesterov": True, **unscaled}))
     return made
@@ -241,7 +270,7 @@ def test_only_what_the_copy_engine_reads_goes_to_the_kernel() -> None:
     ("name", "count", "options"),
     [
         ("momentum_", 3, {"momentum": 0.9, "nesterov": True}),
-        ("descend_", 2, {"keep": 1.0, "rate": 0.1}),
+        ("descend_", 2, {"decay": 0.0, "rate": 0.1}),
     ],
 )
 def test_empty_shards_and_skipped_steps_change_nothing(name: str, count: int, options: dict[str, object]) -> None:

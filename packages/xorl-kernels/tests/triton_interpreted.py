@@ -57,6 +57,26 @@ def test_cross_entropy_rows(num_rows, num_columns, stride, last, dtype, weighted
     product = (gradient.double() * found.scale[:, None]).to(gradient.dtype)
     assert_close("gradient", product, wanted_gradient * wanted.scale[:, None], TOLERANCES[gradient.dtype])
     assert bool(buffer[:, num_columns:].isnan().all())
+    if gradient_dtype is not None:
+        known = labels.clamp(min=0)[:, None]
+        at_label = gradient.gather(1, known).double() + found.rest[:, None]
+        exact = wanted_gradient.gather(1, known) * (wanted.scale / found.scale.where(found.scale != 0, 1))[:, None]
+        assert_close("the label's element", at_label, exact, TOLERANCES[torch.float32])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_rows", "width", "num_labels"), [(1, 3, 2), (90, 700, 4), (40, 16, 100)])
+def test_rows_are_added_at_their_labels(num_rows, width, num_labels, dtype):
+    # Catches runs of a label that end at a border of a block of rows, or go on after it, and labels outside.
+    generator = torch.Generator().manual_seed(2)
+    labels = torch.randint(-1, num_labels + 1, (num_rows,), generator=generator)
+    rows, factors = randn(num_rows, width, dtype=dtype), randn(num_rows, seed=3)
+    wanted = randn(num_labels, width, seed=4)
+    found = wanted.clone()
+    reference.add_at_labels_(wanted, rows, labels, factors)
+    cross_entropy.add_at_labels_(found, rows, labels, factors)
+    assert_close("sums", found, wanted, TOLERANCES[torch.float32])
+    assert found.isfinite().all()
 
 
 def test_cross_entropy_rows_without_gradient_leaves_the_logits_alone():

@@ -5,22 +5,23 @@ Shapes: T tokens, B tokens of a chunk, P of a part of it, D model width, V vocab
 Precision: products are in the dtype of `hidden` (the operand dtype), to which the weight is cast, and accumulated in
 fp32. Logits are kept, and the softmax computed, in fp32; with `logits_fp32=False` the logits are rounded to the operand
 dtype first. The gradient of the logits is computed in fp32 and rounded to the operand dtype, without its factor per
-token. For the gradient of a token's hidden state, the product is multiplied by that factor and rounded once. For the
-weight's gradient, the hidden state times the factor is rounded to the operand dtype. The weight's gradient is
+token; the label's element, which is about as large as all others together, is corrected in fp32 where it enters the
+other gradients. For the gradient of a token's hidden state, the product is multiplied by that factor and rounded once.
+For the weight's gradient, the hidden state times the factor is rounded to the operand dtype. The weight's gradient is
 accumulated over chunks in the operand dtype for at most 8 chunks, as for 16,384 tokens of a 151,936 vocabulary, with
 one rounding per chunk. For more chunks, and for an fp32 weight, it is accumulated in fp32. fp64 inputs are computed in
 fp64 throughout.
 """
 
 import math
+from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from xorl.kernels.fused import triton_refusal
+from xorl.kernels.fused import reference, triton_refusal
 from xorl.kernels.fused.reference import IGNORE, LossOfRows
-from xorl.kernels.fused.reference import cross_entropy_rows as plain_cross_entropy_rows
 
 __all__ = ["IGNORE", "linear_cross_entropy", "linear_cross_entropy_scores", "linear_cross_entropy_sum", "wide_logits"]
 
@@ -256,7 +257,8 @@ def _linear_cross_entropy(
     gradient_buffer = logits_buffer if in_place else None
     if takes_gradient and not in_place:
         gradient_buffer = _rows_buffer(min(chunk, num_tokens), vocab_size, operand_dtype, hidden.device)
-    rows_kernel = _rows_kernel(logits_buffer)
+    kernels = _kernels(logits_buffer)
+    is_rounded = takes_gradient and operand_dtype.itemsize < 4
     for start in range(0, num_tokens, chunk):
         rows = slice(start, min(start + chunk, num_tokens))
         gradient = None if gradient_buffer is None else gradient_buffer[: rows.stop - start]  # [B, V]
@@ -264,7 +266,7 @@ def _linear_cross_entropy(
             tokens = slice(first, min(first + part, rows.stop))
             logits = logits_buffer[: tokens.stop - first]  # [P, V]
             _matmul_into_(logits, hidden[tokens], weight.t())
-            rows_kernel(
+            kernels.cross_entropy_rows(
                 logits,
                 labels[tokens],
                 None if token_weight is None else token_weight[tokens],
@@ -275,10 +277,17 @@ def _linear_cross_entropy(
             # Through fp32: a product over the whole vocabulary may be split, and its parts added in their own dtype.
             product = torch.empty(len(gradient), hidden.shape[1], dtype=found.loss.dtype, device=hidden.device)
             _matmul_into_(product, gradient, weight)
+            if is_rounded:
+                at_labels = weight.index_select(0, labels[rows].clamp(0, vocab_size - 1))
+                product.addcmul_(at_labels.to(product.dtype), found.rest[rows, None])
             torch.mul(product, found.scale[rows, None], out=grad_hidden[rows])
         if gradient is not None and needs_weight:
             scaled = torch.mul(hidden[rows], found.scale[rows, None], out=torch.empty_like(hidden[rows]))
+            # Zero times a hidden state that is not finite would make the whole gradient NaN.
+            scaled.masked_fill_((labels[rows] == IGNORE)[:, None], 0)
             _matmul_into_(weight_sum, gradient.t(), scaled, add=start > 0)
+    if is_rounded and needs_weight:
+        kernels.add_at_labels_(weight_sum, hidden.contiguous(), labels, found.rest * found.scale)
     if weight_sum is not grad_weight:
         grad_weight.copy_(weight_sum)
     return found.loss, found.correct, grad_hidden, grad_weight
@@ -336,13 +345,14 @@ def _rows_buffer(num_rows: int, num_columns: int, dtype: torch.dtype, device: to
     return torch.empty(num_rows, stride, dtype=dtype, device=device)[:, :num_columns]
 
 
-def _rows_kernel(logits: Tensor):  # noqa: ANN202 - a function of reference.py or its twin
+def _kernels(logits: Tensor) -> ModuleType:
+    """The module with `cross_entropy_rows` and `add_at_labels_` for these logits: the kernels, or their plain twins."""
     if triton_refusal(logits.device.type) is not None or logits.dtype == torch.float64:
-        return plain_cross_entropy_rows
+        return reference
     # Needs Triton.
-    from xorl.kernels.fused.cross_entropy import cross_entropy_rows  # noqa: PLC0415
+    from xorl.kernels.fused import cross_entropy  # noqa: PLC0415
 
-    return cross_entropy_rows
+    return cross_entropy
 
 
 def _matmul_into_(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:

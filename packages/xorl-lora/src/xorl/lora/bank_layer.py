@@ -43,7 +43,7 @@ class StackedPair(nn.Module):
 
     def scaled_a(self, dtype: torch.dtype) -> Tensor:
         """scale * A [S, R, I] in `dtype`, rounded like the scaled A of a single adapter."""
-        return (self.A.to(dtype) * self.scale[:, None, None]).to(dtype)
+        return _scaled(self.A, self.scale[:, None, None], dtype)
 
     def extra_repr(self) -> str:
         return f"{self.name}, slots={self.A.shape[0]}, rank={self.A.shape[1]}"
@@ -131,5 +131,13 @@ class BankedLinear(nn.Module):
 
     def _factors_alone(self, alone: Sequence[SlotPair], dtype: torch.dtype, out_features: int) -> tuple[Tensor, Tensor]:
         """(scale * A [R, I], B [O, R]) of the layer."""
-        downs, ups = [one.A.to(dtype) * one.scale for one in alone], [one.B.to(dtype) for one in alone]
+        downs, ups = [_scaled(one.A, one.scale[None, None], dtype) for one in alone], [one.B.to(dtype) for one in alone]
         return join_parts(downs, ups, [(pair.start, pair.stop) for pair in self.pairs()], out_features)
+
+
+def _scaled(a: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """scale * a, where a is first rounded to `dtype` and the product again; scale [.., 1, 1] fp32 is not rounded.
+
+    A 0-dim scale would be cast to `dtype` before the product.
+    """
+    return (a.to(dtype) * scale).to(dtype)

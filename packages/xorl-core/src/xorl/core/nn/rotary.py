@@ -65,8 +65,7 @@ class Rotary:
     def tables(self, layout: SequenceLayout, device: torch.device) -> RopeTables:
         """Tables for the tokens of `layout`, on `device`."""
         if self.config.kind == "dynamic" and layout.max_seqlen > self.config.trained_length:
-            # A blocking copy would wait for everything queued on the device.
-            inv_freq = self._inv_freq_by_token(layout).to(device, non_blocking=True)  # [T, C / 2]
+            inv_freq = self._inv_freq_by_token(layout, device)  # [T, C / 2]
         else:
             if device not in self._on_device:
                 self._on_device[device] = self.inv_freq.to(device)
@@ -75,15 +74,20 @@ class Rotary:
         factor = self.config.attention_factor
         return angles.cos() * factor, angles.sin() * factor
 
-    def _inv_freq_by_token(self, layout: SequenceLayout) -> Tensor:
+    def _inv_freq_by_token(self, layout: SequenceLayout, device: torch.device) -> Tensor:
         """Each document by its own length, so that its neighbours in the pack do not change it."""
-        rows = [
-            self.inv_freq
-            if length <= self.config.trained_length
-            else _powers(_dynamic_theta(self.config, self.head_dim, length), self.head_dim)
-            for length in layout.lengths
-        ]
-        return torch.stack(rows).repeat_interleave(torch.tensor(layout.lengths), dim=0)
+        rows = torch.stack(
+            [
+                self.inv_freq
+                if length <= self.config.trained_length
+                else _powers(_dynamic_theta(self.config, self.head_dim, length), self.head_dim)
+                for length in layout.lengths
+            ]
+        )  # [N, C / 2]
+        # From pageable memory, the copy would wait for everything queued on the device.
+        rows = rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows.to(device)
+        counts = layout.cu_seqlens.to(device).diff()
+        return rows.repeat_interleave(counts, dim=0, output_size=layout.num_tokens)
 
 
 def _powers(theta: float, head_dim: int) -> Tensor:

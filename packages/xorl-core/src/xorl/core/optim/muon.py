@@ -166,7 +166,7 @@ class Muon(AdamW):
         descend_(
             local(place.parameter)[start:stop],
             update,
-            keep=1 - lr * place.group["weight_decay"],
+            decay=lr * place.group["weight_decay"],
             rate=lr * lr_ratio(self._options.adjust_lr, *matrix.shape),
             grad_scale=None,
             skip=skip,

@@ -13,8 +13,12 @@ DecayStyle = Literal["constant", "linear", "cosine"]
 class Schedule:
     """Linear warm-up from `start` to `peak`, then `style` down to `minimum`, then `minimum` for what is left.
 
-    warmup_ratio and decay_ratio are fractions of `num_steps`; warm-up is part of the decay's span, so the decay ends at
-    step decay_ratio * num_steps.
+    warmup_ratio and decay_ratio are fractions of `num_steps`; warm-up is part of the decay's span, so the decay ends
+    after step decay_ratio * num_steps. Each step of the decay takes the value at its start, as in torch's and
+    transformers' schedulers: the first one takes `peak`, and the last one a value above `minimum`, so a `minimum` of 0
+    wastes no batch.
+
+    Raises ValueError if the warm-up is longer than the decay's span.
     """
 
     num_steps: int
@@ -25,6 +29,13 @@ class Schedule:
     decay_ratio: float = 1.0
     style: DecayStyle = "constant"
 
+    def __post_init__(self) -> None:
+        if self.style != "constant" and self.warmup_ratio > self.decay_ratio:
+            raise ValueError(
+                f"warmup_ratio {self.warmup_ratio:g} is above decay_ratio {self.decay_ratio:g}: the decay would end "
+                "before the warm-up; lower warmup_ratio or raise decay_ratio"
+            )
+
     def __call__(self, step: int) -> float:
         """The learning rate of optimizer step `step`, counted from 1."""
         warmup_steps = round(self.num_steps * self.warmup_ratio)
@@ -33,7 +44,7 @@ class Schedule:
         if self.style == "constant":
             return self.peak
         decay_steps = round(self.num_steps * self.decay_ratio)
-        progress = min(1.0, (step - warmup_steps) / max(1, decay_steps - warmup_steps))
+        progress = min(1.0, (step - 1 - warmup_steps) / max(1, decay_steps - warmup_steps))
         remaining = 1.0 - progress if self.style == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
         return self.minimum + (self.peak - self.minimum) * remaining
 

@@ -42,7 +42,7 @@ class SGD(torch.optim.Optimizer):
                 descend_(
                     local(parameter),
                     local(parameter.grad).contiguous(),
-                    keep=1 - group["lr"] * group["weight_decay"],
+                    decay=group["lr"] * group["weight_decay"],
                     rate=group["lr"],
                     grad_scale=grad_scale,
                     skip=skip,

@@ -11,6 +11,7 @@ from flash_attn.flash_attn_interface import (  # pyright: ignore[reportMissingIm
 from torch import Tensor
 
 from xorl.kernels.attention.operator import Gradients, PackedAttention, longest_document
+from xorl.kernels.attention.split import split_by_heads
 
 
 def flash2_forward(
@@ -65,7 +66,7 @@ def flash2_backward(
     return grad_q, grad_k, grad_v
 
 
-flash_attention_2 = PackedAttention("flash_attention_2", flash2_forward, flash2_backward)
+flash_attention_2 = PackedAttention("flash_attention_2", flash2_forward, split_by_heads(flash2_backward))
 
 
 def _options(offsets: Tensor, scale: float, window: int | None) -> dict[str, object]:

@@ -13,6 +13,7 @@ from xorl.kernels.attention.cudnn import CUDNN_MAX_HEAD_DIM, cudnn_backward, cud
 from xorl.kernels.attention.interface import AttentionRequest
 from xorl.kernels.attention.limits import AMPERE, HOPPER, flash_refusal
 from xorl.kernels.attention.operator import Gradients, PackedAttention, longest_document
+from xorl.kernels.attention.split import split_by_heads
 
 # cuDNN plans each new length, for tens of milliseconds: worth it for recurring lengths, as full bins have.
 CUDNN_MIN_LENGTH = 2048
@@ -90,7 +91,7 @@ def native_backward(
     )
 
 
-native_attention = PackedAttention("native", native_forward, native_backward)
+native_attention = PackedAttention("native", native_forward, split_by_heads(native_backward))
 
 
 def native_refusal(request: AttentionRequest) -> str | None:

@@ -73,8 +73,9 @@ def paged_attention(
         num_sequences,
         num_kv_heads,
         scale,
+        0 if window is None else window,
         NUM_PARTS=num_parts,
-        WINDOW=window,
+        HAS_WINDOW=window is not None,
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
@@ -99,7 +100,7 @@ def paged_attention(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window"])
 def _attend(
     q: tl.tensor,
     keys: tl.tensor,
@@ -113,8 +114,9 @@ def _attend(
     num_sequences: int,
     num_kv_heads: int,
     scale: float,
+    window: int,
     NUM_PARTS: tl.constexpr,
-    WINDOW: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -126,8 +128,8 @@ def _attend(
     sequence, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + sequence)
     first = length * 0
-    if WINDOW is not None:  # pyright: ignore[reportUnnecessaryComparison]
-        first = tl.maximum(length - WINDOW, 0)
+    if HAS_WINDOW:
+        first = tl.maximum(length - window, 0)
     steps = tl.cdiv(length - first, BLOCK_KEYS)
     steps_of_part = tl.cdiv(steps, NUM_PARTS)
     start = first + part * steps_of_part * BLOCK_KEYS

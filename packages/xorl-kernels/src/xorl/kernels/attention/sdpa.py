@@ -18,10 +18,15 @@ from xorl.kernels.attention.cudnn import CUDNN_MAX_HEAD_DIM, cudnn_backward, cud
 from xorl.kernels.attention.limits import HALF_DTYPES
 from xorl.kernels.attention.operator import Gradients, PackedAttention
 from xorl.kernels.attention.reference import causal_mask, eager_backward, eager_forward
+from xorl.kernels.attention.split import split_by_heads
 
 FLASH_HEAD_DIM_MULTIPLE = 8
 # The memory-efficient kernel reads log-sum-exps in blocks of this many tokens, infinite past the last one.
 EFFICIENT_LSE_BLOCK = 32
+# Heads must be a multiple of this many bytes.
+EFFICIENT_CHANNEL_BYTES = 16
+CAUSAL_FROM_TOP_LEFT = 1  # its name for a causal mask
+MAX_BIAS_BYTES = 2**32
 # It reads the bias in rows that begin at multiples of this many elements.
 EFFICIENT_BIAS_BLOCK = 16
 
@@ -81,7 +86,7 @@ def sdpa_backward(
     return grad_q, grad_k, grad_v
 
 
-sdpa_attention = PackedAttention("sdpa", sdpa_forward, sdpa_backward)
+sdpa_attention = PackedAttention("sdpa", sdpa_forward, split_by_heads(sdpa_backward))
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,12 @@ def _plan(lengths: tuple[int, ...], device: torch.device) -> _Plan:
         rows.setdefault(length, []).append(tokens)
     order = torch.cat([tokens for same in rows.values() for tokens in same])
     pieces = _consecutive([(count * length, length) for length, count in groups.items()])
-    return _Plan(pieces, order.to(device), order.argsort().to(device))
+    return _Plan(pieces, _to(device, order), _to(device, order.argsort()))
+
+
+def _to(device: torch.device, rows: Tensor) -> Tensor:
+    """A copy on `device`. From pageable memory, it would make the host wait for all queued work."""
+    return rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows.to(device)
 
 
 def _consecutive(sizes: list[tuple[int, int]]) -> tuple[tuple[slice, int], ...]:
@@ -130,7 +140,7 @@ def _consecutive(sizes: list[tuple[int, int]]) -> tuple[tuple[slice, int], ...]:
 class _Case:
     """N documents of L tokens for one call: q [N, H, L, C], k and v [N, G, L, C], and the kernel to use.
 
-    `bias` [L, L] is added to the scores; None means causal.
+    `bias` [L, L] is added to the scores; None means causal, within `window` if that is shorter than a document.
     """
 
     q: Tensor
@@ -145,12 +155,18 @@ class _Case:
     def of(cls, q: Tensor, k: Tensor, v: Tensor, length: int, scale: float, window: int | None) -> "_Case":
         """Builds it from [N * L, H, C] and [N * L, G, C]."""
         num_heads = q.shape[1]
-        bias = None if window is None or window >= length else _bias(length, window, q)
+        if window is not None and window >= length:
+            window = None
+        # Elsewhere, only a bias can express a window.
+        has_window_kernel = q.is_cuda and q.shape[-1] * q.element_size() % EFFICIENT_CHANNEL_BYTES == 0
+        bias = None if window is None or has_window_kernel else _bias(length, window, q)
         # On CUDA only the half-precision kernel without a bias supports grouped heads; others would compute full
         # scores.
-        if k.shape[1] != num_heads and q.is_cuda and (bias is not None or q.dtype not in HALF_DTYPES):
+        if k.shape[1] != num_heads and q.is_cuda and (window is not None or q.dtype not in HALF_DTYPES):
             k, v = (x.repeat_interleave(num_heads // x.shape[1], dim=1) for x in (k, v))
         q, k, v = (_heads_first(x, length) for x in (q, k, v))
+        if window is not None and bias is None:
+            return cls(q, k, v, scale, window, None, SDPBackend.EFFICIENT_ATTENTION)
         options = {"scale": scale, "enable_gqa": k.shape[1] != num_heads}
         kernel = SDPBackend(torch._fused_sdp_choice(q, k, v, bias, 0.0, bias is None, **options))
         wide, deterministic = q.shape[-1] > CUDNN_MAX_HEAD_DIM, torch.are_deterministic_algorithms_enabled()
@@ -169,6 +185,13 @@ class _Case:
 
 
 def _bias(length: int, window: int, like: Tensor) -> Tensor:
+    num_bytes = length**2 * like.element_size()
+    if num_bytes > MAX_BIAS_BYTES:
+        raise ValueError(
+            f"attention backend sdpa: a window of {window} tokens in a document of {length} takes a mask of "
+            f"{num_bytes / 2**30:.1f} GiB on {like.device.type} with heads of {like.shape[-1]} channels; use shorter "
+            "documents, or a flash attention backend on a GPU"
+        )
     visible = causal_mask(length, window, like.device)
     return torch.zeros_like(visible, dtype=like.dtype).masked_fill_(~visible, float("-inf"))
 
@@ -235,6 +258,24 @@ def _cut_channels(gradients: Gradients, head_dim: int) -> Gradients:
 
 
 def _efficient_forward(case: _Case) -> tuple[Tensor, Tensor]:
+    if case.bias is None and case.window is not None:
+        q, k, v = (x.transpose(1, 2) for x in (case.q, case.k, case.v))  # [N, L, H, C]
+        out, lse, *_ = aten._efficient_attention_forward(
+            q,
+            k,
+            v,
+            None,
+            None,
+            None,
+            None,
+            None,
+            0.0,
+            CAUSAL_FROM_TOP_LEFT,
+            True,
+            scale=case.scale,
+            window_size=case.window,
+        )
+        return out.transpose(1, 2), lse[:, :, : case.q.shape[2]]
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(
         case.q, case.k, case.v, _expand_bias(case), True, 0.0, case.bias is None, scale=case.scale
     )
@@ -243,6 +284,30 @@ def _efficient_forward(case: _Case) -> tuple[Tensor, Tensor]:
 
 def _efficient_backward(case: _Case, grad_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
     lse = F.pad(lse, (0, -lse.shape[-1] % EFFICIENT_LSE_BLOCK), value=float("inf")).contiguous()
+    if case.bias is None and case.window is not None:
+        grad_out, q, k, v, out = (x.transpose(1, 2) for x in (grad_out, case.q, case.k, case.v, out))
+        length = q.shape[1]
+        gradients = aten._efficient_attention_backward(
+            grad_out,
+            q,
+            k,
+            v,
+            None,
+            out,
+            None,
+            None,
+            length,
+            length,
+            lse,
+            0.0,
+            *no_dropout(q.device),
+            CAUSAL_FROM_TOP_LEFT,
+            False,
+            scale=case.scale,
+            window_size=case.window,
+        )
+        grad_q, grad_k, grad_v = (x.transpose(1, 2) for x in gradients[:3])
+        return grad_q, grad_k, grad_v
     grad_q, grad_k, grad_v, _ = aten._scaled_dot_product_efficient_attention_backward(
         grad_out,
         case.q,

@@ -19,6 +19,9 @@ BLOCK = 8192
 NEIGHBOURS = 8
 NUM_WARPS = 16
 SCALE_BLOCK = 4096
+# Rows, and columns of them, that a program of `add_at_labels_` reads at once.
+ADDED_ROWS = 16
+ADDED_COLUMNS = 512
 SCALE_WARPS = 8
 LOWEST = tl.constexpr(-3.0e38)
 # The largest excess of a row's maximum over that of its first block for which exponentials relative to the latter are
@@ -76,6 +79,32 @@ def scale_(x: Tensor, factor: Tensor) -> None:
         launch(_scale, grid, x, factor, x.numel(), BLOCKS=blocks, BLOCK=SCALE_BLOCK, num_warps=SCALE_WARPS)
 
 
+def add_at_labels_(target: Tensor, rows: Tensor, labels: Tensor, factors: Tensor) -> None:
+    """The kernel behind `reference.add_at_labels_`: labels are sorted, and one program adds up the rows of each."""
+    num_rows, width = rows.shape
+    if num_rows == 0:
+        return
+    assert rows.is_contiguous()
+    assert target.is_contiguous()
+    ordered, order = labels.sort(stable=True)
+    block = min(ADDED_COLUMNS, power_of_2(width))
+    launch(
+        _add_at_labels,
+        (num_rows, math.ceil(width / block)),
+        target,
+        rows,
+        ordered,
+        order,
+        factors,
+        num_rows,
+        len(target),
+        WIDTH=width,
+        ROWS=ADDED_ROWS,
+        BLOCK=block,
+        num_warps=4,
+    )
+
+
 @triton.jit
 def _cross_entropy_rows(
     logits_ptr: tl.tensor,
@@ -84,6 +113,7 @@ def _cross_entropy_rows(
     losses_ptr: tl.tensor,
     correct_ptr: tl.tensor,
     scales_ptr: tl.tensor,
+    rests_ptr: tl.tensor,
     gradient_ptr: tl.tensor,
     logits_stride: int,
     gradient_stride: int,
@@ -106,6 +136,7 @@ def _cross_entropy_rows(
         tl.store(losses_ptr + row, 0.0)
         tl.store(correct_ptr + row, False)
         tl.store(scales_ptr + row, 0.0)
+        tl.store(rests_ptr + row, 0.0)
         if WRITES_GRADIENT:
             for start in range(0, NUM_COLUMNS, BLOCK):
                 columns = start + block
@@ -161,11 +192,55 @@ def _cross_entropy_rows(
         tl.store(correct_ptr + row, (target >= maximum) & (target > earliest))
         if WRITES_GRADIENT:
             tl.debug_barrier()  # another thread may have written the label's element
-            tl.store(gradient_ptr + column, (tl.exp(target - shift) - total).to(gradient_type), mask=is_known)
+            exact = tl.exp(target - shift) - total
+            rounded = exact.to(gradient_type)
+            tl.store(gradient_ptr + column, rounded, mask=is_known)
+            tl.store(rests_ptr + row, tl.where(is_known, exact - rounded.to(tl.float32), 0.0))
             weight = tl.where(is_known, 1.0, float("nan"))
             if HAS_WEIGHT:
                 weight *= tl.load(weights_ptr + row).to(tl.float32)
             tl.store(scales_ptr + row, weight / total)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _add_at_labels(
+    target_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    ordered_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    factors_ptr: tl.tensor,
+    num_rows: int,
+    num_labels: int,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Programs at the first row of a label add up all of its rows; the others end at once."""
+    first = tl.program_id(0)
+    label = tl.load(ordered_ptr + first)
+    is_first = first == 0
+    if first > 0:
+        is_first = tl.load(ordered_ptr + first - 1) != label
+    if is_first & (label >= 0) & (label < num_labels):
+        columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        is_column = columns < WIDTH
+        total = tl.zeros([BLOCK], tl.float32)
+        start = first
+        goes_on = True
+        while goes_on:
+            at = start + tl.arange(0, ROWS)
+            is_own = (at < num_rows) & (tl.load(ordered_ptr + at, mask=at < num_rows, other=-1) == label)
+            row = tl.load(order_ptr + at, mask=is_own, other=0)
+            factor = tl.load(factors_ptr + row, mask=is_own, other=0.0)
+            is_read = is_own[:, None] & is_column[None, :]
+            x = tl.load(rows_ptr + row[:, None] * WIDTH + columns[None, :], mask=is_read, other=0.0).to(tl.float32)
+            total += tl.sum(x * factor[:, None], axis=0)
+            start += ROWS
+            goes_on = tl.sum(is_own.to(tl.int32), axis=0) == ROWS
+        place = target_ptr + label * WIDTH + columns
+        old = tl.load(place, mask=is_column).to(tl.float32)
+        dtype = target_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue] it is a pointer
+        tl.store(place, (old + total).to(dtype), mask=is_column)
 
 
 @triton.jit

@@ -278,10 +278,10 @@ def _launch_backward(
             out_q.stride(0),
             out_k.stride(0),
             num_tokens,
+            tokens,
             eps,
             **_constants(q, k, q_weight, cos),
             HAS_VALUES=values is not None,
-            TOKENS=tokens,
             num_warps=NUM_WARPS,
         )
     if q_weight is None or k_weight is None:
@@ -393,7 +393,7 @@ def _forward(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "tokens_of_program"])
 def _backward(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
@@ -416,6 +416,7 @@ def _backward(
     out_q_stride: int,
     out_k_stride: int,
     num_tokens: int,
+    tokens_of_program: int,
     eps: float,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -426,11 +427,10 @@ def _backward(
     Q_BLOCK: tl.constexpr,
     K_BLOCK: tl.constexpr,
     HAS_VALUES: tl.constexpr,
-    TOKENS: tl.constexpr,
 ) -> None:
     """Programs with second index 0 process queries, the others keys and values: fewer registers, so more warps."""
     program = tl.program_id(0).to(tl.int64)
-    start = program * TOKENS
+    start = program * tokens_of_program
     if tl.program_id(1) == 0:
         _turn_back_tokens(
             q_ptr,
@@ -445,6 +445,7 @@ def _backward(
             out_q_stride,
             start,
             num_tokens,
+            tokens_of_program,
             eps,
             NUM_HEADS,
             HEAD_DIM,
@@ -452,7 +453,6 @@ def _backward(
             HAS_ROPE,
             HALF_BLOCK,
             Q_BLOCK,
-            TOKENS,
         )
     else:
         if HAS_VALUES:
@@ -463,9 +463,9 @@ def _backward(
                 out_k_stride,
                 start,
                 num_tokens,
+                tokens_of_program,
                 NUM_KV_HEADS * HEAD_DIM,
                 2 * K_BLOCK * HALF_BLOCK,
-                TOKENS,
             )
         _turn_back_tokens(
             k_ptr,
@@ -480,6 +480,7 @@ def _backward(
             out_k_stride,
             start,
             num_tokens,
+            tokens_of_program,
             eps,
             NUM_KV_HEADS,
             HEAD_DIM,
@@ -487,7 +488,6 @@ def _backward(
             HAS_ROPE,
             HALF_BLOCK,
             K_BLOCK,
-            TOKENS,
         )
 
 
@@ -499,19 +499,21 @@ def _copy_tokens(
     target_stride: int,
     start: tl.tensor,
     num_tokens: int,
+    tokens_of_program: int,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
 ) -> None:
-    """Copy TOKENS tokens from `start` on, several at once: the compiler moves no load before a store."""
-    for index in range(0, TOKENS, COPIED_AT_ONCE):
-        tokens = start + index + tl.arange(0, COPIED_AT_ONCE)[:, None]
-        is_token = (tokens < num_tokens) & (tokens < start + TOKENS)
+    """Copy `tokens_of_program` tokens from `start` on, several at once: the compiler moves no load before a store."""
+    end = tl.minimum(start + tokens_of_program, num_tokens)
+    while start < end:
+        tokens = start + tl.arange(0, COPIED_AT_ONCE)[:, None]
+        is_token = tokens < end
         for first in range(0, WIDTH, BLOCK):
             lanes = first + tl.arange(0, BLOCK)[None, :]
             is_inside = (lanes < WIDTH) & is_token
             values = tl.load(source_ptr + tokens * source_stride + lanes, mask=is_inside)
             tl.store(target_ptr + tokens * target_stride + lanes, values, mask=is_inside)
+        start += COPIED_AT_ONCE
 
 
 @triton.jit
@@ -606,6 +608,7 @@ def _turn_back_tokens(
     target_stride: int,
     start: tl.tensor,
     num_tokens: int,
+    tokens_of_program: int,
     eps: float,
     NUM: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -613,16 +616,16 @@ def _turn_back_tokens(
     HAS_ROPE: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
 ) -> None:
-    """The gradient of `_turn` for all heads of TOKENS tokens from `start` on, and their part of the weight's."""
+    """The gradient of `_turn` for all heads of a program's tokens from `start` on, and their part of the weight's."""
     # By index: type checkers do not see the result of a jitted function as unpackable.
     weight = _load_weight(weight_ptr, source_ptr, HEAD_DIM, HAS_NORM, HALF_BLOCK)
     # Kept separate by head until the end: a sum over heads makes warps wait for one another.
     sum_first = tl.zeros([HEAD_BLOCK, HALF_BLOCK], tl.float32)
     sum_second = tl.zeros([HEAD_BLOCK, HALF_BLOCK], tl.float32)
     NUM_BLOCKS: tl.constexpr = (NUM + HEAD_BLOCK - 1) // HEAD_BLOCK
-    for index in range(TOKENS * NUM_BLOCKS):
+    index = 0
+    while index < tokens_of_program * NUM_BLOCKS:
         token = start + index // NUM_BLOCKS
         is_token = token < num_tokens
         tables = _load_tables(cos_ptr, sin_ptr, token, is_token, HEAD_DIM, HAS_ROPE, HALF_BLOCK)
@@ -633,6 +636,7 @@ def _turn_back_tokens(
         )  # fmt: skip
         sum_first += added[0]
         sum_second += added[1]
+        index += 1
     if HAS_NORM:
         lanes = tl.arange(0, HALF_BLOCK)
         is_lane = lanes < HEAD_DIM // 2

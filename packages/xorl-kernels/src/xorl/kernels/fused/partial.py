@@ -25,27 +25,28 @@ def sum_of_programs(partial: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty(width, dtype=dtype, device=partial.device)
     grid = (math.ceil(width / COLUMNS),)
     rows = min(MAX_ROWS, power_of_2(max(num_rows, 1)))
-    sizes = {"WIDTH": width, "ROWS": rows, "ROUNDS": math.ceil(num_rows / rows), "COLUMNS": COLUMNS}
+    sizes = {"WIDTH": width, "ROWS": rows, "COLUMNS": COLUMNS}
     launch(_sum, grid, partial, out, num_rows, num_warps=NUM_WARPS, **sizes)
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _sum(
     partial_ptr: tl.tensor,
     out_ptr: tl.tensor,
     num_rows: int,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
-    ROUNDS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = columns < WIDTH
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for index in range(ROUNDS):
-        rows = index * ROWS + tl.arange(0, ROWS)
+    start = 0
+    while start < num_rows:
+        rows = start + tl.arange(0, ROWS)
         is_inside = (rows < num_rows)[:, None] & is_column[None, :]
         sums += tl.load(partial_ptr + rows[:, None] * WIDTH + columns[None, :], mask=is_inside, other=0.0)
+        start += ROWS
     dtype = out_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue] it is a pointer
     tl.store(out_ptr + columns, tl.sum(sums, axis=0).to(dtype), mask=is_column)

@@ -111,16 +111,19 @@ class LossOfRows(NamedTuple):
         loss: [B] fp32, or fp64 for fp64 logits.
         correct: [B] bool: no other logit is larger than the label's, and none before it as large.
         scale: [B] of the loss's dtype: the factor by which a row's gradient must still be multiplied.
+        rest: [B] of the loss's dtype: what the label's element of the gradient lost where it was rounded. That element
+            is about as large as all others together, so its rounding would outweigh theirs.
     """
 
     loss: Tensor
     correct: Tensor
     scale: Tensor
+    rest: Tensor
 
     @classmethod
     def empty(cls, num_rows: int, dtype: torch.dtype, device: torch.device) -> Self:
         """Uninitialised values, for losses of `dtype`."""
-        return cls(*(torch.empty(num_rows, dtype=each, device=device) for each in (dtype, torch.bool, dtype)))
+        return cls(*(torch.empty(num_rows, dtype=each, device=device) for each in (dtype, torch.bool, dtype, dtype)))
 
     def rows(self, start: int, stop: int) -> Self:
         """Views of rows start to stop."""
@@ -138,8 +141,8 @@ def cross_entropy_rows(
         token_weight: [B], multiplies the scales; None means 1. The losses are not multiplied.
         gradient: [B, V] in any dtype, overwritten; may be `logits`. Its rows times the scales are the gradient of the
             logits. None: not computed.
-        found: for B rows, overwritten: 0, False and 0 where the label is ignored. The scales are only meaningful with a
-            gradient.
+        found: for B rows, overwritten: zeros where the label is ignored. The scales and rests are only meaningful with
+            a gradient.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     trained = labels != IGNORE
@@ -152,6 +155,23 @@ def cross_entropy_rows(
         rows = (wide - logsumexp).exp_()  # [B, V]
         rows.scatter_add_(1, targets, rows.new_full((), -1.0).expand_as(targets))
         gradient.copy_(rows.masked_fill_(~trained[:, None], 0.0))
+        found.rest.copy_((rows.gather(1, targets) - gradient.gather(1, targets)).squeeze(1))
+
+
+def add_at_labels_(target: Tensor, rows: Tensor, labels: Tensor, factors: Tensor) -> None:
+    """target[labels[b]] += factors[b] * rows[b] for each b, added up in fp32 and rounded once for each label.
+
+    Args:
+        target: [V, D], changed.
+        rows: [B, D] in any dtype.
+        labels: [B] int64; those outside [0, V) are left out.
+        factors: [B] fp32.
+    """
+    chosen = ((labels >= 0) & (labels < len(target))).nonzero().squeeze(1)
+    places, inverse = labels[chosen].unique(return_inverse=True)
+    totals = torch.zeros(len(places), rows.shape[1], dtype=torch.float32, device=rows.device)
+    totals.index_add_(0, inverse, rows[chosen].float() * factors[chosen, None])
+    target[places] = (target[places].float() + totals).to(target.dtype)
 
 
 def widened_sum_(out: Tensor, first: Tensor, others: Tensor) -> Tensor:

@@ -93,9 +93,9 @@ def _rms_norm_backward(
             grad_x,
             partial,
             num_rows,
+            rows,
             WIDTH=width,
             HAS_SUM=grad_summed is not None,
-            ROWS=rows,
             PREFETCHES=width * x.element_size() <= MAX_PREFETCHED_BYTES * num_warps,
             BLOCK=power_of_2(width),
             num_warps=num_warps,
@@ -209,7 +209,7 @@ def _forward(
     tl.store(rstd_ptr + row, rstd)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "rows_of_program"])
 def _backward(
     grad_normed_ptr: tl.tensor,
     grad_summed_ptr: tl.tensor,
@@ -219,9 +219,9 @@ def _backward(
     grad_x_ptr: tl.tensor,
     partial_ptr: tl.tensor,
     num_rows: int,
+    rows_of_program: int,
     WIDTH: tl.constexpr,
     HAS_SUM: tl.constexpr,
-    ROWS: tl.constexpr,
     PREFETCHES: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -230,15 +230,15 @@ def _backward(
     is_column = columns < WIDTH
     dtype = grad_x_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue] it is a pointer
     grad_weight = tl.zeros([BLOCK], tl.float32)
-    start = program * ROWS
-    end = tl.minimum(start + ROWS, num_rows)
+    start = program * rows_of_program
+    end = tl.minimum(start + rows_of_program, num_rows)
     if PREFETCHES:
         weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0).to(dtype).to(tl.float32)
         x, grad, summed, rstd = _load_row(
             x_ptr, grad_normed_ptr, grad_summed_ptr, rstd_ptr, start, start < end, WIDTH, HAS_SUM, BLOCK
         )
-    for index in range(ROWS):
-        row = start + index
+    row = start
+    while row < start + rows_of_program:
         # A sum over the row waits for all warps; loads issued after it would leave the memory idle.
         at, is_row = (row + 1, row + 1 < end) if PREFETCHES else (row, row < end)
         loaded = _load_row(x_ptr, grad_normed_ptr, grad_summed_ptr, rstd_ptr, at, is_row, WIDTH, HAS_SUM, BLOCK)
@@ -256,6 +256,7 @@ def _backward(
         tl.store(grad_x_ptr + row * WIDTH + columns, wide.to(dtype), mask=is_column & (row < end))
         if PREFETCHES:
             x, grad, summed, rstd = loaded
+        row += 1
     tl.store(partial_ptr + program * WIDTH + columns, grad_weight, mask=is_column)
 
 

@@ -44,9 +44,9 @@ def adamw_(
             mean = m.float() * beta1 + gradient * (1 - beta1)
             square = v.float() * beta2 + gradient * gradient * (1 - beta2)
             denominator = (square / second).sqrt() + eps
-            value = p.float() * (1 - lr * weight_decay) - mean / first / denominator * lr
+            change = mean / first / denominator * lr + p.float() * (lr * weight_decay)
             word, other = (None, None) if noise is None else draw(noise, start, p.numel())
-            _store(p, value, word)
+            _store(p, p.float() - change, word)
             _store(m, mean, None if word is None else word >> 16)
             _store(v, square, other)
 
@@ -79,7 +79,7 @@ def descend_(
     param: Tensor,
     update: Tensor,
     *,
-    keep: float,
+    decay: float,
     rate: float,
     grad_scale: Tensor | None,
     skip: Tensor,
@@ -90,11 +90,8 @@ def descend_(
         return
     factor = _inverse(grad_scale) * rate
     for start, (p, u) in _blocks(param, update):
-        value = p.float() * keep - u.float() * factor
-        if noise is None or p.dtype != torch.bfloat16:
-            p.copy_(value)
-        else:
-            _store(p, value, draw(noise, start, p.numel())[0])
+        word = None if noise is None or p.dtype != torch.bfloat16 else draw(noise, start, p.numel())[0]
+        _store(p, p.float() - (u.float() * factor + p.float() * decay), word)
 
 
 def scale_(tensor: Tensor, factor: Tensor) -> None:

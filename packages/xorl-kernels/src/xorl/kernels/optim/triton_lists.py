@@ -72,7 +72,7 @@ def adamw_(
 ) -> None:
     """See `updates.adamw_`."""
     beta1, beta2 = betas
-    rates = (lr, 1 - lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, eps)
+    rates = (lr, lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, eps)
     for kind, chosen in _by_kind(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)).items():
         columns = [(*addresses, index, *_noise_columns(noises, index)) for index, addresses in chosen]
         table = _Table.of([params[index].numel() for index, _ in chosen], columns, params[0].device)
@@ -144,7 +144,7 @@ def _adamw_block(
     root: tl.tensor,
     factor: tl.tensor,
     zero: tl.tensor,
-    keep: float,
+    decay: float,
     beta1: float,
     rest1: float,
     beta2: float,
@@ -157,7 +157,9 @@ def _adamw_block(
     mean = tl.fma(load(exp_avg, mask), beta1, gradient * rest1)
     square = tl.fma(load(exp_avg_sq, mask), beta2, gradient * gradient * rest2)
     ratio = mean / tl.fma(tl.sqrt(square), root, eps)
-    value = tl.fma(ratio, -rate, load(param, mask) * keep)
+    # One difference: a factor of 1 - decay on the parameter would be rounded to multiples of 2**-24.
+    old = load(param, mask)
+    value = old - tl.fma(old, decay, ratio * rate)
     if IS_STOCHASTIC:
         # Adds nothing, but gives the indices the register layout of the loads. Words drawn in another layout would be
         # exchanged through shared memory, and take more registers.
@@ -180,7 +182,7 @@ def _adamw(
     grad_scale: tl.tensor | None,
     skip: tl.tensor,
     lr: float,
-    keep: float,
+    decay: float,
     beta1: float,
     rest1: float,
     beta2: float,
@@ -222,14 +224,14 @@ def _adamw(
             at = begin + lanes
             _adamw_block(
                 param + at, grad + at, exp_avg + at, exp_avg_sq + at, None, first + at, key, step, rate, root, factor,
-                zero, keep, beta1, rest1, beta2, rest2, eps, IS_STOCHASTIC,
+                zero, decay, beta1, rest1, beta2, rest2, eps, IS_STOCHASTIC,
             )  # fmt: skip
     else:
         for begin in range(0, CHUNK, BLOCK):
             at = begin + lanes
             _adamw_block(
                 param + at, grad + at, exp_avg + at, exp_avg_sq + at, start + at < count, first + at, key, step, rate,
-                root, factor, zero, keep, beta1, rest1, beta2, rest2, eps, IS_STOCHASTIC,
+                root, factor, zero, decay, beta1, rest1, beta2, rest2, eps, IS_STOCHASTIC,
             )  # fmt: skip
 
 

@@ -40,7 +40,7 @@ def descend_(
     param: Tensor,
     update: Tensor,
     *,
-    keep: float,
+    decay: float,
     rate: float,
     grad_scale: Tensor | None,
     skip: Tensor,
@@ -49,7 +49,7 @@ def descend_(
     """See `updates.descend_`."""
     count = param.numel()
     key, first, step = (0, 0, None) if noise is None else (noise.key, noise.first, noise.step)
-    arguments = (param, update, grad_scale, skip, step, count, key, first, keep, rate)
+    arguments = (param, update, grad_scale, skip, step, count, key, first, decay, rate)
     launch(_descend, _grid(count), *arguments, num_warps=4, BLOCK=BLOCK)
 
 
@@ -146,7 +146,7 @@ def _descend(
     count: tl.int64,  # pyright: ignore[reportInvalidTypeForm]
     key: tl.int64,  # pyright: ignore[reportInvalidTypeForm]
     first: tl.int64,  # pyright: ignore[reportInvalidTypeForm]
-    keep: float,
+    decay: float,
     rate: float,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -155,12 +155,13 @@ def _descend(
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < count
     descent = load(update + offsets, mask) * (inverse(grad_scale) * rate)
-    value = tl.fma(load(param + offsets, mask), keep, -descent)
+    old = load(param + offsets, mask)
+    change = tl.fma(old, decay, descent)
     if step is None:
-        store(param + offsets, value, mask, None)
+        store(param + offsets, old - change, mask, None)
     else:
         word, _ = draw(offsets + first, tl.load(step), key)  # pyright: ignore[reportGeneralTypeIssues]
-        store(param + offsets, value, mask, word)
+        store(param + offsets, old - change, mask, word)
 
 
 @triton.jit

@@ -46,7 +46,8 @@ def adamw_(
     hyper = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
     kinds = {tensor.dtype for tensors in (params, exp_avgs, exp_avg_sqs) for tensor in tensors}
     if noises is None and len(kinds) == 1 and not params[0].is_cuda:
-        # Uses all cores at once, which is worth one rounding of gradients that were accumulated in a wider dtype.
+        # Uses all cores at once, which is worth one rounding of gradients that were accumulated in a wider dtype, and
+        # of its factor 1 - lr * weight_decay.
         torch._fused_adamw_(
             list(params),
             [grad.to(params[0].dtype) for grad in grads],
@@ -95,17 +96,21 @@ def descend_(
     param: Tensor,
     update: Tensor,
     *,
-    keep: float,
+    decay: float,
     rate: float,
     grad_scale: Tensor | None,
     skip: Tensor,
     noise: Noise | None,
 ) -> None:
-    """param = keep * param - rate * update; the update may be a gradient with its scale."""
+    """param -= rate * update + decay * param; the update may be a gradient with its scale.
+
+    decay is the learning rate times the weight decay. A factor of 1 - decay on the parameter would be rounded to
+    multiples of 2**-24, which are coarse beside it.
+    """
     _check(param, update)
     if param.numel():
         options = {"grad_scale": grad_scale, "skip": skip, "noise": noise}
-        _singles(param).descend_(param, update, keep=keep, rate=rate, **options)
+        _singles(param).descend_(param, update, decay=decay, rate=rate, **options)
 
 
 def scale_(tensor: Tensor, factor: Tensor) -> None:
