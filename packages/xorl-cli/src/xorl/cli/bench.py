@@ -25,6 +25,9 @@ MODULE = "xorl.cli.bench"
 DocumentsOption = Annotated[
     str, typer.Option(help="With --model: single (a bin is one document) or packed (256 to 4096 tokens each).")
 ]
+OutputOption = Annotated[
+    Path | None, typer.Option(callback=at_home, help="Folder of results. [outputs/bench/NAME_TIME]")
+]
 AgainstOption = Annotated[
     list[str] | None,
     typer.Option(metavar="OPTIONS", help='Measure xorl with other options too, in turn: "train.enable_compile=false".'),
@@ -90,9 +93,7 @@ def bench_command(
         str, typer.Option(help="Others to measure in turn, by commas: transformers[-liger][-fa4][-compile][-autocast].")
     ] = "",
     against: AgainstOption = None,
-    output: Annotated[
-        Path | None, typer.Option(callback=at_home, help="Folder of results. [outputs/bench/NAME_TIME]")
-    ] = None,
+    output: OutputOption = None,
     record: Annotated[Path | None, typer.Option(callback=at_home, help="Markdown file to add the results to.")] = None,
     profile: Annotated[bool, typer.Option("--profile", help="Record one more step: its kernels and gaps.")] = False,
     nproc_per_node: Annotated[int | None, typer.Option(help="Ranks on this machine. [one per GPU, else 1]")] = None,

@@ -90,11 +90,10 @@ def quantize_block_fp8(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]
     """See `block_fp8.quantize_block_fp8`."""
     num_rows, num_columns = weight.shape
     codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
-    # Rows are on the first axis: the others take at most 65,535 programs.
-    grid = (-(-num_rows // group_size), -(-num_columns // group_size))
-    scales = torch.empty(grid, dtype=torch.float32, device=weight.device)
+    blocks = (-(-num_rows // group_size), -(-num_columns // group_size))
+    scales = torch.empty(blocks, dtype=torch.float32, device=weight.device)
     tensors = (weight.contiguous(), codes, scales)
-    launch(_quantize_block_fp8, grid, *tensors, num_rows, num_columns, num_warps=NUM_WARPS, G=group_size)
+    launch(_quantize_block_fp8, (scales.numel(),), *tensors, num_rows, num_columns, num_warps=NUM_WARPS, G=group_size)
     return codes, scales
 
 
@@ -104,7 +103,8 @@ def dequantize_block_fp8(
     """See `block_fp8.dequantize_block_fp8`."""
     num_rows, num_columns = codes.shape
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    grid = (-(-num_rows // TILE_ROWS), -(-num_columns // group_size))
+    # One axis, along rows of tiles: the other axes of a grid take at most 65,535 programs.
+    grid = (-(-num_rows // TILE_ROWS) * -(-num_columns // group_size),)
     tensors = (codes.contiguous(), scales.contiguous(), out)
     draws = _draws(noise, scales)
     sizes = {"G": group_size, "TILE_ROWS": TILE_ROWS}
@@ -328,8 +328,9 @@ def _quantize_block_fp8(
     num_columns: int,
     G: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0).to(tl.int64) * G + tl.arange(0, G)
-    column = tl.program_id(1) * G + tl.arange(0, G)
+    num_blocks = tl.cdiv(num_columns, G)
+    row = (tl.program_id(0) // num_blocks).to(tl.int64) * G + tl.arange(0, G)
+    column = tl.program_id(0) % num_blocks * G + tl.arange(0, G)
     inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
     place = row[:, None] * num_columns + column[None, :]
     x = tl.load(weight_ptr + place, mask=inside, other=0.0).to(tl.float32)
@@ -338,7 +339,7 @@ def _quantize_block_fp8(
     scaled = _divide(x, scale)
     code = _round_e4m3(tl.clamp(scaled, -_E4M3_LARGEST, _E4M3_LARGEST))
     tl.store(codes_ptr + place, code.to(codes_ptr.dtype.element_ty), mask=inside)
-    tl.store(scales_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), scale)
+    tl.store(scales_ptr + tl.program_id(0), scale)
 
 
 @triton.jit
@@ -354,13 +355,14 @@ def _dequantize_block_fp8(
     G: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    column = tl.program_id(1) * G + tl.arange(0, G)
+    num_blocks = tl.cdiv(num_columns, G)
+    tile, block = tl.program_id(0) // num_blocks, tl.program_id(0) % num_blocks
+    row = tile.to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    column = block * G + tl.arange(0, G)
     inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
     place = row[:, None] * num_columns + column[None, :]
     code = tl.load(codes_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    block = (tl.program_id(0) * TILE_ROWS // G) * tl.num_programs(1) + tl.program_id(1)
-    scale = tl.load(scales_ptr + block)
+    scale = tl.load(scales_ptr + (tile * TILE_ROWS // G) * num_blocks + block)
     values = code * scale
     if NOISE:
         one, other = _normals(place >> 1, key_ptr)  # pyright: ignore[reportGeneralTypeIssues]
