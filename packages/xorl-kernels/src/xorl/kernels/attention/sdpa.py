@@ -23,9 +23,11 @@ from xorl.kernels.attention.split import split_by_heads
 FLASH_HEAD_DIM_MULTIPLE = 8
 # The memory-efficient kernel reads log-sum-exps in blocks of this many tokens, infinite past the last one.
 EFFICIENT_LSE_BLOCK = 32
-# Heads must be a multiple of this many bytes.
+# It takes heads whose size is a multiple of this many bytes.
 EFFICIENT_CHANNEL_BYTES = 16
-CAUSAL_FROM_TOP_LEFT = 1  # its name for a causal mask
+# Its code for a causal mask in which the first query sees the first key alone.
+CAUSAL_FROM_TOP_LEFT = 1
+# Above this size, a mask for a window is refused: it grows with the square of the document's length.
 MAX_BIAS_BYTES = 2**32
 # It reads the bias in rows that begin at multiples of this many elements.
 EFFICIENT_BIAS_BLOCK = 16

@@ -1,6 +1,6 @@
 """Splits backward passes that are too large for kernels with 32-bit offsets into passes over some of the heads.
 
-Shapes: T tokens, N documents, H query heads, G key/value heads, C channels of a head.
+Shapes: T tokens, H query heads, G key/value heads, C channels of a head.
 """
 
 from functools import wraps
@@ -16,7 +16,7 @@ LARGEST = 2**31
 
 
 def split_by_heads(backward: BackwardKernel) -> BackwardKernel:
-    """The same kernel; tensors with too many elements are processed a few heads at a time."""
+    """Wraps a kernel: where q has more than LARGEST elements, it runs on a few heads at a time."""
 
     @wraps(backward)
     def split(
