@@ -27,7 +27,7 @@ HF_CONFIG = hf_config("qwen2", tie_word_embeddings=True)
 
 def batches() -> list[PackedBatch]:
     """Micro-batches of uneven documents; scales are taken from one, so every split of the work keeps them whole."""
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator().manual_seed(1)
     made = []
     for index in range(NUM_BATCHES):
         documents = []

@@ -17,7 +17,7 @@ from sockets import ipc_address
 from worker_ranks import ADAPTER, KINDS, ask, datum, done, make, service_config, shards, train, trained_values
 from xorl.core import runtime
 from xorl.server.channel import BlockingServer, ChannelClient
-from xorl.server.messages import Done, Health, HealthResult, Result, Shutdown, ShutdownResult, Work
+from xorl.server.messages import Cancel, Done, Health, HealthResult, Result, Shutdown, ShutdownResult, Work
 from xorl.server.names import CheckpointRef
 from xorl.server.operations import (
     BaseSampler,
@@ -88,10 +88,10 @@ def test_work_is_done_once_by_all_ranks_and_answered_again(tmp_path: Path, run_r
 
     def serve_all(address: str) -> list[Result]:
         config = service_config(tmp_path, data_parallel_shard_size=2)
-        server = None
+        server, cancelled = None, serve.Cancelled()
         answers: list[Result] = []
         if runtime.global_rank() == 0:
-            server = BlockingServer(address, Work)
+            server = BlockingServer(address, Work | Cancel, aside=cancelled.take)
             asking = threading.Thread(target=lambda: asyncio.run(ask_all(server.address, works, answers)))
             asking.start()
         worker = Worker(build_base(config, runtime.init("cpu")))
@@ -100,7 +100,7 @@ def test_work_is_done_once_by_all_ranks_and_answered_again(tmp_path: Path, run_r
         if server is None:
             serve.follow(worker)
         else:
-            serve.lead(worker, server)
+            serve.lead(worker, server, cancelled)
             asking.join()
             server.close()
         return answers
