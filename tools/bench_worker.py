@@ -36,11 +36,11 @@ from xorl.core.mesh import Mesh
 from xorl.core.models import spec_for
 from xorl.core.runtime import Runtime
 from xorl.data import Document, collate
-from xorl.server.arrays import Array, Datum
+from xorl.server.datum import Array, Datum
 from xorl.server.messages import Done, Operation, Work
 from xorl.server.operations import CreateModel, Failure, ForwardBackward, LoraSpec, OptimStep
 from xorl.server.worker.base import build_base
-from xorl.server.worker.operations import Worker
+from xorl.server.worker.worker import Worker
 from xorl.train.build import build_engine, parallel_dims
 from xorl.train.model import read_architecture
 

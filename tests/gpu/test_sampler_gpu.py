@@ -18,7 +18,7 @@ from xorl.core.mesh import DataParallelMode, Mesh, ParallelDims
 from xorl.core.models import spec_for
 from xorl.core.nn import choose_kernels
 from xorl.core.parallel import ParallelModel, ParallelPolicy, parallelize
-from xorl.kernels.attention import AttentionRequest, GrowthLayout, KeyValueCache, MixedLayout, resolve_attention
+from xorl.kernels.attention import AttentionRequest, DecodeLayout, KeyValueCache, MixedLayout, resolve_attention
 from xorl.kernels.attention.cached import flash_cached_attention, plain_cached_attention
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import linear_cross_entropy
@@ -113,11 +113,11 @@ def test_paged_attention_reads_the_cache_as_the_plain_twin(
     blocks = iter(torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1)).tolist())
     tables = [[next(blocks) for _ in range(-(-total // 16))] for total in totals]
     mixed = MixedLayout(cache, tables, [1] * len(totals), totals, device).of_layer(0)
-    growth = GrowthLayout(cache, mixed.tables.t(), mixed.positions).of_layer(0)
-    assert torch.equal(growth.new_rows, mixed.new_rows)
+    decode = DecodeLayout(cache, mixed.tables.t(), mixed.positions).of_layer(0)
+    assert torch.equal(decode.new_rows, mixed.new_rows)
     q = torch.randn(len(totals), heads, head_dim, device=device, generator=generator).bfloat16()
     keys, values = cache.keys[0], cache.values[0]
-    found = growth.attend(q, keys, values, scale=0.125, window=window)
+    found = decode.attend(q, keys, values, scale=0.125, window=window)
     plain = plain_cached_attention(q.double(), keys.double(), values.double(), mixed, scale=0.125, window=window)
     torch.testing.assert_close(found.double(), plain, rtol=0.016, atol=8e-3)
 

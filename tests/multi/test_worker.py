@@ -38,8 +38,8 @@ from xorl.core.nn import LayerKernels
 from xorl.data import Document, collate
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import AdapterSpec, adapters, init_adapters, inject
-from xorl.server.arrays import Array, Datum
-from xorl.server.names import CheckpointKind, CheckpointRef, checkpoint_folder
+from xorl.server.datum import Array, Datum
+from xorl.server.identifiers import CheckpointKind, CheckpointRef, checkpoint_folder
 from xorl.server.operations import (
     AbortGradients,
     CreateModel,

@@ -17,8 +17,9 @@ from sockets import ipc_address
 from worker_ranks import ADAPTER, KINDS, ask, datum, done, make, service_config, shards, train, trained_values
 from xorl.core import runtime
 from xorl.server.channel import BlockingServer, ChannelClient
+from xorl.server.collectives import GRACE_S
+from xorl.server.identifiers import CheckpointRef
 from xorl.server.messages import Cancel, Done, Health, HealthResult, Result, Shutdown, ShutdownResult, Work
-from xorl.server.names import CheckpointRef
 from xorl.server.operations import (
     BaseSampler,
     CheckpointSampler,
@@ -37,11 +38,10 @@ from xorl.server.operations import (
     SaveWeightsForSampler,
     UnloadModel,
 )
-from xorl.server.together import GRACE_S
 from xorl.server.worker import serve
 from xorl.server.worker.base import build_base
-from xorl.server.worker.operations import Worker
 from xorl.server.worker.selftest import self_test
+from xorl.server.worker.worker import Worker
 
 
 def failing_once_done(method: Callable[..., None]) -> Callable[..., None]:

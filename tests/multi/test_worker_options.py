@@ -9,7 +9,7 @@ import torch
 
 from placement import whole
 from worker_ranks import ask, datum, done, service_config, train, worker_of
-from xorl.server.names import CheckpointRef
+from xorl.server.identifiers import CheckpointRef
 from xorl.server.operations import (
     CreateModel,
     Failure,
@@ -23,8 +23,8 @@ from xorl.server.operations import (
     SaveWeights,
 )
 from xorl.server.worker.adapters import AdapterModels
-from xorl.server.worker.operations import Worker
 from xorl.server.worker.selftest import self_test
+from xorl.server.worker.worker import Worker
 
 
 @pytest.mark.multi

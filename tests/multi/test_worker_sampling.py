@@ -12,8 +12,8 @@ import torch
 
 from worker_ranks import ask, datum, done, make, service_config, shards, train, values, worker_of
 from xorl.config import ConfigError
-from xorl.server.arrays import Array
-from xorl.server.names import CheckpointRef
+from xorl.server.datum import Array
+from xorl.server.identifiers import CheckpointRef
 from xorl.server.operations import (
     BaseSampler,
     CheckpointSampler,
@@ -31,7 +31,7 @@ from xorl.server.operations import (
 from xorl.server.sampler.sampler import BLOCK_SIZE
 from xorl.server.worker import adapters
 from xorl.server.worker.adapters import AdapterModels
-from xorl.server.worker.operations import Worker
+from xorl.server.worker.worker import Worker
 
 ADAPTERS = {"enable_lora": True, "lora_rank": 4}
 

@@ -11,7 +11,7 @@ import pytest
 from answering_orchestrator import served
 from xorl.server.api import checkpoint_routes
 from xorl.server.api.archive import Archive
-from xorl.server.names import CheckpointRef
+from xorl.server.identifiers import CheckpointRef
 
 FILES = {
     "adapter_config.json": b"{}",

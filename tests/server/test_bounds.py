@@ -2,7 +2,7 @@
 
 import pytest
 
-from xorl.server.names import CheckpointRef
+from xorl.server.identifiers import CheckpointRef
 from xorl.server.queries import CheckpointInfo
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from engines import fake_engines
-from xorl.server.arrays import Array
+from xorl.server.datum import Array
 from xorl.server.endpoints import EndpointRegistry, EndpointSampler, EngineError
 from xorl.server.endpoints.vllm import vllm_request, vllm_result
 from xorl.server.operations import BaseSampler, Endpoint, EndpointSynced, Sample, SyncResult

@@ -13,10 +13,10 @@ import uvicorn
 
 from sockets import ipc_address
 from xorl.server.api import ApiSettings, create_app
-from xorl.server.arrays import Array
 from xorl.server.channel import ChannelServer
+from xorl.server.datum import Array
+from xorl.server.identifiers import CheckpointRef, checkpoint_folder
 from xorl.server.messages import Accepted, Cancel, Finished, Ok, Pending, Poll, Rejected, Submit, Tombstone, Unknown
-from xorl.server.names import CheckpointRef, checkpoint_folder
 from xorl.server.operations import (
     NO_LOGPROB,
     AbortGradients,
@@ -47,7 +47,7 @@ from xorl.server.operations import (
 from xorl.server.queries import (
     AddEndpoint,
     CheckpointInfo,
-    Checkpoints,
+    CheckpointList,
     ConnectEndpoints,
     CreateSamplingSession,
     CreateSession,
@@ -254,7 +254,7 @@ class AnsweringOrchestrator:
 
     async def on_ListCheckpoints(self, asked: ListCheckpoints):
         found = [c for ref, c in self.checkpoints.items() if asked.model_id in (None, ref.model_id)]
-        return Checkpoints(found[::-1], len(found))
+        return CheckpointList(found[::-1], len(found))
 
     async def on_DeleteCheckpoint(self, asked: DeleteCheckpoint):
         found = self.checkpoints.pop(asked.checkpoint, None)

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
-from xorl.server.arrays import Array
 from xorl.server.channel import BlockingServer, ChannelKeys, Limits
+from xorl.server.datum import Array
+from xorl.server.identifiers import CheckpointKind, CheckpointRef, checkpoint_folder
 from xorl.server.messages import CANCELLED, Cancel, Done, Health, HealthResult, Ok, Work
-from xorl.server.names import CheckpointKind, CheckpointRef, checkpoint_folder
 from xorl.server.operations import (
     AbortGradients,
     CreateModel,

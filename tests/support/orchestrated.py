@@ -10,8 +10,8 @@ import numpy as np
 
 from counting_workers import CountingWorkers
 from xorl.server.api import ApiSettings, create_app
-from xorl.server.arrays import Array, Datum
 from xorl.server.channel import Limits
+from xorl.server.datum import Array, Datum
 from xorl.server.messages import Accepted, Finished, Pending, Poll, Submit
 from xorl.server.operations import CreateModel, ForwardBackward, LoraSpec, OptimStep
 from xorl.server.orchestrator import Orchestrator, OrchestratorOptions

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from xorl.config.temporary import temporary_folder
+from xorl.host.temporary import temporary_folder
 
 
 @contextmanager

@@ -16,13 +16,13 @@ from placement import whole
 from tiny_models import hf_config
 from xorl.config import ServerConfig, server_config_from_mapping
 from xorl.core import runtime
-from xorl.server.arrays import Array, Datum
+from xorl.server.datum import Array, Datum
 from xorl.server.messages import Operation, Result, Work
 from xorl.server.operations import CreateModel, Failure, ForwardBackward, LoraSpec, OptimStep
 from xorl.server.worker.adapters import AdapterModels
 from xorl.server.worker.base import build_base
 from xorl.server.worker.full import WholeModel
-from xorl.server.worker.operations import Worker
+from xorl.server.worker.worker import Worker
 
 VOCAB = 64
 HF_CONFIG = hf_config(eos_token_id=63)

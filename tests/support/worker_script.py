@@ -13,7 +13,7 @@ from typing import Literal, cast
 from tiny_models import hf_config
 from worker_ranks import ask, datum, done, service_config, values, worker_of
 from xorl.core import runtime
-from xorl.server.names import CheckpointRef
+from xorl.server.identifiers import CheckpointRef
 from xorl.server.operations import (
     CreateModel,
     Failure,
@@ -29,7 +29,7 @@ from xorl.server.operations import (
     SaveWeightsForSampler,
     SnapshotSampler,
 )
-from xorl.server.worker.operations import Worker
+from xorl.server.worker.worker import Worker
 
 # Heads that a GPU's attention takes.
 SHAPE = hf_config(

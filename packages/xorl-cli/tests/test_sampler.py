@@ -24,8 +24,8 @@ from xorl.lora import AdapterBank, AdapterSpec
 from xorl.server.sampler import Sampler, SampleRequest, SampleResult
 from xorl.server.sampler import sampler as sampler_module
 from xorl.server.sampler.blocks import BlockPool, block_keys
+from xorl.server.sampler.decode import DecodePass
 from xorl.server.sampler.draw import DrawRule, draw, uniform_number
-from xorl.server.sampler.growth import Growth
 from xorl.server.sampler.schedule import Continuation, Schedule
 
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def one_rank() -> Iterator[None]:
 
 
 class PlainGrowth:
-    """What `Growth` does, by the layout that a CPU has, with the rows that fill up a recorded pass."""
+    """What `DecodePass` does, by the layout that a CPU has, with the rows that fill up a recorded pass."""
 
     def __init__(self, model: ParallelModel, cache: KeyValueCache, **_: object) -> None:
         self._model = model
@@ -60,12 +60,12 @@ class PlainGrowth:
         return logits[: len(tokens)]
 
 
-@pytest.fixture(autouse=True, params=["in one pass", "growth apart"])
+@pytest.fixture(autouse=True, params=["in one pass", "decode apart"])
 def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that is here holds whether samples that grow have passes of their own, as on a GPU, or not."""
-    if request.param == "growth apart":
+    if request.param == "decode apart":
         monkeypatch.setattr(sampler_module, "growth_refusal", lambda request: None)
-        monkeypatch.setattr(sampler_module, "Growth", PlainGrowth)
+        monkeypatch.setattr(sampler_module, "DecodePass", PlainGrowth)
 
 
 @pytest.fixture
@@ -482,8 +482,8 @@ def test_looking_whether_a_pass_can_be_recorded_warns_of_nothing(monkeypatch: py
         warnings.warn("Synchronization debug mode is a prototype feature and does not yet detect all", stacklevel=2)
 
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: set_mode(mode) if mode == "error" else None)
-    growth = object.__new__(Growth)
-    monkeypatch.setattr(growth, "_pass", lambda num_rows: None)
+    decode = object.__new__(DecodePass)
+    monkeypatch.setattr(decode, "_pass", lambda num_rows: None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert growth._waits(1) is None
+        assert decode._waits(1) is None

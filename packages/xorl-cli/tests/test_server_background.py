@@ -7,7 +7,7 @@ import time
 from asynchronous import in_a_loop
 from counting_workers import folded
 from orchestrated import MODEL, forward_backward, options, running, serving, step, workers
-from xorl.server.names import CheckpointRef, checkpoint_folder
+from xorl.server.identifiers import CheckpointRef, checkpoint_folder
 from xorl.server.operations import Failure, SaveWeights
 from xorl.server.orchestrator import catalogue
 

@@ -27,8 +27,8 @@ from xorl.server.addresses import (
     workers_file,
 )
 from xorl.server.channel import ChannelKeys
+from xorl.server.startup_checks import check_model
 from xorl.server.supervise import ProcessFailed, Supervised
-from xorl.server.survey import check_model
 
 SLEEP = "import time; time.sleep(60)"
 

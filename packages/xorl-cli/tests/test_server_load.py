@@ -13,8 +13,8 @@ import tracemalloc
 import numpy as np
 
 from counting_workers import CountingWorkers, folded
-from xorl.server.arrays import Array, Datum
 from xorl.server.channel import Limits
+from xorl.server.datum import Array, Datum
 from xorl.server.messages import Accepted, Finished, Poll, Submit
 from xorl.server.operations import CreateModel, ForwardBackward, LoraSpec, OptimStep
 from xorl.server.orchestrator import Orchestrator, OrchestratorOptions

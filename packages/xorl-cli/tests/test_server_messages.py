@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from xorl.server.arrays import Array, Datum
+from xorl.server.datum import Array, Datum
+from xorl.server.identifiers import CheckpointRef, checkpoint_folder, model_id_in_folder, parse_uri
 from xorl.server.messages import Submit, Work
-from xorl.server.names import CheckpointRef, checkpoint_folder, model_id_in_folder, parse_uri
 from xorl.server.operations import ForwardBackward, OptimStep, Sample, SessionSampler
 from xorl.server.queries import Answer, Request
 

@@ -11,9 +11,9 @@ import numpy as np
 from asynchronous import in_a_loop
 from counting_workers import folded
 from orchestrated import MODEL, SESSION, forward_backward, options, over_http, running, serving, step, submit, workers
-from xorl.server.arrays import Array
+from xorl.server.datum import Array
+from xorl.server.identifiers import CheckpointRef, checkpoint_folder
 from xorl.server.messages import Ok, Rejected
-from xorl.server.names import CheckpointRef, checkpoint_folder
 from xorl.server.operations import (
     CheckpointSampler,
     CreateModel,

@@ -15,8 +15,8 @@ from asynchronous import in_a_loop
 from counting_workers import BAD, folded
 from engines import fake_engines
 from orchestrated import MODEL, SESSION, forward_backward, options, over_http, running, serving, step, submit, workers
-from xorl.server.arrays import Array
 from xorl.server.channel import ChannelKeys
+from xorl.server.datum import Array
 from xorl.server.messages import Ok, Pending, Poll, Rejected, Tombstone, Unknown
 from xorl.server.operations import (
     BaseSampler,

@@ -1,4 +1,4 @@
-"""Checkpoints from which models are made again, and samplers of a model: what goes with what, and what says so."""
+"""CheckpointList from which models are made again, and samplers of a model: what goes with what, and what says so."""
 
 import asyncio
 import math
@@ -11,9 +11,9 @@ import pytest
 from asynchronous import in_a_loop
 from counting_workers import BROKEN, folded
 from orchestrated import MODEL, SESSION, forward_backward, options, running, serving, step, workers
-from xorl.server.arrays import Array
+from xorl.server.datum import Array
+from xorl.server.identifiers import CheckpointRef
 from xorl.server.messages import Ok
-from xorl.server.names import CheckpointRef
 from xorl.server.operations import (
     CreateModel,
     Failure,

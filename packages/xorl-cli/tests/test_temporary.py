@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from xorl.config import temporary
-from xorl.config.temporary import NOTE, temporary_folder
+from xorl.host.temporary import NOTE, temporary_folder
 
 KEEPER = """
 import sys, time
 from pathlib import Path
-from xorl.config.temporary import *
+from xorl.host.temporary import *
 with kept(Path(sys.argv[1])) if sys.argv[1:] else temporary_folder() as found:
     print(found if sys.argv[1:] else found.path, flush=True)
     time.sleep(60)

@@ -14,7 +14,7 @@ from types import FrameType
 
 from xorl.cli.exit_codes import BY_SIGNAL, meaning_of
 from xorl.cli.failures import Failure, failure_of, noted_pids, noted_stop, report
-from xorl.config.temporary import temporary_folder
+from xorl.host.temporary import temporary_folder
 
 DEFAULT_PORT = 29500  # torchrun's
 RANK_FOLDER_FLAG = "--rank-folder"

@@ -9,7 +9,7 @@ from pathlib import Path
 from xorl.cli.exit_codes import BY_SIGNAL, OK, code_of, first_of, text_of
 from xorl.cli.failures import note_interruption, note_pid, note_stop, peer_has_failed, write_record
 from xorl.cli.signals import leaving_failed_peers, stopping_with_parent, terminable
-from xorl.config.temporary import kept
+from xorl.host.temporary import kept
 
 
 @dataclass(frozen=True)

@@ -28,11 +28,11 @@ from urllib.request import ProxyHandler, build_opener
 from pydantic import Secret
 
 from xorl.config import LoadedServerConfig, ServerConfig, load_server_config, num_workers
-from xorl.config.lock import lock_within
 from xorl.config.overrides import split_overrides
 from xorl.config.server import TOKEN_PREFIX
 from xorl.config.show import show
-from xorl.config.temporary import temporary_folder
+from xorl.host.lock import lock_within
+from xorl.host.temporary import temporary_folder
 from xorl.server.addresses import (
     KEYS_FILE,
     bind_address,
@@ -44,8 +44,8 @@ from xorl.server.addresses import (
 )
 from xorl.server.channel.wire import is_loopback
 from xorl.server.process import GRACE_S, begin_process, is_running
+from xorl.server.startup_checks import check_model, count_gpus
 from xorl.server.supervise import BAD_INPUT, ProcessFailed, Supervised
-from xorl.server.survey import check_model, count_gpus
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from xorl.server.names import Dialect
+from xorl.server.identifiers import Dialect
 from xorl.server.operations import ClientOperation, ClientResult, Failure, ForwardBackward, Message, Sample
 
 PROTOCOL_VERSION = 7

@@ -11,8 +11,8 @@ from typing import Literal
 
 import msgspec
 
-from xorl.server.arrays import Array, Datum
-from xorl.server.names import CheckpointKind, CheckpointRef
+from xorl.server.datum import Array, Datum
+from xorl.server.identifiers import CheckpointKind, CheckpointRef
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):

@@ -9,8 +9,8 @@ from typing import Literal
 
 import msgspec
 
+from xorl.server.identifiers import CheckpointRef
 from xorl.server.messages import Accepted, Cancel, Finished, Ok, Pending, Poll, Rejected, Submit, Tombstone, Unknown
-from xorl.server.names import CheckpointRef
 from xorl.server.operations import BlockFp8, Endpoint, LoraSpec, Message
 
 
@@ -190,7 +190,7 @@ class SamplingSession(Message, frozen=True):
 
 
 class ListCheckpoints(Message, frozen=True):
-    """Of one model, or of all; answered by Checkpoints. limit None: all."""
+    """Of one model, or of all; answered by CheckpointList. limit None: all."""
 
     model_id: str | None = None
     limit: int | None = None
@@ -207,7 +207,7 @@ class CheckpointInfo(Message, frozen=True):
     expires: float | None = None
 
 
-class Checkpoints(Message, frozen=True):
+class CheckpointList(Message, frozen=True):
     """Of ListCheckpoints, newest first."""
 
     checkpoints: list[CheckpointInfo]
@@ -374,7 +374,7 @@ Answer = (
     | ModelInfo
     | SamplingSession
     | CheckpointInfo
-    | Checkpoints
+    | CheckpointList
     | WeightsInfo
     | TrainingRun
     | TrainingRuns

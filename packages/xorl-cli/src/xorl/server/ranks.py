@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from xorl.config.temporary import temporary_folder
+from xorl.host.temporary import temporary_folder
 from xorl.server.process import PARENT_VARIABLE
 
 BY_SIGNAL = 128

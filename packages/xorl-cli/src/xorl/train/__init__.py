@@ -6,6 +6,7 @@ from xorl.core.runtime import shutdown as cleanup_distributed
 from xorl.train.build import Run, RunComplete, build_run
 from xorl.train.engine import Engine, StepLosses, Update
 from xorl.train.evaluate import evaluate
+from xorl.train.loop import train
 from xorl.train.module.distributed import DDPTrainer, FSDPTrainer
 from xorl.train.module.loader import DataLoader
 from xorl.train.module.text import TextStream, load_tokenizer
@@ -14,7 +15,6 @@ from xorl.train.observe.observer import DivergedError
 from xorl.train.run import run_training
 from xorl.train.sweep.build import build_sweep
 from xorl.train.sweep.loop import train_sweep
-from xorl.train.trainer import train
 
 __all__ = [
     "DDPTrainer",

@@ -77,7 +77,7 @@ METRICS = "metrics.jsonl"
 
 @dataclass(frozen=True)
 class Run:
-    """A run that is ready to train: see `trainer.train`.
+    """A run that is ready to train: see `loop.train`.
 
     evaluates_first: whether the step that it starts from is still to be evaluated.
     """

@@ -14,8 +14,8 @@ from typing import IO
 from xorl.ckpt import Checkpointer, CheckpointError, is_complete
 from xorl.ckpt.layout import LATEST, prepare_root, step_of
 from xorl.config import TrainConfig
-from xorl.config.lock import lock_within
 from xorl.core import runtime
+from xorl.host.lock import lock_within
 
 logger = logging.getLogger(__name__)
 

@@ -11,13 +11,13 @@ from xorl.config import Config, LoadedConfig, TrainConfig
 from xorl.core import runtime
 from xorl.train.adapters.folder import is_adapter
 from xorl.train.build import METRICS, Run, RunComplete, build_run
+from xorl.train.loop import train
 from xorl.train.observe.observer import Observer
 from xorl.train.observe.progress import set_up_logging
 from xorl.train.output_dir import held
 from xorl.train.sweep.build import build_sweep
 from xorl.train.sweep.loop import train_sweep
 from xorl.train.sweep.saving import MEMBERS
-from xorl.train.trainer import train
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from xorl.server.api import (
 )
 from xorl.server.api.context import Api
 from xorl.server.api.gate import Bodies, Gate, Measures
-from xorl.server.api.orchestrator import Orchestrator
+from xorl.server.api.orchestrator_client import OrchestratorClient
 from xorl.server.api.refusal import Refusal
 from xorl.server.api.settings import ApiSettings
 from xorl.server.api.text import TextCoder
@@ -55,7 +55,7 @@ def create_app(settings: ApiSettings) -> ASGIApp:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        orchestrator = Orchestrator(settings)
+        orchestrator = OrchestratorClient(settings)
         await orchestrator.start()
         reading = asyncio.Semaphore(READING_AT_ONCE)
         app.state.api = Api(settings, orchestrator, Bodies(settings, measures), measures, TextCoder(), reading)

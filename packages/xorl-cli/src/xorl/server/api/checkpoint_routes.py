@@ -22,11 +22,11 @@ from xorl.server.api.model_bodies import checkpoint_of, ttl
 from xorl.server.api.refusal import Refusal
 from xorl.server.api.reply import JSON, json_response
 from xorl.server.api.small_bodies import DeleteBody, ModelBody, TtlBody, WeightsInfoBody
+from xorl.server.identifiers import CheckpointRef, Dialect, checkpoint_folder
 from xorl.server.messages import Ok
-from xorl.server.names import CheckpointRef, Dialect, checkpoint_folder
 from xorl.server.queries import (
     CheckpointInfo,
-    Checkpoints,
+    CheckpointList,
     DeleteCheckpoint,
     GetTrainingRun,
     GetWeightsInfo,
@@ -199,7 +199,7 @@ async def get_archive(
 
 
 async def _list(request: Request, wanted: ListCheckpoints) -> Response:
-    listed = await api_of(request).orchestrator.ask(wanted, Checkpoints)
+    listed = await api_of(request).orchestrator.ask(wanted, CheckpointList)
     dialect = dialect_of(request)
     limit = listed.total if wanted.limit is None else wanted.limit
     return json_response(

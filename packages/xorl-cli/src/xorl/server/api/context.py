@@ -10,14 +10,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from xorl.server.api.gate import Bodies, Measures
-from xorl.server.api.orchestrator import Orchestrator
+from xorl.server.api.orchestrator_client import OrchestratorClient
 from xorl.server.api.place import place_of
 from xorl.server.api.refusal import Refusal
 from xorl.server.api.reply import json_response
 from xorl.server.api.settings import ApiSettings
 from xorl.server.api.tensors import Room
 from xorl.server.api.text import TextCoder
-from xorl.server.names import Dialect
+from xorl.server.identifiers import Dialect
 from xorl.server.operations import ModelOperation, Sample
 from xorl.server.queries import ServiceInfo
 
@@ -30,7 +30,7 @@ class Api:
     """The parts of the process. reading: how many long bodies are read at once, for the memory that they take."""
 
     settings: ApiSettings
-    orchestrator: Orchestrator
+    orchestrator: OrchestratorClient
     bodies: Bodies
     measures: Measures
     text: TextCoder

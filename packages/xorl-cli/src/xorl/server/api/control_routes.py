@@ -15,8 +15,8 @@ from xorl.server.api.model_bodies import metadata
 from xorl.server.api.refusal import Refusal
 from xorl.server.api.reply import JSON, json_response
 from xorl.server.api.small_bodies import FinishBody, SessionBody
+from xorl.server.identifiers import check_model_id
 from xorl.server.messages import Ok
-from xorl.server.names import check_model_id
 from xorl.server.queries import (
     CreateSession,
     FinishSession,

@@ -11,8 +11,8 @@ import numpy as np
 
 from xorl.server.api import protobuf
 from xorl.server.api.tensors import Room, TensorJson, array_of_bytes, array_of_json, tokens_array
-from xorl.server.arrays import Array, Datum, Dtype
-from xorl.server.names import SeqId, check_model_id
+from xorl.server.datum import Array, Datum, Dtype
+from xorl.server.identifiers import SeqId, check_model_id
 from xorl.server.operations import ForwardBackward, OptimStep
 
 _DTYPE_NAMES: dict[int, Dtype] = {1: "float32", 2: "int64", 3: "int32", 4: "bfloat16"}

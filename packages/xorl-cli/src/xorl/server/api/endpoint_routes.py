@@ -14,8 +14,8 @@ from xorl.server.api.refusal import Refusal
 from xorl.server.api.reply import JSON, json_response
 from xorl.server.api.results import sync_json
 from xorl.server.api.small_bodies import ConnectBody, EndpointBody, QuantizationBody, SyncBody
+from xorl.server.identifiers import check_model_id
 from xorl.server.messages import Ok
-from xorl.server.names import check_model_id
 from xorl.server.operations import BlockFp8, Endpoint, SyncResult, SyncWeights
 from xorl.server.queries import (
     AddEndpoint,

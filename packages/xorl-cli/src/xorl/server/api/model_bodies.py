@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from xorl.server.names import (
+from xorl.server.identifiers import (
     CheckpointRef,
     SeqId,
     check_model_id,

@@ -8,7 +8,7 @@ import zstandard
 from starlette.requests import Request
 
 from xorl.server.api.gate import HEAD_BYTES, decompress
-from xorl.server.names import check_model_id
+from xorl.server.identifiers import check_model_id
 
 _MODEL_ID = re.compile(rb'"model_id"\s*:\s*"([^"\\]{1,200})"')
 _SEQ_ID = re.compile(rb'"seq_id"\s*:\s*(\d{1,16})(?!\d)')

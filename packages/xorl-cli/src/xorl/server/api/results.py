@@ -10,8 +10,8 @@ from google.protobuf.message import Message as ProtobufMessage
 
 from xorl.server.api.protobuf import DTYPES, MESSAGES
 from xorl.server.api.reply import JSON, Floats
-from xorl.server.arrays import Array
-from xorl.server.names import Dialect
+from xorl.server.datum import Array
+from xorl.server.identifiers import Dialect
 from xorl.server.operations import (
     NO_LOGPROB,
     ClientResult,

@@ -9,7 +9,7 @@ import msgspec
 
 from xorl.server.api.data_bodies import ModelInputJson
 from xorl.server.api.tensors import Room, TensorJson, array_of_json, tokens_array
-from xorl.server.names import parse_uri
+from xorl.server.identifiers import parse_uri
 from xorl.server.operations import BaseSampler, CheckpointSampler, NamedSampler, Sample, SamplerRef, SessionSampler
 
 MAX_SAMPLES = 4096

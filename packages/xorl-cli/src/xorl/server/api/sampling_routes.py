@@ -18,9 +18,9 @@ from xorl.server.api.reply import JSON, json_response
 from xorl.server.api.results import likely_tokens
 from xorl.server.api.sampling_bodies import GenerateBody, SampleBody
 from xorl.server.api.small_bodies import SamplingSessionBody
-from xorl.server.arrays import Array
+from xorl.server.datum import Array
+from xorl.server.identifiers import sampling_session_id_of
 from xorl.server.messages import Cancel, Ok, Result
-from xorl.server.names import sampling_session_id_of
 from xorl.server.operations import SampledSequence, SampleResult, TopLogprobs
 from xorl.server.queries import CreateSamplingSession, GetSampler, SamplingSession, ServiceInfo
 

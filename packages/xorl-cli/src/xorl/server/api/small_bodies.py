@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from xorl.server.names import SeqId
+from xorl.server.identifiers import SeqId
 
 
 class ModelBody(msgspec.Struct, frozen=True):

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from xorl.server.arrays import ITEM_BYTES, Array, Dtype
+from xorl.server.datum import ITEM_BYTES, Array, Dtype
 
 _INTEGERS = ("int32", "int64")
 _MAX_DIMENSIONS = 2

@@ -25,7 +25,7 @@ from xorl.server.api.place import is_protobuf
 from xorl.server.api.refusal import Refusal
 from xorl.server.api.reply import json_response
 from xorl.server.api.small_bodies import KillBody, ModelBody
-from xorl.server.names import check_model_id, checkpoint_folder, session_of
+from xorl.server.identifiers import check_model_id, checkpoint_folder, session_of
 from xorl.server.operations import (
     AbortGradients,
     CreateModel,
@@ -224,7 +224,7 @@ def _reads(kind: type[_SavingBody]) -> Callable[[bytes, ServiceInfo], Ordered]:
 
 def _created(operation: CreateModel, session_id: str | None, model_seq_id: int | None) -> Ordered:
     if session_id is None:
-        # The model's own name: what comes under it once the model was used is no retry any more (see Door).
+        # The model's own name: what comes under it once the model was used is no retry any more (see Admission).
         key = f"create/{operation.model_id}"
     else:
         key = None if model_seq_id is None else f"create/{session_id}/{model_seq_id}"

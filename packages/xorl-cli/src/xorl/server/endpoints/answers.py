@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from xorl.server.arrays import Array
+from xorl.server.datum import Array
 from xorl.server.operations import NO_LOGPROB, TopLogprobs
 
 # (log-probability, token id, text)

@@ -36,7 +36,7 @@ class EngineError(Exception):
         self.is_gone = is_gone
 
 
-class Engine:
+class InferenceEngine:
     """A server at `http://host:port`; every call raises EngineError where it does not do it.
 
     The client is shared and stays the caller's.

@@ -10,7 +10,7 @@ from typing import Literal
 import httpx
 from msgspec.structs import replace
 
-from xorl.server.endpoints.engine import Engine, EngineError, EngineKind, Info
+from xorl.server.endpoints.engine import EngineError, EngineKind, InferenceEngine, Info
 from xorl.server.operations import Endpoint, SyncResult
 from xorl.server.queries import EndpointState
 
@@ -53,9 +53,9 @@ class EndpointRegistry:
         """All of them, as they were found last."""
         return list(self._states.values())
 
-    def engine(self, endpoint: Endpoint) -> Engine:
+    def engine(self, endpoint: Endpoint) -> InferenceEngine:
         """What to ask it by."""
-        return Engine(self._client, endpoint.host, endpoint.port)
+        return InferenceEngine(self._client, endpoint.host, endpoint.port)
 
     async def add(self, endpoint: Endpoint) -> EndpointState:
         """Ask a server how it is and register it; one that is registered already is asked again and takes its place.

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from xorl.server.arrays import Array
+from xorl.server.datum import Array
 from xorl.server.endpoints.answers import Candidate, Interrupted, OtherWeights, logprobs, tokens, top_table
 from xorl.server.endpoints.engine import EngineError
 from xorl.server.operations import Sample, SampledSequence, SampleResult

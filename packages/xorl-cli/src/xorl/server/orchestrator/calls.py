@@ -6,8 +6,8 @@ import hashlib
 
 import msgspec
 
+from xorl.server.identifiers import CheckpointKind, CheckpointRef
 from xorl.server.messages import Operation, Result
-from xorl.server.names import CheckpointKind, CheckpointRef
 from xorl.server.operations import (
     AbortGradients,
     ClientOperation,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from xorl.server.names import CheckpointKind, CheckpointRef, check_name, checkpoint_folder, model_id_in_folder
+from xorl.server.identifiers import CheckpointKind, CheckpointRef, check_name, checkpoint_folder, model_id_in_folder
 
 # Beside the limit, what a file system needs to stay usable while a checkpoint is written.
 FREE_MARGIN_BYTES = 64 * 2**20

@@ -8,10 +8,10 @@ import math
 import time
 
 from xorl.server.operations import Failure, UnloadModel
-from xorl.server.orchestrator import checkpoints
+from xorl.server.orchestrator import checkpoint_queries
+from xorl.server.orchestrator.admission import Admission
 from xorl.server.orchestrator.calls import RELEASE
 from xorl.server.orchestrator.commit import JournalError
-from xorl.server.orchestrator.door import Door
 from xorl.server.orchestrator.journal import PRUNED_AT_ONCE, Retention
 from xorl.server.orchestrator.registry import dropped, stored
 from xorl.server.orchestrator.runner import stop_if_broken
@@ -31,9 +31,9 @@ SESSIONS_KEPT_S = 30 * 24 * 3600.0
 class Housekeeping:
     """Runs until it is cancelled."""
 
-    def __init__(self, state: State, door: Door, retention: Retention) -> None:
+    def __init__(self, state: State, admission: Admission, retention: Retention) -> None:
         self._state = state
-        self._door = door
+        self._admission = admission
         self._retention = retention
         # All since when, by a clock that nobody sets: `time.monotonic`.
         self._gaps: dict[tuple[str, int], float] = {}
@@ -104,7 +104,7 @@ class Housekeeping:
             is_idle = now - registry.activity(model) > state.options.idle_session_timeout_s
             if is_idle or registry.has_left(model):
                 self._released[model.lane] = time.monotonic()
-                await self._door.submit_own(UnloadModel(model.model_id), RELEASE)
+                await self._admission.submit_own(UnloadModel(model.model_id), RELEASE)
 
     async def _forget(self, now: float) -> None:
         """Drop what nobody can ask for any more: old sessions that ended, samplers whose weights are gone."""
@@ -147,5 +147,5 @@ class Housekeeping:
         await self._forget(now)
         if self._expiring is None or self._expiring.done():
             # It may wait for a save, which nothing else here does.
-            self._expiring = asyncio.create_task(checkpoints.delete_expired(state, self._door, now))
+            self._expiring = asyncio.create_task(checkpoint_queries.delete_expired(state, self._admission, now))
             self._expiring.add_done_callback(stop_if_broken)

@@ -12,8 +12,8 @@ import httpx
 import msgspec
 
 from xorl.server.endpoints import EndpointRegistry, EndpointSampler, EngineError
+from xorl.server.identifiers import CheckpointRef, checkpoint_folder
 from xorl.server.messages import Ok, Rejected
-from xorl.server.names import CheckpointRef, checkpoint_folder
 from xorl.server.operations import (
     BaseSampler,
     BlockFp8,

@@ -20,7 +20,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from xorl.server.names import Dialect
+from xorl.server.identifiers import Dialect
 from xorl.server.orchestrator.commit import Damaged, GroupCommit, connect
 
 T = TypeVar("T")

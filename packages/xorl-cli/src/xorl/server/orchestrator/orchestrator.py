@@ -13,9 +13,9 @@ from xorl.server.addresses import published
 from xorl.server.channel import ChannelKeys, ChannelServer, Limits
 from xorl.server.messages import Cancel, Poll, Rejected, Submit, Tombstone
 from xorl.server.operations import Failure, Message
-from xorl.server.orchestrator import checkpoints, sessions, status, waiting
+from xorl.server.orchestrator import checkpoint_queries, sessions, status, waiting
+from xorl.server.orchestrator.admission import Admission
 from xorl.server.orchestrator.commit import JournalError
-from xorl.server.orchestrator.door import Door
 from xorl.server.orchestrator.housekeeping import Housekeeping
 from xorl.server.orchestrator.inference import Inference
 from xorl.server.orchestrator.journal import Journal, Retention
@@ -68,11 +68,11 @@ QUERIES: dict[type[Message], Callable[[State, Any], Awaitable[Message]]] = {
     GetModel: sessions.get_model,
     CreateSamplingSession: sessions.create_sampling_session,
     GetSampler: sessions.get_sampler,
-    ListCheckpoints: checkpoints.list_checkpoints,
-    SetCheckpointTtl: checkpoints.set_ttl,
-    GetWeightsInfo: checkpoints.weights_info,
-    ListTrainingRuns: checkpoints.list_training_runs,
-    GetTrainingRun: checkpoints.get_training_run,
+    ListCheckpoints: checkpoint_queries.list_checkpoints,
+    SetCheckpointTtl: checkpoint_queries.set_ttl,
+    GetWeightsInfo: checkpoint_queries.weights_info,
+    ListTrainingRuns: checkpoint_queries.list_training_runs,
+    GetTrainingRun: checkpoint_queries.get_training_run,
 }
 
 
@@ -104,9 +104,9 @@ class Orchestrator:
         registry = Registry(journal)
         inference = Inference(options, journal, registry)
         self.state = State(options, journal, registry, Scheduler(), workers, inference, {}, wake)
-        self._door = Door(self.state)
+        self._admission = Admission(self.state)
         self._queries: dict[type[Message], Answering] = {
-            DeleteCheckpoint: partial(checkpoints.delete_checkpoint, self.state, self._door),
+            DeleteCheckpoint: partial(checkpoint_queries.delete_checkpoint, self.state, self._admission),
             AddEndpoint: inference.add,
             RemoveEndpoint: inference.remove,
             ListEndpoints: inference.list_all,
@@ -115,18 +115,18 @@ class Orchestrator:
             SetSyncQuantization: inference.set_quantization,
             **{kind: partial(query, self.state) for kind, query in QUERIES.items()},
         }
-        stale = self._door.reopen()
+        stale = self._admission.reopen()
         logger.info("event=journal_read requests=%d bytes=%d", len(self.state.open), journal.size_bytes())
         await self.state.fail(stale, Failure("user", 410, "the model was unloaded or created anew before this ran"))
-        await checkpoints.adopt(self.state)
+        await checkpoint_queries.adopt(self.state)
         (await workers.start()).add_done_callback(stop_if_broken)
         self._server: ChannelServer[Request] = ChannelServer(
             options.api_address, Request, self.answer, limits=self._limits
         )
         self.address = await self._server.bind()
         retention = Retention(after_retrieval_s=options.result_retention_s)
-        self.runner = Runner(self.state, self._door)
-        self.housekeeping = Housekeeping(self.state, self._door, retention)
+        self.runner = Runner(self.state, self._admission)
+        self.housekeeping = Housekeeping(self.state, self._admission, retention)
         self._tasks = [
             asyncio.create_task(self._server.serve()),
             asyncio.create_task(self.runner.drive()),
@@ -155,9 +155,9 @@ class Orchestrator:
     async def answer(self, ask: Request) -> Message:
         """The answer to one request of the API."""
         if isinstance(ask, Submit):
-            return await self._door.submit(ask)
+            return await self._admission.submit(ask)
         if isinstance(ask, Tombstone):
-            return await self._door.reject(ask)
+            return await self._admission.reject(ask)
         try:
             return await self._queries[type(ask)](ask)
         except JournalError as problem:

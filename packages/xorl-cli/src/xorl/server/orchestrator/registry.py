@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import msgspec
 
-from xorl.server.names import CheckpointKind, CheckpointRef
+from xorl.server.identifiers import CheckpointKind, CheckpointRef
 from xorl.server.operations import CreateModel, LoraSpec
 from xorl.server.orchestrator.journal import Journal, Record, decoded
 

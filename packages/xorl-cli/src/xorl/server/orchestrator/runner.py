@@ -25,7 +25,8 @@ from xorl.server.operations import (
     Unloaded,
     UnloadModel,
 )
-from xorl.server.orchestrator import checkpoints
+from xorl.server.orchestrator import checkpoint_queries
+from xorl.server.orchestrator.admission import Admission
 from xorl.server.orchestrator.calls import (
     AFTER_STEP,
     INITIAL_NAME,
@@ -35,13 +36,12 @@ from xorl.server.orchestrator.calls import (
     saved_as,
 )
 from xorl.server.orchestrator.commit import Damaged, JournalError
-from xorl.server.orchestrator.door import Door
 from xorl.server.orchestrator.effects import Effects
+from xorl.server.orchestrator.eviction import Eviction, recovery_save
 from xorl.server.orchestrator.journal import Outcome
 from xorl.server.orchestrator.lane import Ticket
-from xorl.server.orchestrator.readiness import CannotRun, CheckpointInUse, Readiness
+from xorl.server.orchestrator.preflight import CannotRun, CheckpointInUse, Preflight
 from xorl.server.orchestrator.registry import ModelRecord
-from xorl.server.orchestrator.release import Release, recovery_save
 from xorl.server.orchestrator.state import OpenRequest, State
 from xorl.server.orchestrator.workers import LOOK_EVERY_S, Incarnation, WorkersLost
 
@@ -78,12 +78,12 @@ class Runner:
     again, and their models are made again before these run.
     """
 
-    def __init__(self, state: State, door: Door) -> None:
+    def __init__(self, state: State, admission: Admission) -> None:
         self._state = state
-        self._door = door
+        self._admission = admission
         self._effects = Effects(state)
-        self._models = Release(state, self._effects)
-        self._readiness = Readiness(state, self._models)
+        self._models = Eviction(state, self._effects)
+        self._preflight = Preflight(state, self._models)
         self._slots = NUM_SLOTS
         self._tasks: set[asyncio.Task[None]] = set()
         self._elsewhere: set[asyncio.Task[None]] = set()
@@ -189,7 +189,9 @@ class Runner:
 
     async def _free(self, call: Call, read: CheckpointInUse) -> None:
         """Save elsewhere who needs a checkpoint, and let the save that is to write over it come again."""
-        problem = await checkpoints.save_readers(self._state, self._door, read.checkpoint, besides=read.model)
+        problem = await checkpoint_queries.save_readers(
+            self._state, self._admission, read.checkpoint, besides=read.model
+        )
         if problem is None:
             await self._put_back([call.ticket], "nobody needs what it writes over any more", alone=True)
             self._state.wake.set()
@@ -205,7 +207,7 @@ class Runner:
         try:
             assert isinstance(operation, Sample)
             _refuse_cancelled(request)
-            operation = self._readiness.with_weights(operation, None)
+            operation = self._preflight.with_weights(operation, None)
             request.asking = asyncio.create_task(state.inference.sample(operation, state.workers.max_context_length))
             result = await request.asking
         except asyncio.CancelledError:
@@ -232,7 +234,7 @@ class Runner:
             operation = await self._read(ticket)
             if operation is None:
                 continue
-            operation = self._readiness.over_initial(operation)
+            operation = self._preflight.over_initial(operation)
             model = state.model_of(ticket)
             if not isinstance(operation, RUN_AHEAD) or model is None or model.workers != workers.name:
                 # What saves a model, or makes it again, reads what the journal has of it.
@@ -242,7 +244,7 @@ class Runner:
                 if (checkpoint := saved_as(operation)) is not None:
                     await until_settled.enter_async_context(state.naming(checkpoint))
                 await self._begin(request, operation, workers.name)
-                operation = await self._readiness.prepare(ticket, operation, workers)
+                operation = await self._preflight.prepare(ticket, operation, workers)
                 model = state.model_of(ticket)
                 if request.kind == RELEASE and model is not None:
                     await self._release(ticket, model, workers)
@@ -281,7 +283,7 @@ class Runner:
         request_id, before = request.ticket.request_id, request.begun_by
         if before == workers:
             return
-        await self._readiness.check_begin(request, operation, workers)
+        await self._preflight.check_begin(request, operation, workers)
         request.attempts += before is not None
         request.begun_by = workers
         if request.attempts > state.options.worker_max_retries:
@@ -381,14 +383,14 @@ class Runner:
         if isinstance(result, SyncResult):
             await state.inference.note_sync(result)
         if isinstance(result, OptimResult) and self._is_synced_after_steps(model):
-            await self._door.submit_own(SyncWeights(model.model_id), AFTER_STEP)
+            await self._admission.submit_own(SyncWeights(model.model_id), AFTER_STEP)
         if isinstance(call.operation, SaveWeights):
             self._saving.discard(model.lane)
         longest = max(MAX_TAIL_S, TAIL_PER_SAVE * model.save_s)
         is_long = model.tail_s > longest or model.tail_bytes > MAX_TAIL_BYTES
         if isinstance(call.operation, OptimStep) and is_long and model.lane not in self._saving:
             self._saving.add(model.lane)
-            await self._door.submit_own(recovery_save(model))
+            await self._admission.submit_own(recovery_save(model))
 
     def _is_synced_after_steps(self, model: ModelRecord) -> bool:
         """Whether endpoints take a model's weights as they are now; those that wait to be sent go with them."""
@@ -417,7 +419,7 @@ class Runner:
 
     async def _order_initial_checkpoint(self, model_id: str) -> None:
         if not self._state.options.skip_initial_checkpoint:
-            await self._door.submit_own(SaveWeights(model_id, INITIAL_NAME, overwrite=True))
+            await self._admission.submit_own(SaveWeights(model_id, INITIAL_NAME, overwrite=True))
 
     def _count(self, operation: Operation, result: Result) -> None:
         if isinstance(result, Failure):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import secrets
 import time
 
+from xorl.server.identifiers import sampling_session_id_of
 from xorl.server.messages import Ok, Rejected
-from xorl.server.names import sampling_session_id_of
 from xorl.server.operations import LoraSpec
-from xorl.server.orchestrator import checkpoints
+from xorl.server.orchestrator import checkpoint_queries
 from xorl.server.orchestrator.registry import ModelRecord, SamplerRecord, SessionRecord, stored
 from xorl.server.orchestrator.state import State
 from xorl.server.queries import (
@@ -118,7 +118,7 @@ async def create_sampling_session(state: State, ask: CreateSamplingSession) -> S
         return Rejected(404, f"there is no session {ask.session_id}")
     if ask.base_model not in (None, options.model_name, options.model_path):
         return Rejected(400, f"this service samples from {options.model_name}, and not from {ask.base_model!r}")
-    if ask.checkpoint is not None and checkpoints.find(state, ask.checkpoint) is None:
+    if ask.checkpoint is not None and checkpoint_queries.find(state, ask.checkpoint) is None:
         return Rejected(404, f"there is no checkpoint {ask.checkpoint.uri('xorl')}")
     record = registry.samplers.get(sampling_session_id)
     if record is None:

@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
+from xorl.server.identifiers import CheckpointRef
 from xorl.server.messages import CANCELLED, Result
-from xorl.server.names import CheckpointRef
 from xorl.server.operations import CreateModel, Failure, SampleResult
 from xorl.server.orchestrator.calls import encode
 from xorl.server.orchestrator.commit import JournalError

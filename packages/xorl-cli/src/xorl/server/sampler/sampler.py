@@ -21,13 +21,13 @@ from xorl.kernels.attention import AttentionRequest, KeyValueCache, MixedLayout,
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import wide_logits
 from xorl.lora import AdapterBank
+from xorl.server.collectives import all_or_none
 from xorl.server.sampler.blocks import BlockPool
+from xorl.server.sampler.decode import DecodePass
 from xorl.server.sampler.draw import Drawn, DrawRule, draw, uniform_number
-from xorl.server.sampler.growth import Growth
 from xorl.server.sampler.request import Sample, SampleRequest, SampleResult, TopLogprobs
 from xorl.server.sampler.schedule import Continuation, Piece, Schedule
 from xorl.server.sampler.score import PromptScores
-from xorl.server.together import all_or_none
 
 # Tokens of a block: few enough that little of the last block is unused, many enough that tables are short.
 BLOCK_SIZE = 16
@@ -90,7 +90,7 @@ class Sampler:
         self._pool = BlockPool(cache_tokens // BLOCK_SIZE, BLOCK_SIZE)
         self._limit, self._limited_by = _limit(decoder.config, self._pool.num_blocks * BLOCK_SIZE)
         self._cache: KeyValueCache | None = None
-        self._growth: Growth | None = None
+        self._decode: DecodePass | None = None
         self._max_running = max_running
         self._schedule = Schedule(
             self._pool,
@@ -197,7 +197,7 @@ class Sampler:
         """
         self._schedule.retract_all()
         self._pool.forget_all()
-        self._cache = self._growth = None
+        self._cache = self._decode = None
         self._model.drop_gathered()
 
     def _check(self, request: SampleRequest) -> None:
@@ -254,28 +254,28 @@ class Sampler:
             self._cache = self._make_cache()
             request = AttentionRequest(self._device.type, self._cache.keys.dtype, self._decoder.config.head_dim, None)
             if growth_refusal(request) is None:
-                self._growth = self._make_growth(self._cache)
+                self._decode = self._make_growth(self._cache)
         gathers_nothing = self._model.is_gathered and (self._keep_gathered or not self._model.is_sharded)
         growing = [piece for piece in pieces if piece.grows]
         others = [piece for piece in pieces if not piece.grows]
-        if self._growth is None or (others and not gathers_nothing):
+        if self._decode is None or (others and not gathers_nothing):
             growing, others = [], list(pieces)
         drawn: dict[Piece, tuple[Drawn, int]] = {}
-        if growing and self._growth is not None:
-            drawn |= self._grow(growing, self._growth)
+        if growing and self._decode is not None:
+            drawn |= self._grow(growing, self._decode)
         if others:
             drawn |= self._forward(others, self._cache)
         if not pieces and not gathers_nothing:
             self._forward_nothing()
         return drawn
 
-    def _grow(self, pieces: Sequence[Piece], growth: Growth) -> Mapping[Piece, tuple[Drawn, int]]:
+    def _grow(self, pieces: Sequence[Piece], decode: DecodePass) -> Mapping[Piece, tuple[Drawn, int]]:
         choice = None
         if self._bank is not None:
             runs = _runs(pieces)
             adapter, length = runs.pop()
-            choice = self._bank.activate([*runs, (adapter, length + growth.num_rows(len(pieces)) - len(pieces))])
-        logits = growth.logits(
+            choice = self._bank.activate([*runs, (adapter, length + decode.num_rows(len(pieces)) - len(pieces))])
+        logits = decode.logits(
             [piece.continuation.tokens[piece.start] for piece in pieces],
             [piece.continuation.blocks for piece in pieces],
             [piece.stop for piece in pieces],
@@ -392,8 +392,8 @@ class Sampler:
             device=self._device,
         )
 
-    def _make_growth(self, cache: KeyValueCache) -> Growth:
-        return Growth(
+    def _make_growth(self, cache: KeyValueCache) -> DecodePass:
+        return DecodePass(
             self._model,
             cache,
             max_samples=self._max_running,

@@ -19,17 +19,17 @@ from pathlib import Path
 
 from xorl.config import ServerConfig, load_server_config
 from xorl.config.overrides import split_overrides
-from xorl.config.temporary import temporary_folder
 from xorl.core import runtime
+from xorl.host.temporary import temporary_folder
 from xorl.server.addresses import bind_address, channel_keys, publish
 from xorl.server.channel import BlockingServer, ChannelKeys
 from xorl.server.messages import Cancel, Work
 from xorl.server.process import begin_process
 from xorl.server.supervise import BAD_INPUT
 from xorl.server.worker.base import build_base
-from xorl.server.worker.operations import Worker
 from xorl.server.worker.selftest import self_test
 from xorl.server.worker.serve import Cancelled, follow, lead
+from xorl.server.worker.worker import Worker
 from xorl.train.sync import match_receivers
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from xorl.core.nn import Linear
 from xorl.lora import Adam, AdapterBank, AdapterSnapshot, AdapterSpec
 from xorl.lora.snapshot import STATES
 from xorl.lora.targets import Site, resolve, sites_of
-from xorl.server.names import seed_of
+from xorl.server.identifiers import seed_of
 from xorl.server.operations import LoraSpec
 from xorl.server.worker.base import Base
 from xorl.server.worker.models import UnknownName, kept_source, source_name

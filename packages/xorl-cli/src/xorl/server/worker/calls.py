@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from xorl.core.loss import HeadLoss, check_inputs, loss_named
 from xorl.core.loss.policy import PolicyLoss
-from xorl.server.arrays import Array, Datum
 from xorl.server.batching import Example, check_examples
+from xorl.server.datum import Array, Datum
 from xorl.server.operations import ForwardBackward, LossResult
 
 TARGETS = "target_tokens"

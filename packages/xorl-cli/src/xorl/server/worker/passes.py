@@ -27,8 +27,8 @@ from xorl.core.loss import (
 )
 from xorl.data import PackedBatch
 from xorl.server.batching import Assignment, Example, Layout, assign, in_datum_order, rows_of
+from xorl.server.collectives import all_or_none, gather_rows
 from xorl.server.operations import LossResult
-from xorl.server.together import all_or_none, gather_rows
 from xorl.server.worker.base import Base
 from xorl.server.worker.calls import Call, result_of
 from xorl.train.engine import OnOutput
@@ -64,7 +64,7 @@ Values = tuple[list[NDArray[np.float32]], list[NDArray[np.float32]] | None]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PassOutcome:
     """The result of one call. Metrics are the same on every rank; only rank 0 has the values per token in `result`."""
 
     metrics: Mapping[str, float]
@@ -82,7 +82,7 @@ class PassRunner:
     engine: RowEngine
     pad_to_multiple_of: int
 
-    def run(self, calls: Sequence[Call]) -> list[Outcome]:
+    def run(self, calls: Sequence[Call]) -> list[PassOutcome]:
         """The outcome of each call. Collective; if it fails on any rank, no rank's gradients have changed."""
         config, mesh = self.base.config, self.base.mesh
         assert (mesh.dp_rank, mesh.dp_size) == (self.base.place.rank, self.base.place.world_size), "one axis alone"
@@ -96,7 +96,7 @@ class PassRunner:
         )
         layout = Layout.of(examples, self.pad_to_multiple_of)
         model_ids = [call.model_id for call in calls]
-        found: list[Outcome] = []
+        found: list[PassOutcome] = []
 
         @contextmanager
         def whole() -> Iterator[None]:
@@ -157,8 +157,8 @@ class PassRunner:
         return logprobs, in_datum_order(examples, assignment, [part[:, 1] for part in by_rank], _flat_shape)
 
 
-def _outcomes(calls: Sequence[Call], metrics: Sequence[dict[str, float]], values: Values | None) -> list[Outcome]:
-    outcomes: list[Outcome] = []
+def _outcomes(calls: Sequence[Call], metrics: Sequence[dict[str, float]], values: Values | None) -> list[PassOutcome]:
+    outcomes: list[PassOutcome] = []
     start = 0
     for call, own in zip(calls, metrics, strict=True):
         logprobs: Sequence[NDArray[np.float32]] = ()
@@ -166,7 +166,7 @@ def _outcomes(calls: Sequence[Call], metrics: Sequence[dict[str, float]], values
         part = slice(start, start + len(call.examples))
         if values is not None:
             logprobs, losses = values[0][part], None if values[1] is None else values[1][part]
-        outcomes.append(Outcome(own, result_of(call, logprobs, losses, own)))
+        outcomes.append(PassOutcome(own, result_of(call, logprobs, losses, own)))
         start = part.stop
     return outcomes
 

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 from xorl.data import TextTokenizer, load_tokenizer
 from xorl.lora import AdapterBank
-from xorl.server.arrays import Array
+from xorl.server.collectives import all_or_none
+from xorl.server.datum import Array
+from xorl.server.identifiers import CheckpointRef
 from xorl.server.messages import CANCELLED
-from xorl.server.names import CheckpointRef
 from xorl.server.operations import (
     BaseSampler,
     CheckpointSampler,
@@ -34,10 +35,9 @@ from xorl.server.operations import (
 from xorl.server.sampler import Sampler, SampleRequest, cache_bytes_per_token
 from xorl.server.sampler import SampleResult as Sampled
 from xorl.server.sampler import TopLogprobs as Likeliest
-from xorl.server.together import all_or_none
 from xorl.server.worker.base import Base
-from xorl.server.worker.checkpoints import SavedModels
 from xorl.server.worker.models import Models
+from xorl.server.worker.saved_models import SavedModels
 
 # Of a device's memory, the share that the cache of keys and values may take; and never more than so many contexts.
 CACHE_SHARE = 0.1

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from xorl.server.arrays import Array, Datum
+from xorl.server.datum import Array, Datum
 from xorl.server.messages import Operation, Result, Work
 from xorl.server.operations import (
     CreateModel,
@@ -18,7 +18,7 @@ from xorl.server.operations import (
     OptimStep,
     UnloadModel,
 )
-from xorl.server.worker.operations import Worker
+from xorl.server.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ import msgspec
 
 from xorl.core.runtime import GarbageCollection
 from xorl.server.channel import BlockingServer
+from xorl.server.collectives import broadcast_bytes
 from xorl.server.messages import Cancel, Done, Ok, Result, ShutdownResult, Work
 from xorl.server.operations import Failure
-from xorl.server.together import broadcast_bytes
-from xorl.server.worker.operations import Worker
+from xorl.server.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 

@@ -28,11 +28,11 @@ from xorl.train.bench.memory import build_engine_that_fits
 from xorl.train.bench.peers import Peer, settings_of_peers
 from xorl.train.bench.report import Measurement, Record, Work, write_record
 from xorl.train.build import EngineMaker, Run, build_run
+from xorl.train.loop import train
 from xorl.train.model import read_architecture
 from xorl.train.observe.observer import Metrics
 from xorl.train.observe.profile import Profiler
 from xorl.train.observe.progress import set_up_logging
-from xorl.train.trainer import train
 
 logger = logging.getLogger(__name__)
 

@@ -134,7 +134,7 @@ def train_sweep(sweep: Sweep) -> int:
     """Train to the last step of every member. Collective. Returns the signal that ended it early, or 0.
 
     A signal ends the sweep after the current step, which is saved, and evaluations are made up for, as by
-    `trainer.train`; after the last step the adapters are exported.
+    `loop.train`; after the last step the adapters are exported.
     Raises DivergedError if no member has a finite loss and gradient any more.
     """
     engine, observer, train = sweep.engine, sweep.observer, sweep.config.train

@@ -3,7 +3,7 @@
 from xorl.kernels.attention.backends import ATTENTION, resolve_attention
 from xorl.kernels.attention.cached import (
     CachedLayout,
-    GrowthLayout,
+    DecodeLayout,
     KeyValueCache,
     MixedLayout,
     cached_attention,
@@ -18,7 +18,7 @@ __all__ = [
     "AttentionFn",
     "AttentionRequest",
     "CachedLayout",
-    "GrowthLayout",
+    "DecodeLayout",
     "KeyValueCache",
     "MixedLayout",
     "cached_attention",

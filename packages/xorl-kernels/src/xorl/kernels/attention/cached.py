@@ -76,7 +76,7 @@ class CachedLayout(SequenceLayout):
         raise NotImplementedError
 
 
-class GrowthLayout(CachedLayout):
+class DecodeLayout(CachedLayout):
     """One new token for each of S sequences; CUDA, bf16 and fp16.
 
     Only the two tensors change from pass to pass, so a pass can be recorded (CUDA graph) and replayed after they
@@ -117,7 +117,7 @@ class GrowthLayout(CachedLayout):
 
 
 def growth_refusal(request: AttentionRequest) -> str | None:
-    """The reason why `GrowthLayout` cannot serve a request, or None if it can."""
+    """The reason why `DecodeLayout` cannot serve a request, or None if it can."""
     return flash_refusal(request, AMPERE) or triton_refusal(request.device_type)
 
 

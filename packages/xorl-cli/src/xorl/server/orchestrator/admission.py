@@ -10,8 +10,8 @@ import time
 
 from msgspec.structs import replace
 
+from xorl.server.identifiers import seed_of
 from xorl.server.messages import Accepted, Ok, Rejected, Submit, Tombstone
-from xorl.server.names import seed_of
 from xorl.server.operations import CreateModel, Failure, LoraSpec, ModelCreated, ModelOperation, Sample, SessionSampler
 from xorl.server.orchestrator.calls import (
     OWN_PREFIX,
@@ -40,7 +40,7 @@ class Refused(Exception):
         self.rejected = Rejected(status, message)
 
 
-class Door:
+class Admission:
     """Takes requests. Each is in the journal before it is accepted, and in the scheduler right after."""
 
     def __init__(self, state: State) -> None:

@@ -7,8 +7,8 @@ import secrets
 
 from msgspec.structs import replace
 
+from xorl.server.identifiers import CheckpointRef, checkpoint_folder
 from xorl.server.messages import Operation, Work
-from xorl.server.names import CheckpointRef, checkpoint_folder
 from xorl.server.operations import (
     BaseSampler,
     CheckpointSampler,
@@ -26,10 +26,10 @@ from xorl.server.operations import (
 )
 from xorl.server.orchestrator import catalogue
 from xorl.server.orchestrator.calls import AFTER_STEP, kept_size, saved_as
+from xorl.server.orchestrator.eviction import Eviction, silence_of
 from xorl.server.orchestrator.lane import Ticket
 from xorl.server.orchestrator.recovery import RecoveryError, restore
 from xorl.server.orchestrator.registry import ModelRecord, SamplerRecord, checkpoint_key, stored
-from xorl.server.orchestrator.release import Release, silence_of
 from xorl.server.orchestrator.state import OpenRequest, State
 from xorl.server.orchestrator.workers import Incarnation
 
@@ -51,10 +51,10 @@ class CheckpointInUse(Exception):
         self.checkpoint = checkpoint
 
 
-class Readiness:
+class Preflight:
     """Makes sure that the workers can run a request, before they get it."""
 
-    def __init__(self, state: State, models: Release) -> None:
+    def __init__(self, state: State, models: Eviction) -> None:
         self._state = state
         self._models = models
 

@@ -7,8 +7,8 @@ import logging
 import secrets
 import time
 
+from xorl.server.identifiers import CheckpointKind, CheckpointRef
 from xorl.server.messages import Operation, Result, Work
-from xorl.server.names import CheckpointKind, CheckpointRef
 from xorl.server.operations import Failure, Saved, SaveWeights, UnloadModel
 from xorl.server.orchestrator import catalogue
 from xorl.server.orchestrator.calls import OWN_PREFIX, RECOVERY_PREFIX, RELEASE
@@ -38,7 +38,7 @@ def recovery_save(model: ModelRecord) -> SaveWeights:
     return SaveWeights(model.model_id, name, overwrite=True)
 
 
-class Release:
+class Eviction:
     """Saves models and takes them off the workers. Raises WorkersLost, and JournalError if the journal fails."""
 
     def __init__(self, state: State, effects: Effects) -> None:

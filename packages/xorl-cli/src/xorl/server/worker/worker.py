@@ -22,8 +22,9 @@ from msgspec.structs import replace
 from xorl.ckpt import CheckpointError
 from xorl.core.loss import NUM_TRAINED
 from xorl.lora import Adam
+from xorl.server.collectives import all_or_none, gather_numbers
+from xorl.server.identifiers import CheckpointRef
 from xorl.server.messages import Health, HealthResult, Operation, Result, Shutdown, ShutdownResult, Work
-from xorl.server.names import CheckpointRef
 from xorl.server.operations import (
     AbortGradients,
     CreateModel,
@@ -45,15 +46,14 @@ from xorl.server.operations import (
     Unloaded,
     UnloadModel,
 )
-from xorl.server.together import all_or_none, gather_numbers
 from xorl.server.worker.adapters import AdapterModels
 from xorl.server.worker.base import Base
 from xorl.server.worker.calls import Call, read_call
-from xorl.server.worker.checkpoints import AlreadySaved, HalfLoaded, SavedModels
 from xorl.server.worker.full import WholeModel
 from xorl.server.worker.models import Models, UnknownName, source_name
 from xorl.server.worker.passes import PassRunner
 from xorl.server.worker.sampling import Drawing, Sampling
+from xorl.server.worker.saved_models import AlreadySaved, HalfLoaded, SavedModels
 from xorl.server.worker.syncing import Syncing
 
 logger = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ import torch
 
 from xorl.ckpt import JSON, Checkpointer, CheckpointError, Manifest, Stateful, is_complete, read_manifest
 from xorl.core.runtime import rng_state, set_rng_state
-from xorl.server.names import CheckpointKind, CheckpointRef, checkpoint_folder
+from xorl.server.collectives import all_or_none
+from xorl.server.identifiers import CheckpointKind, CheckpointRef, checkpoint_folder
 from xorl.server.operations import Saved
-from xorl.server.together import all_or_none
 from xorl.server.worker.base import Base
 from xorl.server.worker.models import SERVICE, Models, UnknownName
 from xorl.train.export.folder import AdapterExport, ModelExport

@@ -8,20 +8,20 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from xorl.server.identifiers import CheckpointRef
 from xorl.server.messages import Ok, Rejected
-from xorl.server.names import CheckpointRef
 from xorl.server.operations import LoraSpec
 from xorl.server.orchestrator import catalogue, waiting
+from xorl.server.orchestrator.admission import Admission
 from xorl.server.orchestrator.calls import RECOVERY_PREFIX
 from xorl.server.orchestrator.catalogue import Found
 from xorl.server.orchestrator.commit import JournalError
-from xorl.server.orchestrator.door import Door
+from xorl.server.orchestrator.eviction import recovery_save
 from xorl.server.orchestrator.registry import CheckpointRecord, ModelRecord, checkpoint_key, dropped, stored
-from xorl.server.orchestrator.release import recovery_save
 from xorl.server.orchestrator.state import State
 from xorl.server.queries import (
     CheckpointInfo,
-    Checkpoints,
+    CheckpointList,
     DeleteCheckpoint,
     GetTrainingRun,
     GetWeightsInfo,
@@ -39,16 +39,16 @@ logger = logging.getLogger(__name__)
 READERS_EVERY_S = 1.0
 
 
-async def list_checkpoints(state: State, ask: ListCheckpoints) -> Checkpoints:
+async def list_checkpoints(state: State, ask: ListCheckpoints) -> CheckpointList:
     """Newest first; without those that the service makes to recover from."""
     found = await _scan(state, ask.model_id)
     last = None if ask.limit is None else ask.offset + ask.limit
-    return Checkpoints([_info(state, one) for one in found[ask.offset : last]], len(found))
+    return CheckpointList([_info(state, one) for one in found[ask.offset : last]], len(found))
 
 
-async def delete_checkpoint(state: State, door: Door, ask: DeleteCheckpoint) -> Ok | Rejected:
+async def delete_checkpoint(state: State, admission: Admission, ask: DeleteCheckpoint) -> Ok | Rejected:
     """Remove a checkpoint; models that would be made again from it are saved elsewhere first."""
-    while (problem := await save_readers(state, door, ask.checkpoint)) is None:
+    while (problem := await save_readers(state, admission, ask.checkpoint)) is None:
         async with state.naming(ask.checkpoint):
             # A save under its name may have been the last to have it.
             if not state.registry.readers(ask.checkpoint):
@@ -73,13 +73,13 @@ async def _remove(state: State, checkpoint: CheckpointRef) -> Ok | Rejected:
 
 
 async def save_readers(
-    state: State, door: Door, checkpoint: CheckpointRef, besides: ModelRecord | None = None
+    state: State, admission: Admission, checkpoint: CheckpointRef, besides: ModelRecord | None = None
 ) -> str | None:
     """Save the models that would be made again from a checkpoint elsewhere; says which one cannot be, if any."""
     for model in state.registry.readers(checkpoint):
         if model is besides:
             continue
-        request_id = await door.submit_own(recovery_save(model))
+        request_id = await admission.submit_own(recovery_save(model))
         # It may be saved before that, in the turn of another request.
         while request_id is not None and request_id in state.open and model in state.registry.readers(checkpoint):
             await waiting.ended(state, request_id, within_s=READERS_EVERY_S)
@@ -89,11 +89,11 @@ async def save_readers(
     return None
 
 
-async def delete_expired(state: State, door: Door, now: float) -> None:
+async def delete_expired(state: State, admission: Admission, now: float) -> None:
     """Remove the checkpoints whose time is over."""
     for record in [record for record in state.registry.checkpoints.values() if record.is_over(now)]:
         try:
-            problem = await save_readers(state, door, record.checkpoint)
+            problem = await save_readers(state, admission, record.checkpoint)
             async with state.naming(record.checkpoint):
                 if state.registry.checkpoints.get(record.key) is not record:
                     # Another one was saved in its place meanwhile.

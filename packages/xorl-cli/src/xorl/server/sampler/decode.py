@@ -19,7 +19,7 @@ from torch import Tensor
 
 from xorl.core.models import Decoder
 from xorl.core.parallel import ParallelModel
-from xorl.kernels.attention import GrowthLayout, KeyValueCache
+from xorl.kernels.attention import DecodeLayout, KeyValueCache
 from xorl.kernels.fused.device import power_of_2
 from xorl.kernels.linear_ce import wide_logits
 
@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 MAX_RECORDED = 128
 
 
-class Growth:
-    """Growth on one device, over one cache.
+class DecodePass:
+    """DecodePass on one device, over one cache.
 
     Args:
         model: its module is a Decoder.
@@ -139,7 +139,7 @@ class Growth:
 
     def _pass(self, num_rows: int) -> Tensor:
         tokens, positions = self._device_numbers[:, :num_rows].unbind()
-        layout = GrowthLayout(self._cache, self._device_tables[:, :num_rows], positions)
+        layout = DecodeLayout(self._cache, self._device_tables[:, :num_rows], positions)
         with self._model.generation(keep_gathered=self._keep_gathered):
             return self._model.forward(tokens, layout, loss=wide_logits)
 

@@ -14,8 +14,8 @@ import msgspec
 from xorl.server.api.refusal import Refusal
 from xorl.server.api.settings import ApiSettings
 from xorl.server.channel import ChannelClient, ChannelError, PeerLost
+from xorl.server.identifiers import Dialect, session_of
 from xorl.server.messages import Accepted, Finished, Ok, Pending, Poll, Rejected, Result, Submit, Tombstone, Unknown
-from xorl.server.names import Dialect, session_of
 from xorl.server.operations import Failure, Message, ModelOperation, Sample
 from xorl.server.queries import Answer, GetService, Request, ServiceInfo
 
@@ -28,7 +28,7 @@ _AGAIN_S = 0.02
 _TOO_LONG = "a whole number in this request has more than 64 bits: send a smaller one"
 
 
-class Orchestrator:
+class OrchestratorClient:
     """Asks it. All that is asked may be asked twice, so what was lost with an orchestrator is asked of the next."""
 
     def __init__(self, settings: ApiSettings) -> None:
