@@ -22,17 +22,16 @@ from xorl.core.optim import WideAccumulation
 from xorl.core.parallel import ParallelModel
 from xorl.core.parallel.copy_engine import WINDOW_BYTES
 from xorl.core.runtime import Runtime
-from xorl.train.model import build_model, read_architecture
-from xorl.train.recompute_choice import (
-    SETTINGS,
-    Choice,
-    MicroBatch,
-    Peak,
-    choose_layers,
+from xorl.train.model import KeptDtypes, build_model, head_options_of, read_architecture, sketch_model
+from xorl.train.recompute_choice import SETTINGS, Choice, MicroBatch, choose_layers, measure_slice, table
+from xorl.train.step_memory import (
+    Held,
+    PassProfile,
+    Phase,
+    held_bytes,
     kept_bytes,
-    measure_slice,
-    placed_bytes,
-    table,
+    pass_peak,
+    profiled_param_dtype,
 )
 
 GIB = 2**30
@@ -46,8 +45,10 @@ def place() -> Iterator[Runtime]:
     runtime.shutdown()
 
 
-def config_with(folder: Path, *, lora: dict[str, object] | None = None, **train: object) -> Config:
-    write_config(folder, SHAPE)
+def config_with(
+    folder: Path, *, lora: dict[str, object] | None = None, shape: dict[str, object] = SHAPE, **train: object
+) -> Config:
+    write_config(folder, shape)
     return config_from_mapping(
         {
             "model": {"config_path": str(folder)},
@@ -58,43 +59,55 @@ def config_with(folder: Path, *, lora: dict[str, object] | None = None, **train:
     ).config
 
 
+def profile(*, head: float, layers: int = 5, kept: float = 3.0, gradients: float = 2.0) -> PassProfile:
+    """Layers that keep `kept` bytes each; their backward passes need one more, and make `gradients`."""
+    phases = [
+        Phase(0.0, 0.0, 0.0),
+        *[Phase(kept, kept, 0.0)] * layers,
+        Phase(head, 0.0, 0.0),
+        *[Phase(gradients + 1.0, -kept, gradients)] * layers,
+        Phase(0.0, 0.0, 0.0),
+    ]
+    return PassProfile.of([value for phase in phases for value in (phase.peak, phase.kept, phase.gradients)])
+
+
 @pytest.mark.parametrize(
-    ("measured", "num_layers", "expected"),
+    ("kept", "gradients", "ratio", "expected"),
     [
-        ({4: 7.0}, 4, 7.0),
-        ({3: 30.0, 5: 50.0}, 36, 360.0),
-        ({3: 8.0, 5: 8.0}, 36, 8.0),
-        ({5: 7.0, 3: 8.0}, 36, 8.0),
-        ({3: 8.0, 5: math.inf}, 36, math.inf),
+        (3.0, 2.0, 1.0, 30 + 20.0),  # the activations of all layers, as the head computes
+        (3.0, 4.0, 1.0, 27 + 5.0 * 0 + 20.0 + 3.0),
+        (1.0, 9.0, 1.0, 9 * 9 + 1.0 + 10.0),  # in the first layer's backward pass, gradients of all others exist
+        (1.0, 9.0, 0.0, 10 + 20.0),  # gradients that exist throughout are counted there
     ],
 )
-def test_layers_are_extrapolated(measured: dict[int, float], num_layers: int, expected: float) -> None:
-    # Catches an estimate that falls with the number of layers, or one that scales the loss with it.
-    assert Peak.through(measured).of(num_layers) == pytest.approx(expected)
+def test_gradients_grow_while_activations_are_freed(
+    kept: float, gradients: float, ratio: float, expected: float
+) -> None:
+    # Catches the sum of all gradients and all activations, which never exist at the same time.
+    measured = profile(head=20.0, kept=kept, gradients=gradients)
+    assert pass_peak([measured] * 10, ratio) == expected
 
 
-WHOLE = Peak(start=20.0, per_layer=3.0)
-LAYER = Peak(start=22.0, per_layer=0.5)
+WHOLE = profile(head=20.0, kept=3.0, gradients=0.0)
+LAYER = profile(head=20.0, kept=0.5, gradients=0.0)
 
 
 @pytest.mark.parametrize(
-    ("setting", "peak", "whole", "usable", "num_layers", "needed"),
+    ("setting", "measured", "whole", "usable", "num_layers", "needed"),
     [
         ("none", WHOLE, WHOLE, 200, None, 128.0),
         ("layer", LAYER, WHOLE, 98, 12, 98.0),
         ("layer", LAYER, WHOLE, 97, 13, 95.5),
-        ("layer", Peak(60.0, 0.5), WHOLE, 77, 21, 75.5),  # one layer of those computed again takes most
-        ("layer", LAYER, WHOLE, 39, None, 40.0),  # not even in all of them
-        ("layer", LAYER, Peak(math.inf, 0.0), 100, None, 40.0),  # what keeping takes is not known
-        ("layer", Peak(40.0, 0.0), Peak(128.0, 0.0), 100, None, 40.0),  # nor what a layer adds
-        ("layer and offload", LAYER, WHOLE, 100, None, 40.0),
+        ("layer", LAYER, WHOLE, 37, None, 38.0),  # not even in all of them
+        ("layer", LAYER, PassProfile.out_of_memory(5), 100, None, 38.0),  # what keeping takes is not known
+        ("layer and offload", LAYER, WHOLE, 100, None, 38.0),
     ],
 )
 def test_as_few_layers_as_it_takes(
-    setting: str, peak: Peak, whole: Peak, usable: float, num_layers: int | None, needed: float
+    setting: str, measured: PassProfile, whole: PassProfile, usable: float, num_layers: int | None, needed: float
 ) -> None:
     # Catches layers that are computed again though there is memory for them, and one too many that is kept.
-    choice = choose_layers(setting, peak, whole, 36, usable)
+    choice = choose_layers(setting, measured, whole, 36, Held(0.0, 1.0), usable)
     assert (choice.num_layers, choice.needed) == (num_layers, needed)
     assert choice.fits == (needed <= usable)
 
@@ -126,8 +139,21 @@ def test_probe_runs_on_the_largest_micro_batch_and_draws_nothing(setting: str, p
     mesh = Mesh(ParallelDims.resolve("fsdp2", 1), "cpu")
     for num_layers in (1, 2):
         architecture = read_architecture(config.model)
-        assert measure_slice(config, setting, architecture, num_layers, mesh, place.device, batch) == 0.0
+        with LiveBytes() as live:
+            profile = measure_slice(config, setting, architecture, num_layers, mesh, place.device, batch, live)
+        assert len(profile.forward) == num_layers
+        assert profile.head.peak > 0
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def placed_bytes(config: Config, mesh: Mesh, *, by_copy_engines: bool = False) -> float:
+    """What a rank holds besides activations once all gradients exist."""
+    architecture = read_architecture(config.model)
+    held = held_bytes(config, architecture, mesh, by_copy_engines=by_copy_engines)
+    profiled = config.train.model_copy(update={"param_dtype": profiled_param_dtype(config)})
+    sketch = sketch_model(architecture, config.model, profiled, config.lora)
+    num_trained = sum(parameter.numel() for parameter in sketch.parameters() if parameter.requires_grad)
+    return held.throughout + held.gradient_ratio * num_trained * KeptDtypes.of(profiled, config.lora).trained.itemsize
 
 
 @pytest.mark.parametrize(
@@ -150,7 +176,7 @@ def test_what_is_placed_is_counted(train: dict, low: float, high: float, place: 
     with torch.device("meta"):
         model = architecture.spec.build(architecture.config)
     total = sum(parameter.numel() for parameter in model.parameters())
-    per_parameter = placed_bytes(config, architecture, Mesh(ParallelDims.resolve("fsdp2", 1), "cpu")) / total
+    per_parameter = placed_bytes(config, Mesh(ParallelDims.resolve("fsdp2", 1), "cpu")) / total
     assert low <= per_parameter <= high
 
 
@@ -158,7 +184,7 @@ def placed(config: Config, place: Runtime) -> tuple[ParallelModel, float]:
     """The model on this one rank, and the estimate of what is held besides activations."""
     mesh, architecture = Mesh(ParallelDims.resolve("fsdp2", 1), "cpu"), read_architecture(config.model)
     model = build_model(architecture, config.model, config.train, config.lora, mesh, place.device)
-    return model, placed_bytes(config, architecture, mesh)
+    return model, placed_bytes(config, mesh)
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
@@ -178,8 +204,50 @@ def test_gradients_are_counted_as_they_are_held(
         for _ in range(num_micro_batches):
             with accumulation.micro_batch():
                 model.forward(ids, batch.layout(place.device), loss=loss_fn).sum.backward()
-                held = live.read()
+                held = live.held()
     assert sum(parameter.nbytes for parameter in parameters) + held == pytest.approx(estimate, rel=0.01)
+
+
+@pytest.mark.parametrize("setting", ["none", "operation", "layer", "layer in 5", "operation in 5"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_accumulation_steps": 2},
+        {**BF16, "gradient_accumulation_steps": 2},
+        {"ce_mode": "eager"},
+        {"lora": {"enable_lora": True, "lora_rank": 8}},
+        {"lora": {"enable_lora": True, "enable_qlora": True, "lora_rank": 8}},
+    ],
+    ids=["full", "accumulated", "bf16", "eager", "lora", "qlora"],
+)
+def test_the_peak_of_a_step_is_predicted(options: dict, setting: str, place: Runtime, tmp_path: Path) -> None:
+    # Catches activations and gradients that are counted as if all existed at the same time, and a phase that is missed.
+    shape = hf_config(num_hidden_layers=9, hidden_size=64, intermediate_size=128)
+    config = config_with(tmp_path, shape=shape, data_parallel_mode="none", optimizer="sgd", **options)
+    architecture, mesh = read_architecture(config.model), Mesh(ParallelDims.resolve("none", 1), "cpu")
+    batch, num_layers = MicroBatch(192, 192), architecture.config.num_layers
+    name, _, count = setting.partition(" in ")
+    chosen = config.train.model_copy(update={**SETTINGS[name], "recompute_num_layers": int(count) if count else None})
+    profiles = {}
+    for each in {name, "none"}:
+        with LiveBytes() as live:
+            profiles[each] = measure_slice(config, each, architecture, 5, mesh, place.device, batch, live)
+    by_layer = [profiles[name if not count or index < int(count) else "none"] for index in range(num_layers)]
+    held = held_bytes(config, architecture, mesh)
+    expected = held.throughout + pass_peak(by_layer, held.gradient_ratio)
+
+    model = build_model(architecture, config.model, chosen, config.lora, mesh, place.device)
+    parameters = list(model.module.parameters())
+    accumulation = WideAccumulation([parameter for parameter in parameters if parameter.requires_grad])
+    ids = torch.zeros(batch.num_tokens, dtype=torch.int64)
+    loss_fn = partial(cross_entropy, targets={"labels": ids}, **head_options_of(config.model, chosen))
+    with LiveBytes() as live:
+        for _ in range(config.train.gradient_accumulation_steps):
+            with accumulation.micro_batch():
+                model.forward(ids, batch.layout(place.device), loss=loss_fn).sum.backward()
+    measured = sum(parameter.nbytes for parameter in parameters) + live.peak()
+    assert measured == pytest.approx(expected, rel=0.02)
 
 
 def test_replicas_of_shards_keep_the_sum_alone(tmp_path: Path) -> None:
@@ -214,7 +282,7 @@ def test_gradients_travel_in_their_own_dtype_through_copy_engines(place: Runtime
     architecture, mesh = read_architecture(config.model), Mesh(ParallelDims.resolve("fsdp2", 1), "cpu")
     model = architecture.spec.build(architecture.config)
     total, layers = (sum(p.numel() for p in module.parameters()) for module in (model, model.layers))
-    by_nccl, by_copies = (placed_bytes(config, architecture, mesh, by_copy_engines=each) for each in (False, True))
+    by_nccl, by_copies = (placed_bytes(config, mesh, by_copy_engines=each) for each in (False, True))
     assert by_nccl - by_copies == 2 * (total - layers / 2) - WINDOW_BYTES
 
 
@@ -231,5 +299,5 @@ def test_probe_computes_logits_as_the_run_does(ce_mode: str, is_whole: bool, pla
 
     mesh = Mesh(ParallelDims.resolve("fsdp2", 1), "cpu")
     with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
-        measure_slice(config, "none", architecture, 1, mesh, place.device, batch)
+        measure_slice(config, "none", architecture, 1, mesh, place.device, batch, LiveBytes())
     assert ((batch.num_tokens, architecture.config.vocab_size) in shapes) == is_whole

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from xorl.config import temporary
+from xorl.host import temporary
 from xorl.host.temporary import NOTE, temporary_folder
 
 KEEPER = """

@@ -37,7 +37,7 @@ def step(model: Decoder) -> tuple[dict[str, Tensor], int]:
     ids = torch.arange(layout.num_tokens) % 64
     with LiveBytes() as live:
         output = model(ids, layout, loss=lambda hidden, head: cross_entropy(hidden, head, {"labels": ids}))
-        kept = live.read()
+        kept = live.held()
     output.sum.backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}, kept
 

@@ -13,7 +13,7 @@ from xorl.core.mesh import Mesh, ParallelDims
 from xorl.train.architecture import Architecture
 from xorl.train.build import build_engine
 from xorl.train.engine import Engine
-from xorl.train.recompute_choice import kept_bytes
+from xorl.train.step_memory import kept_bytes
 
 # What a container may take, where it is limited.
 _LIMIT = Path("/sys/fs/cgroup/memory.max")

@@ -1,0 +1,310 @@
+"""Memory of a training step: what a rank holds throughout, and how much a pass adds over time.
+
+A few layers run one forward and backward pass, alone on a rank, and each phase of the pass is measured: the embedding,
+the forward pass of each layer, the head with the loss, the backward pass of each layer, the rest. `pass_peak` replays
+these phases for the whole model. So it accounts for gradients that grow while the backward pass frees activations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from xorl.config import Config, TrainConfig
+from xorl.config.fields import ParameterDtype
+from xorl.core.mesh import Mesh, ParallelDims
+from xorl.core.models import Decoder
+from xorl.core.nn.fp8 import Fp8Linear, convert_linears
+from xorl.core.parallel.copy_engine import WINDOW_BYTES
+from xorl.kernels.quant import E4M3
+from xorl.lora import stored_parameters
+from xorl.train.architecture import Architecture
+from xorl.train.model import DTYPES, KeptDtypes, sketch_model
+
+# States of the optimizer per parameter; muon is counted as if it were AdamW everywhere.
+NUM_STATES = MappingProxyType({"adamw": 2, "anyprecision_adamw": 2, "muon": 2, "sgd": 0})
+# Layers of a profile that differ from the others in the middle: with activations on their way to the host, the first
+# two and the last two.
+NUM_ENDS = 2
+MEASURED_LAYERS = 2 * NUM_ENDS + 1
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Bytes of one phase of a pass, relative to those at its start.
+
+    peak: the most at any time; kept: at its end, without gradients (negative if it frees activations); gradients: of
+    parameters, made in this phase.
+    """
+
+    peak: float
+    kept: float
+    gradients: float
+
+
+@dataclass(frozen=True)
+class PassProfile:
+    """The phases of a forward and backward pass. `backward` is in the order of the layers, not of time."""
+
+    embedding: Phase
+    forward: tuple[Phase, ...]
+    head: Phase
+    backward: tuple[Phase, ...]
+    rest: Phase
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> PassProfile:
+        """From what `flat` returns."""
+        phases = [Phase(*values[first : first + 3]) for first in range(0, len(values), 3)]
+        num_layers = (len(phases) - 3) // 2
+        backward = phases[num_layers + 2 : -1]
+        return cls(phases[0], (*phases[1 : num_layers + 1],), phases[num_layers + 1], (*backward[::-1],), phases[-1])
+
+    def flat(self) -> list[float]:
+        """All numbers, phases in the order of time."""
+        phases = (self.embedding, *self.forward, self.head, *self.backward[::-1], self.rest)
+        return [value for phase in phases for value in astuple(phase)]
+
+    @staticmethod
+    def out_of_memory(num_layers: int) -> PassProfile:
+        """The profile of a pass of so many layers that ran out of memory."""
+        return PassProfile.of([math.inf, 0.0, 0.0] * (2 * num_layers + 3))
+
+
+def pass_peak(profiles: Sequence[PassProfile], gradient_ratio: float) -> float:
+    """Bytes at the peak of a pass beyond what is held throughout the step.
+
+    Args:
+        profiles: for each layer of the model, the profile of its setting. The last one also says what the head takes.
+        gradient_ratio: bytes that a pass adds for each byte of gradients in the profiles.
+    """
+    num_layers = len(profiles)
+    first, last = profiles[0], profiles[-1]
+    phases = [first.embedding]
+    phases += [profile.forward[_measured(index, num_layers, profile)] for index, profile in enumerate(profiles)]
+    phases.append(last.head)
+    phases += [
+        profile.backward[_measured(index, num_layers, profile)] for index, profile in reversed([*enumerate(profiles)])
+    ]
+    phases.append(first.rest)
+    held = peak = 0.0
+    for phase in phases:
+        peak = max(peak, held + phase.peak)
+        held += phase.kept + gradient_ratio * phase.gradients
+    return max(peak, held)
+
+
+def _measured(index: int, num_layers: int, profile: PassProfile) -> int:
+    """The layer of a profile that is like layer `index` of the model."""
+    measured = len(profile.forward)
+    from_end = num_layers - index
+    if index < NUM_ENDS or measured == num_layers:
+        return index
+    return measured - from_end if from_end <= NUM_ENDS else NUM_ENDS
+
+
+class Meter(Protocol):
+    """Counts the bytes allocated on a device."""
+
+    def held(self) -> int:
+        """Bytes allocated now."""
+        ...
+
+    def peak(self) -> int:
+        """The most bytes allocated since `restart`."""
+        ...
+
+    def restart(self) -> None:
+        """Start a new peak."""
+        ...
+
+
+class CudaMeter:
+    """Reads the statistics of torch's allocator, which the host keeps: reading them waits for nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def held(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def restart(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+
+def profile_pass(model: Decoder, run: Callable[[], None], meter: Meter) -> PassProfile:
+    """The profile of `run`, one forward and backward pass of `model`, whose parameters have no gradients yet."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    phases: list[Phase] = []
+
+    def gradients() -> int:
+        return sum(parameter.grad.nbytes for parameter in trained if parameter.grad is not None)
+
+    held, made = meter.held(), gradients()
+    meter.restart()
+
+    def mark() -> None:
+        nonlocal held, made
+        now, made_now = meter.held(), gradients()
+        phases.append(Phase(meter.peak() - held, now - held - (made_now - made), made_now - made))
+        held, made = now, made_now
+        meter.restart()
+
+    with _marked(model.layers, mark):
+        run()
+        mark()
+    # The backward pass does not reach frozen layers below the first trained one.
+    missing = 2 * len(model.layers) + 3 - len(phases)
+    phases[-1:-1] = [Phase(0.0, 0.0, 0.0)] * missing
+    return PassProfile.of([value for phase in phases for value in astuple(phase)])
+
+
+@contextmanager
+def _marked(layers: nn.ModuleList, mark: Callable[[], None]) -> Iterator[None]:
+    """Call `mark` where the forward pass enters the first layer and leaves each, and where the backward pass does.
+
+    Autograd stores the gradients of a layer's parameters before it goes on with the layer below.
+    """
+
+    def mark_backward(tensor: Tensor) -> None:
+        if tensor.requires_grad:
+            tensor.register_hook(lambda _: mark())
+
+    def before(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        mark()
+        mark_backward(inputs[0])
+
+    def after(_: nn.Module, __: object, output: Tensor) -> None:
+        mark()
+        mark_backward(output)
+
+    handles = [layers[0].register_forward_pre_hook(before)]
+    handles += [layer.register_forward_hook(after) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank holds on its device besides activations.
+
+    throughout: bytes, during the whole step; gradient_ratio: bytes of gradients that a pass adds for each byte of
+    gradients that a profiled pass makes, 0 where gradients exist throughout, or on the host.
+    """
+
+    throughout: float
+    gradient_ratio: float
+
+
+def held_bytes(config: Config, architecture: Architecture, mesh: Mesh, *, by_copy_engines: bool = False) -> Held:
+    """What a rank holds besides activations: parameters and their like, and what is gathered and travels between ranks.
+
+    by_copy_engines: whether sharded parameters are gathered, and their gradients reduced, by these.
+    """
+    train = config.train
+    module, dtypes = _sketch(config, architecture), KeptDtypes.of(train, config.lora)
+    compute = 2 if train.enable_mixed_precision else 4
+    whole, layers = (_Size.of(part, compute, dtypes.frozen.itemsize) for part in (module, module.layers))
+    throughout, grown = _kept_bytes(train, whole, dtypes, mesh.dims)
+    profiled = KeptDtypes.of(train.model_copy(update={"param_dtype": profiled_param_dtype(config)}), config.lora)
+    ratio = grown / profiled.trained.itemsize / mesh.dims.dp_shard
+    if train.data_parallel_mode != "fsdp2":
+        return Held(throughout, ratio)
+    # All layers but the one that computes and the one gathered ahead.
+    others = 1 - 2 / len(module.layers)
+    gathered = whole.gathered_bytes - (others if train.enable_full_shard else 0) * layers.gathered_bytes
+    # Gradients, whole and on their way: for NCCL in fp32, through copy engines as they are.
+    travelling, windows = (compute, WINDOW_BYTES) if by_copy_engines else (torch.float32.itemsize, 0)
+    in_flight = (whole.trained - others * layers.trained) * (compute + travelling)
+    if train.enable_cpu_offload:
+        throughout = ratio = 0.0
+    return Held(throughout + gathered + in_flight + windows, ratio)
+
+
+def profiled_param_dtype(config: Config) -> ParameterDtype:
+    """`train.param_dtype` of a profiled pass: sharded parameters are gathered in the dtype that is computed in."""
+    train = config.train
+    assert train.param_dtype is not None, "resolved by the configuration"
+    is_gathered = train.data_parallel_mode == "fsdp2" and train.enable_mixed_precision
+    return "bf16" if is_gathered else train.param_dtype
+
+
+def kept_bytes(config: Config, architecture: Architecture, dims: ParallelDims) -> float:
+    """What a rank keeps, on the device or the host: parameters, gradients, optimizer state, fp8 copies."""
+    dtypes = KeptDtypes.of(config.train, config.lora)
+    compute = 2 if config.train.enable_mixed_precision else 4
+    whole = _Size.of(_sketch(config, architecture), compute, dtypes.frozen.itemsize)
+    throughout, grown = _kept_bytes(config.train, whole, dtypes, dims)
+    return throughout + whole.trained * grown / dims.dp_shard
+
+
+def _sketch(config: Config, architecture: Architecture) -> Decoder:
+    """The model's shape, with those layers in fp8 that keep copies of their weights."""
+    module = sketch_model(architecture, config.model, config.train, config.lora)
+    if config.train.fp8 == "tensorwise":
+        convert_linears(module.layers, "tensorwise")
+    return module
+
+
+def _kept_bytes(train: TrainConfig, whole: _Size, dtypes: KeptDtypes, dims: ParallelDims) -> tuple[float, int]:
+    """Bytes that a rank keeps throughout a step, and bytes of gradients for each trained parameter that a pass adds."""
+    kept = dtypes.trained.itemsize
+    state = kept if train.optimizer == "adamw" else DTYPES[train.optimizer_dtype].itemsize
+    summed, grown = _gradient_bytes(train, dtypes.trained, dims)
+    of_trained = kept + summed + NUM_STATES[train.optimizer] * state
+    return (whole.trained * of_trained + whole.frozen_bytes + whole.fp8_bytes) / dims.dp_shard, grown
+
+
+def _gradient_bytes(train: TrainConfig, dtype: torch.dtype, dims: ParallelDims) -> tuple[int, int]:
+    """For each parameter, bytes of gradients that exist throughout the last pass of a step, and that this pass adds."""
+    is_wide = dtype == torch.float32
+    if train.gradient_accumulation_steps == 1:
+        # Buckets of replicas keep the memory of all gradients from step to step.
+        return (dtype.itemsize, 0) if train.data_parallel_mode == "ddp" else (0, dtype.itemsize)
+    if is_wide:
+        return dtype.itemsize, 0
+    # Earlier micro-batches are summed in fp32, and the newest gradients are separate until their pass is over. Replicas
+    # of shards keep the sum alone: it becomes the gradient once it was exchanged.
+    is_hsdp = train.data_parallel_mode == "fsdp2" and dims.dp_replicate > 1
+    return torch.float32.itemsize, 0 if is_hsdp else dtype.itemsize
+
+
+@dataclass(frozen=True)
+class _Size:
+    """The number of trained parameters, and bytes: of frozen ones as they are kept, of fp8 copies, of all gathered."""
+
+    trained: int
+    frozen_bytes: int
+    fp8_bytes: int
+    gathered_bytes: int
+
+    @classmethod
+    def of(cls, module: nn.Module, compute: int, kept: int) -> _Size:
+        """compute: bytes of a trained parameter as it is gathered; kept: of a frozen one that is not quantised."""
+        stored = stored_parameters(module).values()
+        apart = {id(parameter) for parameter in stored}
+        copied = {id(linear.weight) for linear in module.modules() if isinstance(linear, Fp8Linear)}
+        stored_bytes = sum(value.numel() * value.element_size() for value in stored)
+        trained = frozen = fp8 = gathered = 0
+        for parameter in module.parameters():
+            if id(parameter) in apart:
+                continue
+            num, is_trained, is_copied = parameter.numel(), parameter.requires_grad, id(parameter) in copied
+            trained += num * is_trained
+            frozen += num * (not is_trained)
+            fp8 += num * is_copied * E4M3.itemsize
+            gathered += num * (E4M3.itemsize if is_copied else compute if is_trained else kept)
+        return cls(trained, frozen * kept + stored_bytes, fp8, gathered + stored_bytes)
