@@ -1,12 +1,12 @@
-"""Times training steps of many adapters mixed in one pass against those of one adapter on the same tokens.
+"""Times training steps of many adapters mixed in one pass against steps of a single adapter on the same tokens.
 
     uv run tools/bench_adapters.py                    # on a GPU: Qwen3-8B's shape, 8,192 tokens, 16 adapters of rank 16
     uv run tools/bench_adapters.py --ranks 4 8 16 64  # adapters of these ranks in turn
     uv run tools/bench_adapters.py --dry-run          # anywhere: a tiny shape, no figures
 
-A step is forward, backward, and the optimizer step of every adapter. One adapter is a model with it, as `xorl train`
-builds it; a bank of one and a bank of all run as a sweep or the service does. Each is built alone, since memory is part
-of the answer, and in turn `--rounds` times. Prints a table in Markdown: medians over the steps.
+A step is a forward pass, a backward pass, and the optimizer step of every adapter. The single adapter is in a model
+built like that of `xorl train`; banks of one and of all adapters run as in a sweep or the service. Only one is built at
+a time, because memory is measured as well; they alternate for `--rounds` rounds. Prints medians as a Markdown table.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from pathlib import Path
 import torch
 
 from xorl.cli.bench_config import SHAPES, shapes
-from xorl.config import Config, SweepMemberConfig, config_from_mapping
+from xorl.config import Config, config_from_mapping
+from xorl.config.entries import SweepMemberConfig
 from xorl.core import runtime
 from xorl.core.loss import LOSSES
 from xorl.core.mesh import Mesh, ParallelDims
-from xorl.data import Document, PackedBatch, collate
+from xorl.data import PackedBatch
+from xorl.data.collate import Document, collate
 from xorl.lora import Adam, AdapterBank, AdapterSpec
 from xorl.train.bank_engine import BankEngine, MixedBatch
 from xorl.train.build import build_engine
@@ -41,7 +43,7 @@ WARM_UP = 3
 
 @dataclass(frozen=True)
 class Result:
-    """Medians of one kind over all of its steps; peak_gib is that of the device."""
+    """Medians of one kind over all its steps; peak_gib is the peak memory of the device."""
 
     kind: str
     step_ms: float
@@ -56,7 +58,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Work:
-    """What is measured: a row of `num_tokens`, cut into as many documents as there are adapters."""
+    """The measured work: a row of `num_tokens`, divided into one document per adapter."""
 
     config: Config
     num_tokens: int
@@ -65,7 +67,7 @@ class Work:
     device: torch.device
 
     def batches(self) -> list[PackedBatch]:
-        """One document for each adapter, together `num_tokens`."""
+        """One document per adapter, `num_tokens` in total."""
         generator = torch.Generator().manual_seed(0)
         vocab_size = read_architecture(self.config.model).config.vocab_size
         lengths = [len(part) for part in torch.arange(self.num_tokens).tensor_split(len(self.ranks))]
@@ -74,7 +76,7 @@ class Work:
 
 
 def single(work: Work) -> Callable[[], None]:
-    """Steps of a model with one adapter, of the first rank."""
+    """Steps of a model with one adapter, which has the first rank."""
     architecture = read_architecture(work.config.model)
     engine = build_engine(work.config, architecture, work.mesh, work.device)
     batch = MixedBatch.of([("one", own) for own in work.batches()]).batch
@@ -87,9 +89,9 @@ def single(work: Work) -> Callable[[], None]:
 
 
 def banked(work: Work, ranks: Sequence[int]) -> Callable[[], None]:
-    """Steps of a bank of adapters of these ranks, each of which has some of the tokens."""
+    """Steps of a bank of adapters of these ranks, which share the tokens."""
     config, architecture = work.config, read_architecture(work.config.model)
-    # What a sweep builds: a frozen base without adapters.
+    # As in a sweep: a frozen base without adapters.
     lora = config.lora.model_copy(update={"sweep": [SweepMemberConfig(name="adapter")]})
     model = build_model(architecture, config.model, config.train, lora, work.mesh, work.device)
     bank = AdapterBank(
@@ -119,7 +121,7 @@ def banked(work: Work, ranks: Sequence[int]) -> Callable[[], None]:
 
 
 def measure(make: Callable[[], Callable[[], None]], num_steps: int, device: torch.device) -> tuple[list[float], float]:
-    """(seconds of each step, peak of memory in GiB) of what `make` builds, which is gone afterwards."""
+    """Returns (seconds of each step, peak memory in GiB) of what `make` builds, which is freed afterwards."""
     on_gpu = device.type == "cuda"
     step = make()
     for _ in range(WARM_UP if on_gpu else 1):
@@ -129,7 +131,7 @@ def measure(make: Callable[[], Callable[[], None]], num_steps: int, device: torc
     clock = Clock(device)
     moments = [clock.now()]
     for _ in range(num_steps):
-        # As in training, the host may be ahead of the device.
+        # As in training, the host may run ahead of the device.
         step()
         moments.append(clock.now())
     clock.wait(moments[-1])
@@ -164,17 +166,17 @@ def config_of(model: str, folder: Path, rank: int, *, on_gpu: bool, recompute: b
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; returns 0."""
+    """Runs the tool and returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-8b", choices=shapes())
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--adapters", type=int, default=16)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[16], help="ranks of the adapters, in turn")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[16], help="ranks of the adapters, used cyclically")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--output", type=Path, help="everything as JSON")
+    parser.add_argument("--output", type=Path, help="JSON file for all results")
     options = parser.parse_args(arguments)
     if options.dry_run:
         options.model, options.tokens, options.steps, options.rounds = "tiny", 8 * options.adapters, 1, 1

@@ -1,13 +1,13 @@
-"""Times training through the whole service against local training: HTTP, journal, channels and workers all in it.
+"""Times training through the whole service, with HTTP, journal, channels and workers, against local training.
 
     uv run tools/bench_api.py                   # on a GPU: Qwen3-8B's shape, 8,192 tokens, LoRA and full
-    uv run tools/bench_api.py --nproc 4         # on four: as many tokens on each
+    uv run tools/bench_api.py --nproc 4         # on four GPUs, with the same number of tokens each
     uv run tools/bench_api.py --dry-run         # anywhere: a tiny shape, no figures
 
-Both sides compute the same packs with the same configuration, each in processes of its own and in turn, `--rounds`
-times. The service is started as a user starts it. One client does what a researcher's loop does: forward_backward and
-optim_step of a step are sent, in JSON, before the results of the step before are there; values per token come back.
-Prints a table in Markdown: medians over the rounds, and over all steps for how soon a forward_backward is acknowledged.
+Both compute the same packs with the same configuration, in separate processes, alternating for `--rounds` rounds. The
+service is started as a user would start it. One client runs a typical training loop: it sends forward_backward and
+optim_step of a step as JSON before it has the results of the previous step, and receives values per token. Prints a
+Markdown table of medians: of the rounds, and over all steps of the time until a forward_backward is acknowledged.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from xorl.config import load_server_config
 from xorl.core import runtime
 
 MODEL = "bench"
-# Steps whose results the client has not read yet when it sends another one.
+# Number of steps in flight: sent before their results are read.
 AHEAD = 1
 
 
 @dataclass
 class Timed:
-    """What a client has seen: when the result of each step came, and how long submits of data took."""
+    """Times measured by a client: when the result of each step arrived, and how long it took to submit data."""
 
     done: list[float] = field(default_factory=list)
     acknowledged_s: list[float] = field(default_factory=list)
@@ -58,7 +58,7 @@ def measure_local(config: Path, options: argparse.Namespace, num_ranks: int) -> 
 
 
 def local_side(config: Path, output: Path, num_tokens: int, num_steps: int) -> None:
-    """What `measure_local` starts: one rank of it."""
+    """One rank of `measure_local`, in its own process."""
     place = runtime.init()
     bench = Bench(load_server_config(config).config, place, num_tokens, num_models=1)
     speed, _ = measure(lambda: local(bench), num_steps, place.device)
@@ -68,7 +68,7 @@ def local_side(config: Path, output: Path, num_tokens: int, num_steps: int) -> N
 
 
 def measure_service(config: Path, options: argparse.Namespace, num_ranks: int) -> tuple[float, Timed]:
-    """(tokens per second of the service of a configuration, what its client has seen)."""
+    """Returns (tokens per second of the service, the times that its client measured)."""
     rows = _rows(config, options.tokens) * num_ranks
     num_warm_up = WARM_UP if torch.cuda.is_available() else 1
     with serve(config, [], config.with_name("service.log")) as served:
@@ -78,14 +78,14 @@ def measure_service(config: Path, options: argparse.Namespace, num_ranks: int) -
 
 
 def _rows(config: Path, num_tokens: int) -> list[list[int]]:
-    """The documents of one pack, equally long; what their tokens are makes no difference to the time."""
+    """The documents of one pack, all equally long. Their tokens do not affect the time."""
     shape = json.loads((config.parent / "config.json").read_text())
     generator = np.random.default_rng(0)
     return [generator.integers(0, shape["vocab_size"], num_tokens // DOCUMENTS).tolist() for _ in range(DOCUMENTS)]
 
 
 async def train(url: str, base_model: str, rows: Sequence[Sequence[int]], num_steps: int) -> Timed:
-    """A loop of training on the same rows: what is sent is ahead of what is read by AHEAD steps."""
+    """Trains on the same rows in a loop, sending AHEAD steps before reading their results."""
     sending, polling, timed = Connection(url), Connection(url), Timed()
     await sending.open()
     await polling.open()
@@ -98,7 +98,7 @@ async def train(url: str, base_model: str, rows: Sequence[Sequence[int]], num_st
             await _read_step(polling, waiting.popleft(), timed)
     while waiting:
         await _read_step(polling, waiting.popleft(), timed)
-    # A service that is stopped saves its models first, which nobody needs here.
+    # A stopped service would first save its models, which is not needed here.
     await finished(polling, await sending.submit("/api/v1/unload_model", {"model_id": MODEL}))
     sending.close()
     polling.close()
@@ -133,7 +133,7 @@ async def _read_step(connection: Connection, ids: tuple[str, str], timed: Timed)
 
 
 def table(speeds: dict[str, dict[str, list[float]]], acknowledged_s: dict[str, list[float]]) -> str:
-    """The figures as Markdown."""
+    """The results as Markdown."""
     lines = ["| kind | what | tokens/s | of local | acknowledged ms |", "|---|---|---|---|---|"]
     for kind, found in speeds.items():
         base = statistics.median(found["local training"])
@@ -145,18 +145,18 @@ def table(speeds: dict[str, dict[str, list[float]]], acknowledged_s: dict[str, l
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; returns 0."""
+    """Runs the tool and returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-8b", choices=shapes())
     parser.add_argument("--kinds", nargs="+", default=["lora", "full"], choices=["lora", "full"])
-    parser.add_argument("--nproc", type=int, help="GPUs that each side has [all there are, else 1]")
-    parser.add_argument("--tokens", type=int, default=8192, help="of a rank and step")
+    parser.add_argument("--nproc", type=int, help="number of GPUs [all, or 1 without GPUs]")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens per rank and step")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--output", type=Path, help="everything as JSON")
+    parser.add_argument("--output", type=Path, help="JSON file for all results")
     parser.add_argument("--local-side", type=Path, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments, argparse.Namespace(models=1))
     if options.local_side is not None:

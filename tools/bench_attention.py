@@ -2,9 +2,9 @@
 
     python tools/bench_attention.py --output attention.json
 
-prints a Markdown table and writes the figures. Each backend and the library beneath it run in turns, and medians are
-compared, since the clock of a GPU drifts. TFLOP/s count 3.5 times the forward pass (2 products, 5 in the backward one)
-over the pairs of tokens that see each other. `--tiny` runs small rows, on a CPU too, to try the tool itself.
+prints a Markdown table and writes the results. Each backend alternates with the library it uses, and medians are
+compared, because the clock of a GPU drifts. TFLOP/s count 3.5 times the forward pass (2 products forward, 5 backward)
+over the pairs of tokens that attend to each other. `--tiny` runs small rows, also on a CPU, to test the tool.
 """
 
 import argparse
@@ -41,7 +41,7 @@ Step = Callable[[], object]
 class Timing:
     """One backend on one row; seconds are medians of a forward and a backward pass.
 
-    `direct` is the library itself, None where there is nothing beneath the backend.
+    `direct` is the library itself, or None if the backend uses none.
     """
 
     case: str
@@ -54,17 +54,17 @@ class Timing:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for; 0 at the end."""
+    """Runs the tool and returns its exit code."""
     parser = argparse.ArgumentParser(description="Times attention backends on packed rows.")
-    parser.add_argument("--backends", nargs="+", metavar="NAME", help="by default, all that can run here but eager")
-    parser.add_argument("--rounds", type=int, default=20, help="turns of which the median is taken")
+    parser.add_argument("--backends", nargs="+", metavar="NAME", help="backends [all that can run here except eager]")
+    parser.add_argument("--rounds", type=int, default=20, help="number of measurements for the median")
     parser.add_argument("--window", type=int, default=None, help="sliding window")
-    parser.add_argument("--tiny", action="store_true", help="small rows, to try the tool")
+    parser.add_argument("--tiny", action="store_true", help="small rows, to test the tool")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not options.tiny:
-        parser.error("torch finds no CUDA GPU here; --tiny tries the tool on a CPU")
+        parser.error("torch finds no CUDA GPU; use --tiny to test the tool on a CPU")
     heads = TINY_HEADS if options.tiny else (NUM_HEADS, NUM_KV_HEADS, HEAD_DIM)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     request = AttentionRequest(device, dtype, heads[2], options.window)
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def cases(tiny: bool) -> dict[str, list[int]]:
-    """Rows by name: one document, and documents of 256-4096 tokens, of 8192 and of 32768 tokens."""
+    """Rows of 8192 and of 32768 tokens by name: one document each, and documents of 256 to 4096 tokens."""
     shrink = 64 if tiny else 1
     rows = {}
     for total in (8192 // shrink, 32768 // shrink):
@@ -93,7 +93,7 @@ def cases(tiny: bool) -> dict[str, list[int]]:
 
 
 def _documents(total: int, shortest: int, longest: int) -> list[int]:
-    """Lengths drawn evenly until the row is full; the last document takes what is left."""
+    """Uniformly drawn lengths that fill the row; the last document takes the rest."""
     generator = random.Random(SEED)
     lengths: list[int] = []
     while (left := total - sum(lengths)) > 0:
@@ -104,7 +104,7 @@ def _documents(total: int, shortest: int, longest: int) -> list[int]:
 def measure(
     case: str, lengths: Sequence[int], name: str, request: AttentionRequest, heads: tuple[int, int, int], rounds: int
 ) -> Timing:
-    """Time one backend, and what lies beneath it, on one row."""
+    """Times one backend, and the library it uses, on one row."""
     num_heads, num_kv_heads, head_dim = heads
     layout = SequenceLayout.from_lengths(lengths, device=request.device_type)
     torch.manual_seed(SEED)
@@ -137,7 +137,7 @@ def measure(
 def direct_call(
     name: str, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, *, scale: float, window: int | None
 ) -> tuple[str, Callable[[], Tensor]] | None:
-    """(what it is, a call of it) for the library beneath a backend, as its documentation calls it."""
+    """Returns (name, call) of the library that a backend uses, called as its documentation says."""
     cu_seqlens, longest, left = layout.cu_seqlens, layout.max_seqlen, -1 if window is None else window - 1
     if name == "sdpa" and len(layout.lengths) == 1 and window is None:
         heads_first = [x.transpose(0, 1)[None] for x in (q, k, v)]
@@ -163,7 +163,7 @@ def direct_call(
 
 
 def _first(result: Tensor | tuple[Tensor, ...]) -> Tensor:
-    """Some versions return the log-sum-exp too."""
+    """The output; some versions also return the log-sum-exp."""
     return result if isinstance(result, Tensor) else result[0]
 
 
@@ -172,7 +172,7 @@ def _forward_backward(call: Callable[[], Tensor], inputs: Sequence[Tensor], grad
 
 
 def _medians(steps: Mapping[str, Step], device: str, rounds: int) -> dict[str, float]:
-    """Seconds of each step: after three to warm up, they take turns."""
+    """Median seconds of each step; they alternate, after three warm-up calls."""
     for step in steps.values():
         for _ in range(3):
             step()
@@ -186,7 +186,7 @@ def _medians(steps: Mapping[str, Step], device: str, rounds: int) -> dict[str, f
 
 def _seconds_on_gpu(step: Step) -> float:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    # Launched while the device waits for about 3 ms, so that it is the kernels that are timed and not their launches.
+    # The device sleeps for about 3 ms during the launches, so that only the kernels are timed.
     torch.cuda._sleep(5_000_000)
     begin.record()
     step()

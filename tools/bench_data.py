@@ -1,10 +1,10 @@
 """Measures the preparation of conversations: `uv run tools/bench_data.py [--processes 2] [--conversations 20000]`.
 
-Compares preparing chat data (reading JSON, rendering, tokenizing, masking, writing the cache) with what the tokenizers
-library alone takes to encode the same rendered texts in as many processes: with offsets, as a mask needs them, and
-without. The text is that of Python's own documentation, in turns of lognormal length; the tokenizer is a byte-level BPE
-of it; the templates are those of tests/golden/chat. The runs take turns, and medians are printed: processor time grows
-with whatever else the machine does.
+Compares preparing chat data (reading JSON, rendering, tokenizing, masking, writing the cache) with the time in which
+the tokenizers library alone encodes the same rendered texts in as many processes: with offsets, which masks need, and
+without. The text is Python's documentation, in turns of lognormal length; the tokenizer is a byte-level BPE trained on
+it; the templates are those of tests/golden/chat. The runs alternate, and medians are printed, because processor time
+varies with other load on the machine.
 """
 
 import argparse
@@ -24,18 +24,19 @@ import numpy as np
 from tokenizers import AddedToken, Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from workspace import ROOT
-from xorl.data import DatasetEntry, PrepareOptions, TextTokenizer, load_tokenizer, prepare
-from xorl.data.formats import ChatFormat
+from xorl.data import DatasetEntry, PrepareOptions, prepare
+from xorl.data.formats import ChatFormat, TextTokenizer, load_tokenizer
 
 VOCAB_SIZE = 8192
-MEDIAN_WORDS = 60  # of a message: a paragraph
+MEDIAN_WORDS = 60  # per message, about a paragraph
 GOLDEN = ROOT / "tests" / "golden" / "chat"
-# Beginnings of a conversation are prefixes of it; and not, since only the last answer keeps its thought.
+# One template renders every beginning of a conversation as a prefix of the whole; the other does not, because only the
+# last answer keeps its reasoning.
 TEMPLATES = ("chatml", "qwen3")
 
 
 def main() -> None:
-    """Prints a row of docs/benchmarks.md for each template."""
+    """Prints one row of docs/records/data.md per template."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--conversations", type=int, default=20_000)
@@ -55,9 +56,9 @@ def main() -> None:
 
 
 def measure(template: str, rows: Path, folder: Path, processes: int, repeats: int) -> str:
-    """One row of the table: processor seconds, and the shares of the library's speed.
+    """Returns one row of the table: processor seconds, and speeds relative to the library.
 
-    Those are of its speed with offsets, of that with the rendering left out, and of its speed without offsets.
+    These are relative to its speed with offsets, to the same excluding the rendering, and to its speed without offsets.
     """
     tokenizer = load_tokenizer(folder / template)
     texts = render_all(rows, tokenizer)
@@ -89,13 +90,13 @@ def measure(template: str, rows: Path, folder: Path, processes: int, repeats: in
 
 
 def render_all(rows: Path, tokenizer: TextTokenizer) -> list[str]:
-    """The texts, from rows that are parsed on the way."""
+    """Parses the rows and returns their rendered texts."""
     form = ChatFormat(1 << 20, "error", "limit", tokenizer)
     return [form.render(json.loads(line)).text for line in rows.open()]
 
 
 def alone(encode: Callable[..., Sequence[Encoding]], texts: Sequence[str], processes: int) -> None:
-    """The library in as many processes, each with its share of the texts."""
+    """Runs the library in this many processes, each with a share of the texts."""
     context = multiprocessing.get_context("fork")
     workers = [
         context.Process(target=encode_all, args=(encode, texts[number::processes])) for number in range(processes)
@@ -107,27 +108,27 @@ def alone(encode: Callable[..., Sequence[Encoding]], texts: Sequence[str], proce
 
 
 def encode_all(encode: Callable[..., Sequence[Encoding]], texts: Sequence[str]) -> None:
-    """What training needs at least: the ids."""
+    """Encodes the texts and reads the ids, the minimum that training needs."""
     for first in range(0, len(texts), 500):
         for encoding in encode(list(texts[first : first + 500]), add_special_tokens=False):
             assert encoding.ids
 
 
 def timed(run: Callable[[], object]) -> float:
-    """Processor seconds of a run, with the processes that it starts and waits for."""
+    """Processor seconds of a run, including the processes that it starts and waits for."""
     before = cpu_seconds()
     run()
     return cpu_seconds() - before
 
 
 def cpu_seconds() -> float:
-    """Processor time of this process and those it has waited for."""
+    """Processor time of this process and of the child processes it has waited for."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def write_conversations(path: Path, words: Sequence[str], num: int) -> None:
-    """Conversations of 1 to 4 questions and answers, of words that follow one another in a text."""
+    """Writes conversations of 1 to 4 questions and answers, made of consecutive words of a text."""
     generator = random.Random(0)
     with path.open("w") as file:
         for _ in range(num):
@@ -141,7 +142,7 @@ def write_conversations(path: Path, words: Sequence[str], num: int) -> None:
 
 
 def write_tokenizer(folder: Path, text: str, template: str) -> None:
-    """A byte-level BPE over the text, with the template's special tokens."""
+    """Trains a byte-level BPE on the text, with the template's special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,9 +1,9 @@
 """Times linear layers in bf16 and in fp8, and the parts of fp8: `uv run tools/bench_fp8.py --json fp8.json`.
 
-The shapes are those of Qwen3-8B's layers, with queries, keys and values in one and gate and up in one. A layer is a
-forward pass and a backward pass with both gradients; weights are cast beforehand under tensorwise, as once a step in
-training, and that cast is a line of its own. Medians of runs that each wait for the device. Prints Markdown. On a
-machine without a GPU it runs the emulation at tiny sizes, which says nothing of speed.
+The shapes are those of Qwen3-8B's layers, with merged query/key/value and gate/up projections. A layer is a forward
+pass and a backward pass with both gradients. Under tensorwise, weights are cast beforehand, as once per training step;
+that cast is a separate line. Prints medians as Markdown; each run waits for the device. Without a GPU it runs the
+emulation at tiny sizes, whose times are meaningless.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from xorl.core.nn import Linear
 from xorl.core.nn.fp8 import Fp8Linear, Fp8Recipe
-from xorl.kernels.quant import (
+from xorl.kernels.quant.fp8 import (
     E4M3,
     E5M2,
     amax,
@@ -38,7 +38,7 @@ TINY = {"gate_up": (96, 32), "down": (32, 48)}
 
 
 class Row(NamedTuple):
-    """One line of the result; rate is in units of rate_unit, and None where it would mean nothing."""
+    """One line of the result. rate is in rate_unit, or None if it is meaningless."""
 
     layer: str
     what: str
@@ -48,7 +48,7 @@ class Row(NamedTuple):
 
 
 def measure(function: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median milliseconds of `function`, after it has run three times unmeasured."""
+    """Median milliseconds of `function`, after three warm-up runs."""
     for _ in range(3):
         function()
     times = []
@@ -68,7 +68,7 @@ def measure(function: Callable[[], object], device: torch.device, repeats: int) 
 
 
 def layer_rows(name: str, num_out: int, num_in: int, num_tokens: int, device: torch.device, repeats: int) -> list[Row]:
-    """A layer forward and backward, in bf16 and by each recipe, eager and compiled."""
+    """Times a layer forward and backward, in bf16 and with each recipe, eager and compiled."""
     linear = Linear(num_in, num_out, bias=False).to(device, torch.bfloat16)
     nn.init.normal_(linear.weight, std=0.02)
     x = torch.randn(num_tokens, num_in, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -98,7 +98,7 @@ def layer_rows(name: str, num_out: int, num_in: int, num_tokens: int, device: to
 
 
 def part_rows(name: str, num_out: int, num_in: int, num_tokens: int, device: torch.device, repeats: int) -> list[Row]:
-    """The casts of a layer, with the memory they read and write, and its three products."""
+    """Times the casts of a layer, with the bytes they read and write, and its three products."""
     x = torch.randn(num_tokens, num_in, device=device, dtype=torch.bfloat16)
     grad = torch.randn(num_tokens, num_out, device=device, dtype=torch.bfloat16)
     weight = torch.randn(num_out, num_in, device=device, dtype=torch.bfloat16)
@@ -111,7 +111,7 @@ def part_rows(name: str, num_out: int, num_in: int, num_tokens: int, device: tor
     def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, fast: bool) -> Callable[[], Tensor]:
         return lambda: scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.bfloat16, fast_accumulation=fast)
 
-    # Bytes read and written for each element.
+    # Bytes read and written per element.
     casts: dict[str, tuple[Callable[[], object], int]] = {
         "largest value of x": (lambda: amax(x), 2 * x.numel()),
         "largest value of x, by torch": (lambda: x.abs().amax(), 2 * x.numel()),
@@ -145,16 +145,16 @@ def part_rows(name: str, num_out: int, num_in: int, num_tokens: int, device: tor
 
 
 def options_of(description: str | None) -> argparse.Namespace:
-    """The command line of a tool whose result is rows: tokens (None: by the device), repeats and json."""
+    """Parses the command line of a tool that prints rows: tokens (None: depends on the device), repeats and json."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, help="tokens of a micro-batch; 8192, or 64 without a GPU")
+    parser.add_argument("--tokens", type=int, help="tokens per micro-batch [8192, or 64 without a GPU]")
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--json", type=Path, help="where to write the rows as JSON as well")
+    parser.add_argument("--json", type=Path, help="JSON file for the rows")
     return parser.parse_args()
 
 
 def report(rows: Sequence[Row], title: str, file: Path | None) -> None:
-    """Prints the rows, and the time of all layers beside that of bf16, as tables; writes them to `file` as JSON."""
+    """Prints tables of the rows and of the total time of all layers relative to bf16; writes the rows to `file`."""
     print("\n".join([title, "", "| layer | what | ms | rate |", "|---|---|---|---|"]))
     for row in rows:
         rate = "" if row.rate is None else f"{row.rate:,.0f} {row.rate_unit}"
@@ -183,7 +183,7 @@ def main() -> int:
     for name, (num_out, num_in) in (SHAPES if on_gpu else TINY).items():
         rows += layer_rows(name, num_out, num_in, num_tokens, device, options.repeats)
         rows += part_rows(name, num_out, num_in, num_tokens, device, options.repeats)
-    machine = torch.cuda.get_device_name(device) if on_gpu else "CPU, emulated: these are no speeds of fp8"
+    machine = torch.cuda.get_device_name(device) if on_gpu else "CPU, emulated: not representative of fp8"
     report(rows, f"{num_tokens} tokens, {machine}, torch {torch.__version__}", options.json)
     return 0
 

@@ -1,10 +1,10 @@
-"""Times each fused kernel against its plain twin, as it is and as torch.compile makes it, forward and backward.
+"""Times each fused kernel against its plain torch version, eager and compiled, forward and backward.
 
     uv run tools/bench_fused.py                       # on a GPU: the shapes of an 8B model, bf16
     uv run tools/bench_fused.py --dry-run             # anywhere: tiny shapes, in Triton's interpreter, no figures
 
-Writes a table in Markdown and everything as JSON into --output, and says which kernels are faster than what is
-compiled, which all of `FUSED_KERNELS` in xorl.core.nn.kernels have to be: compiled layers take them too.
+Writes a Markdown table and all results as JSON to --output, and lists the kernels that are faster than the compiled
+version. All of `FUSED_KERNELS` in xorl.core.nn.kernels must be, because compiled layers use them too.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 
 from xorl.core.loss import cross_entropy
-from xorl.core.nn import FusedKernel
+from xorl.core.nn.kernels import FusedKernel
 from xorl.kernels.fused import HeadNorms, HeadShape, reference
 
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
 FORMS = ("fused", "plain", "compiled")
 WARM_UP = 5
 HEAD_START_CYCLES = 4_000_000  # about 2 ms
-L2_BYTES = 256 * 2**20  # more than any cache: written between calls, so that none finds its inputs there
+L2_BYTES = 256 * 2**20  # larger than any cache; written between calls to evict their inputs
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ TINY = Sizes(5, 16, 12, 37, HeadShape(2, 1, 4))
 
 @dataclass(frozen=True)
 class Case:
-    """One function in its forms. flops, if it is bound by matrix products: of forward and backward together.
+    """One function in several forms. flops counts forward and backward together, if matrix products dominate.
 
-    `decides` names the kernel whose use in compiled layers depends on this.
+    `decides` names the kernel whose use in compiled layers depends on this case.
     """
 
     name: str
@@ -65,9 +65,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """Medians. gbs: bytes that must be moved at least (inputs, outputs, gradients), over the time of both passes.
+    """Medians. gbs: the minimum bytes to move (inputs, outputs, gradients) over the time of both passes.
 
-    extra_gib: peak memory of both passes beyond inputs, outputs and the gradients that come out.
+    extra_gib: peak memory of both passes beyond inputs, outputs and resulting gradients.
     """
 
     case: str
@@ -89,7 +89,7 @@ class Result:
 
 def make_cases(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> list[Case]:
     """Every kernel, with random inputs."""
-    # They need Triton, and its interpreter is chosen before.
+    # They import Triton, whose interpreter must be selected before.
     from xorl.kernels.fused import heads, rms_norm, swiglu  # noqa: PLC0415
 
     generator = torch.Generator(device).manual_seed(0)
@@ -115,7 +115,7 @@ def make_cases(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> list[C
 
     def loss(*, whole_logits: bool) -> Function:
         def call(hidden: Tensor, head_weight: Tensor) -> Tensor:
-            # The plain form in the precision that peers have: bf16 products, then fp32.
+            # The plain form in the precision that other trainers use: bf16 products, then fp32.
             options = {"logits_fp32": not whole_logits, "whole_logits": whole_logits}
             return cross_entropy(hidden, head_weight, {"labels": labels}, **options).sum
 
@@ -157,12 +157,12 @@ def make_cases(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> list[C
 
 
 def measure(case: Case, form: str, num_calls: int) -> Result:
-    """Time one form of a case."""
+    """Times one form of a case."""
     function = case.fused if form == "fused" else case.plain
     device = case.leaves[0].device
     if form == "compiled":
         torch.compiler.reset()
-        # Without a GPU there is nothing to be learnt from generated code.
+        # Without a GPU, timing generated code is pointless.
         backend = "inductor" if device.type == "cuda" else "aot_eager"
         function = torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
     outputs = _outputs(function, case)
@@ -211,7 +211,7 @@ def _elapsed_ms(call: Callable[[], object], device: torch.device) -> float:
         call()
         return (time.perf_counter() - start) * 1e3
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # The GPU sleeps while the host launches everything, or small kernels would be timed by how fast that is.
+    # The GPU sleeps while the host launches everything; otherwise small kernels would be limited by launch overhead.
     torch.cuda._sleep(HEAD_START_CYCLES)
     begin.record()
     call()
@@ -221,7 +221,7 @@ def _elapsed_ms(call: Callable[[], object], device: torch.device) -> float:
 
 
 def faster_than_compiled(cases: list[Case], results: list[Result]) -> list[str]:
-    """The kernels of which every case takes less time, forward and backward, than the compiled twin."""
+    """The kernels that are faster, forward and backward, than the compiled plain version in every case."""
     times = {(result.case, result.form): result.both_ms for result in results}
     deciding = [case for case in cases if case.decides is not None]
     lost = {case.decides for case in deciding if times[case.name, "fused"] >= times[case.name, "compiled"]}
@@ -234,20 +234,20 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes in Triton's interpreter, on the CPU")
     parser.add_argument("--tokens", type=int, default=FULL.num_tokens)
     parser.add_argument("--calls", type=int, default=30, help="timed calls of each form")
-    parser.add_argument("--only", nargs="+", help="names of cases")
-    parser.add_argument("--output", type=Path, default=Path("outputs/bench_fused"), help="folder of the two files")
+    parser.add_argument("--only", nargs="+", help="names of the cases to run")
+    parser.add_argument("--output", type=Path, default=Path("outputs/bench_fused"), help="folder for the two files")
     flags = parser.parse_args()
     if not flags.dry_run and not torch.cuda.is_available():
-        parser.error("torch finds no GPU here; --dry-run tries the tool without one")
+        parser.error("torch finds no GPU; use --dry-run to test the tool without one")
     if flags.dry_run and os.environ.get("TRITON_INTERPRET") != "1":
-        # Triton reads it when it is imported, which torch may have done by now.
+        # Triton reads the variable when it is imported, which torch may already have done.
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "TRITON_INTERPRET": "1"})
     device = torch.device("cpu" if flags.dry_run else "cuda")
     sizes = TINY if flags.dry_run else replace(FULL, num_tokens=flags.tokens)
     cases = make_cases(sizes, torch.float32 if flags.dry_run else torch.bfloat16, device)
     cases = [case for case in cases if not flags.only or case.name in flags.only]
     results = [measure(case, form, 1 if flags.dry_run else flags.calls) for case in cases for form in FORMS]
-    where = "CPU, interpreter: no figures" if flags.dry_run else torch.cuda.get_device_name(device)
+    where = "CPU, interpreter: times are meaningless" if flags.dry_run else torch.cuda.get_device_name(device)
     table = [
         f"{where}, torch {torch.__version__}, {sizes}\n",
         "| case | form | forward ms | forward and backward ms | GB/s | TFLOP/s | GiB beside inputs and gradients |",

@@ -1,6 +1,6 @@
 """Measures packing, loading and memory: `uv run tools/bench_loading.py [packing] [loader] [stream] [memory]`.
 
-Figures are printed, never asserted: docs/benchmarks.md records them with the machine that they were taken on.
+The results are only printed; docs/records/data.md records them together with the machine.
 """
 
 import argparse
@@ -25,7 +25,7 @@ BIN_LEN = 8192
 def main() -> None:
     """Runs the named measurements, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", choices=[*MEASUREMENTS, []], help="all of them if none is given")
+    parser.add_argument("names", nargs="*", choices=[*MEASUREMENTS, []], help="measurements [all]")
     parser.add_argument("--rows", type=int, default=10_000_000, help="rows of the memory measurement")
     options = parser.parse_args()
     for name in options.names or MEASUREMENTS:
@@ -34,13 +34,13 @@ def main() -> None:
 
 
 def chat_lengths(num: int) -> np.ndarray:
-    """Lengths of conversations in tokens: lognormal with a median of 400, cut at the bin. [num] int64"""
+    """Lengths of conversations in tokens, [num] int64: lognormal with a median of 400, truncated to the bin."""
     lengths = np.random.default_rng(0).lognormal(np.log(400), 1.0, num)
     return np.clip(lengths, 1, BIN_LEN).astype(np.int64)
 
 
 def packing(_folder: Path, _rows: int) -> None:
-    """Time and fill of a million lengths."""
+    """Measures the time to pack a million lengths, and the fill of the bins."""
     lengths = chat_lengths(1_000_000)
     for method in ("multipack", "sequential"):
         start = time.perf_counter()
@@ -50,7 +50,7 @@ def packing(_folder: Path, _rows: int) -> None:
 
 
 def loader(folder: Path, _rows: int) -> None:
-    """Tokens a second that one process hands to training, from prepared documents."""
+    """Measures the tokens per second that one process loads from prepared documents."""
     documents = prepare([DatasetEntry(str(_tokenized(folder, 40_000)))], _options(folder))
     bins = pack(documents.lengths, bin_len=BIN_LEN, method="multipack")
     steps = StepLoader(documents, bins, DataPlan.over(documents, bins, bins_per_step=4), micro_batch_size=1).steps()
@@ -58,7 +58,7 @@ def loader(folder: Path, _rows: int) -> None:
 
 
 def stream(folder: Path, _rows: int) -> None:
-    """The same from a stream of tokenized rows, which parses and packs as well."""
+    """Measures the same for a stream of tokenized rows, which also parses and packs."""
     opened = open_stream([DatasetEntry(str(_tokenized(folder, 40_000)))], StreamOptions(BIN_LEN), index_path=folder)
     plan = StreamPlan.over(opened, bins_per_step=4, max_steps=400)
     steps = StreamLoader(opened, plan, micro_batch_size=1).steps()
@@ -69,7 +69,7 @@ def stream(folder: Path, _rows: int) -> None:
 
 
 def memory(folder: Path, rows: int) -> None:
-    """Memory of preparing, holding and reading many short rows."""
+    """Measures the memory for preparing, holding and reading many short rows."""
     path = folder / "rows.parquet"
     rng = np.random.default_rng(0)
     schema = pa.schema([("input_ids", pa.list_(pa.int32()))])
@@ -119,7 +119,7 @@ def _now() -> str:
 
 
 def _anonymous_mib() -> float:
-    """Memory of this process that no file backs: what the system cannot take back."""
+    """Memory of this process that is not backed by a file and cannot be reclaimed, in MiB."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("Anonymous:")) / 1024
 

@@ -1,11 +1,12 @@
-"""Times steps of training with and without what observes them: marks of the phases, waits for collectives, metrics.
+"""Measures the overhead of observing training steps: phase marks, waits for collectives, and metrics.
 
     uv run tools/bench_observation.py                                     # on a GPU: Qwen3-8B's shape, 8,192 tokens
-    uv run torchrun --nproc-per-node 2 tools/bench_observation.py         # under FSDP2, whose waits are marked too
+    uv run torchrun --nproc-per-node 2 tools/bench_observation.py         # under FSDP2, whose waits are marked as well
     uv run tools/bench_observation.py --dry-run                           # anywhere: a tiny shape, no figures
 
-One build; blocks of steps in turn, on the same batches, by the wall clock with the device at rest at both ends. Steps
-that are observed do what the training loop does with its own, metrics.jsonl included. Prints a table in Markdown.
+Runs alternating blocks of steps on the same batches in one build, measured in wall time between device
+synchronizations. Observed steps do the same as those of the training loop, including metrics.jsonl. Prints a Markdown
+table.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from xorl.cli.bench_config import Work, forced, shapes, write_config
+from xorl.cli.bench_config import SyntheticRun, fixed_overrides, shapes, write_config
 from xorl.config import load_config
 from xorl.core import runtime
 from xorl.train.build import Run, build_run
@@ -29,7 +30,7 @@ WARM_UP = 3
 
 
 class SwitchedTimer(StepTimer):
-    """A StepTimer that marks nothing while it is off."""
+    """A StepTimer that can be switched off."""
 
     is_on = True
 
@@ -51,7 +52,7 @@ class SwitchedTimer(StepTimer):
 
 
 def block(run: Run, timer: SwitchedTimer, num_steps: int, *, observed: bool) -> float:
-    """Seconds a step of a block of steps on the first step's batches."""
+    """Seconds per step of a block of steps on the batches of the first step."""
     engine, observer = run.engine, run.observer
     _, batches = next(iter(run.loader.steps()))
     timer.is_on = observed
@@ -75,24 +76,24 @@ def _wait_for_gpu() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; returns 0."""
+    """Runs the tool and returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-8b", choices=shapes())
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--steps", type=int, default=10, help="of a block")
-    parser.add_argument("--rounds", type=int, default=4, help="blocks of each kind, in turn")
+    parser.add_argument("--steps", type=int, default=10, help="steps per block")
+    parser.add_argument("--rounds", type=int, default=4, help="blocks of each kind, alternating")
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args(arguments)
     if options.dry_run:
         options.model, options.tokens, options.steps, options.rounds = "tiny", 64, 2, 1
     on_gpu = torch.cuda.is_available()
     with tempfile.TemporaryDirectory() as name:
-        work = Work(options.model, options.tokens, "single", 1, None, runtime.world_size(), 1, on_gpu)
+        work = SyntheticRun(options.model, options.tokens, "single", 1, None, runtime.world_size(), 1, on_gpu)
         path = write_config(work, Path(name))
-        overrides = [*forced(1), "--data.dataloader_num_workers=0", f"--train.output_dir={name}"]
+        overrides = [*fixed_overrides(1), "--data.dataloader_num_workers=0", f"--train.output_dir={name}"]
         run = build_run(load_config(path, overrides).config)
         timer = run.engine.timer
-        timer.__class__ = SwitchedTimer  # its marks are where the model's hooks look for them already
+        timer.__class__ = SwitchedTimer  # in place, because the model's hooks already refer to it
         assert isinstance(timer, SwitchedTimer)
         block(run, timer, WARM_UP, observed=True)
         seconds: dict[bool, list[float]] = {False: [], True: []}
@@ -100,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for observed, found in seconds.items():
                 found.append(block(run, timer, options.steps, observed=observed))
         run.observer.close()
-        is_main = run.runtime.is_main
+        is_main = run.startup.runtime.is_main
         runtime.shutdown()
     if is_main:
         plain, observed = (1e3 * statistics.median(found) for found in seconds.values())

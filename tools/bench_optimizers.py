@@ -1,10 +1,10 @@
 """Times clipping and the step of each optimizer on a model's parameters, sharded over the ranks: no forward, no data.
 
-    uv run tools/bench_optimizers.py                                     # a tiny model, to try the tool
+    uv run tools/bench_optimizers.py                                     # a tiny model, to test the tool
     uv run torchrun --nproc-per-node 4 tools/bench_optimizers.py --model qwen3-8b --param-dtype bf16
 
-Prints a table in Markdown: medians over the steps of the slowest rank, by CUDA events where there is a GPU. Clipping is
-the norm and the scale; the step divides by the scale.
+Prints a Markdown table of medians over the steps of the slowest rank, timed by CUDA events if there is a GPU. Clipping
+computes the norm and the scale; the step divides by the scale.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ WARM_UP = 2
 
 @dataclass(frozen=True)
 class Result:
-    """Of the slowest rank.
+    """The results of the slowest rank.
 
     Attributes:
-        clip_ms, step_ms: of the gradient's norm and scale, and of the step.
-        host_ms: until the host has queued both, which the device hides only while it has other work.
-        clip_gb_s, step_gb_s: bytes that a rank has to read and write for either, in 10**9 a second; None for muon's
-            step, which is not bound by them.
-        state_gib, peak_gib: a rank's optimizer state, and its peak of memory.
-        tflops: what a rank's share of the orthogonalisation comes to in a second.
+        clip_ms, step_ms: time for the gradient's norm and scale, and for the step.
+        host_ms: time until the host has queued both; only hidden while the device has other work.
+        clip_gb_s, step_gb_s: bytes that a rank must read and write for each, in 10**9 per second; None for muon's
+            step, which is not bound by memory bandwidth.
+        state_gib, peak_gib: optimizer state and peak memory of a rank.
+        tflops: rate of a rank's share of the orthogonalization.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Result:
 
 
 def build_model(hf_config: Mapping[str, object], param_dtype: torch.dtype, device: torch.device) -> Decoder:
-    """The model with its parameters on `device`, sharded over all ranks. Collective."""
+    """Builds the model with its parameters on `device`, sharded over all ranks. Collective."""
     spec = spec_for(hf_config)
     with torch.device("meta"):
         model = spec.build(spec.config_from_hf(hf_config)).to(param_dtype)
@@ -84,7 +84,7 @@ def build_model(hf_config: Mapping[str, object], param_dtype: torch.dtype, devic
 def measure(
     name: OptimizerName, model: Decoder, state_dtype: torch.dtype, num_steps: int, device: torch.device
 ) -> Result:
-    """Steps with random gradients. Collective."""
+    """Times steps with random gradients. Collective."""
     parameters = list(model.parameters())
     matrices = model.layer_matrices()
     muon = MuonOptions(matrices, lr=1e-3)
@@ -99,7 +99,7 @@ def measure(
     times: list[tuple[float, ...]] = []
 
     def clip() -> None:
-        # The two attributes by which the engine tells the optimizer.
+        # The engine passes the scale to the optimizer in these two attributes.
         norm, optimizer.grad_scale = gradient_scale(parameters, 1.0, 1.0)  # pyright: ignore[reportAttributeAccessIssue]
         optimizer.found_inf = (~torch.isfinite(norm)).float()  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -135,17 +135,17 @@ def measure(
 
 
 def size_in_bytes(tensor: Tensor) -> int:
-    """Of this rank's part."""
+    """The bytes of this rank's part."""
     return on_rank(tensor).numel() * tensor.element_size()
 
 
 def on_rank(tensor: Tensor) -> Tensor:
-    """This rank's part."""
+    """This rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def timed(call: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """Milliseconds of a call, on the device where there is a GPU, and until the host was done with it."""
+    """Milliseconds of a call on the device (if there is a GPU), and until it returned on the host."""
     if device.type != "cuda":
         start = time.perf_counter()
         call()
@@ -164,7 +164,7 @@ def timed(call: Callable[[], object], device: torch.device) -> tuple[float, floa
 
 
 def slowest_rank(values: list[float], device: torch.device) -> list[float]:
-    """The largest over the ranks. Collective."""
+    """The maximum over the ranks. Collective."""
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return tensor.tolist()

@@ -1,6 +1,6 @@
 """Compares the peaks that `recompute_policy: auto` predicts with measured ones, and its choice with the fastest.
 
-    uv run tools/bench_recompute.py                                              # a tiny model, to try the tool
+    uv run tools/bench_recompute.py                                              # a tiny model, to test the tool
     uv run tools/bench_recompute.py --model qwen3-8b --kinds full fp8 --num-tokens 4096 8192 --json recompute.json
 
 For each kind of training and length of the micro-batch, every setting runs a few optimizer steps on random tokens, on
@@ -24,7 +24,8 @@ from pathlib import Path
 
 import torch
 
-from xorl.config import Config, TrainConfig, config_from_mapping
+from xorl.config import Config, config_from_mapping
+from xorl.config.local import TrainConfig
 from xorl.core import runtime
 from xorl.core.loss import cross_entropy
 from xorl.core.mesh import Mesh, ParallelDims

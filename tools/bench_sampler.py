@@ -1,10 +1,10 @@
-"""Times generation by the embedded sampler, and by transformers where it is asked for, on one GPU.
+"""Times generation by the embedded sampler, and with --peer by transformers, on one GPU.
 
-    uv run tools/bench_sampler.py --dry-run                              # anywhere: a tiny model, to try the tool
+    uv run tools/bench_sampler.py --dry-run                              # anywhere: a tiny model, to test the tool
     uv run tools/bench_sampler.py --model qwen3-8b --samples 1 16 64 256 --peer
 
-Random weights in bf16. Each line is one batch of samples from prompts of their own: first one token of each, which is
-mostly the prompts' pass, and then all; the difference is growth alone. Prints a table in Markdown.
+Random weights in bf16. Each line is one batch of samples from different prompts: first with one new token each, which
+mostly times the prefill, then with all of them; the difference is pure decoding. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from xorl.cli.bench_config import SHAPES, shapes
 from xorl.core import runtime
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.models import spec_for
-from xorl.core.nn import choose_kernels
+from xorl.core.nn.kernels import choose_kernels
 from xorl.core.parallel import ParallelPolicy, parallelize
 from xorl.kernels.attention import AttentionRequest, resolve_attention
-from xorl.server.sampler import Sampler, SampleRequest
+from xorl.server.sampler import GenerationRequest, Sampler
 
 Generate = Callable[[list[list[int]], int], int]
-"""Continues prompts by so many tokens each, and returns how many it drew."""
+"""Generates this many tokens for each prompt, and returns the total number."""
 
 
 def ours(shape: str, device: torch.device, num_samples: int, length: int) -> Generate:
-    """The embedded sampler over a model as training has it."""
+    """The embedded sampler, on a model as built for training."""
     hf_config = json.loads((SHAPES / f"{shape}.json").read_text())
     spec = spec_for(hf_config)
     config = spec.config_from_hf(hf_config)
@@ -56,7 +56,7 @@ def ours(shape: str, device: torch.device, num_samples: int, length: int) -> Gen
     sampler = Sampler(model, device=device, cache_tokens=cache_tokens, max_running=num_samples)
 
     def generate(prompts: list[list[int]], num_new: int) -> int:
-        requests = [SampleRequest(tuple(prompt), num_new, seed=index) for index, prompt in enumerate(prompts)]
+        requests = [GenerationRequest(tuple(prompt), num_new, seed=index) for index, prompt in enumerate(prompts)]
         return sum(len(sample.tokens) for result in sampler.run(requests) for sample in result.samples)
 
     return generate
@@ -79,7 +79,7 @@ def theirs(shape: str, device: torch.device) -> Generate:
 
 
 def timed(call: Callable[[], int], device: torch.device) -> tuple[float, int]:
-    """Seconds, and what the call returns."""
+    """Returns the seconds of a call, and its result."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()
@@ -90,16 +90,16 @@ def timed(call: Callable[[], int], device: torch.device) -> tuple[float, int]:
 
 
 def measure(name: str, generate: Generate, flags: argparse.Namespace, device: torch.device) -> None:
-    """Prints a row for each number of samples, after a batch that warms up."""
+    """Prints one row per number of samples, after a warm-up batch."""
     generator = torch.Generator().manual_seed(0)
 
     def run(count: int, num_new: int) -> tuple[float, int]:
-        # Prompts that were never seen: the sampler finds those again whose keys it has.
+        # Always new prompts, because the sampler reuses the cached keys of known ones.
         prompts = torch.randint(0, 256, (count, flags.prompt), generator=generator).tolist()
         return timed(partial(generate, prompts, num_new), device)
 
     for count in flags.samples:
-        # Kernels are compiled and passes recorded at first.
+        # The first batch compiles kernels and records passes.
         run(count, flags.new)
         first_s, _ = run(count, 1)
         all_s, num_tokens = run(count, flags.new)
@@ -115,11 +115,11 @@ def main() -> None:
     """Parses the command line, measures, and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-8b", choices=shapes(), help="a shape of `xorl bench`")
-    parser.add_argument("--samples", type=int, nargs="+", default=[1, 16, 64, 256], help="samples at the same time")
+    parser.add_argument("--samples", type=int, nargs="+", default=[1, 16, 64, 256], help="concurrent samples")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt")
     parser.add_argument("--new", type=int, default=128, help="tokens drawn for each sample")
-    parser.add_argument("--peer", action="store_true", help="measure transformers, too")
-    parser.add_argument("--dry-run", action="store_true", help="a tiny shape, no figures that mean anything")
+    parser.add_argument("--peer", action="store_true", help="also measure transformers")
+    parser.add_argument("--dry-run", action="store_true", help="a tiny shape, whose times are meaningless")
     flags = parser.parse_args()
     if flags.dry_run:
         flags.model, flags.samples, flags.prompt, flags.new = "tiny", [1, 3], 20, 5

@@ -1,10 +1,10 @@
-"""Measures how soon the service acknowledges requests, and that none is lost or done twice.
+"""Measures how quickly the service acknowledges requests, and checks that none is lost or processed twice.
 
-`uv run tools/bench_service.py --clients 32 --requests 10000`: starts the quickstart's service (or asks the one at
-`--url`), and has each client train an adapter of its own: forward_backward and optim_step are sent together, then both
-results are polled for, as the public clients do. Every twentieth request is sent twice. A model that has taken more or
-fewer steps than were sent, a result that does not come, and a request with two ids are errors. The clients share one
-process and its event loop, on the same machine as the service: a time includes theirs. Prints Markdown.
+`uv run tools/bench_service.py --clients 32 --requests 10000` starts the quickstart's service, or uses the one at
+`--url`. Each client trains its own adapter: like the public clients, it sends forward_backward and optim_step together
+and then polls for both results. Every twentieth request is sent twice. It is an error if a model takes more or fewer
+steps than were sent, a result does not arrive, or a request gets two ids. The clients share one process and event loop
+on the same machine as the service, so their own time is included. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CONFIG = ROOT / "configs/server/quickstart.yaml"
 
 @dataclass
 class Measured:
-    """What all clients have seen. memory: (requests done, bytes of each process of the service)."""
+    """The measurements of all clients. memory: (requests done, bytes of each process of the service)."""
 
     acknowledged_s: list[float] = field(default_factory=list)
     result_s: list[float] = field(default_factory=list)
@@ -44,12 +44,12 @@ class Measured:
 
 
 async def send(connection: Connection, path: str, body: dict[str, object], measured: Measured) -> str:
-    """Submit, twice now and then; returns the id."""
+    """Submits a request, some of them twice; returns the id."""
     started = time.perf_counter()
     status, answer = await connection.post(path, body)
     measured.acknowledged_s.append(time.perf_counter() - started)
     if status != 200:
-        raise BenchError(f"{path} was answered with {status}: {answer}")
+        raise BenchError(f"{path} returned status {status}: {answer}")
     request_id = str(answer["request_id"])
     if len(measured.acknowledged_s) % RETRY_EVERY == 0:
         measured.num_retries += 1
@@ -63,7 +63,7 @@ async def send(connection: Connection, path: str, body: dict[str, object], measu
 
 
 async def result(connection: Connection, request_id: str, measured: Measured) -> dict[str, object]:
-    """Poll until it is there."""
+    """Polls for a result until it is ready."""
     started = time.perf_counter()
     answer = await finished(connection, request_id)
     measured.result_s.append(time.perf_counter() - started)
@@ -72,13 +72,13 @@ async def result(connection: Connection, request_id: str, measured: Measured) ->
 
 
 async def train(url: str, name: str, num_rounds: int, measured: Measured) -> None:
-    """One client: a model, and rounds of forward_backward and optim_step."""
+    """One client: creates a model, and runs rounds of forward_backward and optim_step."""
     connection = Connection(url)
     await connection.open()
     model = {"model_id": name, "base_model": MODEL, "lora_config": {"rank": 8}}
     status, created = await connection.post("/api/v1/create_model", model)
     if status != 200:
-        raise BenchError(f"create_model was answered with {status}: {created}")
+        raise BenchError(f"create_model returned status {status}: {created}")
     await result(connection, str(created["request_id"]), measured)
     tokens = [(7 * place) % 97 + 1 for place in range(TOKENS)]
     targets = {"data": [*tokens[1:], 1], "dtype": "int64", "shape": [TOKENS]}
@@ -93,12 +93,12 @@ async def train(url: str, name: str, num_rounds: int, measured: Measured) -> Non
         answer = await result(connection, stepped, measured)
         metrics = answer.get("metrics")
         if not isinstance(metrics, dict) or metrics.get("step") != step:
-            raise BenchError(f"{name} sent {step} steps, and the service has taken {metrics}")
+            raise BenchError(f"{name} sent {step} steps, but the service reports {metrics}")
     connection.close()
 
 
 async def run(url: str, num_clients: int, num_requests: int, pids: Mapping[str, int]) -> Measured:
-    """All clients at once; memory is read along the way."""
+    """Runs all clients concurrently and samples the memory of the service."""
     measured = Measured()
     num_rounds = max(num_requests // (2 * num_clients), 1)
     names = [f"bench-{os.getpid()}-{index}" for index in range(num_clients)]
@@ -114,7 +114,7 @@ async def run(url: str, num_clients: int, num_requests: int, pids: Mapping[str, 
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory of a process that is its own."""
+    """The private memory of a process."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss_Anon:"):
             return 1024 * int(line.split()[1])
@@ -122,7 +122,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def table(measured: Measured, num_clients: int, seconds: float) -> str:
-    """The figures as Markdown."""
+    """The results as Markdown."""
     cut = quantiles(measured.acknowledged_s, n=100)
     lines = [
         "| clients | requests | sent twice | seconds | acknowledged p50 ms | p99 ms | max ms |",
@@ -142,8 +142,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the tool and returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=32)
-    parser.add_argument("--requests", type=int, default=10_000, help="of all clients together")
-    parser.add_argument("--url", help="of a service that runs; without it the quickstart's is started")
+    parser.add_argument("--requests", type=int, default=10_000, help="total number of requests")
+    parser.add_argument("--url", help="URL of a running service [starts the quickstart's]")
     flags = parser.parse_args(arguments)
     with ExitStack() as stack:
         if flags.url:

@@ -1,11 +1,11 @@
 """Times a sync of a model's weights to one inference server: `uv run tools/bench_sync.py`.
 
-The trainer's model, with random weights, is on the first GPU, or with torchrun sharded over as many as there are ranks;
-the receiving process has the GPU behind those. It takes part in SGLang's update protocol over NCCL, views each tensor
-in the bytes that came and copies it to where a server has its parameters. `--sent-as block_fp8` sends linear layers as
-servers keep them that run in fp8. `resume` ends the time in which it does not
-generate. Times are of whole syncs, groups made and left anew, after one that warms up. Prints Markdown. On a machine
-without a GPU it sends a tiny model by gloo, which says nothing of speed.
+The trainer's model has random weights and is on the first GPU, or with torchrun sharded over one GPU per rank; the
+receiving process uses the next GPU. It implements SGLang's update protocol over NCCL: it views each tensor in the
+received bytes and copies it to a parameter, as a server would. `--sent-as block_fp8` sends linear layers in the format
+of servers that run in fp8. `resume` is the end of the time in which the server does not generate. The times are of
+whole syncs, including the creation and destruction of groups, after a warm-up sync. Prints Markdown. Without a GPU it
+sends a tiny model over gloo, whose times are meaningless.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from xorl.core.models import Decoder, spec_for
 from xorl.core.nn import LayerKernels
 from xorl.core.parallel import ParallelModel, ParallelPolicy, local_part, parallelize
 from xorl.core.runtime import Runtime
-from xorl.lora import checkpoint_linears
+from xorl.lora.quantized import checkpoint_linears
 from xorl.train.export.hf_weights import hf_groups
 from xorl.train.sync import (
     ReceiverAddress,
@@ -36,7 +36,7 @@ from xorl.train.sync import (
     Timeouts,
     WeightSender,
     in_block_fp8,
-    match_receivers,
+    match_sglang_nccl,
 )
 
 RECEIVER = Path(__file__).parents[1] / "tests" / "support" / "fake_sglang.py"
@@ -45,7 +45,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def place(shape: dict[str, object], place: Runtime, dtype: torch.dtype) -> ParallelModel:
-    """The model of `shape`, its parameters in `dtype`, sharded where there are several ranks."""
+    """Builds the model of `shape` with parameters in `dtype`, sharded if there are several ranks."""
     spec = spec_for(shape)
     mode = "none" if place.world_size == 1 else "fsdp2"
     mesh = Mesh(ParallelDims.resolve(mode, place.world_size), place.device.type)
@@ -62,7 +62,7 @@ def place(shape: dict[str, object], place: Runtime, dtype: torch.dtype) -> Paral
 
 
 def start_receiver(device: str) -> tuple[subprocess.Popen[str], int]:
-    """The process and its port."""
+    """Starts the receiving process; returns it and its port."""
     command = [sys.executable, str(RECEIVER), "--load", "--device", device]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -79,7 +79,7 @@ def measure(
     bucket_mb: int,
     repeats: int,
 ) -> list[SyncOutcome]:
-    """The syncs after the first, `linears` in block fp8; empty on ranks other than 0."""
+    """Returns the outcomes of all syncs but the first, with `linears` sent in block fp8; empty except on rank 0."""
     spec = spec_for(shape)
     recipes = spec.recipes(spec.config_from_hf(shape), merge_qkv=True)
     options = SyncOptions(bucket_bytes=bucket_mb << 20, pause_mode="abort", timeouts=Timeouts(bucket_s=60.0))
@@ -95,7 +95,7 @@ def measure(
 
 
 def row(param_dtype: str, sent_as: str, bucket_mb: int, outcomes: list[SyncOutcome], peak_bytes: int) -> str:
-    """A line of the table: medians, and the slowest."""
+    """A row of the table: medians, and the slowest sync."""
     seconds = [outcome.seconds for outcome in outcomes]
     parts = [statistics.median(outcome.timing_s[part] for outcome in outcomes) for part in PARTS]
     rate = outcomes[0].num_bytes / 1e9 / parts[PARTS.index("transfer")]
@@ -124,16 +124,16 @@ def main() -> int:
     parser.add_argument("--bucket-mb", nargs="+", type=int, default=[256, 512, 1024, 2048] if on_gpu else [1])
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
-    match_receivers()
+    match_sglang_nccl()
     place_ = runtime.init()
     if on_gpu and torch.cuda.device_count() <= place_.world_size:
-        print(f"error: {place_.world_size} ranks and a receiver need a GPU each", file=sys.stderr)
+        print(f"error: {place_.world_size} ranks and a receiver need one GPU each", file=sys.stderr)
         return 1
     shape: dict[str, object] = json.loads((SHAPES / f"{options.model}.json").read_text())
     receiver, port = None, 0
     if place_.is_main:
         receiver, port = start_receiver(f"cuda:{place_.world_size}" if on_gpu else "cpu")
-        machine = torch.cuda.get_device_name() if on_gpu else "CPU by gloo: these are no speeds"
+        machine = torch.cuda.get_device_name() if on_gpu else "CPU over gloo: times are meaningless"
         title = [
             "parameters",
             "sent as",

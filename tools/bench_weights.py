@@ -1,9 +1,8 @@
-"""Times quantised weights, and linear layers over them beside bf16: `uv run tools/bench_weights.py`.
+"""Times quantized weights, and linear layers on them against bf16: `uv run tools/bench_weights.py`.
 
-The shapes are those of Qwen3-8B's layers. A layer is a forward pass and the gradient of its input, as over a frozen
-base; the reference is the same with the weight in bf16. Rates count the bytes that are read and written. Medians of
-runs that each wait for the device. Prints Markdown. On a machine without a GPU it runs the plain twins at tiny sizes,
-which says nothing of speed.
+The shapes are those of Qwen3-8B's layers. A layer is a forward pass and the gradient of its input, as on a frozen base;
+the reference is the same with a bf16 weight. Rates count the bytes read and written. Prints medians as Markdown; each
+run waits for the device. Without a GPU it runs the plain torch versions at tiny sizes, whose times are meaningless.
 """
 
 import sys
@@ -13,21 +12,13 @@ from torch import nn
 
 from bench_fp8 import SHAPES, TINY, Row, measure, options_of, report
 from xorl.core.nn import Linear
-from xorl.kernels.quant import (
-    GROUP_SIZES,
-    QuantizedWeight,
-    QuantScheme,
-    WeightNoise,
-    dequantized,
-    nvfp4_global_scale,
-    quant_refusal,
-)
-from xorl.lora import QuantizedLinear
-from xorl.lora.quantized import write_rows_
+from xorl.kernels.quant import GROUP_SIZES, QuantizedWeight, QuantScheme, WeightNoise, dequantized, quant_refusal
+from xorl.kernels.quant.nvfp4 import nvfp4_global_scale
+from xorl.lora.quantized import QuantizedLinear, write_rows_
 
 
 def weight_rows(name: str, linear: Linear, scheme: QuantScheme, repeats: int) -> list[Row]:
-    """Quantising and dequantising a weight, with noise and without."""
+    """Times quantizing and dequantizing a weight, with and without noise."""
     weight = linear.weight.detach()
     device = weight.device
     num_out = weight.shape[0]
@@ -53,7 +44,7 @@ def weight_rows(name: str, linear: Linear, scheme: QuantScheme, repeats: int) ->
 
 
 def layer_row(name: str, what: str, layer: Linear, num_tokens: int, repeats: int) -> Row:
-    """Forward and the gradient of the input."""
+    """Times a forward pass and the gradient of the input."""
     device = layer.weight.device
     x = torch.randn(num_tokens, layer.in_features, device=device, dtype=torch.bfloat16, requires_grad=True)
     grad = torch.randn(num_tokens, layer.out_features, device=device, dtype=torch.bfloat16)
@@ -82,13 +73,13 @@ def main() -> int:
         nn.init.normal_(linear.weight, std=0.02)
         rows.append(layer_row(name, "bf16", linear, num_tokens, options.repeats))
         for quant_format, group_size in GROUP_SIZES.items():
-            # The tiny shapes of a machine without a GPU have shorter rows than some groups.
+            # Without a GPU, the tiny shapes have rows shorter than some groups.
             scheme = QuantScheme(quant_format, group_size if on_gpu else 16)
             layer = QuantizedLinear(linear, scheme)
             write_rows_(layer, linear.weight.detach())
             rows += weight_rows(name, linear, scheme, options.repeats)
             rows.append(layer_row(name, quant_format, layer, num_tokens, options.repeats))
-    machine = torch.cuda.get_device_name(device) if on_gpu else "CPU, plain twins: these are no speeds of the kernels"
+    machine = torch.cuda.get_device_name(device) if on_gpu else "CPU, plain versions: not representative of the kernels"
     report(rows, f"{num_tokens} tokens, {machine}, torch {torch.__version__}", options.json)
     return 0
 

@@ -1,14 +1,14 @@
-"""Times forward_backward and optim_step through the service's table of operations against local training's engine.
+"""Times forward_backward and optim_step of the service's worker against the engine of local training.
 
     uv run tools/bench_worker.py                      # on a GPU: Qwen3-8B's shape, 8,192 tokens, LoRA and full
-    uv run tools/bench_worker.py --kinds lora         # adapters alone: one model, and 16 of them interleaved
-    uv run torchrun --nproc-per-node 4 tools/bench_worker.py   # on four: as many tokens on each
+    uv run tools/bench_worker.py --kinds lora         # only adapters: one model, and 16 of them interleaved
+    uv run torchrun --nproc-per-node 4 tools/bench_worker.py   # on four GPUs, with the same number of tokens each
     uv run tools/bench_worker.py --dry-run            # anywhere: a tiny shape, no figures
 
-Both sides compute the same packs with the same configuration. The service's side decodes each message, runs it and
-encodes the result, values per token and gradient norms included, as a worker does; the channel and the processes in
-front of it are not in it. Models in turn each train on packs of their own; mixed, they share each pack. Each kind is
-built alone and measured in turn, `--rounds` times. Prints a table in Markdown: medians over the steps.
+Both compute the same packs with the same configuration. The service's side decodes each message, runs it and encodes
+the result, including values per token and gradient norms, like a worker; the channel and the processes in front of it
+are not included. Models "in turn" train on separate packs; "mixed" models share each pack. Only one kind is built at a
+time; they alternate for `--rounds` rounds. Prints medians over the steps as a Markdown table.
 """
 
 from __future__ import annotations
@@ -29,20 +29,22 @@ import numpy as np
 import torch
 
 from xorl.cli.bench_config import SHAPES, shapes
-from xorl.config import Config, ServerConfig, server_config_from_mapping, training_config
+from xorl.config import Config, ServerConfig, server_config_from_mapping
+from xorl.config.server_training import training_config
 from xorl.core import runtime
 from xorl.core.loss import cross_entropy
 from xorl.core.mesh import Mesh
 from xorl.core.models import spec_for
 from xorl.core.runtime import Runtime
-from xorl.data import Document, collate
+from xorl.data.collate import Document, collate
 from xorl.server.datum import Array, Datum
 from xorl.server.messages import Done, Operation, Work
 from xorl.server.operations import CreateModel, Failure, ForwardBackward, LoraSpec, OptimStep
 from xorl.server.worker.base import build_base
 from xorl.server.worker.worker import Worker
-from xorl.train.build import build_engine, parallel_dims
+from xorl.train.build import build_engine
 from xorl.train.model import read_architecture
+from xorl.train.startup import parallel_dims
 
 LR = 1e-5
 WARM_UP = 3
@@ -54,7 +56,7 @@ _decode = msgspec.msgpack.Decoder(Work).decode
 
 @dataclass(frozen=True)
 class Bench:
-    """What is measured: steps of `num_tokens` on each rank, of one model or of as many as `num_models` says."""
+    """The measured work: steps of `num_tokens` per rank, of one or of `num_models` models."""
 
     config: ServerConfig
     place: Runtime
@@ -63,27 +65,27 @@ class Bench:
 
     @property
     def tokens_of_step(self) -> int:
-        """Of all ranks."""
+        """The tokens of a step over all ranks."""
         return self.num_tokens * self.place.world_size
 
     @property
     def local(self) -> Config:
-        """The same as local training has it."""
+        """The equivalent configuration of local training."""
         return training_config(self.config)
 
     def documents(self, count: int) -> list[np.ndarray]:
-        """So many, of equal lengths, together `num_tokens`."""
+        """`count` documents of equal length, `num_tokens` in total."""
         vocab_size = read_architecture(self.local.model).config.vocab_size
         generator = np.random.default_rng(0)
         return [generator.integers(0, vocab_size, self.num_tokens // count) for _ in range(count)]
 
 
 Step = Callable[[], int]
-"""Queues or does one step and returns its tokens."""
+"""Queues or runs one step and returns its number of tokens."""
 
 
 def local(bench: Bench) -> Step:
-    """Steps of local training's engine; as there, nothing waits for the device."""
+    """Steps of local training's engine, without waiting for the device."""
     config = bench.local
     mesh = Mesh(parallel_dims(config, bench.place.world_size), bench.place.device.type)
     engine = build_engine(config, read_architecture(config.model), mesh, bench.place.device)
@@ -100,14 +102,14 @@ def local(bench: Bench) -> Step:
 
 
 def service(bench: Bench, *, num_models: int, is_mixed: bool) -> Step:
-    """Steps of a worker's models. Mixed, a pass has some tokens of each; else each has passes of its own."""
+    """Steps of a worker's models. If mixed, each pass has tokens of all models; otherwise each pass is of one model."""
     worker = Worker(build_base(bench.config, bench.place))
     lora = LoraSpec() if bench.config.enable_lora else None
     names = [f"model{index}" for index in range(num_models)]
     for name in names:
         _run(worker, Work(["create"], [CreateModel(name, lora=lora)]))
     rows = bench.documents(num_models if is_mixed else DOCUMENTS)
-    # The service deals data to ranks, of which local training's each have their own.
+    # The service distributes data over the ranks; in local training, each rank loads its own.
     shares = (
         [[row] * bench.place.world_size for row in rows] if is_mixed else [rows * bench.place.world_size] * num_models
     )
@@ -120,7 +122,7 @@ def service(bench: Bench, *, num_models: int, is_mixed: bool) -> Step:
     for call, update in zip(calls, steps, strict=True):
         turn: list[list[Operation]] = [[update]] if is_mixed else [[call], [update]]
         operations += turn
-    # Messages are what a worker is given: bytes.
+    # Workers receive encoded messages.
     messages = [_encode(Work([str(index) for index in range(len(own))], own)) for own in operations]
     num_tokens = bench.tokens_of_step * (1 if is_mixed else num_models)
 
@@ -146,7 +148,7 @@ def _run(worker: Worker, work: Work) -> None:
 
 
 def measure(make: Callable[[], Step], num_steps: int, device: torch.device) -> tuple[float, float]:
-    """(tokens per second of what `make` builds, peak of memory in GiB); it is gone afterwards."""
+    """Returns (tokens per second, peak memory in GiB) of what `make` builds, which is freed afterwards."""
     on_gpu = device.type == "cuda"
     step = make()
     for _ in range(WARM_UP if on_gpu else 1):
@@ -170,9 +172,9 @@ def measure(make: Callable[[], Step], num_steps: int, device: torch.device) -> t
 def service_options(
     options: argparse.Namespace, kind: str, folder: Path, *, num_ranks: int, on_gpu: bool
 ) -> dict[str, object]:
-    """The configuration of a service over the shape `options.model` with random weights, which goes to `folder`.
+    """Returns the configuration of a service on the shape `options.model` with random weights, written to `folder`.
 
-    It is what that many processes compute fastest.
+    It uses the fastest settings for this number of ranks.
     """
     shape = json.loads((SHAPES / f"{options.model}.json").read_text())
     (folder / "config.json").write_text(json.dumps(shape))
@@ -194,7 +196,7 @@ def service_options(
         values |= {
             "enable_lora": True,
             "lora_rank": options.rank,
-            # Local training leaves the head out; so that both sides train the same, the service does as well.
+            # Exclude the head, as local training does, so that both sides train the same layers.
             "lora_target_modules": list(spec_for(shape).adapter_targets),
             "lora_models_on_device": max(options.models, 2),
         }
@@ -202,7 +204,7 @@ def service_options(
 
 
 def kinds_of(bench: Bench) -> dict[str, Callable[[], Step]]:
-    """What is measured of a configuration, by name; each is compared with the first, interleaved ones with one."""
+    """The measured kinds by name. Each is compared with the first, and several models also with one."""
     kinds: dict[str, Callable[[], Step]] = {
         "local training": lambda: local(bench),
         "service, 1 model": lambda: service(bench, num_models=1, is_mixed=False),
@@ -218,18 +220,18 @@ def kinds_of(bench: Bench) -> dict[str, Callable[[], Step]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; returns 0."""
+    """Runs the tool and returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-8b", choices=shapes())
     parser.add_argument("--kinds", nargs="+", default=["lora", "full"], choices=["lora", "full"])
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--models", type=int, default=16, help="how many are interleaved")
+    parser.add_argument("--models", type=int, default=16, help="number of interleaved models")
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=10, help="of a kind and round; in turn, of each model by fewer")
+    parser.add_argument("--steps", type=int, default=10, help="steps per kind and round; divided among models in turn")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--output", type=Path, help="everything as JSON")
+    parser.add_argument("--output", type=Path, help="JSON file for all results")
     options = parser.parse_args(arguments)
     if options.dry_run:
         options.model, options.tokens, options.steps, options.rounds = "tiny", 8 * options.models, 1, 1
@@ -247,7 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             peaks[kind] = dict.fromkeys(found, 0.0)
             for _ in range(options.rounds):
                 for title, make in found.items():
-                    # In turn, one step of the whole is a step of every model.
+                    # With models in turn, one step is a step of every model.
                     num_steps = max(options.steps // options.models, 1) if "in turn" in title else options.steps
                     speed, peak = measure(make, num_steps, place.device)
                     speeds[kind][title].append(speed)

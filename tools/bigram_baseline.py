@@ -1,8 +1,8 @@
 """The loss of a bigram model on a tokenized dataset: `uv run tools/bigram_baseline.py TRAIN.jsonl HELDOUT.jsonl`.
 
-A trained model that has learned more than which token follows which does better. The bigram is an interpolated
+A trained model that has learned more than bigram statistics has a lower loss. The bigram model is an interpolated
 Kneser-Ney model (Chen and Goodman 1999, "An empirical study of smoothing techniques for language modeling", section 3).
-It counts the tokens that the trainer counts: all but the first of each row.
+Like the trainer, it counts all tokens but the first of each row.
 """
 
 import argparse
@@ -14,12 +14,12 @@ from itertools import pairwise
 from pathlib import Path
 
 Rows = Sequence[Sequence[int]]
-# The discounts estimated from the training counts are tried at these scales.
+# Factors by which the discounts estimated from the training counts are scaled.
 DISCOUNT_SCALES = (0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
 
 
 class KneserNeyBigram:
-    """P(token | previous): discounted counts of pairs, interpolated with how many different tokens a token follows."""
+    """P(token | previous): discounted pair counts, interpolated with the number of distinct tokens before a token."""
 
     def __init__(self, rows: Rows, vocab_size: int, discount_scale: float = 1.0) -> None:
         self._vocab_size = vocab_size
@@ -35,7 +35,7 @@ class KneserNeyBigram:
         self._lower_withheld = sum(_discount(count, self._lower_discounts) for count in self._distinct_before.values())
 
     def probability(self, previous: int, token: int) -> float:
-        """Of `token` after `previous`; sums to 1 over the vocabulary."""
+        """The probability of `token` after `previous`; sums to 1 over the vocabulary."""
         distinct = self._distinct_before[token]
         kept = distinct - _discount(distinct, self._lower_discounts)
         lower = (kept + self._lower_withheld / self._vocab_size) / len(self._pairs)
@@ -52,7 +52,7 @@ class KneserNeyBigram:
 
 
 def _discounts(counts: Iterable[int], scale: float) -> list[float]:
-    """What is taken from a count of 1, of 2 and of more, by the estimates of Chen and Goodman, equation (26)."""
+    """The discounts of counts of 1, of 2 and above, estimated by Chen and Goodman, equation (26)."""
     of_counts = Counter(counts)
     n1, n2, n3, n4 = (max(of_counts[count], 1) for count in (1, 2, 3, 4))
     base = n1 / (n1 + 2 * n2)
@@ -82,8 +82,8 @@ def main() -> None:
     best = min(losses, key=lambda scale: losses[scale])
     num_tokens = sum(len(row) - 1 for row in heldout)
     print(f"bigram loss per token (nats)  {losses[1.0]:.4f}  on {num_tokens:,} held-out tokens")
-    # Choosing on the held-out rows is an advantage that a baseline may have.
-    print(f"with the discounts that suit the held-out tokens best  {losses[best]:.4f}  (scaled by {best})")
+    # Selecting the scale on the held-out rows favours the baseline, which is acceptable.
+    print(f"with the best discounts for the held-out tokens  {losses[best]:.4f}  (scaled by {best})")
 
 
 if __name__ == "__main__":

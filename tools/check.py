@@ -1,6 +1,6 @@
 """The checks that CI and a developer share: `uv run tools/check.py [--only NAME ...] [--fix]`.
 
-Each check is a line of output; one that fails prints what it found. Tests are not run here.
+Each check prints one line, and its findings if it fails. Tests are not run here.
 """
 
 import argparse
@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import check_cycles
 import check_layout
 import check_locked
 import check_sizes
@@ -22,12 +23,12 @@ PARALLEL = 2
 
 
 def command(*args: str) -> Check:
-    """Returns a check that runs a tool of the environment and reports what it printed if it failed."""
+    """Returns a check that runs a tool of the environment and reports its output if it fails."""
 
     def run() -> list[str]:
         program = Path(sys.executable).parent / args[0]
         if not program.exists():
-            return [f"{args[0]} is not installed beside {sys.executable}: start this with `uv run tools/check.py`"]
+            return [f"{args[0]} is not installed beside {sys.executable}: run `uv run tools/check.py`"]
         result = subprocess.run([str(program), *args[1:]], cwd=ROOT, text=True, capture_output=True, check=False)
         return [] if result.returncode == 0 else [(result.stdout + result.stderr).strip()]
 
@@ -42,6 +43,7 @@ CHECKS: dict[str, Check] = {
     "spelling": command("codespell"),
     "sizes": check_sizes.violations,
     "layout": check_layout.violations,
+    "cycles": check_cycles.violations,
     "text": check_text.violations,
     "docs": command("python", "tools/check_docs.py"),
     "locked": check_locked.violations,
@@ -53,7 +55,7 @@ FIXES: dict[str, Check] = {
 
 
 def run_checks(names: Sequence[str], checks: dict[str, Check]) -> list[str]:
-    """Runs the named checks, prints a line for each in order, and returns the names of those that failed."""
+    """Runs the named checks, prints one line for each in order, and returns the names of the failed ones."""
 
     def timed(name: str) -> tuple[list[str], float]:
         start = time.monotonic()
@@ -72,15 +74,15 @@ def run_checks(names: Sequence[str], checks: dict[str, Check]) -> list[str]:
 def main() -> int:
     """Parses the command line and returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=CHECKS, help="run these checks alone")
-    parser.add_argument("--fix", action="store_true", help="first let ruff repair and format what it can")
+    parser.add_argument("--only", nargs="+", choices=CHECKS, help="run only these checks")
+    parser.add_argument("--fix", action="store_true", help="first apply ruff's fixes and formatting")
     options = parser.parse_args()
     if options.fix:
         for fix in FIXES.values():
             fix()
     failed = run_checks(options.only or list(CHECKS), CHECKS)
     if failed:
-        print(f"failed: {', '.join(failed)}; run one alone with `uv run tools/check.py --only {failed[0]}`")
+        print(f"failed: {', '.join(failed)}; run a single check with `uv run tools/check.py --only {failed[0]}`")
     return 1 if failed else 0
 
 

@@ -1,7 +1,7 @@
-"""The documents and the example configurations name only options that exist: `uv run tools/check_docs.py`.
+"""Checks that documents and example configurations only use existing options: `uv run tools/check_docs.py`.
 
-Looks at `--section.option` and `--server.option` anywhere, at `section.option` in code, and at the keys of YAML blocks
-and files.
+Checks `--section.option` and `--server.option` anywhere, `section.option` in code, and the keys of YAML blocks and
+files.
 """
 
 import re
@@ -36,7 +36,7 @@ def main() -> int:
 
 
 def unknown_in_markdown(text: str) -> Iterator[str]:
-    """Yields what a document says about options that do not exist."""
+    """Yields the unknown options in a Markdown document."""
     for pattern in (OVERRIDE, INLINE):
         for match in pattern.finditer(text):
             if not exists(match.group(1)):
@@ -49,14 +49,14 @@ def unknown_in_markdown(text: str) -> Iterator[str]:
 
 
 def exists(name: str) -> bool:
-    """Says whether a name is an option, a section, or a module of that name."""
+    """Whether a name is an option, a section or a module."""
     module = f"*/src/xorl/{name.replace('.', '/')}"
     found = any((ROOT / "packages").glob(module)) or any((ROOT / "packages").glob(f"{module}.py"))
     return found or name in sections() or find_option(name) is not None
 
 
 def unknown_in_yaml(text: str) -> Iterator[str]:
-    """Yields the keys below a section of the configuration that are no options; other YAML is left alone."""
+    """Yields unknown options below the sections of a configuration; other YAML is ignored."""
     try:
         documents = list(YAML(typ="safe").load_all(StringIO(text)))
     except YAMLError as error:

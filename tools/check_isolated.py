@@ -1,11 +1,10 @@
-"""Each distribution works alone: `uv run tools/check_isolated.py [--ran REPORT] [NAME ...]`.
+"""Checks that each distribution works by itself: `uv run tools/check_isolated.py [--ran REPORT] [NAME ...]`.
 
-For each one uv makes a throw-away environment of that distribution, its locked dependencies and what runs tests. There
-the other distributions must be absent, everything that the sources import must be present, wherever the statement
-stands, the first example of the README must run, and the tests must pass: the second time, if not the first, since how
-reliable they are is for the run in the whole workspace to say. `--ran` is the report of that run (`pytest
---junitxml`): tests that took long there are not run again, since what they import was looked at, and the others show
-that it works.
+For each one, uv creates a temporary environment with the distribution, its locked dependencies and the test tools. In
+it, the other distributions must be absent, everything that the sources import (also inside functions) must be present,
+the first example of the README must run, and the tests must pass. Failed tests are run a second time, because flaky
+tests are a matter of the full test run. `--ran` is the report of that run (`pytest --junitxml`): tests that were slow
+in it are skipped, because their imports are checked anyway.
 """
 
 import argparse
@@ -26,20 +25,20 @@ from xml.etree import ElementTree
 from workspace import ROOT, Distribution, distributions, locked_version, uv
 
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
-TESTS_FAILED = 1  # as pytest ends then
+TESTS_FAILED = 1  # pytest's exit code
 PARALLEL = 2
 LONG_S = 0.3
-# What the type checker is told of an import that no environment need satisfy; the code asks before it.
+# The type checker's marker on optional imports, which the code guards.
 MAY_BE_MISSING = "reportMissingImports"
 PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
 def main() -> int:
-    """Tests the named distributions, or all, and returns the exit code."""
+    """Checks the named distributions, or all of them, and returns the exit code."""
     known = distributions()
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", choices=[*known, []], help="distributions, all of them if none is given")
-    parser.add_argument("--ran", type=Path, help="leave out the tests that took long in this report")
+    parser.add_argument("names", nargs="*", choices=[*known, []], help="distributions [all]")
+    parser.add_argument("--ran", type=Path, help="skip the tests that were slow in this report")
     parser.add_argument("--inside", choices=known, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
@@ -50,7 +49,7 @@ def main() -> int:
 
 
 def _in_own_environment(name: str, ran: Path | None) -> int:
-    """Runs `--inside` in an environment of its own, and prints a line; where a test failed, all output too."""
+    """Runs `--inside` in a separate environment and prints one line, followed by all output if a test failed."""
     versions = [argument for tool in TEST_TOOLS for argument in ("--with", f"{tool}=={locked_version(tool)}")]
     environment = ("--isolated", "--exact", "--frozen", "--package", name, *versions)
     report = () if ran is None else ("--ran", str(ran.resolve()))
@@ -74,7 +73,7 @@ def _in_own_environment(name: str, ran: Path | None) -> int:
 
 
 def _inside(distribution: Distribution, ran: Path | None) -> int:
-    """Checks the environment and the imports, runs the README's first example and the tests."""
+    """Checks the environment and the imports, and runs the README's first example and the tests."""
     problems = _wrong_neighbours(distribution) + _unmet_imports(distribution)
     if problems:
         print("\n".join(problems))
@@ -93,12 +92,12 @@ def _inside(distribution: Distribution, ran: Path | None) -> int:
         code = subprocess.run([*pytest, *(f"--deselect={test}" for test in left_out)], cwd=ROOT, check=False).returncode
         if code != TESTS_FAILED:
             return code
-        print("=== what failed runs once more: what passes then does not need the other distributions", flush=True)
+        print("=== repeating the failed tests; those that pass now do not need the other distributions", flush=True)
         return subprocess.run([*pytest, "--last-failed"], cwd=ROOT, check=False).returncode
 
 
 def _that_took_long(report: Path, folder: str) -> Iterator[str]:
-    """Yields the tests of a folder that took long."""
+    """Yields the slow tests of a folder."""
     for case in ElementTree.parse(report).iter("testcase"):
         file = case.get("classname", "").replace(".", "/") + ".py"
         if file.startswith(f"{folder}/") and float(case.get("time", 0)) > LONG_S:
@@ -106,7 +105,7 @@ def _that_took_long(report: Path, folder: str) -> Iterator[str]:
 
 
 def _unmet_imports(distribution: Distribution) -> list[str]:
-    """Returns the statements of the sources that import what is not here, within functions too."""
+    """Returns the import statements in the sources, also inside functions, whose module is missing."""
     return [
         f"{file.relative_to(ROOT)}:{line}: imports {name}, which is not installed with {distribution.name} alone"
         for file in sorted((distribution.folder / "src").rglob("*.py"))
@@ -116,7 +115,7 @@ def _unmet_imports(distribution: Distribution) -> list[str]:
 
 
 def _imports(source: str) -> Iterator[tuple[int, str]]:
-    """Yields line and package of each import that may not be missing: a part of xorl, or the first name of another."""
+    """Yields (line, package) of each required import: a subpackage of xorl, or another top-level package."""
     lines, nodes = source.splitlines(), list(ast.walk(ast.parse(source)))
     tried = {
         inner
@@ -139,12 +138,12 @@ def _imports(source: str) -> Iterator[tuple[int, str]]:
 
 
 def _is_import_error(caught: ast.expr | None) -> bool:
-    """Says whether an `except` catches a missing import."""
+    """Whether an `except` clause catches a missing import."""
     return isinstance(caught, ast.Name) and caught.id in {"ImportError", "ModuleNotFoundError"}
 
 
 def _wrong_neighbours(distribution: Distribution) -> list[str]:
-    """Returns which modules of xorl are importable and should not be, or the reverse."""
+    """Returns the modules of xorl that are importable but should not be, and the reverse."""
     known = distributions()
     wanted, open_names = set(distribution.modules), list(distribution.siblings)
     while open_names:

@@ -1,6 +1,6 @@
-"""uv.lock agrees with the pyproject files and serves every Python version that the project supports.
+"""Checks that uv.lock matches the pyproject files and works for every Python version that the project supports.
 
-Wheels are looked up in the package index, nothing is installed and no other interpreter is needed.
+Wheels are only looked up in the package index: nothing is installed, and no other interpreter is needed.
 """
 
 import subprocess
@@ -14,7 +14,7 @@ PLATFORM = "x86_64-manylinux_2_28"
 
 
 def violations() -> list[str]:
-    """Checks the lock, then that each Python version finds a wheel for every locked package."""
+    """Checks the lock, and that every locked package has a wheel for each Python version."""
     problems = _run("lock", "--check")
     with tempfile.TemporaryDirectory() as folder:
         requirements = Path(folder) / "requirements.txt"
@@ -30,6 +30,6 @@ def violations() -> list[str]:
 
 
 def _run(*args: str) -> list[str]:
-    """Runs uv and returns what it said if it failed."""
+    """Runs uv and returns its error output if it failed."""
     result = subprocess.run([uv(), *args], cwd=ROOT, text=True, capture_output=True, check=False)
     return [] if result.returncode == 0 else [result.stderr.strip()]

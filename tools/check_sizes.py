@@ -1,7 +1,7 @@
-"""Files and functions stay small enough to read at once.
+"""Checks that files and functions are short enough to read in one go.
 
-Those that do not are listed in sizes_allowed.txt as `path lines` or `path::function lines`. The list only shrinks: an
-entry that grew, that shrank, or that is no longer needed is an error.
+Exceptions are listed in sizes_allowed.txt as `path lines` or `path::function lines`. The list may only shrink: an entry
+that is too low, too high or no longer needed is an error.
 """
 
 import ast
@@ -25,7 +25,7 @@ def violations() -> list[str]:
 
 
 def _too_long(path: Path) -> dict[str, tuple[int, int]]:
-    """Returns `path` or `path::function` -> (lines, limit) for what is over a limit; functions of tests have none."""
+    """Returns {path or path::function: (lines, limit)} for everything over its limit; test functions have none."""
     in_kernels = path.is_relative_to(KERNELS)
     file_limit = KERNEL_FILE_LINES if in_kernels else MAX_FILE_LINES
     function_limit = KERNEL_FUNCTION_LINES if in_kernels else MAX_FUNCTION_LINES
@@ -38,7 +38,7 @@ def _too_long(path: Path) -> dict[str, tuple[int, int]]:
 
 
 def functions(node: ast.AST, prefix: str) -> list[tuple[str, int]]:
-    """Returns (qualified name, lines) of every function under a node, nested ones too."""
+    """Returns (qualified name, lines) of every function under a node, including nested ones."""
     found: list[tuple[str, int]] = []
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -62,7 +62,7 @@ def _allowed() -> dict[str, int]:
 
 
 def compare(too_long: dict[str, tuple[int, int]], allowed: dict[str, int]) -> list[str]:
-    """Returns a line for each difference between what is too long and what may be."""
+    """Returns one line for each difference between the sizes over a limit and the allowed exceptions."""
     problems: list[str] = []
     for name, (lines, limit) in sorted(too_long.items()):
         if name not in allowed:

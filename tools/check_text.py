@@ -1,4 +1,4 @@
-"""Nothing in the project's text depends on the machine it was written on."""
+"""Checks that no text in the project depends on a particular machine."""
 
 import re
 
@@ -16,7 +16,7 @@ FORBIDDEN = {
 
 
 def violations() -> list[str]:
-    """Searches every text file for names that exist on one machine only."""
+    """Searches all text files for names that only exist on one machine."""
     problems: list[str] = []
     for path in project_files():
         if path.name in GENERATED:
@@ -30,7 +30,7 @@ def violations() -> list[str]:
 
 
 def problems_in(text: str) -> list[str]:
-    """Returns `line: what was found` for each forbidden name in a text."""
+    """Returns one `line: problem` string for each forbidden name in a text."""
     return [
         f"{number}: {match.group()!r} is {what}"
         for number, line in enumerate(text.splitlines(), start=1)

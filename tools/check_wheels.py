@@ -1,6 +1,6 @@
-"""The six wheels build and fit together: `uv run tools/check_wheels.py`.
+"""Checks that the six wheels build and work together: `uv run tools/check_wheels.py`.
 
-They are built and installed in a throw-away environment, where third-party packages are borrowed from this one.
+They are installed in a temporary environment that borrows third-party packages from this one.
 """
 
 import email
@@ -24,7 +24,7 @@ for name in modules:
 
 
 def main() -> int:
-    """Builds, inspects and imports, prints what is wrong and returns the exit code."""
+    """Builds, inspects and imports the wheels, prints the problems and returns the exit code."""
     members = distributions()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()
@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def _version(members: dict[str, Distribution]) -> str:
-    """Returns the versions of all members, one if they agree."""
+    """Returns the version of all members, or a list if they differ."""
     return ", ".join(sorted({member.version for member in members.values()}))
 
 
@@ -52,15 +52,15 @@ def _wheel_of(member: Distribution, wheels: list[Path]) -> Path:
 
 
 def _wrong_set(wheels: list[Path], members: dict[str, Distribution]) -> list[str]:
-    """Compares the wheels built with the members and their one version."""
+    """Compares the built wheels with the members, which must have a single version."""
     built = {wheel.name.split("-")[0].replace("_", "-") for wheel in wheels}
-    problems = [f"built {sorted(built)}, wanted {sorted(members)}"] if built != set(members) else []
+    problems = [f"built {sorted(built)}, expected {sorted(members)}"] if built != set(members) else []
     versions = _version(members)
     return problems + ([f"the members have several versions: {versions}"] if "," in versions else [])
 
 
 def _wrong_content(wheel: Path, member: Distribution, members: dict[str, Distribution]) -> list[str]:
-    """Compares a wheel with the sources and its requirements with the members' version."""
+    """Compares a wheel with the sources, and its requirements with the version of the members."""
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         metadata = next(name for name in names if name.endswith(".dist-info/METADATA"))
@@ -69,7 +69,7 @@ def _wrong_content(wheel: Path, member: Distribution, members: dict[str, Distrib
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "."]
     tracked = subprocess.run(listing, cwd=source, check=True, capture_output=True, text=True).stdout.split("\0")
     problems = [f"{wheel.name}: lacks {name}" for name in tracked if name and name not in names]
-    problems += [f"{wheel.name}: holds xorl/__init__.py"] if "xorl/__init__.py" in names else []
+    problems += [f"{wheel.name}: contains xorl/__init__.py"] if "xorl/__init__.py" in names else []
     for module in member.modules:
         marker = f"{module.replace('.', '/')}/py.typed"
         problems += [] if marker in names else [f"{wheel.name}: lacks {marker}"]
@@ -80,7 +80,7 @@ def _wrong_content(wheel: Path, member: Distribution, members: dict[str, Distrib
 
 
 def _wrong_install(folder: Path, wheels: list[Path], members: dict[str, Distribution]) -> list[str]:
-    """Installs all wheels, imports every part of xorl from them and asks the command for its help."""
+    """Installs all wheels, imports all of xorl from them and runs `xorl --help`."""
     environment = folder / "environment"
     python = environment / "bin" / "python"
     steps = [
@@ -90,7 +90,7 @@ def _wrong_install(folder: Path, wheels: list[Path], members: dict[str, Distribu
     for step in steps:
         subprocess.run(step, cwd=folder, check=True)
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(environment)}))
-    # A path file brings the third-party packages; path files that lie there, such as the editable xorl, are not read.
+    # A .pth file adds the third-party packages; .pth files in that folder, such as the editable xorl's, are ignored.
     (packages / "third_party.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
     modules = [module for member in members.values() for module in member.modules]
     runs = [[str(python), "-c", IMPORT_ALL, str(packages), *modules], [str(environment / "bin" / "xorl"), "--help"]]

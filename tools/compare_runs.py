@@ -1,8 +1,8 @@
-"""The loss curves of runs beside the first one's: `uv run tools/compare_runs.py outputs/bf16 outputs/fp8 ...`.
+"""Compares the loss curves of runs with that of the first: `uv run tools/compare_runs.py outputs/bf16 outputs/fp8 ...`.
 
-Reads `metrics.jsonl` of each run and prints Markdown: means over windows of steps, which batches are too noisy to go
-without, how far each is from the first run's, and the held-out losses. Runs are comparable when they saw the same
-batches; the tool stops where the numbers of trained tokens say that they did not.
+Reads `metrics.jsonl` of each run and prints Markdown: the mean losses over windows of steps (single batches are too
+noisy), their differences from the first run, and the held-out losses. Runs are only comparable if they saw the same
+batches; different numbers of trained tokens are an error.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Curve:
-    """What a run recorded, by step."""
+    """The metrics of a run, by step."""
 
     name: str
     losses: Mapping[int, float]
@@ -25,7 +25,7 @@ class Curve:
 
     @classmethod
     def read(cls, folder: Path) -> "Curve":
-        """Raises OSError where there is no such run."""
+        """Reads a run from its folder. Raises OSError if there is none."""
         records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         trained = [record for record in records if "loss" in record]
         return cls(
@@ -36,14 +36,14 @@ class Curve:
         )
 
     def window(self, first: int, last: int) -> float:
-        """The mean loss of a token in steps first to last."""
+        """The mean loss per token over the steps first to last."""
         steps = range(first, last + 1)
         tokens = [self.num_trained_tokens[step] for step in steps]
         return sum(self.losses[step] * count for step, count in zip(steps, tokens, strict=True)) / sum(tokens)
 
 
 def table(curves: Sequence[Curve], num_windows: int) -> list[str]:
-    """Lines of Markdown; raises ValueError for runs that cannot be compared."""
+    """Returns lines of Markdown. Raises ValueError for runs that cannot be compared."""
     reference = curves[0]
     for curve in curves[1:]:
         if dict(curve.num_trained_tokens) != dict(reference.num_trained_tokens):
@@ -72,8 +72,8 @@ def table(curves: Sequence[Curve], num_windows: int) -> list[str]:
 def main() -> int:
     """Parses the command line and returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, help="output folders; the first is what others are compared with")
-    parser.add_argument("--windows", type=int, default=10, help="windows that the steps are cut into")
+    parser.add_argument("runs", nargs="+", type=Path, help="output folders; the first is the reference")
+    parser.add_argument("--windows", type=int, default=10, help="number of windows")
     options = parser.parse_args()
     try:
         print("\n".join(table([Curve.read(folder) for folder in options.runs], options.windows)))

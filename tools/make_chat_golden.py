@@ -1,8 +1,8 @@
-"""Writes what chat templates make of conversations: `uv run tools/make_chat_golden.py [--tokenizer]`.
+"""Writes the golden results of chat templates: `uv run tools/make_chat_golden.py [--tokenizer]`.
 
-tests/golden/chat holds a template in the shape of each family, conversations, and one small tokenizer that knows the
-special tokens of all. What is written beside them, expected.json, holds for each pair the token ids and the trained
-ranges, with the trained text for the eyes of whoever changes it. `--tokenizer` trains the tokenizer anew.
+tests/golden/chat contains a template in the style of each model family, conversations, and one small tokenizer with the
+special tokens of all families. This tool writes expected.json beside them: for each family and conversation the token
+ids, the trained ranges, and the trained text for reviewers. `--tokenizer` retrains the tokenizer.
 """
 
 import argparse
@@ -17,9 +17,9 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from workspace import ROOT
-from xorl.data import DataError, TextTokenizer, load_tokenizer
-from xorl.data.formats import ChatFormat
-from xorl.data.readers import LoadedPiece
+from xorl.data import DataError
+from xorl.data.formats import ChatFormat, TextTokenizer, load_tokenizer
+from xorl.data.readers import LoadedChunk
 
 FOLDER = ROOT / "tests" / "golden" / "chat"
 VOCAB_SIZE = 512
@@ -28,14 +28,14 @@ LIMIT = 4096
 
 @dataclass(frozen=True)
 class Family:
-    """The special tokens that a family's templates name."""
+    """The special tokens in a family's template."""
 
     eos: str
     bos: str | None = None
 
 
 def _tokens() -> tuple[dict[str, Family], list[str], list[str]]:
-    """The families, all special tokens, and those that are in the vocabulary without being special."""
+    """Returns the families, all special tokens, and the added tokens that are not special."""
     tokens = json.loads((FOLDER / "tokens.json").read_text(encoding="utf-8"))
     families = {name: Family(own["eos"], own.get("bos")) for name, own in tokens["families"].items()}
     return families, tokens["special"].split(), tokens["added"].split()
@@ -45,7 +45,7 @@ FAMILIES, SPECIAL, ADDED = _tokens()
 
 
 class Expected(TypedDict, total=False):
-    """What a template makes of a conversation: ids and trained ranges [from, to), or why it does not take it."""
+    """The result for a conversation: ids and trained ranges [from, to), or the reason why it is rejected."""
 
     ids: list[int]
     trained: list[list[int]]
@@ -59,7 +59,7 @@ def conversations() -> dict[str, dict[str, list[dict[str, object]]]]:
 
 
 def write_tokenizer(family: str, folder: Path) -> TextTokenizer:
-    """Puts the tokenizer with a family's special tokens and template into a folder, and loads it from there."""
+    """Writes the tokenizer with a family's special tokens and template to a folder, and loads it from there."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_bytes((FOLDER / "tokenizer.json").read_bytes())
     own = FAMILIES[family]
@@ -72,10 +72,10 @@ def write_tokenizer(family: str, folder: Path) -> TextTokenizer:
 
 
 def encode(row: Mapping[str, object], tokenizer: TextTokenizer) -> Expected:
-    """What the chat format makes of one row."""
+    """Encodes one row with the chat format."""
     form = ChatFormat(LIMIT, "error", "limit", tokenizer)
     try:
-        documents = form.encode(LoadedPiece("conversation", "row", 0, 0, [dict(row)]))
+        documents = form.encode(LoadedChunk("conversation", "row", 0, 0, [dict(row)]))
     except DataError as error:
         return {"refused": str(error).partition(": ")[2].replace(str(tokenizer.folder), "FOLDER")}
     ids = documents.input_ids
@@ -90,7 +90,7 @@ def encode(row: Mapping[str, object], tokenizer: TextTokenizer) -> Expected:
 
 
 def train_tokenizer() -> Tokenizer:
-    """A byte-level BPE of a few hundred merges over the conversations, with every family's special tokens."""
+    """Trains a byte-level BPE with a few hundred merges on the conversations, with every family's special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -111,7 +111,7 @@ def train_tokenizer() -> Tokenizer:
 def main() -> None:
     """Writes the files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokenizer", action="store_true", help="train the tokenizer anew")
+    parser.add_argument("--tokenizer", action="store_true", help="retrain the tokenizer")
     if parser.parse_args().tokenizer:
         train_tokenizer().save(str(FOLDER / "tokenizer.json"), pretty=False)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,8 +1,8 @@
-"""Writes what the quickstart trains on: `uv run tools/make_quickstart.py [--out configs/quickstart]`.
+"""Writes the training data of the quickstart: `uv run tools/make_quickstart.py [--out configs/quickstart]`.
 
-Six kinds of small text problems whose answers can be checked, a byte-level BPE tokenizer trained on them, both as
-tokenized jsonl, and some of them as conversations. The same seed writes the same bytes. The model's config.json
-beside them is written by hand.
+Generates six kinds of small text problems with checkable answers, as tokenized JSONL and some of them as conversations,
+and a byte-level BPE tokenizer trained on them. The same seed writes the same bytes. The model's config.json beside them
+is written by hand.
 """
 
 import argparse
@@ -23,16 +23,16 @@ TRAIN_PER_TASK, HELDOUT_PER_TASK = 1000, 50
 END, PAD = "<|endoftext|>", "<|pad|>"
 IGNORE = -100
 NUM_CONVERSATIONS = 600
-# Room for the 256 bytes, the two special tokens and a merged token for every word of a prompt.
+# Enough for the 256 bytes, the two special tokens and a merged token for every word of a prompt.
 MAX_VOCAB_SIZE = 320
 MAX_LENGTH = 64
 
-Below = Callable[[int], int]  # below(n) is a random whole number from 0 to n - 1
+Below = Callable[[int], int]  # below(n) returns a random integer from 0 to n - 1
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A question and its answer. Problems of a task with equal keys count as the same one."""
+    """A question and its answer. Problems of a task with equal keys are duplicates."""
 
     prompt: str
     answer: str
@@ -52,7 +52,7 @@ def reverse(below: Below) -> Problem:
 
 
 def shift(below: Below) -> Problem:
-    """Each letter becomes the next one of the alphabet."""
+    """Each letter replaced by the next one in the alphabet."""
     word = _letters(below, string.ascii_uppercase[:-1], 3, 6)
     return Problem(f"shift {word} =", "".join(chr(ord(letter) + 1) for letter in word), key=word)
 
@@ -82,7 +82,7 @@ TASKS = (copy_word, reverse, shift, sort_digits, maximum, increment)
 
 def make_problems(seed: int) -> tuple[list[Problem], list[Problem]]:
     """Returns training and held-out problems, shuffled; no problem is in both."""
-    uniform = random.Random(seed).random  # the one method whose numbers Python promises never to change
+    uniform = random.Random(seed).random  # the only method whose sequence Python guarantees
 
     def below(limit: int) -> int:
         return int(uniform() * limit)
@@ -101,7 +101,7 @@ def make_problems(seed: int) -> tuple[list[Problem], list[Problem]]:
 
 
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    """A BPE over bytes, so that it can encode any text; capital letters and digits stay tokens of their own."""
+    """Trains a byte-level BPE, which can encode any text; capital letters and digits stay separate tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex("[A-Z0-9]"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -157,7 +157,7 @@ def main() -> None:
     """Parses the command line and writes the files."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=OUT, help="folder to write into")
-    parser.add_argument("--seed", type=int, default=SEED, help="another seed makes other problems")
+    parser.add_argument("--seed", type=int, default=SEED, help="seed of the problems")
     options = parser.parse_args()
     for path in write_quickstart(options.out, options.seed):
         print(f"{path}  {path.stat().st_size:,} bytes")
@@ -174,7 +174,7 @@ def _lines(problems: Iterable[Problem], tokenizer: Tokenizer) -> str:
 
 
 def _conversations(problems: Sequence[Problem]) -> str:
-    """Two problems a conversation, as text: what configs/local/chat.yaml trains on."""
+    """Two problems per conversation, as text: the training data of configs/local/chat.yaml."""
     lines = []
     for pair in zip(problems[::2], problems[1::2], strict=True):
         messages = [

@@ -1,7 +1,7 @@
-"""Writes Python's own documentation topics as a tokenized dataset: `uv run tools/pydoc_corpus.py`.
+"""Writes Python's documentation topics as a tokenized dataset: `uv run tools/pydoc_corpus.py`.
 
-The text is that of `pydoc_data.topics`, which every Python carries; it differs between versions. Whole topics are held
-out, and the tokenizer, a byte-level BPE, is trained on the others alone. Nothing is masked.
+The text is that of `pydoc_data.topics`, which is part of every Python; it differs between versions. Whole topics are
+held out, and the tokenizer, a byte-level BPE, is trained only on the others. Nothing is masked.
 """
 
 import argparse
@@ -24,7 +24,7 @@ END = "<|endoftext|>"
 
 
 def distinct_topics(texts: Mapping[str, str]) -> dict[str, str]:
-    """Leaves out each topic that is mostly a copy of longer ones, or held-out text would occur in training too."""
+    """Removes topics that mostly copy longer ones, so that held-out text does not occur in the training data."""
     kept: dict[str, str] = {}
     seen: set[str] = set()
     for name in sorted(texts, key=lambda name: (-len(texts[name]), name)):
@@ -37,9 +37,9 @@ def distinct_topics(texts: Mapping[str, str]) -> dict[str, str]:
 
 
 def split_topics(texts: Mapping[str, str], fraction: float) -> tuple[list[str], list[str]]:
-    """Returns the names of training and of held-out topics, which have about this fraction of the characters.
+    """Returns the names of the training topics and of the held-out topics, with about this fraction of the characters.
 
-    Topics are held out in the order of a hash of their names, so long as they fit.
+    Topics are held out in the order of a hash of their names, as long as they fit.
     """
     room = fraction * sum(map(len, texts.values()))
     heldout: list[str] = []
@@ -51,7 +51,7 @@ def split_topics(texts: Mapping[str, str], fraction: float) -> tuple[list[str], 
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
-    """A BPE over bytes; digits stay tokens of their own."""
+    """Trains a byte-level BPE; digits stay separate tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -68,7 +68,7 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
 
 
 def rows(text: str, tokenizer: Tokenizer, row_tokens: int) -> list[list[int]]:
-    """A topic's tokens and the end token, cut into rows; a last piece of one token has nothing to predict: left out."""
+    """Splits a topic's tokens and the end token into rows. A last row of one token predicts nothing and is dropped."""
     ids = [*tokenizer.encode(text).ids, tokenizer.token_to_id(END)]
     pieces = [ids[start : start + row_tokens] for start in range(0, len(ids), row_tokens)]
     return [piece for piece in pieces if len(piece) > 1]
@@ -78,15 +78,15 @@ def main() -> None:
     """Parses the command line and writes train.jsonl, heldout.jsonl and the tokenizer."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=OUT, help="folder to write into")
-    parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, help="tokens of the tokenizer")
-    parser.add_argument("--row-tokens", type=int, default=ROW_TOKENS, help="longest row")
-    parser.add_argument("--heldout-fraction", type=float, default=HELDOUT_FRACTION, help="of the text")
+    parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, help="vocabulary size of the tokenizer")
+    parser.add_argument("--row-tokens", type=int, default=ROW_TOKENS, help="maximum tokens per row")
+    parser.add_argument("--heldout-fraction", type=float, default=HELDOUT_FRACTION, help="held-out part of the text")
     options = parser.parse_args()
 
     texts = distinct_topics(topics)
     train, heldout = split_topics(texts, options.heldout_fraction)
     tokenizer = train_tokenizer([texts[name] for name in train], options.vocab_size)
-    print(f"topics  {len(topics)}, of which {len(topics) - len(texts)} left out as copies of parts of longer ones")
+    print(f"topics  {len(topics)}, of which {len(topics) - len(texts)} are skipped as copies of longer ones")
     options.out.mkdir(parents=True, exist_ok=True)
     for file, names in (("train.jsonl", train), ("heldout.jsonl", heldout)):
         dataset = [

@@ -1,4 +1,4 @@
-"""A service that a tool starts as a user does, and just enough of HTTP to call it."""
+"""Starts a service like a user would, and calls it with a minimal HTTP client."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ STOP_S = 120.0
 
 
 class BenchError(Exception):
-    """The service did something that it must not."""
+    """The service behaved incorrectly."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """A service that runs. pids: of its API and its orchestrator, by name, where it was started here."""
+    """A running service. pids: the processes of its API and its orchestrator by name, if it was started here."""
 
     url: str
     pids: Mapping[str, int]
 
 
 class Connection:
-    """One connection that is kept open, for a client that takes next to no time of its own."""
+    """A persistent connection with negligible overhead in the client."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -48,7 +48,7 @@ class Connection:
         self._reader, self._writer = await asyncio.open_connection(self._host, self._port)
 
     async def post(self, path: str, body: Mapping[str, object]) -> tuple[int, dict[str, object]]:
-        """Status and JSON of the answer."""
+        """Returns the status and the JSON of the response."""
         content = json.dumps(body).encode()
         head = (
             f"POST {path} HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
@@ -60,10 +60,10 @@ class Connection:
         return int(lines[0].split()[1]), json.loads(await self._reader.readexactly(length))
 
     async def submit(self, path: str, body: Mapping[str, object]) -> str:
-        """The id by which its result is polled."""
+        """Returns the request id, with which the result is polled."""
         status, answer = await self.post(path, body)
         if status != 200:
-            raise BenchError(f"{path} was answered with {status}: {answer}")
+            raise BenchError(f"{path} returned status {status}: {answer}")
         return str(answer["request_id"])
 
     def close(self) -> None:
@@ -72,13 +72,13 @@ class Connection:
 
 
 async def finished(connection: Connection, request_id: str) -> dict[str, object]:
-    """The result of a request, polled for until it is there."""
+    """Polls for the result of a request until it is ready."""
     while True:
         status, answer = await connection.post("/api/v1/retrieve_future", {"request_id": request_id})
         if status == 408 or answer.get("type") == "try_again":
             continue
         if status != 200 or "error" in answer:
-            raise BenchError(f"{request_id} ended with {status}: {answer}")
+            raise BenchError(f"{request_id} failed with status {status}: {answer}")
         return answer
 
 
@@ -86,9 +86,9 @@ async def finished(connection: Connection, request_id: str) -> dict[str, object]
 def serve(
     config: Path, overrides: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[Served]:
-    """The service of a configuration on a free port, from when it is ready; it is stopped afterwards.
+    """Starts a service on a free port, yields it once it is ready, and stops it on exit.
 
-    Raises RuntimeError with the end of its log where it does not start.
+    Raises RuntimeError with the end of its log if it does not start.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -110,7 +110,7 @@ def serve(
         try:
             service.wait(STOP_S)
         except subprocess.TimeoutExpired:
-            # It still saves; a second signal ends that.
+            # It is still saving; a second signal ends it.
             service.send_signal(signal.SIGTERM)
             service.wait()
 
@@ -134,7 +134,7 @@ def _end_of(log: Path) -> str:
 
 
 def _pids(launcher: int) -> dict[str, int]:
-    """The API and the orchestrator among a launcher's children, by name."""
+    """The process ids of a launcher's API and orchestrator, by name."""
     found = {}
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     for pid in map(int, children):

@@ -1,7 +1,7 @@
-"""Trains on packs of ever other lengths for some minutes and shows what CUDA's allocator makes of it.
+"""Trains on packs of varying lengths for some minutes and reports the state of CUDA's allocator.
 
-`uv run tools/soak_memory.py --minutes 60`: a sound allocator's reserved memory stops growing after the first minutes,
-and no allocation is ever retried. On a machine without a GPU the numbers are zero: of use to try the tool alone.
+`uv run tools/soak_memory.py --minutes 60`: reserved memory should stop growing after the first minutes, and no
+allocation should be retried. On a machine without a GPU the numbers are zero, which only tests the tool.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from xorl.core.models import Decoder, spec_for
 from xorl.core.nn import LayerKernels
 from xorl.core.optim import build_optimizer
 from xorl.core.parallel import ParallelPolicy, local_part, parallelize
-from xorl.data import Document, PackedBatch, collate
+from xorl.data import PackedBatch
+from xorl.data.collate import Document, collate
 from xorl.kernels.attention import AttentionRequest, resolve_attention
 from xorl.train.engine import Engine
 
-WARM_UP = 0.2  # the part of the time after which reserved memory may not grow much any more
+WARM_UP = 0.2  # fraction of the time after which reserved memory should not grow much
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The allocator at one moment. retries: how often it had to give back cached memory to serve a request."""
+    """The allocator at one moment. retries: how often it had to free cached memory to serve a request."""
 
     step: int
     minutes: float
@@ -47,7 +48,7 @@ class Reading:
 
 
 def soak(minutes: float, *, hidden_size: int, num_layers: int, num_tokens: int, readings: int = 20) -> list[Reading]:
-    """Train for `minutes` on packs of up to num_tokens tokens; the allocator at `readings` moments. Joins a group."""
+    """Trains for `minutes` on packs of up to num_tokens tokens; reads the allocator `readings` times. Collective."""
     place = runtime.init()
     engine = _engine(place.device, hidden_size, num_layers)
     draw = random.Random(0)
@@ -64,7 +65,7 @@ def soak(minutes: float, *, hidden_size: int, num_layers: int, num_tokens: int, 
 
 
 def growth(readings: list[Reading]) -> float:
-    """How much larger reserved memory is at the end than after the warm-up, as a fraction."""
+    """The relative growth of reserved memory from the end of the warm-up to the end."""
     early = readings[int(WARM_UP * len(readings))].reserved_gib
     return readings[-1].reserved_gib / early - 1 if early else 0.0
 
@@ -103,7 +104,7 @@ def _engine(device: torch.device, hidden_size: int, num_layers: int) -> Engine:
 
 
 def _pack(draw: random.Random, num_tokens: int) -> PackedBatch:
-    """Documents of 16 tokens to all, in a pack that is between a quarter and wholly full."""
+    """A pack between a quarter full and full, of documents of at least 16 tokens."""
     documents, left = [], draw.randint(num_tokens // 4, num_tokens)
     while left >= 16:
         length = min(left, int(16 * (num_tokens / 16) ** draw.random()))
@@ -122,12 +123,12 @@ def _read(step: int, minutes: float, device: torch.device) -> Reading:
 
 
 def main() -> int:
-    """Soaks, prints the readings, and fails where reserved memory kept growing or requests were retried."""
+    """Trains, prints the readings, and returns 1 if reserved memory kept growing or allocations were retried."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--hidden-size", type=int, default=2048)
     parser.add_argument("--num-layers", type=int, default=16)
-    parser.add_argument("--num-tokens", type=int, default=32768, help="most tokens of a pack")
+    parser.add_argument("--num-tokens", type=int, default=32768, help="maximum tokens of a pack")
     flags = parser.parse_args()
     readings = soak(
         flags.minutes, hidden_size=flags.hidden_size, num_layers=flags.num_layers, num_tokens=flags.num_tokens

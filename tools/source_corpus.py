@@ -1,7 +1,7 @@
-"""Writes sources of Python's standard library as a tokenized dataset, to go on training from `pydoc_topics.yaml` with.
+"""Writes sources of Python's standard library as a tokenized dataset, to continue training after `pydoc_topics.yaml`.
 
-`uv run tools/source_corpus.py` after `uv run tools/pydoc_corpus.py`, whose tokenizer it takes. Sources differ between
-versions of Python. Nothing is masked.
+Run `uv run tools/source_corpus.py` after `uv run tools/pydoc_corpus.py`, whose tokenizer it uses. Sources differ
+between versions of Python. Nothing is masked.
 """
 
 import argparse
@@ -13,14 +13,14 @@ from tokenizers import Tokenizer
 
 from pydoc_corpus import END, OUT, ROW_TOKENS, rows
 
-# Files of middling length and of many authors; their order is that of their names.
+# Files of moderate length by many authors, in the order of their names.
 PATTERN = "[a-d]*.py"
 
 
 def main() -> None:
     """Parses the command line and writes source.jsonl and source_heldout.jsonl beside the tokenizer."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=OUT, help="folder with the tokenizer, and to write into")
+    parser.add_argument("--folder", type=Path, default=OUT, help="folder that contains the tokenizer, and to write to")
     options = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(options.folder / "tokenizer.json"))
     assert tokenizer.token_to_id(END) is not None

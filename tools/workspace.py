@@ -1,6 +1,6 @@
-"""What the tools know of the workspace: its root, its distributions, its files and where uv is.
+"""The workspace: its root, its distributions, its files, and the path of uv.
 
-Standard library only, because it also runs inside environments that hold a single distribution.
+Uses only the standard library, because it also runs in environments that contain a single distribution.
 """
 
 import os
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Distribution:
-    """One member of the workspace as its pyproject.toml describes it."""
+    """A member of the workspace, as described by its pyproject.toml."""
 
     name: str
     version: str
@@ -25,7 +25,7 @@ class Distribution:
 
     @property
     def siblings(self) -> tuple[str, ...]:
-        """The requirements that name another distribution of the workspace."""
+        """The requirements on other distributions of the workspace."""
         return tuple(requirement for requirement in self.dependencies if requirement.startswith("xorl-"))
 
 
@@ -65,5 +65,5 @@ def locked_version(package: str) -> str:
     lock = tomllib.loads((ROOT / "uv.lock").read_text(encoding="utf-8"))
     versions = [entry["version"] for entry in lock["package"] if entry["name"] == package]
     if len(versions) != 1:
-        raise RuntimeError(f"uv.lock holds {len(versions)} versions of {package}, one is wanted")
+        raise RuntimeError(f"expected one version of {package} in uv.lock, found {len(versions)}")
     return versions[0]

@@ -1,10 +1,12 @@
 """The project's own checks find what they are for."""
 
 import ast
+import itertools
 from pathlib import Path
 
 import pytest
 
+import check_cycles
 import check_docs
 import check_isolated
 import check_layout
@@ -50,6 +52,15 @@ class A:
 def test_misplaced_files_are_refused(path: str, fault: bool) -> None:
     # Would catch the stray file that makes the other five distributions vanish.
     assert bool(check_layout.reasons_against(Path(path))) == fault
+
+
+def test_an_import_cycle_is_found() -> None:
+    # Would catch files that grow together until neither can be read or moved alone.
+    imports = {"a": ["b"], "b": ["c"], "c": ["a", "d"], "d": []}
+    cycle = check_cycles.first_cycle(imports)
+    assert sorted(cycle[1:]) == ["a", "b", "c"]
+    assert all(second in imports[first] for first, second in itertools.pairwise(cycle))
+    assert check_cycles.first_cycle({**imports, "c": ["d"]}) == []
 
 
 @pytest.mark.parametrize(

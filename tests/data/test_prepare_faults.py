@@ -24,7 +24,7 @@ NUM_KILLS = 20
 @pytest.fixture
 def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DatasetEntry:
     monkeypatch.setattr(sys.modules["xorl.data.prepare"], "_PARALLEL_BYTES", 0)
-    monkeypatch.setattr("xorl.data.readers.PIECE_BYTES", 4000)
+    monkeypatch.setattr("xorl.data.readers.CHUNK_BYTES", 4000)
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"input_ids": list(range(i % 50 + 2))}) + "\n" for i in range(3000)))
     return DatasetEntry(str(path))
@@ -75,12 +75,12 @@ def test_twenty_kills_leave_what_no_kill_leaves(
 
 def test_a_holder_that_stopped_beating_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Catches a job that waits for ever for a node that is gone, or one that replaces a holder which is alive.
-    monkeypatch.setattr(lock, "BEAT_S", 0.05)
+    monkeypatch.setattr(lock, "HEARTBEAT_S", 0.05)
     monkeypatch.setattr(lock, "STALE_S", 0.6)
     path = tmp_path / "a.lock"
 
     def hold() -> None:
-        lock._machine = lambda: "another machine"
+        lock._machine_id = lambda: "another machine"
         with lock.exclusive(path, "test"):
             time.sleep(60)
 

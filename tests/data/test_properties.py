@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xorl.data import DataPlan, DatasetEntry, PackingMethod, StepLoader, pack
+from xorl.data import DataPlan, DatasetEntry, StepLoader, pack
 from xorl.data.mixture import Share, drawn_rows, num_drawn
-from xorl.data.packing import OpenBins
+from xorl.data.packing import OpenBins, PackingMethod
 from xorl.data.stream import Stream, StreamLoader, StreamOptions, StreamPlan, files, lane, open_stream, order
 
 BIN_LEN = 64

@@ -58,5 +58,5 @@ def test_an_object_that_changes_is_noticed(bucket, tmp_path) -> None:
     stream = open_stream([DatasetEntry("s3://corpus/changing.jsonl")], StreamOptions(64), index_path=tmp_path)
     bucket.put_object(Bucket="corpus", Key="changing.jsonl", Body=body[::-1])
     plan = StreamPlan.over(stream, bins_per_step=4, max_steps=2)
-    with pytest.raises(DataError, match=r"s3://corpus/changing.jsonl was changed while it was streamed"):
+    with pytest.raises(DataError, match=r"s3://corpus/changing.jsonl changed while it was streamed"):
         next(StreamLoader(stream, plan, micro_batch_size=1).steps())

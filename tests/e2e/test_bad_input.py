@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from tiny_models import hf_config, write_config
 from xorl.train import output_dir
-from xorl.train.output_dir import held
+from xorl.train.output_dir import locked
 
 CONFIG = """\
 model:
@@ -184,11 +184,14 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     ),
     "model without weights": (
         model_without_weights,
-        ["config.yaml:2: model.model_path: ", "model holds no model.safetensors"],
+        ["config.yaml:2: model.model_path: ", "model contains no model.safetensors"],
     ),
     "weights of another model": (
         weights_of_another_model,
-        ["config.yaml:2: model.model_path: the weights are of another model", "model.norm.weight: [8] in the file"],
+        [
+            "config.yaml:2: model.model_path: the weights do not belong to the configured model",
+            "model.norm.weight: [8] in the file",
+        ],
     ),
 }
 AFTER_A_RUN = {"checkpoint of another model", "checkpoint half deleted", "output holds a run"}
@@ -221,7 +224,7 @@ def test_run_that_is_complete_says_so_and_ends_with_0(folder: Path, train) -> No
     elsewhere = train(*options)
     assert elsewhere.returncode == 0
     assert f"complete={checkpoint}: " in elsewhere.stderr
-    assert f"nothing was trained in {other}. Go on from it with more steps (train.max_steps" in elsewhere.stderr
+    assert f"nothing was trained in {other}. Continue it with more steps (train.max_steps" in elsewhere.stderr
     assert "another folder" not in elsewhere.stderr
     assert train(*options, "--train.max_steps", "3").returncode == 0
 
@@ -229,7 +232,7 @@ def test_run_that_is_complete_says_so_and_ends_with_0(folder: Path, train) -> No
 def test_a_run_waits_for_another_one_that_ends_in_its_folder(folder: Path, train) -> None:
     # Catches two runs that remove each other's saves and cut each other's metrics back.
     with ExitStack() as stack:
-        stack.enter_context(held(folder / "output"))
+        stack.enter_context(locked(folder / "output"))
         timer = threading.Timer(2, stack.close)
         timer.start()
         result = train()
@@ -240,11 +243,11 @@ def test_a_run_waits_for_another_one_that_ends_in_its_folder(folder: Path, train
 
 def test_a_folder_that_another_run_keeps_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Catches a wait without end, and a lock that stays when its run has ended.
-    monkeypatch.setattr(output_dir, "LEFT_S", 0.1)
+    monkeypatch.setattr(output_dir, "LOCK_TIMEOUT_S", 0.1)
     told = pytest.raises(ValueError, match=rf"train\.output_dir: another .*process {os.getpid()} on")
-    with held(tmp_path), told, held(tmp_path):
+    with locked(tmp_path), told, locked(tmp_path):
         raise AssertionError("two runs have it")
-    with held(tmp_path):
+    with locked(tmp_path):
         pass
 
 
@@ -260,7 +263,7 @@ def test_a_save_that_fails_is_told_in_a_few_lines_and_leaves_the_former_checkpoi
     assert result.returncode == 1, result.stderr
     assert "Traceback" not in result.stderr
     assert "error: step 2: " in result.stderr
-    assert "global_step_1 is whole" in result.stderr
+    assert "global_step_1 is complete" in result.stderr
     assert sorted(file.name for file in (folder / "output" / "checkpoints").iterdir()) == ["global_step_1", "latest"]
     assert train(*options).returncode == 0
 
@@ -295,11 +298,11 @@ def test_what_does_not_go_with_the_model_is_told_before_data_are_prepared(
 @pytest.mark.parametrize(
     ("entry", "options", "named"),
     [
-        ("model.basic_modules: [Lniear]", [], "no module is named Lniear; the classes here are"),
+        ("model.basic_modules: [Lniear]", [], "no module is named Lniear; the model has"),
         (
             "model.basic_modules: [LinearAdapter]",
             ["--lora.enable_lora=true", '--lora.lora_target_modules=["o_proj", "lm_head"]'],
-            "LinearAdapter stands beside the model's head",
+            "LinearAdapter is also part of the model's head",
         ),
         ("model.attn_implementation: flash_attention_2", [], "'flash_attention_2' cannot run here: it needs a CUDA"),
         ("train.fp8: rowwise", ["--model.foundation={intermediate_size: 40}"], "features in multiples of 16"),
@@ -316,7 +319,7 @@ def test_what_does_not_go_with_the_model_is_told_before_data_are_prepared(
         ("train.enable_cpu_offload: true", [], "the model trains on the CPU"),
         ("train.enable_activation_offload: true", [], "the model trains on the CPU"),
         ("train.init_device: cuda", [], "torch finds no GPU here"),
-        ("train.enable_compile: true", [], "there is no nowhere; install it"),
+        ("train.enable_compile: true", [], "but nowhere was not found; install it"),
     ],
 )
 def test_what_cannot_be_trained_here_is_told_with_its_line_before_data_are_prepared(

@@ -15,7 +15,8 @@ import torch
 
 from tiny_models import hf_config, write_config
 from xorl.cli.bench_config import SHAPES
-from xorl.config import ModelConfig, config_from_mapping
+from xorl.config import config_from_mapping
+from xorl.config.local import ModelConfig
 from xorl.core.mesh import ParallelDims
 from xorl.train import build_run, train
 from xorl.train.bench.memory import memory_refusal
@@ -101,14 +102,14 @@ def test_a_shape_that_cannot_fit_is_refused_with_the_numbers(tmp_path: Path) -> 
         }
         config = config_from_mapping(values | options).config
         dims = ParallelDims(dp_shard=shard_size)
-        return memory_refusal(config, architecture, dims, has=has, sharing=sharing, where="this machine")
+        return memory_refusal(config, architecture, dims, available_bytes=has, num_ranks=sharing, owner="this machine")
 
     # 8.19 billion parameters: 2 bytes each, as many for the gradient, and two moments.
     assert refusal(62 * gib) is None
     told = refusal(60 * gib)
     assert told is not None
     assert "take 61.0 GiB (param_dtype bf16, optimizer adamw), and this machine has 60.0 GiB" in told
-    assert told.endswith("take a smaller shape, or --lora.enable_lora true")
+    assert told.endswith("use a smaller shape, or --lora.enable_lora true")
     assert refusal(31 * gib, shard_size=2) is None
     assert "of 2 ranks take 61.0 GiB" in str(refusal(31 * gib, sharing=2, shard_size=2))
     assert refusal(20 * gib, lora={"enable_lora": True}, train={"output_dir": str(tmp_path)}) is None

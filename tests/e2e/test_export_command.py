@@ -93,8 +93,8 @@ def test_what_is_wrong_is_said_and_nothing_is_left(folders: Path, tmp_path: Path
 
     (tmp_path / "empty").mkdir()
     for arguments, message in (
-        ([str(tmp_path / "empty")], "no checkpoint, no adapter"),
-        ([str(folders / "base")], "a model that is exported already"),
+        ([str(tmp_path / "empty")], "is not a checkpoint, an adapter"),
+        ([str(folders / "base")], "already an exported model"),
     ):
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code == 2
@@ -110,7 +110,10 @@ def test_an_adapter_of_the_hub_is_not_exported_into_its_cache(tmp_path: Path, mo
     monkeypatch.setattr("xorl.ckpt.hub.snapshot_download", snapshot)
     result = CliRunner().invoke(app, ["org/adapter", "--merge"])
     assert result.exit_code == 2, result.stderr
-    assert "PATH: org/adapter is no folder here; if it is a Hub id, --output names the folder to make" in result.stderr
+    assert (
+        "PATH: org/adapter is not a local folder; to export a Hub id, name the new folder with --output"
+        in result.stderr
+    )
 
 
 def test_the_base_is_found_by_its_name(folders: Path, tmp_path: Path) -> None:
@@ -122,7 +125,7 @@ def test_the_base_is_found_by_its_name(folders: Path, tmp_path: Path) -> None:
         source = folders / "adapter" / name
         data = source.read_bytes() if value is None else json.dumps({**value, "base_model_name_or_path": None}).encode()
         (tmp_path / "adapter" / name).write_bytes(data)
-    with pytest.raises(ValueError, match=r"--base: .* does not say what its base model is"):
+    with pytest.raises(ValueError, match=r"--base: .* does not name its base model"):
         export_saved(str(tmp_path / "adapter"), None, merge=True)
     folder = export_saved(str(tmp_path / "adapter"), None, base=str(folders / "base"), merge=True)
     assert folder == tmp_path / "adapter-merged"
@@ -166,7 +169,7 @@ def test_a_base_takes_no_place_of_weights_that_a_checkpoint_holds(
     """Catches a base that is exported, bit for bit, as the model that was trained from it, or merged into without what
     the run had merged before."""
     checkpoint = trained(folders, tmp_path / "run", **lora)
-    refused = rf"--base: {checkpoint} holds all weights of its model; leave --base out"
+    refused = rf"--base: {checkpoint} contains all weights of its model; remove --base"
     for merge in {False, bool(lora)}:
         with pytest.raises(ValueError, match=refused):
             export_saved(str(checkpoint), str(tmp_path / "out"), base=str(folders / "base"), merge=merge)
@@ -184,7 +187,7 @@ def test_an_adapter_of_a_checkpoint_names_a_base_that_was_moved(folders: Path, t
     exported = export_saved(str(checkpoint), str(tmp_path / "adapter"), base=str(tmp_path / "moved"), verify=True)
     config = json.loads((exported / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(tmp_path / "moved")
-    with pytest.raises(ValueError, match="leave --base out"):
+    with pytest.raises(ValueError, match="remove --base"):
         export_saved(str(checkpoint), str(tmp_path / "merged"), base=str(tmp_path / "moved"), merge=True)
     write_base(tmp_path / "other", hidden_size=48)
     with pytest.raises(ValueError, match=r"PATH: .*--base names"):
@@ -195,7 +198,7 @@ def test_a_checkpoint_with_a_part_of_its_model_is_not_exported_as_its_base(folde
     """Catches a checkpoint whose missing weights are made up for by those that the run began with."""
     whole = read_manifest(trained(folders, tmp_path / "run"))
     part = Checkpointer(tmp_path / "part").save(1, {}, info=whole.info)
-    with pytest.raises(ValueError, match=r"PATH: .* holds neither all weights of its model nor an adapter"):
+    with pytest.raises(ValueError, match=r"PATH: .* contains neither all weights of its model nor an adapter"):
         export_saved(str(part), str(tmp_path / "out"))
 
 

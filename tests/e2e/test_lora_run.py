@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 from tiny_models import hf_config
-from xorl.ckpt import read_manifest, verify
+from xorl.ckpt import read_manifest
+from xorl.ckpt.layout import verify
 from xorl.config import LoadedConfig, config_from_mapping
 from xorl.train import build_run, train
 from xorl.train.export.saved import export_saved
@@ -161,13 +162,13 @@ def test_a_run_does_not_go_on_with_another_model(folder: Path, tmp_path: Path, r
     longer = hf_config() | {"rope_theta": 500.0}
     Qwen3ForCausalLM(Qwen3Config.from_dict(longer)).save_pretrained(folder / "longer" / "base")
     scaled = (
-        ({**lora, "lora_alpha": 4}, "lora.lora_alpha: 4.0, and the adapters of .* were trained with 8.0"),
+        ({**lora, "lora_alpha": 4}, "lora.lora_alpha: 4.0, but the adapters in .* were trained with 8.0"),
         ({**lora, "use_rslora": True}, "lora.use_rslora: True"),
-        ({**lora, "alpha_pattern": {"q_proj": 1}}, "lora.alpha_pattern: .*q_proj.*, and the adapters .* with {}"),
+        ({**lora, "alpha_pattern": {"q_proj": 1}}, "lora.alpha_pattern: .*q_proj.*, but the adapters .* with {}"),
     )
     loaded = [(config_of(folder, tmp_path, changed, **resume), said) for changed, said in scaled]
     other = config_of(folder, tmp_path, lora, base="other", **resume)
-    loaded.append((other, "holds what was trained over .*base without that model itself: set model.model_path"))
+    loaded.append((other, "was trained over .*base and does not contain that base, but model.model_path"))
     # Catches a list of tensors in place of the option that the user changed.
     begun = r"train.load_checkpoint_path: .*global_step_1 was saved with "
     for changed, options, said in (
@@ -177,7 +178,7 @@ def test_a_run_does_not_go_on_with_another_model(folder: Path, tmp_path: Path, r
     ):
         loaded.append((config_of(folder, tmp_path, changed, **resume, **options), begun + said))
     quantized = config_of(folder, tmp_path, {**lora, "enable_qlora": True}, **resume)
-    loaded.append((quantized, "over a base with lora.enable_qlora: false, now true: set it back"))
+    loaded.append((quantized, "over a base with lora.enable_qlora: false, now true: restore the option"))
     longer = config_of(folder, tmp_path, lora, base="longer/base", **resume)
     loaded.append((longer, "is of another model than the section model describes\n  rope: .*"))
 
@@ -240,7 +241,7 @@ def test_an_adapter_of_another_base_stops_the_run(folder: Path, tmp_path: Path, 
     assert re.match(r"lora.adapter_path: .*base_model_name_or_path: .*base, and model.model_path is null", random)
     (adapter / WEIGHTS).write_bytes((adapter / WEIGHTS).read_bytes()[:-1] + b"\0")
     [damaged] = run_ranks(lambda: refusal_of(runs[3]), 1)
-    assert re.match(rf"lora.adapter_path: (?s:.*){WEIGHTS} has another content", damaged)
+    assert re.match(rf"lora.adapter_path: (?s:.*){WEIGHTS} has changed", damaged)
 
 
 @pytest.mark.multi

@@ -13,11 +13,12 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tiny_models import hf_config
-from xorl.ckpt import latest_checkpoint
+from xorl.ckpt.layout import latest_checkpoint
 from xorl.config import Config, config_from_mapping
 from xorl.core import runtime
 from xorl.data import StepLoader
 from xorl.train import RunComplete, build_run, train
+from xorl.train.evaluate import Evaluation
 from xorl.train.sweep.build import build_sweep
 from xorl.train.sweep.loop import train_sweep
 
@@ -37,6 +38,10 @@ class SignalledLoader:
             signal.raise_signal(signal.SIGTERM)
         self.num_read += 1
         yield from self.loader.steps(start)
+
+
+def signalled(evaluation: Evaluation, stopped_in: int) -> Evaluation:
+    return replace(evaluation, loader=SignalledLoader(evaluation.loader, stopped_in))  # pyright: ignore[reportArgumentType]
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +92,8 @@ def run_of(config: Config, *, stopped_in: int | None = None) -> int:
         sweep = build_sweep(config)
         if stopped_in is not None:
             for member in sweep.members[-1:]:
-                assert member.eval_loader is not None
-                member.eval_loader = SignalledLoader(member.eval_loader, stopped_in)  # pyright: ignore[reportAttributeAccessIssue]
+                assert member.evaluation is not None
+                member.evaluation = signalled(member.evaluation, stopped_in)
         try:
             return train_sweep(sweep)
         finally:
@@ -96,8 +101,8 @@ def run_of(config: Config, *, stopped_in: int | None = None) -> int:
             runtime.shutdown()
     run = build_run(config)
     if stopped_in is not None:
-        assert run.eval_loader is not None
-        run = replace(run, eval_loader=SignalledLoader(run.eval_loader, stopped_in))  # pyright: ignore[reportArgumentType]
+        assert run.evaluation is not None
+        run = replace(run, evaluation=signalled(run.evaluation, stopped_in))
     try:
         return train(run)
     finally:

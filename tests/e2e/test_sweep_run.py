@@ -160,7 +160,7 @@ def test_a_sweep_does_not_go_on_with_another_model(folder: Path, tmp_path: Path)
     assert run_training(config_of(folder, tmp_path, quantized, max_steps=2)) == 0
     for loaded, said in (
         (config_of(folder, tmp_path, {**quantized, "lora_alpha": 4.0}, **on), r"lora\.lora_alpha: 4\.0.*with 16\.0"),
-        (config_of(other, tmp_path, quantized, **on), r"was trained over .*base without that model itself"),
+        (config_of(other, tmp_path, quantized, **on), r"was trained over .*base and does not contain that base"),
         (
             config_of(folder, tmp_path, {**quantized, "enable_qlora": False}, **on),
             "a base with lora.enable_qlora: true",
@@ -180,7 +180,7 @@ def test_a_complete_sweep_says_so_and_other_members_are_refused(folder: Path, ou
 
 def test_what_takes_one_adapter_asks_for_a_member(folder: Path, output: Path, tmp_path: Path):
     """Catches an export of the bare base, and runs that go on from a checkpoint which is not theirs."""
-    with pytest.raises(ValueError, match=r"is a checkpoint of a sweep.*there are large, other-data, small"):
+    with pytest.raises(ValueError, match=r"is a checkpoint of a sweep.*members: large, other-data, small"):
         open_saved(str(output))
     saved = open_saved(str(output / "checkpoints" / "global_step_4" / "adapters" / "small"))
     assert saved.adapter is not None

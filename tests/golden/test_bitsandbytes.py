@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3Config, 
 from xorl.config import config_from_mapping
 from xorl.core import runtime
 from xorl.core.mesh import Mesh, ParallelDims
-from xorl.kernels.quant import dequantize_nf4, quantize_nf4
-from xorl.lora import quantized_linears
+from xorl.kernels.quant.nf4 import dequantize_nf4, quantize_nf4
+from xorl.lora.quantized import quantized_linears
 from xorl.train.model import build_model, read_architecture
 
 pytestmark = pytest.mark.skipif(

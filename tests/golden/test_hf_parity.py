@@ -16,14 +16,15 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from xorl.ckpt import SafetensorsSource, export_hf, load_weights
 from xorl.core.mesh import Mesh, ParallelDims
-from xorl.core.models import SPECS, Decoder, WeightRecipe, spec_for
+from xorl.core.models import SPECS, Decoder, spec_for
+from xorl.core.models.recipes import WeightRecipe
 from xorl.core.nn import LayerKernels, Rotary
 from xorl.core.parallel import ParallelModel
 from xorl.kernels.attention import AttentionRequest, resolve_attention
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import linear_cross_entropy
-from xorl.lora.peft import HeldTensors
-from xorl.server.sampler import Sampler, SampleRequest
+from xorl.lora.peft import InMemoryTensors
+from xorl.server.sampler import GenerationRequest, Sampler
 
 LOGIT_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-4
@@ -131,7 +132,7 @@ def make_twin(model: transformers.PreTrainedModel, *, backend: str, merge_qkv: b
     """A decoder with the weights of a transformers model, and its recipes."""
     hf_config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
     decoder, recipes = make_decoder(hf_config, backend=backend, merge_qkv=merge_qkv)
-    source = spec_for(hf_config).checkpoint_view(decoder.config, HeldTensors(model.state_dict()))
+    source = spec_for(hf_config).checkpoint_view(decoder.config, InMemoryTensors(model.state_dict()))
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             parameter.copy_(recipes[name].read(source, 0, parameter.shape[0]))
@@ -212,7 +213,7 @@ def test_greedy_decoding_matches_transformers_token_by_token(case: Case, mesh: M
     num_tokens, lengths = (8, (3, 8)) if "dynamic" in case.label else (16, (17, 1, 40))
     ids, _ = make_rows()
     prompts = [ids[-length:] for length in lengths]
-    requests = [SampleRequest(tuple(row.tolist()), num_tokens, temperature=0) for row in prompts]
+    requests = [GenerationRequest(tuple(row.tolist()), num_tokens, temperature=0) for row in prompts]
     sampler = Sampler(ParallelModel(decoder, decoder, mesh), device=torch.device("cpu"), cache_tokens=256)
     for prompt, result in zip(prompts, sampler.run(requests), strict=True):
         options = {"attention_mask": torch.ones_like(prompt)[None], "max_new_tokens": num_tokens, "pad_token_id": 0}

@@ -15,22 +15,23 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Qwen3Conf
 
 from tiny_models import hf_config
 from xorl.ckpt import SafetensorsSource, load_weights
-from xorl.core.models import SPECS, Decoder, WeightRecipe, spec_for
+from xorl.core.models import SPECS, Decoder, spec_for
+from xorl.core.models.recipes import WeightRecipe
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import inject
 from xorl.lora.peft import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     AdapterConfig,
-    HeldTensors,
+    InMemoryTensors,
     MergedWeights,
-    ReplacedTensors,
     adapter_tensors,
     config_of,
     differences,
     load_adapters,
     read_layout,
 )
+from xorl.lora.peft.layout import ReplacedTensors
 
 
 def qwen3() -> PreTrainedModel:
@@ -87,7 +88,7 @@ def test_merged_rows_of_a_file_that_peft_wrote_are_those_that_peft_merges(case: 
     with SafetensorsSource(tmp_path, single_file=WEIGHTS_FILE) as source:
         layout = read_layout(config, source)
         assert differences(layout, {name: tensor.shape for name, tensor in base.items()}) == []
-        weights = MergedWeights.of_file(HeldTensors(base), layout, source)
+        weights = MergedWeights.of_file(InMemoryTensors(base), layout, source)
         changed = 0
         for name, wanted in merged.items():
             num_rows = wanted.shape[0]
@@ -103,7 +104,7 @@ def decoder_of(model: PreTrainedModel) -> Decoder:
     hf_config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
     spec = spec_for(hf_config)
     decoder = spec.build(spec.config_from_hf(hf_config))
-    view = spec.checkpoint_view(decoder.config, HeldTensors(model.state_dict()))
+    view = spec.checkpoint_view(decoder.config, InMemoryTensors(model.state_dict()))
     load_weights(dict(decoder.named_parameters()), recipes_of(decoder), view, mode="all_ranks")
     return decoder
 

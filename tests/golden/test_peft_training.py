@@ -24,8 +24,9 @@ from transformers import (
 from xorl.core.loss import cross_entropy
 from xorl.core.models import Decoder, spec_for
 from xorl.kernels.layout import SequenceLayout
-from xorl.lora import AdapterSpec, adapter_parameters, adapters, inject, load_adapter_state_dict, magnitude
-from xorl.lora.peft import HeldTensors
+from xorl.lora import AdapterSpec, adapter_parameters, adapters, inject, load_adapter_state_dict
+from xorl.lora.merge import magnitude
+from xorl.lora.peft import InMemoryTensors
 
 TOLERANCE = 1e-5
 LENGTHS = [23, 1, 12, 9]
@@ -116,7 +117,7 @@ def ours_of(name: str, spec: AdapterSpec, adapted: nn.Module) -> Decoder:
     hf_config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
     family = spec_for(hf_config)
     decoder = family.build(family.config_from_hf(hf_config))
-    view = family.checkpoint_view(decoder.config, HeldTensors(model.state_dict()))
+    view = family.checkpoint_view(decoder.config, InMemoryTensors(model.state_dict()))
     with torch.no_grad():
         for key, recipe in family.recipes(decoder.config, merge_qkv=True).items():
             dict(decoder.named_parameters())[key].copy_(recipe.read(view, 0, recipe.shape[0]))

@@ -9,8 +9,9 @@ from torch.nn import functional as F
 from tiny_models import hf_config
 from xorl.core.models import spec_for
 from xorl.core.nn import LayerKernels
-from xorl.kernels.attention import ATTENTION, AttentionRequest, eager_attention, resolve_attention
+from xorl.kernels.attention import ATTENTION, AttentionRequest, resolve_attention
 from xorl.kernels.attention.native import _cudnn_length
+from xorl.kernels.attention.reference import eager_attention
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import linear_cross_entropy
 from xorl.kernels.testing import assert_matches_reference

@@ -34,7 +34,7 @@ def compare_with_nccl() -> None:
     group = dist.group.WORLD
     assert group is not None
     copy_engine.HALF_BYTES = HALF_BYTES
-    assert copy_engine.copy_engines_reach(group)
+    assert copy_engine.can_use_copy_engines(group)
     device = torch.device("cuda", rank)
     compare_gathers(group, device)
     for dtype in (torch.bfloat16, torch.float32):

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from xorl.core.nn import Linear
 from xorl.core.nn.fp8 import Fp8Linear, convert_linears
-from xorl.kernels.quant import (
+from xorl.kernels.quant.fp8 import (
     E4M3,
     E5M2,
     amax,

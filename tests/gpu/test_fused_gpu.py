@@ -5,10 +5,10 @@ import torch
 from torch.nn import functional as F
 
 from tiny_models import hf_config
-from xorl.core.loss import loss_named
+from xorl.core.loss import get_loss
 from xorl.core.models import spec_for
-from xorl.core.nn import LayerKernels, choose_kernels
-from xorl.core.nn.kernels import FUSED_KERNELS
+from xorl.core.nn import LayerKernels
+from xorl.core.nn.kernels import FUSED_KERNELS, choose_kernels
 from xorl.kernels.attention import AttentionRequest, resolve_attention
 from xorl.kernels.fused import HeadNorms, HeadShape, heads, partial, reference, rms_norm
 from xorl.kernels.layout import SequenceLayout
@@ -99,7 +99,7 @@ def test_a_policy_loss_needs_less_than_a_gibibyte_and_never_waits(is_frozen):
         "logprobs": randn(8192, dtype=torch.float32, seed=3) - 12.5,
         "advantages": randn(8192, dtype=torch.float32, seed=4),
     }
-    loss = loss_named("drgrpo", {"beta": 0.0, "ratio_type": "sequence"})
+    loss = get_loss("drgrpo", {"beta": 0.0, "ratio_type": "sequence"})
     loss(hidden[:256], weight, {name: values[:256] for name, values in targets.items()}).sum.backward()
     hidden.grad = weight.grad = None
     torch.cuda.synchronize()

@@ -94,7 +94,7 @@ def test_every_step_is_timed_as_the_wall_clock_times_it(tmp_path: Path) -> None:
         return update
 
     run.engine.optim_step = stamped_optim_step  # pyright: ignore[reportAttributeAccessIssue]
-    peak = peak_flops(run.runtime.device)
+    peak = peak_flops(run.startup.runtime.device)
     train(replace(run, loader=cast(StepLoader, stamped)))
     run.observer.close()
     lines = [json.loads(line) for line in (tmp_path / "output" / "metrics.jsonl").read_text().splitlines()]

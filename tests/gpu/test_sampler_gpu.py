@@ -16,14 +16,14 @@ from tiny_models import hf_config
 from xorl.core import runtime
 from xorl.core.mesh import DataParallelMode, Mesh, ParallelDims
 from xorl.core.models import spec_for
-from xorl.core.nn import choose_kernels
+from xorl.core.nn.kernels import choose_kernels
 from xorl.core.parallel import ParallelModel, ParallelPolicy, parallelize
 from xorl.kernels.attention import AttentionRequest, DecodeLayout, KeyValueCache, MixedLayout, resolve_attention
 from xorl.kernels.attention.cached import flash_cached_attention, plain_cached_attention
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import linear_cross_entropy
 from xorl.lora import AdapterBank, AdapterSpec
-from xorl.server.sampler import Sampler, SampleRequest, SampleResult
+from xorl.server.sampler import GenerationRequest, GenerationResult, Sampler
 
 pytestmark = pytest.mark.gpu
 
@@ -128,12 +128,12 @@ def test_sampled_logprobs_are_the_trainers(mesh: Mesh, dtype: torch.dtype, limit
     # Catches a sampler that computes something else than training does, which no loss would show.
     model = place(mesh, dtype, compiled=compiled)
     sampler = Sampler(model, device=torch.device("cuda"), cache_tokens=2048, max_step_tokens=64)
-    requests = [SampleRequest(tuple(range(length)), 50, seed=length, num_samples=2) for length in (1, 33, 130)]
+    requests = [GenerationRequest(tuple(range(length)), 50, seed=length, num_samples=2) for length in (1, 33, 130)]
     check_logprobs(model, requests, sampler.run(requests), limit)
 
 
 def check_logprobs(
-    model: ParallelModel, requests: Sequence[SampleRequest], results: Sequence[SampleResult], limit: float
+    model: ParallelModel, requests: Sequence[GenerationRequest], results: Sequence[GenerationResult], limit: float
 ) -> None:
     """The samples' log-probabilities are what the decoder without a cache gives their tokens."""
     for request, result in zip(requests, results, strict=True):
@@ -153,7 +153,7 @@ def test_recorded_growth_follows_the_weights(mesh: Mesh) -> None:
     # recorded, samples that begin while others grow, and a cache that was dropped and made anew.
     model = place(mesh, torch.bfloat16, compiled=False)
     sampler = Sampler(model, device=torch.device("cuda"), cache_tokens=2048, max_running=6)
-    requests = [SampleRequest(tuple(range(5 * count)), 7 * count, seed=count) for count in range(1, 10)]
+    requests = [GenerationRequest(tuple(range(5 * count)), 7 * count, seed=count) for count in range(1, 10)]
     for number in range(3):
         if number:
             with torch.no_grad():
@@ -161,10 +161,10 @@ def test_recorded_growth_follows_the_weights(mesh: Mesh) -> None:
                     parameter.mul_(1.1)
             sampler.weights_changed(number)
         if number == 2:
-            sampler.forget()
+            sampler.release_memory()
         check_logprobs(model, requests, sampler.run(requests), 0.08)
-        assert sampler._growth is not None
-        assert sorted(rows for rows, _ in sampler._growth._recorded) == [1, 2, 4, 8]
+        assert sampler._decode is not None
+        assert sorted(rows for rows, _ in sampler._decode._recorded) == [1, 2, 4, 8]
 
 
 def test_recorded_growth_is_each_adapters(mesh: Mesh) -> None:
@@ -177,7 +177,7 @@ def test_recorded_growth_is_each_adapters(mesh: Mesh) -> None:
         for adapter in bank.adapters(name).values():
             adapter.pair.B.data.normal_(std=0.02, generator=torch.Generator("cuda").manual_seed(seed))
     for names in (("a",), ("b",), (None,), ("a", "b", None), ("b",), ("a", "b")):
-        requests = [SampleRequest((1, 2, 3), 20, seed=index, adapter=name) for index, name in enumerate(names)]
+        requests = [GenerationRequest((1, 2, 3), 20, seed=index, adapter=name) for index, name in enumerate(names)]
         for request, result in zip(requests, sampler.run(requests), strict=True):
             bank.activate([(request.adapter, 3 + request.max_tokens)])
             check_logprobs(model, [request], [result], 0.08)
@@ -194,12 +194,12 @@ def sample_on_all_gpus() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     model = place(mesh, torch.bfloat16, compiled=False, mode="fsdp2", device=str(device))
     parameters = list(model.module.parameters())
-    sampler = Sampler(model, device=device, cache_tokens=2048, max_running=4, keep_gathered=True, is_dealt=True)
-    requests = [SampleRequest(tuple(range(5 * count)), 7 * count, seed=count) for count in range(1, 10)]
+    sampler = Sampler(model, device=device, cache_tokens=2048, max_running=4, keep_gathered=True, is_distributed=True)
+    requests = [GenerationRequest(tuple(range(5 * count)), 7 * count, seed=count) for count in range(1, 10)]
     for number in range(3):
         results = sampler.run(requests)
-        assert sampler._growth is not None
-        assert {rows for rows, _ in sampler._growth._recorded} == {1, 2, 4}
+        assert sampler._decode is not None
+        assert {rows for rows, _ in sampler._decode._recorded} == {1, 2, 4}
         check_logprobs(model, requests, results, 0.08)
         layout = SequenceLayout.from_lengths([20], device)
         model.forward(torch.arange(20, device=device), layout).float().square().sum().backward()

@@ -6,22 +6,12 @@ import pytest
 import torch
 
 from xorl.core.nn import Linear
-from xorl.kernels.quant import (
-    GROUP_SIZES,
-    QuantScheme,
-    WeightNoise,
-    dequantize_block_fp8,
-    dequantize_nf4,
-    dequantize_nvfp4,
-    nvfp4_global_scale,
-    quant_refusal,
-    quantize_block_fp8,
-    quantize_nf4,
-    quantize_nvfp4,
-)
+from xorl.kernels.quant import GROUP_SIZES, QuantScheme, WeightNoise, quant_refusal
+from xorl.kernels.quant.block_fp8 import dequantize_block_fp8, quantize_block_fp8
+from xorl.kernels.quant.nf4 import dequantize_nf4, quantize_nf4
+from xorl.kernels.quant.nvfp4 import dequantize_nvfp4, nvfp4_global_scale, quantize_nvfp4
 from xorl.kernels.testing import nan_poisoned_empty
-from xorl.lora import QuantizedLinear
-from xorl.lora.quantized import write_rows_
+from xorl.lora.quantized import QuantizedLinear, write_rows_
 
 CUDA = torch.device("cuda")
 REFUSAL = "torch finds no CUDA GPU here" if not torch.cuda.is_available() else quant_refusal("nvfp4", CUDA)

@@ -80,4 +80,4 @@ def test_bins_of_a_step_that_diverged_are_named(
         assert f" {POISON} " in capsys.readouterr().out
     (tmp_path / "output" / "metrics.jsonl").unlink()
     told = set(run_ranks(lambda: error_of(config, None), 2))
-    assert re.fullmatch("step 1: .* The loss of none of its 8 bins is finite: lower train.lr", told.pop())
+    assert re.fullmatch("step 1: .* None of its 8 bins has a finite loss: lower train.lr", told.pop())

@@ -14,13 +14,14 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from placement import LAYOUTS, RECOMPUTE, assert_same, num_ranks, place, whole
 from tiny_models import hf_config
 from xorl.ckpt import Checkpointer
-from xorl.core.loss import LossFn, all_reduce_metrics, combine_metrics, cross_entropy, loss_named, read_metrics
+from xorl.core.loss import LossFn, all_reduce_metrics, combine_metrics, cross_entropy, get_loss, read_metrics
 from xorl.core.models import Decoder, spec_for
 from xorl.core.nn import LayerKernels
 from xorl.core.optim import MuonOptions, OptimizerName, build_optimizer, scale_and_clip_
-from xorl.core.parallel import CompileBackend
+from xorl.core.parallel.compile import CompileBackend
 from xorl.core.parallel.offload import ActivationOffload
-from xorl.data import Document, PackedBatch, collate
+from xorl.data import PackedBatch
+from xorl.data.collate import Document, collate
 from xorl.kernels.attention import AttentionRequest, resolve_attention
 from xorl.train.engine import Engine
 
@@ -126,7 +127,7 @@ def test_gradient_does_not_depend_on_the_split(layout: str, run_ranks) -> None:
 
 def policy_step(layout: str, micro_batch_size: int) -> tuple[dict[str, Tensor], float, dict[str, float]]:
     """Whole gradients, loss and metrics of one step of a loss whose ratios are of whole documents."""
-    loss_fn = loss_named("drgrpo", {"ratio_type": "sequence"})
+    loss_fn = get_loss("drgrpo", {"ratio_type": "sequence"})
     engine = engine_for(layout)
     outputs = [engine.forward(batch, loss_fn).metrics for batch in batches_of(engine, micro_batch_size)]
     metrics = read_metrics(all_reduce_metrics(combine_metrics(outputs), engine.model.mesh.dp_group))
@@ -244,7 +245,7 @@ def test_head_of_its_own_does_not_change_the_gradient(run_ranks, monkeypatch: py
 def test_unit_with_the_weight_of_the_head_is_refused(unit: str, run_ranks) -> None:
     # Catches an error from deep within torch about mixed tensors, when the loss reads the tied head.
     def error() -> str:
-        with pytest.raises(ValueError, match="the weight of the model's head") as caught:
+        with pytest.raises(ValueError, match="the weight of the model's tied head") as caught:
             engine_for("zero3-1", units=[unit])
         return str(caught.value)
 
@@ -256,7 +257,7 @@ def test_unit_with_the_weight_of_the_head_is_refused(unit: str, run_ranks) -> No
 def test_unit_within_a_compiled_layer_is_refused(run_ranks) -> None:
     # Catches an error from within torch about hooks of FSDP, at the first step.
     def error() -> str:
-        with pytest.raises(ValueError, match="lies within a layer") as caught:
+        with pytest.raises(ValueError, match="is inside a layer") as caught:
             engine_for("zero3-1", units=["GatedMLP", "norm"], backend="aot_eager")
         return str(caught.value)
 

@@ -71,7 +71,7 @@ def sent(folder: Path, kind: str, num_ranks: int) -> tuple[dict[str, Tensor], di
     else:
         parameters = adapter_parameters(model.module)
         load_adapter_state_dict(model.module, values({name: p.detach() for name, p in parameters.items()}))
-    groups = hf_groups(model, recipes, dtype=torch.float32, device=CPU, found=found)
+    groups = hf_groups(model, recipes, dtype=torch.float32, device=CPU, merged_adapters=found)
     made = {name: tensor.clone() for group in groups for name, tensor in group.make().items()}
     if num_ranks > 1:
         return made, {}

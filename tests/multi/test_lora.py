@@ -16,9 +16,10 @@ from tiny_models import hf_config, write_config
 from xorl.config import Config, config_from_mapping
 from xorl.core.loss import cross_entropy
 from xorl.core.mesh import Mesh, ParallelDims
-from xorl.data import Document, collate
-from xorl.lora import adapter_parameters, base_parameters, load_adapter_state_dict
-from xorl.train.adapters.files import AdapterFiles, trained_whole
+from xorl.data.collate import Document, collate
+from xorl.lora import adapter_parameters, load_adapter_state_dict
+from xorl.lora.inject import base_parameters
+from xorl.train.adapters.files import AdapterFiles, trained_base_parameters
 from xorl.train.adapters.inject import AdapterMerging, adapter_spec
 from xorl.train.build import build_engine
 from xorl.train.engine import Engine
@@ -210,7 +211,7 @@ def test_files_of_adapters_are_the_same_to_the_bit_on_every_placement(
     def write(layout: str) -> None:
         engine = engine_of(folder, layout, lora)
         # Adapters alone have other values than they start with; what is trained whole, too.
-        for parameter in trained_whole(engine.model.module).values():
+        for parameter in trained_base_parameters(engine.model.module).values():
             parameter.data.add_(0.5)
         config = config_of(folder, layout, lora, {})
         architecture = read_architecture(config.model)

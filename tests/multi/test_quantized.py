@@ -22,16 +22,14 @@ from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.models import Decoder, spec_for
 from xorl.core.optim import build_optimizer
 from xorl.core.parallel import ParallelPolicy, local_part, parallelize
-from xorl.data import Document, PackedBatch, collate
+from xorl.data import PackedBatch
+from xorl.data.collate import Document, collate
 from xorl.kernels.quant import QuantScheme
-from xorl.lora import (
-    AdapterSpec,
+from xorl.lora import AdapterSpec, adapter_parameters, init_adapters, inject
+from xorl.lora.merge import fold_
+from xorl.lora.quantized import (
     AdaptiveNoise,
-    adapter_parameters,
     dense_parameters,
-    fold_,
-    init_adapters,
-    inject,
     quantizable_linears,
     quantize_linears,
     quantized_linears,
@@ -144,7 +142,7 @@ def trained(
     noise = AdaptiveNoise(engine.model.module, alpha=0.5, seed=0)
     first = stored(engine)
     for step in (1, 2):
-        noise.before(step)
+        noise.set_step(step)
         sums = engine.forward_backward(own(engine), cross_entropy)
         gradients = {name: whole(p.grad) for name, p in adapter_parameters(engine.model.module).items()}
         engine.optim_step(0.05, divisor=sums.num_trained_tokens)

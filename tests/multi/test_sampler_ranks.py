@@ -15,13 +15,13 @@ from tiny_models import hf_config
 from xorl.core.models import spec_for
 from xorl.core.nn import LayerKernels
 from xorl.kernels.layout import SequenceLayout
-from xorl.server.sampler import Sampler, SampleRequest, SampleResult
+from xorl.server.sampler import GenerationRequest, GenerationResult, Sampler
 
 HF_CONFIG = hf_config("llama", num_hidden_layers=3, tie_word_embeddings=True)
 REQUESTS = [
-    SampleRequest(tuple(range(3, 40)), 12, seed=1, num_samples=3, prompt_logprobs=True),
-    SampleRequest((5,), 9, seed=2, top_p=0.8),
-    SampleRequest(tuple(range(20)), 15, temperature=0, stop=((1,), (2, 3))),
+    GenerationRequest(tuple(range(3, 40)), 12, seed=1, num_samples=3, prompt_logprobs=True),
+    GenerationRequest((5,), 9, seed=2, top_p=0.8),
+    GenerationRequest(tuple(range(20)), 15, temperature=0, stop=((1,), (2, 3))),
 ]
 
 
@@ -30,13 +30,13 @@ class Outcome:
     """Results before and after the weights change, of each pass before it its collectives and tokens, and a gradient
     after all."""
 
-    results: list[SampleResult]
+    results: list[GenerationResult]
     collectives: list[int]
     num_tokens: list[int]
     gradient: dict[str, Tensor]
 
 
-def outcome(layout: str, keep_gathered: bool = False, is_dealt: bool = False) -> Outcome:
+def outcome(layout: str, keep_gathered: bool = False, is_distributed: bool = False) -> Outcome:
     spec = spec_for(HF_CONFIG)
     with torch.device("meta"):
         model = spec.build(spec.config_from_hf(HF_CONFIG), merge_qkv=True, kernels=LayerKernels())
@@ -48,7 +48,7 @@ def outcome(layout: str, keep_gathered: bool = False, is_dealt: bool = False) ->
         cache_tokens=512,
         max_step_tokens=30,
         keep_gathered=keep_gathered,
-        is_dealt=is_dealt,
+        is_distributed=is_distributed,
     )
     collectives, num_tokens = [], []
     hook = model.register_forward_pre_hook(lambda module, inputs: num_tokens.append(len(inputs[0])))
@@ -81,9 +81,9 @@ def outcome(layout: str, keep_gathered: bool = False, is_dealt: bool = False) ->
     [
         ("zero3-2", {}),
         ("zero3-2", {"keep_gathered": True}),
-        ("zero3-2", {"is_dealt": True}),
+        ("zero3-2", {"is_distributed": True}),
         ("zero2-2", {}),
-        ("ddp-2", {"is_dealt": True}),
+        ("ddp-2", {"is_distributed": True}),
     ],
 )
 def test_ranks_give_the_tokens_of_one(layout: str, options: dict[str, bool], run_ranks) -> None:
@@ -95,7 +95,7 @@ def test_ranks_give_the_tokens_of_one(layout: str, options: dict[str, bool], run
             assert [sample.tokens for sample in one.samples] == [sample.tokens for sample in other.samples]
         np.testing.assert_allclose(got.results[0].prompt_logprobs, alone.results[0].prompt_logprobs, atol=1e-4)
         gathers_again = layout == "zero3-2" and "keep_gathered" not in options
-        assert (sum(got.collectives[1:]) > 0) == (gathers_again or "is_dealt" in options)
-        assert (sum(got.num_tokens) < sum(alone.num_tokens)) == ("is_dealt" in options)
+        assert (sum(got.collectives[1:]) > 0) == (gathers_again or "is_distributed" in options)
+        assert (sum(got.num_tokens) < sum(alone.num_tokens)) == ("is_distributed" in options)
         assert_same(alone.gradient, got.gradient, limit=1e-5)
     assert alone.results[0].samples[0].tokens != alone.results[len(REQUESTS)].samples[0].tokens

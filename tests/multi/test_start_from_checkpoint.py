@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from tiny_models import hf_config, write_config
-from xorl.ckpt import CheckpointError, latest_checkpoint, read_manifest
-from xorl.config import ModelConfig, config_from_mapping
+from xorl.ckpt import CheckpointError, read_manifest
+from xorl.ckpt.layout import latest_checkpoint
+from xorl.config import config_from_mapping
+from xorl.config.local import ModelConfig
 from xorl.train.export.saved import export_saved
 from xorl.train.model import read_architecture
 from xorl.train.run import run_training
@@ -111,8 +113,8 @@ def test_what_no_run_can_start_from_is_refused(saved: Path, tmp_path: Path) -> N
     (changed / "metadata.json").write_text((changed / "metadata.json").read_text().replace('"step": 3', '"step": 4'))
     (tmp_path / "empty").mkdir()
     for model, message in (
-        (ModelConfig(model_path=str(tmp_path / "gone")), "it is no folder here"),
-        (ModelConfig(model_path=str(tmp_path / "empty")), "no metadata.json in it, and no checkpoint below"),
+        (ModelConfig(model_path=str(tmp_path / "gone")), "it is not a local folder"),
+        (ModelConfig(model_path=str(tmp_path / "empty")), "it has no metadata.json, and no checkpoint below"),
         (ModelConfig(model_path=str(other)), "a Hugging Face folder, which other values of load_weights_mode read"),
         (ModelConfig(model_path=str(adapter)), r"holds an adapter.*xorl export --merge"),
         (ModelConfig(model_path=str(changed)), "its text was changed after it was written"),
@@ -123,7 +125,7 @@ def test_what_no_run_can_start_from_is_refused(saved: Path, tmp_path: Path) -> N
     ):
         with pytest.raises(ValueError, match=f"(?s)^model.model_path: .*{message.removeprefix('(?s)')}"):
             read_architecture(model, "dcp")
-    with pytest.raises(ValueError, match=r"a checkpoint of xorl, whose weights train.load_weights_mode: dcp starts"):
+    with pytest.raises(ValueError, match=r"an xorl checkpoint: set train.load_weights_mode: dcp to start from it"):
         read_architecture(ModelConfig(model_path=str(checkpoint)))
     assert read_architecture(ModelConfig(model_path=str(saved / "run")), "dcp").config.hidden_size == 32
 
@@ -143,4 +145,4 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank(saved: Path, tmp_path: Pa
 
     for message in run_ranks(refused, 2):
         assert message.startswith("model.model_path: ")
-        assert f"{shard.name} has another content" in message
+        assert f"{shard.name} has changed" in message

@@ -13,7 +13,8 @@ import torch
 from engines import FakeEngine, fake_engines
 from placement import num_ranks, place, whole
 from tiny_models import hf_config
-from xorl.ckpt import TensorGroup, TensorRecord
+from xorl.ckpt.layout import TensorRecord
+from xorl.ckpt.tensor_file import TensorGroup
 from xorl.core.models import spec_for
 from xorl.core.nn import LayerKernels
 from xorl.core.parallel import ParallelModel

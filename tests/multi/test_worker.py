@@ -35,7 +35,7 @@ from worker_ranks import (
 from xorl.core.loss import cross_entropy
 from xorl.core.models import spec_for
 from xorl.core.nn import LayerKernels
-from xorl.data import Document, collate
+from xorl.data.collate import Document, collate
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import AdapterSpec, adapters, init_adapters, inject
 from xorl.server.datum import Array, Datum
@@ -220,12 +220,12 @@ def test_a_failed_call_leaves_the_gradient_on_every_rank(kind: str, tmp_path: Pa
         before = gradients(worker, "m")
         bad = [
             (ForwardBackward("m", [good[0], datum(65)], "cross_entropy"), "datum 1 has 65 tokens"),
-            (ForwardBackward("m", good, "nonsense"), "there is no loss 'nonsense'"),
+            (ForwardBackward("m", good, "nonsense"), "unknown loss 'nonsense'"),
             (ForwardBackward("m", good, "ppo"), "needs logprobs and advantages"),
             (ForwardBackward("m", good, "cross_entropy", {"temperature": 2.0}), "has no option 'temperature'"),
             (ForwardBackward("x", good, "cross_entropy"), "there is no model 'x'"),
             (ForwardBackward("m", [], "cross_entropy"), "data is empty"),
-            (ForwardBackward("m", [datum(4, mask=1.0)], "cross_entropy"), "no loss reads mask"),
+            (ForwardBackward("m", [datum(4, mask=1.0)], "cross_entropy"), "unknown input mask"),
         ]
         for operation, message in bad:
             (failure,) = ask(worker, operation)
@@ -267,7 +267,7 @@ def test_one_rank_that_fails_fails_the_call_on_all(tmp_path: Path, run_ranks) ->
         done(worker, CreateModel("m", lora=ADAPTER), ForwardBackward("m", data, "cross_entropy"))
         before = gradients(worker, "m")
         hooks = []
-        if worker.base.place.rank == 1:
+        if worker.base.runtime.rank == 1:
             hooks.append(worker.base.module.layers[1].register_full_backward_pre_hook(_broken_backward))
         (failure,) = ask(worker, ForwardBackward("m", data, "cross_entropy"))
         for hook in hooks:
@@ -292,15 +292,15 @@ def test_one_rank_that_cannot_prepare_a_pass_fails_it_on_all(tmp_path: Path, run
         done(worker, CreateModel("m", lora=ADAPTER), ForwardBackward("m", data, "cross_entropy"))
         before = gradients(worker, "m")
         done(worker, CreateModel("other", lora=ADAPTER))
-        pages = worker.models.bank._pages
-        away = pages.look("m")
-        if worker.base.place.rank == 1:
-            pages.drop("m")
+        store = worker.models.bank._store
+        away = store.get("m")
+        if worker.base.runtime.rank == 1:
+            store.drop("m")
         (failure,) = ask(worker, ForwardBackward("m", data, "cross_entropy"))
         assert isinstance(failure, Failure)
-        assert "what was put away on disk cannot be read" in failure.message
-        if worker.base.place.rank == 1:
-            pages.put("m", away)
+        assert "its file on disk cannot be read" in failure.message
+        if worker.base.runtime.rank == 1:
+            store.put("m", away)
         assert all(torch.equal(before[name], value) for name, value in gradients(worker, "m").items())
         done(worker, *train("m", data))
 

@@ -88,10 +88,10 @@ def test_work_is_done_once_by_all_ranks_and_answered_again(tmp_path: Path, run_r
 
     def serve_all(address: str) -> list[Result]:
         config = service_config(tmp_path, data_parallel_shard_size=2)
-        server, cancelled = None, serve.Cancelled()
+        server, cancelled = None, serve.CancelledIds()
         answers: list[Result] = []
         if runtime.global_rank() == 0:
-            server = BlockingServer(address, Work | Cancel, aside=cancelled.take)
+            server = BlockingServer(address, Work | Cancel, intercept=cancelled.intercept)
             asking = threading.Thread(target=lambda: asyncio.run(ask_all(server.address, works, answers)))
             asking.start()
         worker = Worker(build_base(config, runtime.init("cpu")))
@@ -123,16 +123,16 @@ def test_work_is_done_once_by_all_ranks_and_answered_again(tmp_path: Path, run_r
 
 def test_results_are_kept_within_bounds() -> None:
     # Catches memory that grows with every operation, and failures that are answered instead of tried again.
-    results = serve.Results(max_results=2)
+    results = serve.ResultCache(max_results=2)
     for number in range(3):
         results.add(str(number), OptimResult({"step": float(number)}))
     results.add("failed", Failure("server", 500, ""))
-    assert [results.of(name) is not None for name in ("0", "1", "2", "failed")] == [False, True, True, False]
-    small = serve.Results(max_bytes=10)
+    assert [results.get(name) is not None for name in ("0", "1", "2", "failed")] == [False, True, True, False]
+    small = serve.ResultCache(max_bytes=10)
     small.add("a", Saved(None, "x" * 100))
-    assert small.of("a") is not None
+    assert small.get("a") is not None
     small.add("b", Saved(None, "y" * 100))
-    assert [small.of(name) is not None for name in "ab"] == [False, True]
+    assert [small.get(name) is not None for name in "ab"] == [False, True]
 
 
 @pytest.mark.multi
@@ -161,7 +161,7 @@ def test_a_rank_that_dies_while_a_checkpoint_is_read_to_sample_from_leaves_no_an
         worker.run(Work(["1"], [CreateModel("m")]))
         worker.run(Work(["2"], [SaveWeightsForSampler("m", "s")]))
         if runtime.global_rank() == 1:
-            worker.saved.described = lambda _: os._exit(9)
+            worker.saved.describe = lambda _: os._exit(9)
         sampler = CheckpointSampler(CheckpointRef("m", "sampler_weights", "s"))
         return worker.run(Work(["3"], [Sample(sampler, datum(4, 1).tokens, max_tokens=1)]))
 
@@ -178,11 +178,11 @@ def test_a_checkpoint_that_one_rank_cannot_read_is_held_by_none(tmp_path: Path, 
         worker.run(Work(["2"], [SaveWeightsForSampler("m", "s")]))
         sampler = CheckpointSampler(CheckpointRef("m", "sampler_weights", "s"))
         sample = Sample(sampler, datum(4, 1).tokens, max_tokens=1)
-        hold = worker.saved.hold
+        hold = worker.saved.load_source
         if runtime.global_rank() == 1:
-            worker.saved.hold = failing_once_done(hold)
+            worker.saved.load_source = failing_once_done(hold)
         failed = worker.run(Work(["3"], [sample]))
-        worker.saved.hold = hold
+        worker.saved.load_source = hold
         return [*failed, *worker.run(Work(["4"], [sample]))]
 
     (failed, sampled), _ = run_ranks(run, 2)
@@ -217,7 +217,7 @@ def test_a_model_that_one_rank_cannot_make_is_on_none(kind: str, fails: str, tmp
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("change", ["before_loading", "loaded"])
+@pytest.mark.parametrize("change", ["before_loading", "after_loading"])
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_a_load_that_fails_on_one_rank_leaves_all_the_model_or_none(
     kind: str, change: str, tmp_path: Path, run_ranks
@@ -240,7 +240,7 @@ def test_a_load_that_fails_on_one_rank_leaves_all_the_model_or_none(
             setattr(owner, name, method)
             return failure
 
-        results = [failing(worker.saved, "described")]
+        results = [failing(worker.saved, "describe")]
         is_kept = same(before, trained_values(worker, "m"))
         results += [failing(worker.models, change), *ask(worker, *train("m", data)[:1])]
         done(worker, CreateModel("m", lora=ADAPTER if kind == "lora" else None))
@@ -277,7 +277,7 @@ def test_a_step_that_fails_on_one_rank_leaves_the_model_on_none(kind: str, tmp_p
     assert isinstance(refused, Failure)
     assert not refused.model_given_up
     assert isinstance(failed, Failure)
-    assert "rank 1: a broken disk; model m is made again" in failed.message
+    assert "rank 1: a broken disk; model m is rebuilt" in failed.message
     assert failed.model_given_up
     assert isinstance(gone, Failure)
     # Whoever lost the connection before it was told of the failure learns it, too.
@@ -338,13 +338,13 @@ def test_weights_that_one_rank_cannot_keep_are_kept_by_none(kind: str, tmp_path:
         config = service_config(tmp_path, **KINDS[kind], data_parallel_shard_size=2)
         worker = Worker(build_base(config, runtime.init("cpu")))
         done(worker, CreateModel("m"))
-        keep = worker.models.keep
+        keep = worker.models.snapshot
         if runtime.global_rank() == 1:
-            worker.models.keep = failing_once_done(keep)
+            worker.models.snapshot = failing_once_done(keep)
         ask(worker, kept)
-        found = [worker.models.is_held("m#s")]
-        worker.models.keep = keep
+        found = [worker.models.has_source("m#s")]
+        worker.models.snapshot = keep
         done(worker, kept)
-        return [*found, worker.models.is_held("m#s")]
+        return [*found, worker.models.has_source("m#s")]
 
     assert run_ranks(run, 2) == [[False, True]] * 2

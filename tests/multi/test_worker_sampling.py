@@ -152,7 +152,7 @@ def test_weights_saved_anew_under_a_name_are_those_that_are_sampled(
         assert sample(named) == (before, 32)
         if kind == "lora":
             done(worker, SaveWeightsForSampler("m", None, "other"))
-            assert not worker.models.is_held(named.checkpoint.uri("xorl"))
+            assert not worker.models.has_source(named.checkpoint.uri("xorl"))
         done(worker, SaveWeights("m", "w", overwrite=True))
         after, num_cached = sample(named)
         assert num_cached == 0
@@ -203,7 +203,7 @@ def test_samples_are_of_the_weights_that_were_asked_for(kind: str, num_ranks: in
     def trained(worker: Worker) -> list[float]:
         result = done(worker, ForwardBackward("m", data[:1], "cross_entropy", forward_only=True))
         assert isinstance(result, LossResult)
-        return values(result.fields["logprobs"][0])[:-1].tolist() if worker.base.place.is_main else []
+        return values(result.fields["logprobs"][0])[:-1].tolist() if worker.base.runtime.is_main else []
 
     def run() -> None:
         worker = make(tmp_path, kind, **shards(num_ranks))
@@ -219,7 +219,7 @@ def test_samples_are_of_the_weights_that_were_asked_for(kind: str, num_ranks: in
         reference = CheckpointRef("m", "sampler_weights", "named")
         assert sample(worker, CheckpointSampler(reference))[0] == first[0]
         assert trained(worker) == later
-        if worker.base.place.is_main:
+        if worker.base.runtime.is_main:
             np.testing.assert_allclose(first[1], learnt, atol=1e-4)
             np.testing.assert_allclose(second[1], later, atol=1e-4)
             assert len({tuple(np.round(x[1], 3)) for x in (base, first, second)}) == 3

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engines import fake_engines
 from worker_ranks import datum, done, service_config, train, worker_of
-from xorl.kernels.quant import quantize_block_fp8
+from xorl.kernels.quant.block_fp8 import quantize_block_fp8
 from xorl.server.identifiers import CheckpointRef, checkpoint_folder
 from xorl.server.operations import (
     BlockFp8,

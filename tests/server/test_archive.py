@@ -73,7 +73,7 @@ def test_archives_are_refused_without_their_signature(client, monkeypatch):
         ARCHIVE.replace("/weights/", "/elsewhere/"): 400,
     }
     assert {asked: client.get(asked).status_code for asked in refused} == refused
-    monkeypatch.setattr(checkpoint_routes, "_URLS_LAST_S", -1)
+    monkeypatch.setattr(checkpoint_routes, "_URL_LIFETIME_S", -1)
     assert client.get(client.get(ARCHIVE).headers["location"]).status_code == 410
 
 

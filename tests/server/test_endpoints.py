@@ -37,7 +37,7 @@ def test_a_server_is_asked_what_it_is_before_it_is_used() -> None:
     async def scenario(registry: EndpointRegistry) -> None:
         state = await registry.add(Endpoint("127.0.0.1", two.port, sync_weights=True))
         assert (state.state, state.endpoint.world_size, state.server_info["kind"]) == ("healthy", 2, "sglang")
-        with pytest.raises(EngineError, match=r"tp_size: .* has 1, and .* 2; endpoints of one service are alike"):
+        with pytest.raises(EngineError, match=r"tp_size: .* has 1, and .* 2; all endpoints of a service must agree"):
             await registry.add(Endpoint("127.0.0.1", one.port))
         with pytest.raises(EngineError, match=r"/health: ConnectError"):
             await registry.add(Endpoint("127.0.0.1", 9))
@@ -75,19 +75,24 @@ def test_mixed_weights_are_sampled_by_no_one() -> None:
     async def scenario(registry: EndpointRegistry) -> None:
         port = engine.port
         await registry.add(Endpoint("127.0.0.1", port))
-        assert registry.sampling(None) is not None
+        assert registry.next_for_sampling(None) is not None
         registry.note_sync(synced(port, "new", "m@1"))
-        assert registry.sampling(None) is None
-        assert registry.sampling("m@1") is not None
+        assert registry.next_for_sampling(None) is None
+        assert registry.next_for_sampling("m@1") is not None
         registry.note_sync(synced(port, "mixed", "m@2"))
         for states in (await registry.check(), await registry.connect(), registry.disconnect(), await registry.check()):
             assert [state.state for state in states] == ["failed"]
         state = await registry.add(Endpoint("127.0.0.1", port))
         assert state.state == "failed"
-        assert registry.sampling("m@1") is registry.sampling("m@2") is registry.sampling(None) is None
+        assert (
+            registry.next_for_sampling("m@1")
+            is registry.next_for_sampling("m@2")
+            is registry.next_for_sampling(None)
+            is None
+        )
         assert registry.receivers(), "a whole sync mends it"
         registry.note_sync(synced(port, "new", "m@3"))
-        assert registry.sampling("m@3") is not None
+        assert registry.next_for_sampling("m@3") is not None
 
     with fake_engines([]) as (engine,):
         run(scenario)
@@ -98,10 +103,10 @@ def test_an_endpoint_that_is_gone_or_disconnected_is_not_used() -> None:
     async def scenario(registry: EndpointRegistry) -> None:
         await registry.add(Endpoint("127.0.0.1", engine.port))
         assert [state.state for state in registry.disconnect()] == ["disconnected"]
-        assert registry.sampling(None) is None
+        assert registry.next_for_sampling(None) is None
         assert [state.state for state in await registry.connect()] == ["healthy"]
         registry.note_unreachable(Endpoint("127.0.0.1", engine.port), "no answer")
-        assert registry.sampling(None) is None
+        assert registry.next_for_sampling(None) is None
         assert [state.state for state in await registry.check()] == ["healthy"]
 
     with fake_engines([]) as (engine,):
@@ -211,7 +216,7 @@ def test_a_server_that_was_started_anew_is_not_taken_for_the_one_before() -> Non
         sampler = EndpointSampler(registry)
         assert await sampler.sample(sample(), context_length=CONTEXT, version="m@1") is None
         assert registry.states[0].weight_version == "default"
-        assert registry.sampling(None) is None
+        assert registry.next_for_sampling(None) is None
         state = await registry.add(Endpoint("127.0.0.1", engine.port))
         assert state.weight_version is None
         assert await sampler.sample(sample(), context_length=CONTEXT, version=None) is not None
@@ -243,5 +248,5 @@ def test_vllm_is_asked_and_understood_by_token_ids() -> None:
     assert top.token_ids.numpy().tolist() == [[7, 9], [8, 0]]
     assert result.prompt_logprobs is not None
     np.testing.assert_array_equal(result.prompt_logprobs.numpy(), np.array([np.nan, -3.0], np.float32))
-    with pytest.raises(EngineError, match="not an answer of vLLM's with token ids"):
+    with pytest.raises(EngineError, match="unexpected format of the answer"):
         vllm_result(asked, [3, 4], {"choices": [{"text": "a"}]})

@@ -94,4 +94,4 @@ def test_what_is_open_when_the_service_is_stopped_is_to_be_sent_again(tmp_path):
             time.sleep(0.3)
         answer = waiting.result()
     assert (answer.status_code, answer.headers["x-should-retry"]) == (503, "true")
-    assert "send this again" in answer.json()["detail"]
+    assert "retry the request" in answer.json()["detail"]

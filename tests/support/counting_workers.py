@@ -95,7 +95,7 @@ class CountingWorkers:
             Work | Cancel,
             keys=self.keys,
             limits=Limits(message_bytes=2**30, ping_every_s=0.2, lost_after_s=3.0),
-            aside=self._aside,
+            intercept=self._aside,
         )
         self.address = self._server.address
         self._stopping = threading.Event()

@@ -21,10 +21,10 @@ from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.models import Decoder, spec_for
 from xorl.core.nn import LayerKernels
 from xorl.core.parallel import ParallelPolicy, local_part, parallelize
-from xorl.kernels.quant import quantize_block_fp8
-from xorl.lora import checkpoint_linears
+from xorl.kernels.quant.block_fp8 import quantize_block_fp8
+from xorl.lora.quantized import checkpoint_linears
 from xorl.train.export.hf_weights import hf_groups
-from xorl.train.sync import ReceiverAddress, SyncOptions, Timeouts, WeightSender, in_block_fp8, match_receivers
+from xorl.train.sync import ReceiverAddress, SyncOptions, Timeouts, WeightSender, in_block_fp8, match_sglang_nccl
 
 HF_CONFIG = hf_config(
     vocab_size=4099,
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--bucket-s", type=float, default=30.0)
     parser.add_argument("--block-fp8", action="store_true")
     arguments = parser.parse_args()
-    match_receivers()
+    match_sglang_nccl()
     place = runtime.init("cuda")
     device = place.device
     spec = spec_for(HF_CONFIG)

@@ -91,7 +91,7 @@ def run(folder: Path, kind: str, device_type: Literal["cpu", "cuda"]) -> Found:
         "second": loss(second[0]).metrics["loss:sum"],
         "third": third.metrics["loss:sum"],
     }
-    if worker.base.place.is_main:
+    if worker.base.runtime.is_main:
         assert first.fields["logprobs"]
         found["trained"] = values(third.fields["logprobs"][0])[:-1].tolist()
         found["sampled"] = sampled

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from xorl.ckpt import Checkpointer, CheckpointError, CheckpointFailure, published, read_manifest, verify
-from xorl.ckpt.layout import prepare_root
+from xorl.ckpt import Checkpointer, CheckpointError, CheckpointFailure, read_manifest
+from xorl.ckpt.layout import prepare_root, verify
+from xorl.ckpt.publish import published
 
 MANAGERS = pytest.mark.parametrize("manager", ["dcp", "torch"])
 
@@ -129,10 +130,10 @@ def test_checkpoint_of_another_model_lists_the_differences(manager, tmp_path, ma
     with pytest.raises(CheckpointError, match="another model") as error:
         Checkpointer(tmp_path).load(path, state)
     text = str(error.value)
-    assert "missing in the checkpoint (1): model.extra" in text
-    assert "model.experts: saved as float32[3, 2, 4], wanted float32[3, 2, 5]" in text
-    assert "model.layers.0.bias: saved as bfloat16[7], wanted float32[7]" in text
-    assert "in the checkpoint alone (1): optimizer.ids" in text
+    assert "missing from the checkpoint (1): model.extra" in text
+    assert "model.experts: saved as float32[3, 2, 4], expected float32[3, 2, 5]" in text
+    assert "model.layers.0.bias: saved as bfloat16[7], expected float32[7]" in text
+    assert "only in the checkpoint (1): optimizer.ids" in text
     assert_same(state, before)
 
 
@@ -167,7 +168,7 @@ def test_existing_step_is_never_written_to(tmp_path, make_state):
     before = contents(tmp_path)
     assert checkpointer.save(1, make_state(1)) == path
     other = Checkpointer(tmp_path, root_option="train.output_dir")
-    with pytest.raises(CheckpointError, match=r"train\.output_dir: .*global_step_1 exists already"):
+    with pytest.raises(CheckpointError, match=r"train\.output_dir: .*global_step_1 already exists"):
         other.save(1, make_state(2))
     other.load(path, make_state())
     assert other.save(1, make_state(1)) == path
@@ -322,9 +323,9 @@ def test_any_folder_of_ours_is_accepted(tmp_path, monkeypatch, make_state, asser
     shutil.copytree(path, run / "global_step_7")
     for wrong, message in (
         ("nowhere", "does not exist"),
-        (root, r"is no complete checkpoint\. There are .*global_step_7"),
-        (run.parent, r"run is no complete checkpoint\. There are .*run/checkpoints/global_step_7"),
-        (root / "step_8", "is no complete checkpoint"),
+        (root, r"is not a complete checkpoint\. Found .*global_step_7"),
+        (run.parent, r"run is not a complete checkpoint\. Found .*run/checkpoints/global_step_7"),
+        (root / "step_8", "is not a complete checkpoint"),
     ):
         with pytest.raises(CheckpointError, match=message):
             checkpointer.resolve(wrong)

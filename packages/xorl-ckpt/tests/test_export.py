@@ -92,7 +92,7 @@ def test_existing_folder_is_not_written_into(params, recipes, tmp_path):
     # Catches an export that mixes with an older one of more files.
     export_hf(params, recipes, tmp_path / "hf", hf_config=CONFIG)
     before = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
-    with pytest.raises(CheckpointError, match="hf exists already"):
+    with pytest.raises(CheckpointError, match="hf already exists"):
         export_hf(params, recipes, tmp_path / "hf", hf_config=CONFIG)
     assert {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()} == before
     (tmp_path / "empty").mkdir()

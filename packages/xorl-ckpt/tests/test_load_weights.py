@@ -60,9 +60,9 @@ def test_differences_are_listed_before_anything_is_written(source, recipes):
         load_weights(params, wrong, source, mode="all_ranks")
     text = str(error.value)
     assert "tensors missing (1): w" in text
-    assert "of another shape (1): wte: [11, 4] in the file, [12, 4] in the model" in text
+    assert "with a different shape (1): wte: [11, 4] in the file, [12, 4] in the model" in text
     assert "that no parameter uses (3): c, s, v" in text
-    assert "the weights hold 7 tensors: b, c, k, q, s, ..." in text
+    assert "the weights contain 7 tensors: b, c, k, q, s, ..." in text
     assert all(param.isnan().all() for param in params.values())
 
 
@@ -102,8 +102,8 @@ def test_parameters_that_cannot_be_filled_are_named(source, recipes):
     with pytest.raises(CheckpointError) as error:
         load_weights(params, recipes, source, mode="all_ranks")
     for part in (
-        "extra: the model has it",
-        "bias: the model has [6], its recipe makes [5]",
+        "extra: no recipe builds this parameter",
+        "bias: its shape is [6], but its recipe builds [5]",
         "embed: it is on the meta",
     ):
         assert part in str(error.value)

@@ -13,8 +13,9 @@ import torch
 from torch.distributed.checkpoint import filesystem as dcp_files
 from torch.distributed.checkpoint import metadata as dcp
 
-from xorl.ckpt import Checkpointer, CheckpointError, Manifest, read_manifest
+from xorl.ckpt import Checkpointer, CheckpointError, read_manifest
 from xorl.ckpt.files import hash_file
+from xorl.ckpt.layout import Manifest
 from xorl.ckpt.metadata import read_metadata
 
 
@@ -133,10 +134,10 @@ def test_payload_in_a_gathered_file_does_not_run(tmp_path, make_state, refused):
     ("alter", "message"),
     [
         (lambda m: setattr(next(iter(m.storage_data.values())), "relative_path", "../latest"), "not a file of"),
-        (lambda m: setattr(next(iter(m.storage_data.values())), "transform_descriptors", ["zip"]), "not a file of"),
+        (lambda m: setattr(next(iter(m.storage_data.values())), "transform_descriptors", ["zip"]), "not supported"),
         (lambda m: m.state_dict_metadata["model.experts"].chunks.clear(), "hold 0 of 24 values"),
         (lambda m: setattr(m.state_dict_metadata["model.experts"], "size", torch.Size([2])), "hold 24 of 2 values"),
-        (lambda m: setattr(m, "storage_data", None), "a dict is wanted"),
+        (lambda m: setattr(m, "storage_data", None), "expected a dict"),
     ],
 )
 def test_metadata_that_does_not_add_up_is_refused(alter, message, folder, refused):

@@ -57,7 +57,7 @@ def test_missing_weights_say_what_is_there(tmp_path):
     with pytest.raises(CheckpointError, match="no such folder"):
         SafetensorsSource(tmp_path / "none")
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(CheckpointError, match=r"found pytorch_model\.bin; pickled weights are not read"):
+    with pytest.raises(CheckpointError, match=r"found pytorch_model\.bin; pickled weights are not supported"):
         SafetensorsSource(tmp_path)
 
 
@@ -66,14 +66,14 @@ def test_index_that_is_wrong_names_the_file(indexed):
     index = indexed / "model.safetensors.index.json"
     good = json.loads(index.read_text())
     (indexed / "model-00002-of-00002.safetensors").rename(indexed / "elsewhere")
-    with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors is missing.*for 4 tensors"):
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors is missing.*lists 4 tensors"):
         SafetensorsSource(indexed)
     (indexed / "elsewhere").rename(indexed / "model-00002-of-00002.safetensors")
     for text, message in (
         ("{", "cannot be used"),
         ("[]", "cannot be used"),
-        ('{"weight_map": {"a": 1}}', "not a table"),
-        ('{"weight_map": {"a": "../x.safetensors"}}', "not a file beside it"),
+        ('{"weight_map": {"a": 1}}', "not a mapping"),
+        ('{"weight_map": {"a": "../x.safetensors"}}', "not a file in the same folder"),
     ):
         index.write_text(text)
         with pytest.raises(CheckpointError, match=rf"index\.json.*{message}"):
@@ -94,5 +94,5 @@ def test_truncated_file_is_named(indexed):
 
 def test_unknown_tensor_names_the_folder(indexed):
     # Catches a KeyError with nothing but a name.
-    with pytest.raises(CheckpointError, match="indexed holds no tensor 'nothing'"):
+    with pytest.raises(CheckpointError, match="indexed contains no tensor 'nothing'"):
         SafetensorsSource(indexed).read("nothing")

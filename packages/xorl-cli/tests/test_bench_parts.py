@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from xorl.cli.bench_config import SHAPES, Documents, Work, shapes, write_config
+from xorl.cli.bench_config import SHAPES, Documents, SyntheticRun, shapes, write_config
 from xorl.config import load_config
 from xorl.core.models import spec_for
 from xorl.kernels.attention import AttentionRequest, resolve_attention
@@ -17,15 +17,15 @@ from xorl.kernels.layout import SequenceLayout
 from xorl.train.bench import report
 from xorl.train.bench.kernel_summary import summarise
 from xorl.train.bench.peers import Peer, _restored, register_attention
-from xorl.train.bench.report import Measurement, Record
+from xorl.train.bench.report import BenchRecord, Measurement
 from xorl.train.bench.runner import _config_in
 from xorl.train.data import prepare_data
 
 PARAMETERS = {"llama3-70b": 70.554, "llama3-8b": 8.030, "qwen3-0.6b": 0.596, "qwen3-1.7b": 1.721, "qwen3-8b": 8.191}
 
 
-def work_of(model: str = "tiny", documents: Documents = "single", tokens_per_step: int | None = None) -> Work:
-    return Work(model, 512, documents, 2, tokens_per_step, num_ranks=2, num_steps=3, on_gpu=False)
+def run_of(model: str = "tiny", documents: Documents = "single", tokens_per_step: int | None = None) -> SyntheticRun:
+    return SyntheticRun(model, 512, documents, 2, tokens_per_step, num_ranks=2, num_steps=3, on_gpu=False)
 
 
 @pytest.mark.parametrize("name", shapes())
@@ -42,7 +42,7 @@ def test_shapes_are_those_of_the_models_they_are_named_for(name: str) -> None:
 @pytest.mark.parametrize("documents", ["single", "packed"])
 def test_a_made_configuration_is_valid_and_fills_its_steps(documents: Documents, tmp_path: Path) -> None:
     # Catches presets that the configuration refuses, and data of other lengths than were asked for.
-    path = write_config(work_of(documents=documents, tokens_per_step=8192), tmp_path)
+    path = write_config(run_of(documents=documents, tokens_per_step=8192), tmp_path)
     config = load_config(path).config
     assert config.train.gradient_accumulation_steps == 4
     data = prepare_data(config, vocab_size=512).train
@@ -54,7 +54,7 @@ def test_a_made_configuration_is_valid_and_fills_its_steps(documents: Documents,
 def test_a_benchmark_uploads_nothing(tmp_path: Path) -> None:
     """Catches a dataset that is uploaded since somebody measured how fast a run of it would be."""
     push = ("--data.push_dataset_to_hub=org/name", "--data.hf_use_auth_token=true")
-    config = load_config(write_config(work_of(), tmp_path), push).config
+    config = load_config(write_config(run_of(), tmp_path), push).config
     assert config.data.push_dataset_to_hub == "org/name"
     built = _config_in(tmp_path / "own", config)
     assert (built.data.push_dataset_to_hub, built.train.output_dir) == (None, str(tmp_path / "own"))
@@ -62,10 +62,10 @@ def test_a_benchmark_uploads_nothing(tmp_path: Path) -> None:
 
 def test_tokens_that_no_micro_batch_divides_are_refused(tmp_path: Path) -> None:
     # Catches a step of another size than the record says.
-    with pytest.raises(ValueError, match="no multiple of 2048"):
-        write_config(work_of(tokens_per_step=5000), tmp_path)
-    with pytest.raises(ValueError, match=r"want one of .*tiny"):
-        write_config(work_of(model="tinny"), tmp_path)
+    with pytest.raises(ValueError, match="not a multiple of 2048"):
+        write_config(run_of(tokens_per_step=5000), tmp_path)
+    with pytest.raises(ValueError, match=r"expected one of .*tiny"):
+        write_config(run_of(model="tinny"), tmp_path)
 
 
 def test_peers_are_known_by_their_parts() -> None:
@@ -73,20 +73,20 @@ def test_peers_are_known_by_their_parts() -> None:
     assert Peer.parse("transformers").parts == frozenset()
     assert Peer.parse("transformers-liger-fa4").parts == {"liger", "fa4"}
     for name in ("transformer", "transformers-lger", "transformers-fa4-fa4"):
-        with pytest.raises(ValueError, match="want transformers, followed by"):
+        with pytest.raises(ValueError, match="use transformers, followed by"):
             Peer.parse(name)
 
 
 def test_what_a_peer_changes_in_a_module_is_undone() -> None:
     # Catches the peer after it being measured with its kernels.
-    before, forward = report._short, report.Record.ratios
-    report.Record.forward = forward  # pyright: ignore[reportAttributeAccessIssue]
+    before, forward = report._short, report.BenchRecord.ratios
+    report.BenchRecord.forward = forward  # pyright: ignore[reportAttributeAccessIssue]
     with _restored(report):
         report._short = str.upper
-        report.Record.forward = None  # pyright: ignore[reportAttributeAccessIssue]
+        report.BenchRecord.forward = None  # pyright: ignore[reportAttributeAccessIssue]
     assert report._short is before
-    assert report.Record.forward is forward  # pyright: ignore[reportAttributeAccessIssue]
-    del report.Record.forward  # pyright: ignore[reportAttributeAccessIssue]
+    assert report.BenchRecord.forward is forward  # pyright: ignore[reportAttributeAccessIssue]
+    del report.BenchRecord.forward  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_xorls_attention_in_a_peer_is_the_peers_own_on_packed_rows() -> None:
@@ -109,13 +109,13 @@ def test_xorls_attention_in_a_peer_is_the_peers_own_on_packed_rows() -> None:
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
 
 
-def record_of(*rates: tuple[str, list[float]], more_tokens: int = 0) -> Record:
+def record_of(*rates: tuple[str, list[float]], more_tokens: int = 0) -> BenchRecord:
     """Rounds of systems by name and tokens/s, the first step of each being warm-up; each step has more_tokens more."""
-    return Record(
+    return BenchRecord(
         name="name",
         command="xorl bench",
         environment={"gpus": None, "driver": None, "torch": "2.11"},
-        work=report.Work("A", 10**9, 2, 4096.0, 512, 300.5, 1, 4),
+        work=report.Workload("A", 10**9, 2, 4096.0, 512, 300.5, 1, 4),
         config={
             "train": {"optimizer": "muon", "enable_compile": True},
             "model": {"attn_implementation": "auto"},
@@ -181,7 +181,7 @@ def test_packs_that_a_library_sees_first_are_in_no_figure() -> None:
     record = record_of(*rounds, more_tokens=1)
     assert record.ratios()["peer"] == pytest.approx((1.1, 1.1, 1.1))
     assert (record.spreads("peer")["tokens_per_s"].median, record.peak_gib("xorl")) == (100, (60.0, 72.0))
-    assert "in 2 rounds, of which the first, with packs that are new to it, does not" in report.to_markdown(record)
+    assert "in 2 rounds, the first of which is not counted" in report.to_markdown(record)
     alone = record_of(*rounds[:2], more_tokens=1)
     assert alone.ratios()["peer"] == pytest.approx((9, 9, 9))
     assert "in 1 round," in report.to_markdown(alone)

@@ -14,10 +14,11 @@ import pytest
 
 from xorl.ckpt import CheckpointFailure
 from xorl.cli.app import main
-from xorl.cli.exit_codes import BAD_INPUT, FAILURE, Diverged, Terminated, meaning_of
+from xorl.cli.exit_codes import BAD_INPUT, FAILURE, Diverged, Terminated, exit_code_text
 from xorl.cli.rank import RankEnvironment, run_alone
 from xorl.cli.version import version_command
-from xorl.config import ConfigError, check_world_size, config_from_mapping
+from xorl.config import ConfigError, config_from_mapping
+from xorl.config.conflicts import check_world_size
 
 SOUND = """\
 model: {model_path: no-such-model}
@@ -95,25 +96,25 @@ def test_help_groups_the_commands(xorl) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["trainn"], "there is no command 'trainn'; did you mean train?"),
+        (["trainn"], "no such command: 'trainn'; did you mean train?"),
         (["config", "shoow"], "Did you mean 'show'?"),
         (["train"], "Missing argument 'CONFIG'"),
         (["train", "a.yaml", "--nproc-pernode", "2"], "--nproc-pernode; did you mean --nproc-per-node?"),
-        (["train", "a.yaml", "--lr", "2"], "there is no flag --lr; the option of this name is --train.lr"),
+        (["train", "a.yaml", "--lr", "2"], "unknown flag --lr; did you mean the option --train.lr?"),
         (["train", "a.yaml", "--nnodes", "x"], "Invalid value for '--nnodes'"),
-        (["train", "a.yaml", "--train.lr"], "--train.lr has no value"),
-        (["train", "a.yaml", "train.lr=2"], "train.lr=2: an option is given with two dashes: --train.lr=2"),
-        (["bench", "a.yaml", "--profile", "train.lr=2"], "an option is given with two dashes: --train.lr=2"),
+        (["train", "a.yaml", "--train.lr"], "the value is missing; write --train.lr VALUE"),
+        (["train", "a.yaml", "train.lr=2"], "options start with two dashes: write --train.lr=2"),
+        (["bench", "a.yaml", "--profile", "train.lr=2"], "options start with two dashes: write --train.lr=2"),
         (["bench", "a.yaml", "--against", "train.fp8=rowise"], "did you mean rowwise?"),
-        (["bench", "a.yaml", "--train.enable_profiling", "true"], "train.enable_profiling: of a benchmark, --profile"),
+        (["bench", "a.yaml", "--train.enable_profiling", "true"], "train.enable_profiling: not available"),
         (["train", "b.yaml"], "did you mean a.yaml?"),
-        (["serve", "a.yaml"], "the options of the service are flat: write those of model at the top level"),
-        (["serve", "a.yaml", "--lora-rank", "2"], "the option of this name is --server.lora_rank"),
+        (["serve", "a.yaml"], "the options of the service have no sections: write those of model"),
+        (["serve", "a.yaml", "--lora-rank", "2"], "did you mean the option --server.lora_rank?"),
         (["serve", "a.yaml", "--api-key-file", "x"], "--api-key-file is for `xorl serve status`"),
-        (["serve", "status", "--api-key-file", "x"], "--api-key-file: x cannot be read"),
-        (["serve", "status", "--api-port", "1"], "no service answers at http://127.0.0.1:1"),
+        (["serve", "status", "--api-key-file", "x"], "--api-key-file: cannot read x"),
+        (["serve", "status", "--api-port", "1"], "cannot reach a service at http://127.0.0.1:1"),
         (["config", "docs", "--service", "sed"], "no section or option sed; did you mean seed?"),
-        (["config", "show", "a.yaml", "--train.init_device", "npu"], "npu is refused"),
+        (["config", "show", "a.yaml", "--train.init_device", "npu"], "npu is not supported"),
         (["config", "docs", "optimiser"], "did you mean train.optimizer?"),
     ],
 )  # fmt: skip
@@ -168,7 +169,7 @@ def test_a_process_under_torchrun_joins(tmp_path: Path) -> None:
         check=False,
     )
     assert result.returncode == FAILURE  # torchrun's own, whatever the ranks say
-    assert "train.data_parallel_mode: none is one process, got 2 processes" in result.stderr
+    assert "train.data_parallel_mode: none uses a single process, got 2 processes" in result.stderr
     assert "exitcode  : 2" in result.stderr
     assert "launching:" not in result.stderr
 
@@ -231,7 +232,7 @@ def raising_beside(interruption: type[KeyboardInterrupt], error: Exception) -> i
 @pytest.mark.parametrize(
     ("error", "code", "shown"),
     [
-        (raise_from_xorl, 2, "error: train.data_parallel_mode: none is one process"),
+        (raise_from_xorl, 2, "error: train.data_parallel_mode: none uses a single process"),
         (lambda: raising(ConfigError([], "a.yaml")), 2, "error: a.yaml: 0 problems"),
         (raise_from_library, 1, "Traceback"),
         (lambda: raising(RuntimeError("no")), 1, "RuntimeError: no"),
@@ -285,7 +286,7 @@ def test_a_single_process_takes_sigterm_as_an_interruption(capsys: pytest.Captur
 
 def test_exit_codes_are_told_in_words() -> None:
     # Would catch a number that has to be looked up.
-    told = [meaning_of(code) for code in (0, 2, 143, 137, -9, 7)]
+    told = [exit_code_text(code) for code in (0, 2, 143, 137, -9, 7)]
     assert told == [
         "done",
         "bad input",

@@ -75,7 +75,7 @@ def test_what_stops_a_run_can_be_looked_at(data, tmp_path: Path) -> None:
     for command in ("inspect", "stats"):
         code, out, err = data(command, *short)
         assert code == 0, err
-        assert "this stops a run: data.datasets[0]: 600 of the 600 samples" in err
+        assert "this would stop a run: data.datasets[0]: 600 of the 600 samples" in err
         assert "16 of 16 tokens" in out or "dataset  configs/quickstart/chat.jsonl" in out
     assert data("prepare", *short)[0] == BAD_INPUT
 
@@ -136,18 +136,18 @@ def test_a_stream_is_looked_at_without_preparing(data, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["prepare", *STREAMED], "data.streaming: a stream is read while it is trained on"),
-        (["stats", "--documents", "5"], "--documents: prepared data is counted whole"),
-        (["inspect", "--bin", "999"], "--bin: 999, want 0 to"),
-        (["inspect", "--data.val_set_size", "null", "--held-out"], "--held-out: nothing is held out"),
-        (["prepare", "--data.datasets.0.type", "text"], "type text has no chat template: leave it out"),
+        (["prepare", *STREAMED], "data.streaming: a stream is read during training"),
+        (["stats", "--documents", "5"], "--documents: only for streams"),
+        (["inspect", "--bin", "999"], "--bin 999: there are"),
+        (["inspect", "--data.val_set_size", "null", "--held-out"], "--held-out: there is no held-out data"),
+        (["prepare", "--data.datasets.0.type", "text"], "type text has no chat template: remove it"),
         (["prepare", "--model.tokenizer_path", "configs/models"], "model.tokenizer_path: "),
         (["prepare", "--data.sample_packing_sequence_len", "8"], "configs/local/chat.yaml:14: data.datasets[0]: "),
         (
             ["inspect", "--data.datasets.0.path", "a/*.jsonl"],
-            "the pattern in data.datasets[0].data_files, with ds_type",
+            "data.datasets[0].data_files to the pattern, and ds_type",
         ),
-        (["stats", "--html", "configs"], "--html: configs cannot be written"),
+        (["stats", "--html", "configs"], "--html: cannot write configs"),
     ],
 )
 def test_bad_input_ends_with_its_code_and_a_line(data, arguments: list[str], message: str) -> None:

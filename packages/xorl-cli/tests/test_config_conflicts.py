@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from xorl.config import Config, ConfigError, LoadedConfig, check_world_size, config_from_mapping
+from xorl.config import Config, ConfigError, LoadedConfig, config_from_mapping
+from xorl.config.conflicts import check_world_size
 from xorl.config.data_conflicts import FORMAT_COLUMNS, FORMAT_TARGETS
 from xorl.data.choose import COLUMN_KEYS, TARGETS
 
@@ -41,24 +42,24 @@ def entry(**options: Any) -> dict[str, Any]:
         ({"data": entry(data_files="x.json")}, "data.datasets.0.data_files", "needs ds_type"),
         ({"data": entry(shards=2)}, "data.datasets.0.shards", "needs shards_idx, the part to use (0 to 1)"),
         ({"data": entry(shards_idx=1)}, "data.datasets.0.shards_idx", "needs shards, the number"),
-        ({"data": entry(shards=2, shards_idx=2)}, "data.datasets.0.shards_idx", "wants 0 to 1"),
+        ({"data": entry(shards=2, shards_idx=2)}, "data.datasets.0.shards_idx", "use 0 to 1"),
         ({"data": entry(shards=2, shards_idx=0, preprocess_shards=2)}, "data.datasets.0.preprocess_shards", "not both"),
         ({"data": entry(weight=1.0, num_epochs=2.0)}, "data.datasets.0.num_epochs", "not both"),
         (
             {"data": {"datasets": [{"path": "a", "weight": 1.0}, {"path": "b"}]}},
             "data.datasets.0.weight",
-            "give every entry one, or none",
+            "set them on every entry, or on none",
         ),
         ({"data": {"streaming": True}}, "data.streaming", "has no known length: set train.max_steps"),
         (
             {"data": {"streaming": True, "val_set_size": 5}, "train": {"max_steps": 3}},
             "data.val_set_size",
-            "does nothing unless data.streaming is false",
+            "has no effect unless data.streaming is false",
         ),
         (
             {"data": {"streaming": True}, "train": {"max_steps": 3, "save_epochs": 0.5}},
             "train.save_epochs",
-            "save by train.save_steps",
+            "use train.save_steps",
         ),
         (
             {"data": {"streaming": True, **entry(preprocess_shards=2)}, "train": {"max_steps": 3}},
@@ -71,12 +72,12 @@ def entry(**options: Any) -> dict[str, Any]:
             "data.num_dataset_shards_to_save",
             "skip_prepare_dataset is false",
         ),
-        ({"data": {"hf_use_auth_token": True}}, "data.hf_use_auth_token", "does nothing unless a dataset is read"),
+        ({"data": {"hf_use_auth_token": True}}, "data.hf_use_auth_token", "has no effect unless a dataset is read"),
         ({"data": {"dataset_shard_num": 3}}, "data.dataset_shard_num", "needs dataset_shard_idx"),
         ({"data": {"dataset_shard_idx": 0}}, "data.dataset_shard_idx", "needs dataset_shard_num"),
-        ({"data": {"dataset_shard_num": 3, "dataset_shard_idx": 3}}, "data.dataset_shard_idx", "wants 0 to 2"),
-        ({"data": entry(max_seq_len=32001)}, "data.datasets.0.max_seq_len", "has to fit a bin"),
-        ({"data": {"test_datasets": [{"path": "b"}], "val_set_size": 5}}, "data.val_set_size", "one of the two"),
+        ({"data": {"dataset_shard_num": 3, "dataset_shard_idx": 3}}, "data.dataset_shard_idx", "use 0 to 2"),
+        ({"data": entry(max_seq_len=32001)}, "data.datasets.0.max_seq_len", "documents must fit into a bin"),
+        ({"data": {"test_datasets": [{"path": "b"}], "val_set_size": 5}}, "data.val_set_size", "a single source"),
         (
             {"model": {"lm_head_fp32": False}, "train": {"enable_mixed_precision": False}},
             "model.lm_head_fp32",
@@ -86,12 +87,12 @@ def entry(**options: Any) -> dict[str, Any]:
         (
             {"lora": {"enable_lora": True, "lora_dropout": 0.1}, "train": {"enable_compile": True}},
             "lora.lora_dropout",
-            "draw at random",
+            "draw random numbers",
         ),
         (
             {"lora": {"enable_lora": True, "use_dora": True}, "train": {"fp8": "tensorwise"}},
             "lora.use_dora",
-            "takes their norms",
+            "needs their norms",
         ),
         (
             {"train": {"enable_profiling": True, "profile_start_step": 6, "profile_end_step": 8, "max_steps": 5}},
@@ -99,7 +100,7 @@ def entry(**options: Any) -> dict[str, Any]:
             "max_steps ends the run at 5",
         ),
         ({"train": {"eval_steps": 5}}, "train.eval_steps", "data.val_set_size is set, or data.test_datasets"),
-        ({"data": {"eval_sample_packing": False}}, "data.eval_sample_packing", "does nothing unless"),
+        ({"data": {"eval_sample_packing": False}}, "data.eval_sample_packing", "has no effect unless"),
         ({"data": {"datasets": [{"path": "dummy", "split": "test"}]}}, "data.datasets.0.split", "have no split"),
         (
             {"data": {"datasets": [{"path": "dummy", "shards": 2, "shards_idx": 0}]}},
@@ -159,7 +160,7 @@ def entry(**options: Any) -> dict[str, Any]:
         (
             {"train": {"param_dtype": "bf16", "enable_mixed_precision": False}},
             "train.param_dtype",
-            "leave enable_mixed_precision at true",
+            "set enable_mixed_precision to true",
         ),
         ({"train": {"activation_gpu_limit": 2.0}}, "train.activation_gpu_limit", "enable_activation_offload is true"),
         (
@@ -170,12 +171,12 @@ def entry(**options: Any) -> dict[str, Any]:
         (
             {"train": {"recompute_policy": "auto", "enable_activation_offload": True}},
             "train.enable_activation_offload",
-            "decides on enable_activation_offload as well",
+            "chooses enable_activation_offload itself",
         ),
         (
             {"train": {"recompute_policy": "auto", "recompute_num_layers": 2}},
             "train.recompute_num_layers",
-            "decides on recompute_num_layers as well",
+            "chooses recompute_num_layers itself",
         ),
         (
             {"train": {"recompute_num_layers": 2, "enable_gradient_checkpointing": False}},
@@ -192,7 +193,7 @@ def entry(**options: Any) -> dict[str, Any]:
             "train.fp8",
             "enable_mixed_precision is true",
         ),
-        ({"train": {"fp8": "tensorwise", "enable_cpu_offload": True}}, "train.fp8", "casts what was gathered"),
+        ({"train": {"fp8": "tensorwise", "enable_cpu_offload": True}}, "train.fp8", "casts the gathered weights"),
         ({"train": {"lr_min": 1e-6}}, "train.lr_min", "is linear or cosine"),
         ({"train": {"lr_decay_ratio": 0.5}}, "train.lr_decay_ratio", "is linear or cosine"),
         ({"train": {"lr_start": 1e-6}}, "train.lr_start", "lr_warmup_ratio is above 0"),
@@ -201,7 +202,7 @@ def entry(**options: Any) -> dict[str, Any]:
         (
             {"model": {"model_path": None, "config_path": "c"}, "train": {"load_weights_mode": "all_ranks"}},
             "train.load_weights_mode",
-            "random weights are read by nobody",
+            "random weights are not read",
         ),
         (
             {"model": {"model_path": None, "config_path": "c"}, "train": {"load_weights_mode": "dcp"}},
@@ -211,7 +212,7 @@ def entry(**options: Any) -> dict[str, Any]:
         (
             {"train": {"load_weights_mode": "dcp"}, "lora": {"enable_lora": True, "save_lora_only": True}},
             "train.load_weights_mode",
-            "make a model of it with `xorl export`",
+            "convert it with `xorl export`",
         ),
         ({"train": {"profile_rank0_only": False}}, "train.profile_rank0_only", "enable_profiling is true"),
         (
@@ -228,12 +229,12 @@ def entry(**options: Any) -> dict[str, Any]:
         (
             {"train": {"data_parallel_mode": "none", "data_parallel_shard_size": 2}},
             "train.data_parallel_shard_size",
-            "none is one process",
+            "none uses a single process",
         ),
         (
             {"train": {"data_parallel_mode": "none", "data_parallel_replicate_size": 2}},
             "train.data_parallel_replicate_size",
-            "none is one process",
+            "none uses a single process",
         ),
         (
             {"train": {"data_parallel_mode": "ddp", "data_parallel_shard_size": 2}},
@@ -241,9 +242,9 @@ def entry(**options: Any) -> dict[str, Any]:
             "ddp does not shard",
         ),
         ({"train": {"tensor_parallel_size": 2}}, "train.tensor_parallel_size", "model.merge_qkv: false"),
-        ({"train": {"lr": 1e-5, "lr_min": 1e-4, "lr_decay_style": "linear"}}, "train.lr_min", "above lr"),
-        ({"train": {"lr": 1e-8, "lr_decay_style": "cosine"}}, "train.lr", "above lr"),
-        ({"train": {"lr": 1e-5, "lr_start": 1e-4}}, "train.lr_start", "above lr"),
+        ({"train": {"lr": 1e-5, "lr_min": 1e-4, "lr_decay_style": "linear"}}, "train.lr_min", "is above lr"),
+        ({"train": {"lr": 1e-8, "lr_decay_style": "cosine"}}, "train.lr", "is above lr"),
+        ({"train": {"lr": 1e-5, "lr_start": 1e-4}}, "train.lr_start", "is above lr"),
         (
             {"train": {"lr_decay_style": "linear", "lr_warmup_ratio": 0.5, "lr_decay_ratio": 0.4}},
             "train.lr_decay_ratio",
@@ -258,24 +259,28 @@ def entry(**options: Any) -> dict[str, Any]:
         (
             {"train": {"enable_profiling": True, "profile_start_step": 5}},
             "train.profile_start_step",
-            "has to come after",
+            "must be greater than profile_start_step",
         ),
-        ({"train": {"enable_profiling": True, "profile_end_step": 1}}, "train.profile_end_step", "has to come after"),
+        (
+            {"train": {"enable_profiling": True, "profile_end_step": 1}},
+            "train.profile_end_step",
+            "must be greater than profile_start_step",
+        ),
         ({"lora": {"save_lora_only": True}}, "lora.save_lora_only", "no adapter to save"),
         ({"lora": {"reset_optimizer_on_merge": True}}, "lora.reset_optimizer_on_merge", "needs merge_lora_interval"),
         ({"lora": {"use_dora": True}}, "lora.use_dora", "enable_lora is true"),
         (
             {"model": {"foundation": {"rope_theta": 5.0}}, "lora": {"enable_lora": True, "save_lora_only": True}},
             "model.foundation",
-            "reads its own config.json",
+            "with its own config.json",
         ),
         ({"lora": {"enable_lora": True, "lora_target_modules": []}}, "lora.lora_target_modules", "the list is empty"),
         ({"lora": {"adapter_path": "a"}}, "lora.adapter_path", "enable_lora is true"),
-        ({"lora": {"enable_lora": True, "adapter_path": "a", "lora_rank": 8}}, "lora.lora_rank", "says it"),
+        ({"lora": {"enable_lora": True, "adapter_path": "a", "lora_rank": 8}}, "lora.lora_rank", "determine it"),
         (
             {"model": {"config_path": "c", "model_path": None}, "lora": {"enable_lora": True, "save_lora_only": True}},
             "lora.save_lora_only",
-            "random weights that would be nowhere",
+            "would not be saved anywhere",
         ),
     ],
 )
@@ -331,10 +336,10 @@ def swept(*members: dict[str, Any], **lora: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "path", "message"),
     [
-        ({"lora": {"sweep": [{"name": "a"}]}}, "lora.sweep", "does nothing unless lora.enable_lora is true"),
+        ({"lora": {"sweep": [{"name": "a"}]}}, "lora.sweep", "has no effect unless lora.enable_lora is true"),
         ({"lora": {"enable_lora": True, "sweep_members_per_pass": 2}}, "lora.sweep_members_per_pass", "lora.sweep is"),
-        (swept({}, {"name": "m0"}), "lora.sweep.1.name", "there is a member m0 already"),
-        (swept({"name": "../up"}), "lora.sweep.0.name", "wants string"),
+        (swept({}, {"name": "m0"}), "lora.sweep.1.name", "there is already a member m0"),
+        (swept({"name": "../up"}), "lora.sweep.0.name", "expected string"),
         (swept({"rank": 3}), "lora.sweep.0.rank", "unknown option"),
         (swept({"datasets": []}), "lora.sweep.0.datasets", "the list is empty"),
         (swept({"datasets": [{"path": "b", "shards": 2}]}), "lora.sweep.0.datasets.0.shards", "needs shards_idx"),
@@ -343,7 +348,7 @@ def swept(*members: dict[str, Any], **lora: Any) -> dict[str, Any]:
         (
             swept({"lr": 1e-6}) | {"train": {"lr_min": 1e-5, "lr_decay_style": "cosine"}},
             "lora.sweep.0.lr",
-            "above this member's lr",
+            "above the lr of this member",
         ),
         (swept({}, use_dora=True), "lora.use_dora", "lora.sweep is empty: the members of a sweep are plain adapters"),
         (swept({}) | {"train": {"optimizer": "muon"}}, "train.optimizer", "trained by AdamW"),
@@ -385,7 +390,7 @@ def config_with(**train: Any) -> Config:
         ({}, 1, None),
         ({}, 8, None),
         ({"data_parallel_mode": "none"}, 1, None),
-        ({"data_parallel_mode": "none"}, 2, "none is one process, got 2 processes"),
+        ({"data_parallel_mode": "none"}, 2, "none uses a single process, got 2 processes"),
         ({"data_parallel_mode": "ddp"}, 3, None),
         ({"data_parallel_mode": "ddp", "data_parallel_replicate_size": 2}, 2, None),
         ({"data_parallel_mode": "ddp", "data_parallel_replicate_size": 2}, 3, "start 2"),

@@ -86,15 +86,15 @@ def test_a_sound_configuration_is_read_with_its_origins(write) -> None:
         ("train", "lr: .inf", "train.lr", ["number >= 0"]),
         ("train", "lr: 1_000.5", "train.lr", ["number >= 0", "write 1000.5, without underscores"]),
         ("train", "max_steps: 1_000", "train.max_steps", ["write 1000, without underscores"]),
-        ("train", "enable_reentrant: no", "train.enable_reentrant", ["in YAML 1.2 no is a string; write false"]),
+        ("train", "enable_reentrant: no", "train.enable_reentrant", ["no is a string in YAML 1.2; write false"]),
         ("train", "enable_reentrant: 1", "train.enable_reentrant", ["true or false", "got 1"]),
         ("train", "optimizer: adam", "train.optimizer", ["one of adamw", "did you mean adamw?"]),
-        ("train", "wandb_name: 5", "train.wandb_name", ["string or null", 'put it in quotes: "5"']),
+        ("train", "wandb_name: 5", "train.wandb_name", ["string or null", 'add quotes: "5"']),
         ("train", "wandb_tags: a", "train.wandb_tags", ["list of strings or null", "write [a]"]),
-        ("train", "wandb_tags: [a, 5]", "train.wandb_tags.1", ["list of strings or null", 'put it in quotes: "5"']),
+        ("train", "wandb_tags: [a, 5]", "train.wandb_tags.1", ["list of strings or null", 'add quotes: "5"']),
         ("train", "recompute_modules: [attn]", "train.recompute_modules.0", ["list of self_attn, mlp"]),
         ("train", "recompute_modules: [mlpp]", "train.recompute_modules.0", ["list of self_attn, mlp", "mean mlp?"]),
-        ("train", "recompute_modules: []", "train.recompute_modules", ["not empty", "it is empty"]),
+        ("train", "recompute_modules: []", "train.recompute_modules", ["not empty", "the value is empty"]),
         ("train", "lr_warmup_ratio: 1.5", "train.lr_warmup_ratio", ["number >= 0 and <= 1", "got 1.5"]),
         ("train", "muon_momentum: 1", "train.muon_momentum", ["number >= 0 and < 1"]),
         ("train", "data_parallel_shard_size: 0", "train.data_parallel_shard_size", ["-1 or integer >= 1", "got 0"]),
@@ -104,7 +104,7 @@ def test_a_sound_configuration_is_read_with_its_origins(write) -> None:
         ("data", "test_datasets: [b.jsonl]", "data.test_datasets.0", ["a dataset entry", "write - path: b.jsonl"]),
         ("data", "test_datasets: [{path: b, data_files: 5}]", "data.test_datasets.0.data_files", ["string or list"]),
         ("data", "test_datasets: [{path: b, shrads: 5}]", "data.test_datasets.0.shrads", ["test_datasets.0.shards?"]),
-        ("data", "test_datasets: [{split: b}]", "data.test_datasets.0.path", ["has to be given"]),
+        ("data", "test_datasets: [{split: b}]", "data.test_datasets.0.path", ["required option is missing"]),
         ("model", "deepep_num_sms: 21", "model.deepep_num_sms", ["a multiple of 2"]),
         ("model", "encoders: {smell: {model_path: a}}", "model.encoders.smell", ["mapping"]),
     ],
@@ -123,22 +123,22 @@ def test_a_wrong_value_is_cited_with_what_is_wanted(
 @pytest.mark.parametrize(
     ("text", "where", "path", "message"),
     [
-        ("", "config.yaml:1", "data.datasets", "has to be given"),
-        ("train:\n  output_dir: a\n", "config.yaml:1", "data.datasets", "has to be given"),
-        ("data:\n  datasets: [{path: a}]\n\ntrain:\n  lr: 1\n", "config.yaml:4", "train.output_dir", "has to be given"),
-        ("data:\n  datasets: []\n", "config.yaml:2", "data.datasets", "it is empty"),
-        ("- a\n- b\n", "config.yaml:1", "", "wants a mapping with the sections model, data, train, lora"),
+        ("", "config.yaml:1", "data.datasets", "required option is missing"),
+        ("train:\n  output_dir: a\n", "config.yaml:1", "data.datasets", "required option is missing"),
+        ("data:\n  datasets: [{path: a}]\n\ntrain:\n  lr: 1\n", "config.yaml:4", "train.output_dir", "is missing"),
+        ("data:\n  datasets: []\n", "config.yaml:2", "data.datasets", "the value is empty"),
+        ("- a\n- b\n", "config.yaml:1", "", "expected a mapping with the sections model, data, train, lora"),
         ("moodel: {}\n", "config.yaml:1", "moodel", "did you mean model?"),
         ("lr: 5\n", "config.yaml:1", "lr", "lr belongs in section train: train.lr"),
-        ("a: [1\nb: 2\n", "config.yaml:2", "", "this is not YAML"),
-        ("train:\n\tlr: 1\n", "config.yaml:2", "", "with spaces, not with tabs"),
-        ("train: &a {lr: 1}\nlora: *b\n", "config.yaml:2", "lora", "*b stands for nothing"),
-        ("train: {lr: 1}\n---\ntrain: {lr: 2}\n", "config.yaml:2", "", "a second document"),
-        ("train: {<<: {lr: 1}}\n", "config.yaml:1", "train", "no merge key"),
-        ("train: {[a]: 1}\n", "config.yaml:1", "train", "a word, not a list"),
-        ("train: {lr: !!float 1}\n", "config.yaml:1", "train.lr", "the tag tag:yaml.org,2002:float means nothing"),
+        ("a: [1\nb: 2\n", "config.yaml:2", "", "invalid YAML"),
+        ("train:\n\tlr: 1\n", "config.yaml:2", "", "with spaces, not tabs"),
+        ("train: &a {lr: 1}\nlora: *b\n", "config.yaml:2", "lora", "*b is undefined"),
+        ("train: {lr: 1}\n---\ntrain: {lr: 2}\n", "config.yaml:2", "", "a second YAML document"),
+        ("train: {<<: {lr: 1}}\n", "config.yaml:1", "train", "merge keys (<<) are not supported"),
+        ("train: {[a]: 1}\n", "config.yaml:1", "train", "a plain word, not a list"),
+        ("train: {lr: !!float 1}\n", "config.yaml:1", "train.lr", "the tag tag:yaml.org,2002:float is not supported"),
         ("train: {wandb_tags: [${A}]}\n", "config.yaml:1", "", "put quotes around a variable"),
-        (r'lora: {rank_pattern: {"a\.b": 8}}', "config.yaml:1", "", r"for a backslash, or put single quotes instead"),
+        (r'lora: {rank_pattern: {"a\.b": 8}}', "config.yaml:1", "", r"for a backslash, or use single quotes"),
         ("train: 5\n", "config.yaml:1", "train", "mapping"),
     ],
 )  # fmt: skip
@@ -205,10 +205,10 @@ def test_the_report_shows_the_lines(write) -> None:
         "config.yaml:8: train.lr\n"
         "     8 |   lr: 2e-5\n"
         "     7 |   lr: 1e-5\n"
-        "       given twice; the first is at config.yaml:7. Keep one\n\n"
+        "       set twice, first at config.yaml:7; remove one of the two\n\n"
         "--train.max_steps\n"
         "       | --train.max_steps no\n"
-        '       wants integer >= 1 or null; got "no" (a string)'
+        '       expected integer >= 1 or null, got "no" (a string)'
     )
 
 
@@ -363,7 +363,7 @@ def test_overrides_alone_can_fill_an_empty_file(write) -> None:
 
 
 def test_an_override_is_not_blamed_for_what_is_missing_beside_it(write) -> None:
-    # Would catch "--train.lr: output_dir has to be given".
+    # Would catch "--train.lr: output_dir is missing".
     problems = problems_of(write("model: {model_path: m}\n"), "--train.lr", "1", "--data.datasets.0.name", "x")
     assert [(where, at) for where, at, _ in problems] == [
         ("config.yaml:1", "train.output_dir"),
@@ -375,18 +375,18 @@ def test_an_override_is_not_blamed_for_what_is_missing_beside_it(write) -> None:
     ("arguments", "where", "message"),
     [
         (["--train.enable_compile"], "--train.enable_compile", "write --train.enable_compile VALUE"),
-        (["--train.enable_reentrant", "--train.lr", "1"], "--train.enable_reentrant", "has no value"),
+        (["--train.enable_reentrant", "--train.lr", "1"], "--train.enable_reentrant", "the value is missing"),
         (["--train.lrr", "1"], "--train.lrr", "did you mean train.lr?"),
         (["--train.lr", "x"], "--train.lr", "number >= 0"),
-        (["--train.lr", "[1"], "--train.lr", "this is not YAML"),
+        (["--train.lr", "[1"], "--train.lr", "invalid YAML"),
         (["--train.wandb_name", "a: b: c"], "--train.wandb_name", "put quotes inside the quotes"),
         (["--lora.rank_pattern", r'{"a\.b": 8}'], "--lora.rank_pattern", r"write \\ for a backslash"),
         (["--train.output_dir", r'"C:\users"'], "--train.output_dir", r"write \\ for a backslash"),
-        (["--data.datasets.3.path", "x"], "--data.datasets.3.path", "data.datasets has 1"),
-        (["--data.datasets.x.path", "x"], "--data.datasets.x.path", "'x' is no entry of a list"),
-        (["--train.output_dir.x", "1"], "--train.output_dir.x", "has no 'x' below it"),
+        (["--data.datasets.3.path", "x"], "--data.datasets.3.path", "use 0 to 1, where 1 appends an entry"),
+        (["--data.datasets.x.path", "x"], "--data.datasets.x.path", "'x' is not a valid index of data.datasets"),
+        (["--train.output_dir.x", "1"], "--train.output_dir.x", "'x' cannot be set in it"),
         (["--trainn.lr", "1"], "--trainn.lr", "did you mean train?"),
-        (["train.lr", "1"], "train.lr", "an override is written --section.field value"),
+        (["train.lr", "1"], "train.lr", "expected an override: --section.field value"),
         (["--train.lr", "${XORL_TEST_UNSET}"], "--train.lr", "XORL_TEST_UNSET is not set"),
         (["--train.recompute_modules", "[mlp]", "--train.enable_gradient_checkpointing=false"],
          "--train.recompute_modules", "enable_gradient_checkpointing is true"),
@@ -451,7 +451,7 @@ def test_defaults_that_follow_others_are_filled_in(write, monkeypatch: pytest.Mo
 def test_a_wrong_environment_variable_is_bad_input(write, monkeypatch: pytest.MonkeyPatch) -> None:
     # Would catch a crash deep in data preparation.
     monkeypatch.setenv("XORL_DATASET_NUM_PROC", "many")
-    assert "XORL_DATASET_NUM_PROC wants an integer >= 1" in problems_of(write(SOUND))[0][2]
+    assert "XORL_DATASET_NUM_PROC must be an integer >= 1" in problems_of(write(SOUND))[0][2]
 
 
 def test_a_configuration_does_not_change(write) -> None:

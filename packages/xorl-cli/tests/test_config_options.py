@@ -47,8 +47,8 @@ def test_every_option_is_documented(option) -> None:
         ("data.datasets", ["data.datasets: list of dataset entries (not empty); required"]),
         ("data.datasets.0.path", ["data.datasets[].path:"]),
         ("lr", ["train.lr:"]),
-        ("train.pipeline_parallel_schedule", ["Not available yet: anything but the default"]),
-        ("trust_remote_code", ["Refused: anything but the default"]),
+        ("train.pipeline_parallel_schedule", ["Not supported yet: anything but the default"]),
+        ("trust_remote_code", ["Not supported: anything but the default"]),
     ],
 )
 def test_documentation_is_found_by_path_section_or_name(query: str | None, expected: list[str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from xorl.config import ConfigError, config_from_mapping
 from xorl.config.document import read_document
 from xorl.config.options import ENTRIES, all_options
-from xorl.config.refusals import REFUSALS, Refusal, refusals_of
+from xorl.config.unsupported import UNSUPPORTED, UnsupportedValues, unsupported_values
 
 # A refused value of each option whose row says "anything but the default", where it cannot be guessed from the type.
 EXAMPLES: dict[str, object] = {
@@ -33,7 +33,7 @@ def refused_examples() -> list[tuple[str, object]]:
     """Returns (option, value) for every value that the table refuses, or one where they are many."""
     examples: list[tuple[str, object]] = []
     for option in all_options().values():
-        for row in refusals_of(option.path):
+        for row in unsupported_values(option.path):
             examples += [(option.path, value) for value in row.values or (example_of(option.path),)]
     return examples
 
@@ -75,7 +75,7 @@ def test_every_row_of_the_table_is_refused(path: str, value: object) -> None:
     concrete = path.replace(ENTRIES, "data.test_datasets.0")
     found = [message for at, message in problems_with(path, value) if at == concrete]
     assert len(found) == 1, found
-    row = next(row for row in refusals_of(path))
+    row = next(row for row in unsupported_values(path))
     assert row.reason in found[0]
     assert row.instead in found[0]
 
@@ -90,11 +90,13 @@ def test_the_default_of_a_refused_option_is_accepted(path: str) -> None:
         assert problems_with(path, document.root.find(["x"]).plain(), companions={}) == []
 
 
-@pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row.option)
-def test_every_row_names_an_option(row: Refusal) -> None:
+@pytest.mark.parametrize("row", UNSUPPORTED, ids=lambda row: row.option)
+def test_every_row_names_an_option(row: UnsupportedValues) -> None:
     # Would catch a row that has lost its option, and with it a value that nobody refuses.
-    assert [path for path in all_options() if row in refusals_of(path)]
-    choices = {choice for path in all_options() if row in refusals_of(path) for choice in all_options()[path].choices}
+    assert [path for path in all_options() if row in unsupported_values(path)]
+    choices = {
+        choice for path in all_options() if row in unsupported_values(path) for choice in all_options()[path].choices
+    }
     assert set(row.values) <= choices
 
 
@@ -123,9 +125,9 @@ def test_what_is_built_is_accepted(path: str, values: list[str]) -> None:
 def test_a_refusal_says_what_works_instead() -> None:
     # Would catch a bare "not supported".
     message = problems_with("train.save_async", True)[0][1]
-    assert message.startswith("true is not available yet: ")
+    assert message.startswith("true is not supported yet: ")
     assert "leave it at false" in message
-    assert "is refused: loading scripts" in problems_with(f"{ENTRIES}.trust_remote_code", True)[0][1]
+    assert "is not supported: the datasets library" in problems_with(f"{ENTRIES}.trust_remote_code", True)[0][1]
 
 
 def test_every_option_is_either_read_by_training_or_refused() -> None:
@@ -138,6 +140,6 @@ def test_every_option_is_either_read_by_training_or_refused() -> None:
     # An option that only gives another its default is read where that is filled in.
     files = [*Path(package.origin).parent.rglob("*.py"), Path(resolution.origin)]
     source = "\n".join(file.read_text(encoding="utf-8") for file in files)
-    refused = {path for path in all_options() for row in refusals_of(path) if not row.values and not row.matches}
+    refused = {path for path in all_options() for row in unsupported_values(path) if not row.values and not row.matches}
     unread = {path for path, option in all_options().items() if not re.search(rf"\b{option.name}\b", source)}
     assert sorted(unread - refused) == []

@@ -64,13 +64,13 @@ def test_what_is_started_follows_flags_and_devices(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (LaunchFlags(nproc_per_node=0), "integers >= 1"),
-        (LaunchFlags(nproc_per_node=3), "there are 2 GPUs here"),
+        (LaunchFlags(nproc_per_node=0), "must be at least 1"),
+        (LaunchFlags(nproc_per_node=3), "has only 2 GPUs"),
         (LaunchFlags(nnodes=2, node_rank=0), "needs --master-addr"),
         (LaunchFlags(nnodes=2, master_addr="a"), "needs --node-rank"),
         (LaunchFlags(nnodes=2, master_addr="a", node_rank=2), "from 0 to 1"),
         (LaunchFlags(rdzv_backend="c10d"), "need --rdzv-endpoint"),
-        (LaunchFlags(rdzv_endpoint="a:1", master_addr="a"), "one or the other"),
+        (LaunchFlags(rdzv_endpoint="a:1", master_addr="a"), "do not pass both"),
         (LaunchFlags(rdzv_endpoint="a:1", rdzv_backend="static"), "needs --node-rank"),
     ],
 )
@@ -123,13 +123,18 @@ def test_ranks_meet_over_gloo() -> None:
         (
             "be_killed",
             137,
-            ["rank 0 of 2 failed first, with exit code 137:", "SIGKILL; the system does that"],
+            ["rank 0 of 2 failed first, with exit code 137:", "SIGKILL, which the system sends"],
             ["rank 1 of 2"],
         ),
         ("hang_after_a_failure", 1, ["rank 1 of 2 failed first", "lost its way"], ["rank 0"]),
-        ("fail_on_every_rank", 1, ["error: the disk is full\n  rank 0: no space left\n"], ["Traceback", "after it"]),
+        (
+            "fail_on_every_rank",
+            1,
+            ["error: the disk is full\n  rank 0: no space left\n"],
+            ["Traceback", "failed later"],
+        ),
         ("fail_in_a_library", 1, ["rank 1 of 2 failed first", "Traceback", "ValueError: invalid"], ["rank 0"]),
-        ("end_without_a_word", 7, ["rank 0 of 2 failed first, with exit code 7:", "left no message"], []),
+        ("end_without_a_word", 7, ["rank 0 of 2 failed first, with exit code 7:", "without a message"], []),
     ],
 )
 def test_the_first_failure_is_told_and_its_exit_code_is_the_jobs(
@@ -178,14 +183,14 @@ RANK_WITHOUT_LAUNCHER = """
 import fcntl, os, signal, sys, time
 from pathlib import Path
 from xorl.cli.exit_codes import Terminated
-from xorl.cli.signals import stopping_with_parent, terminable
+from xorl.cli.signals import stop_with_parent, raise_on_sigterm
 launcher, mode = int(sys.argv[1]), sys.argv[2]
 fcntl.flock(alive := Path("alive").open("w"), fcntl.LOCK_EX)
 while mode == "slow" and os.getppid() == launcher:
     Path("started").touch()
     time.sleep(0.01)
 try:
-    with terminable(), stopping_with_parent(launcher):
+    with raise_on_sigterm(), stop_with_parent(launcher):
         Path("started").touch()
         if mode == "stuck":
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # as in torch, where no handler runs

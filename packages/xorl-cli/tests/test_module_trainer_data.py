@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils import data as torch_data
 
-from xorl.train.module.loader import DataLoader, batches_of_epoch, read_batch, refuse_unshifted, rows_per_batch
+from xorl.train.module.loader import DataLoader, batches_of_epoch, read_batch, reject_unshifted_labels, rows_per_batch
 
 IDS = torch.tensor([[3, 1, 4, 1], [5, 9, 2, 6]])
 SHIFTED = torch.tensor([[1, 4, 1, -100], [9, 2, 6, -100]])
@@ -108,7 +108,7 @@ def test_forms_of_a_batch(batch, labels: Tensor) -> None:
 @pytest.mark.parametrize(
     ("batch", "told"),
     [
-        ({"ids": IDS}, "input_ids is wanted"),
+        ({"ids": IDS}, "must have input_ids"),
         ((IDS, IDS, IDS), "3 parts"),
         (IDS.float(), "float32"),
         (IDS[0], r"\[4\]"),
@@ -125,8 +125,8 @@ def test_other_batches_are_refused(batch, told: str) -> None:
 def test_labels_that_repeat_the_ids_are_refused() -> None:
     # Catches a model that learns to copy its input, with a loss near zero.
     with pytest.raises(ValueError, match="the token after"):
-        refuse_unshifted(read_batch((IDS, IDS), None))
+        reject_unshifted_labels(read_batch((IDS, IDS), None))
     same = torch.full((2, 4), 7)
     for labels in (SHIFTED, torch.full_like(IDS, -100)):
-        refuse_unshifted(read_batch((IDS, labels), None))
-    refuse_unshifted(read_batch((same, same), None))
+        reject_unshifted_labels(read_batch((IDS, labels), None))
+    reject_unshifted_labels(read_batch((same, same), None))

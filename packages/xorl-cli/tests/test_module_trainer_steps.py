@@ -121,7 +121,7 @@ def test_nothing_to_train_on_is_an_error() -> None:
     untrained = [(ids, torch.full_like(ids, -100)) for ids, _ in rows()]
     with pytest.raises(ValueError, match="no token of step 1"):
         Trainer(model, torch.optim.SGD, DataLoader(untrained, 2), **options).train()
-    with pytest.raises(ValueError, match="no batch"):
+    with pytest.raises(ValueError, match="yielded no batch"):
         Trainer(model, torch.optim.SGD, DataLoader(rows(2), 3), **options).train()
     with pytest.raises(ValueError, match="loss_fn"):
         Trainer(nn.Sequential(nn.Embedding(VOCABULARY, 2), nn.Flatten()), torch.optim.SGD, [IDS], **options).train()
@@ -155,8 +155,8 @@ def test_what_cannot_be_trained_is_refused(model: nn.Module, options: dict, told
     [
         ({"sharding_strategy": "NO_SHARD"}, "FULL_SHARD"),
         ({"auto_wrap_policy": "layers"}, "'transformer'"),
-        ({"auto_wrap_policy": "transformer"}, "need each other"),
-        ({"transformer_layer_cls": nn.Linear}, "need each other"),
+        ({"auto_wrap_policy": "transformer"}, "must be given together"),
+        ({"transformer_layer_cls": nn.Linear}, "must be given together"),
         ({"min_num_params": 10}, "'size'"),
         ({"shard_size": 2}, "HYBRID_SHARD"),
     ],

@@ -18,7 +18,7 @@ from xorl.core import runtime
 from xorl.core.loss import cross_entropy
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.nn.fp8 import Fp8Linear
-from xorl.core.optim import WideAccumulation
+from xorl.core.optim import Fp32Accumulation
 from xorl.core.parallel import ParallelModel
 from xorl.core.parallel.copy_engine import WINDOW_BYTES
 from xorl.core.runtime import Runtime
@@ -197,7 +197,7 @@ def test_gradients_are_counted_as_they_are_held(
     config = config_with(tmp_path, gradient_accumulation_steps=num_micro_batches, **alone, **dtypes)
     model, estimate = placed(config, place)
     parameters = list(model.module.parameters())
-    accumulation, batch = WideAccumulation(parameters), MicroBatch(16, 16)
+    accumulation, batch = Fp32Accumulation(parameters), MicroBatch(16, 16)
     ids = torch.zeros(batch.num_tokens, dtype=torch.int64)
     loss_fn = partial(cross_entropy, targets={"labels": ids})
     with LiveBytes() as live:
@@ -239,7 +239,7 @@ def test_the_peak_of_a_step_is_predicted(options: dict, setting: str, place: Run
 
     model = build_model(architecture, config.model, chosen, config.lora, mesh, place.device)
     parameters = list(model.module.parameters())
-    accumulation = WideAccumulation([parameter for parameter in parameters if parameter.requires_grad])
+    accumulation = Fp32Accumulation([parameter for parameter in parameters if parameter.requires_grad])
     ids = torch.zeros(batch.num_tokens, dtype=torch.int64)
     loss_fn = partial(cross_entropy, targets={"labels": ids}, **head_options_of(config.model, chosen))
     with LiveBytes() as live:

@@ -21,12 +21,12 @@ from xorl.kernels.attention import KeyValueCache, MixedLayout
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import linear_cross_entropy, wide_logits
 from xorl.lora import AdapterBank, AdapterSpec
-from xorl.server.sampler import Sampler, SampleRequest, SampleResult
+from xorl.server.sampler import GenerationRequest, GenerationResult, Sampler
 from xorl.server.sampler import sampler as sampler_module
 from xorl.server.sampler.blocks import BlockPool, block_keys
 from xorl.server.sampler.decode import DecodePass
 from xorl.server.sampler.draw import DrawRule, draw, uniform_number
-from xorl.server.sampler.schedule import Continuation, Schedule
+from xorl.server.sampler.scheduler import Continuation, SampleScheduler
 
 CPU = torch.device("cpu")
 VOCAB = 61
@@ -41,8 +41,8 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-class PlainGrowth:
-    """What `DecodePass` does, by the layout that a CPU has, with the rows that fill up a recorded pass."""
+class PlainDecodePass:
+    """`DecodePass` by the layout that a CPU has, with padding rows as in a recorded pass."""
 
     def __init__(self, model: ParallelModel, cache: KeyValueCache, **_: object) -> None:
         self._model = model
@@ -64,8 +64,8 @@ class PlainGrowth:
 def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that is here holds whether samples that grow have passes of their own, as on a GPU, or not."""
     if request.param == "decode apart":
-        monkeypatch.setattr(sampler_module, "growth_refusal", lambda request: None)
-        monkeypatch.setattr(sampler_module, "DecodePass", PlainGrowth)
+        monkeypatch.setattr(sampler_module, "decode_refusal", lambda request: None)
+        monkeypatch.setattr(sampler_module, "DecodePass", PlainDecodePass)
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def prompts(lengths: list[int]) -> list[tuple[int, ...]]:
 def test_samples_are_what_the_whole_sequence_gives_again(model: ParallelModel) -> None:
     # Catches positions, windows, blocks or rows of the cache that are off by one, for prompts of all remainders.
     requests = [
-        SampleRequest(prompt, max_tokens=21, seed=index, temperature=0.7)
+        GenerationRequest(prompt, max_tokens=21, seed=index, temperature=0.7)
         for index, prompt in enumerate(prompts([1, 2, 15, 16, 17, 33, 50]))
     ]
     for request, result in zip(requests, make_sampler(model).run(requests), strict=True):
@@ -133,7 +133,7 @@ def test_samples_are_what_the_whole_sequence_gives_again(model: ParallelModel) -
 def test_what_else_is_generated_changes_nothing(model: ParallelModel, options: dict[str, int]) -> None:
     # Catches noise, blocks or rows shared by mistake, and samples that are not taken up again as they were left.
     requests = [
-        SampleRequest(prompt, max_tokens=30 - 3 * index, seed=index, num_samples=2, prompt_logprobs=index % 2 == 0)
+        GenerationRequest(prompt, max_tokens=30 - 3 * index, seed=index, num_samples=2, prompt_logprobs=index % 2 == 0)
         for index, prompt in enumerate(prompts([40, 3, 17, 32, 1]))
     ]
     alone = [make_sampler(model).run([request])[0] for request in requests]
@@ -149,8 +149,8 @@ def test_what_else_is_generated_changes_nothing(model: ParallelModel, options: d
 
 def test_sample_i_has_the_seed_plus_i(model: ParallelModel) -> None:
     # Catches samples of one request that are all alike, or that depend on their number.
-    [three] = make_sampler(model).run([SampleRequest(PROMPT, 12, seed=7, num_samples=3)])
-    singles = make_sampler(model).run([SampleRequest(PROMPT, 12, seed=7 + index) for index in range(3)])
+    [three] = make_sampler(model).run([GenerationRequest(PROMPT, 12, seed=7, num_samples=3)])
+    singles = make_sampler(model).run([GenerationRequest(PROMPT, 12, seed=7 + index) for index in range(3)])
     assert [sample.tokens for sample in three.samples] == [single.samples[0].tokens for single in singles]
     assert len({sample.tokens for sample in three.samples}) == 3
 
@@ -158,11 +158,11 @@ def test_sample_i_has_the_seed_plus_i(model: ParallelModel) -> None:
 def test_requests_enter_and_leave_between_steps(model: ParallelModel) -> None:
     # Catches batches that are closed until their longest sample ends.
     sampler = make_sampler(model)
-    long = sampler.submit(SampleRequest(PROMPT, 20))
+    long = sampler.submit(GenerationRequest(PROMPT, 20))
     for _ in range(5):
         assert sampler.step() == []
-    short = sampler.submit(SampleRequest(PROMPT[:5], 3))
-    gone = sampler.submit(SampleRequest(PROMPT[:5], 30))
+    short = sampler.submit(GenerationRequest(PROMPT[:5], 3))
+    gone = sampler.submit(GenerationRequest(PROMPT[:5], 30))
     sampler.step()
     sampler.cancel(gone)
     finished = [result.request_id for result in itertools.chain.from_iterable(sampler.step() for _ in range(14))]
@@ -174,9 +174,9 @@ def test_requests_enter_and_leave_between_steps(model: ParallelModel) -> None:
 def test_prompt_logprobs_are_the_trainers(model: ParallelModel) -> None:
     # Catches scores that are shifted, that miss places between passes, or that the cache hides.
     sampler = make_sampler(model, max_step_tokens=11)
-    sampler.run([SampleRequest(PROMPT, 1)])
+    sampler.run([GenerationRequest(PROMPT, 1)])
     targets = np.array([[token, -1, (token + 1) % VOCAB] for token in PROMPT[1:]])
-    request = SampleRequest(PROMPT, 0, prompt_logprobs=True, top_prompt_logprobs=3, target_tokens=targets)
+    request = GenerationRequest(PROMPT, 0, prompt_logprobs=True, top_prompt_logprobs=3, target_tokens=targets)
     [result] = sampler.run([request])
     assert isinstance(model.module, Decoder)
     labels = torch.tensor([*PROMPT[1:], -100])
@@ -204,14 +204,14 @@ def test_prompt_logprobs_are_the_trainers(model: ParallelModel) -> None:
 
 def test_a_sample_ends_with_its_stop_sequence(model: ParallelModel) -> None:
     # Catches stop sequences that are cut off, missed across steps, or found in the prompt.
-    [free] = make_sampler(model).run([SampleRequest(PROMPT, 20, temperature=0)])
+    [free] = make_sampler(model).run([GenerationRequest(PROMPT, 20, temperature=0)])
     tokens = free.samples[0].tokens
     stop = tokens[4:6]
     first = next(place for place in range(20) if tokens[place : place + 2] == stop)
     requests = [
-        SampleRequest(PROMPT, 20, temperature=0, stop=((VOCAB - 1,) * 9, stop)),
-        SampleRequest((*PROMPT, *tokens[: first + 1]), 1, temperature=0, stop=(stop,)),
-        SampleRequest(PROMPT, 20, temperature=0, is_end=lambda sampled: sum(sampled) > 150),
+        GenerationRequest(PROMPT, 20, temperature=0, stop=((VOCAB - 1,) * 9, stop)),
+        GenerationRequest((*PROMPT, *tokens[: first + 1]), 1, temperature=0, stop=(stop,)),
+        GenerationRequest(PROMPT, 20, temperature=0, is_end=lambda sampled: sum(sampled) > 150),
     ]
     ended, across, summed = make_sampler(model).run(requests)
     count = next(count for count in range(20) if sum(tokens[:count]) > 150)
@@ -223,7 +223,7 @@ def test_a_sample_ends_with_its_stop_sequence(model: ParallelModel) -> None:
 
 def test_top_sample_logprobs_are_before_truncation(model: ParallelModel) -> None:
     # Catches logprobs of the truncated distribution, and of one without its temperature.
-    request = SampleRequest(PROMPT, 8, temperature=1.7, top_k=2, top_sample_logprobs=4)
+    request = GenerationRequest(PROMPT, 8, temperature=1.7, top_k=2, top_sample_logprobs=4)
     [result] = make_sampler(model).run([request])
     sample = result.samples[0]
     rows = logprobs_without_cache(model, PROMPT + sample.tokens, 1.7)[len(PROMPT) - 1 : -1]
@@ -278,12 +278,12 @@ def test_prompts_are_computed_once(model: ParallelModel) -> None:
     sampler = make_sampler(model)
     seen: list[int] = []
     model.module.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
-    sampler.run([SampleRequest(PROMPT, 1, num_samples=4)])
+    sampler.run([GenerationRequest(PROMPT, 1, num_samples=4)])
     assert seen == [40 + 3 * 8]  # two whole blocks of 16 are shared, at once
-    [again] = sampler.run([SampleRequest((*PROMPT[:20], 1, 1), 1)])
+    [again] = sampler.run([GenerationRequest((*PROMPT[:20], 1, 1), 1)])
     assert again.num_cached_tokens == 16
     sampler.weights_changed(1)
-    [after] = sampler.run([SampleRequest(PROMPT, 1)])
+    [after] = sampler.run([GenerationRequest(PROMPT, 1)])
     assert after.num_cached_tokens == 0
     assert after.samples[0].versions == (1, 1)
 
@@ -291,7 +291,7 @@ def test_prompts_are_computed_once(model: ParallelModel) -> None:
 def test_changed_weights_are_used_from_the_next_token_on(model: ParallelModel) -> None:
     # Catches keys and values of the weights before, which would give tokens that no model gives.
     sampler = make_sampler(model)
-    sampler.submit(SampleRequest(PROMPT, 12, temperature=0))
+    sampler.submit(GenerationRequest(PROMPT, 12, temperature=0))
     for _ in range(6):
         sampler.step()
     with torch.no_grad():
@@ -304,7 +304,7 @@ def test_changed_weights_are_used_from_the_next_token_on(model: ParallelModel) -
     sample = finished[0].samples[0]
     assert sample.versions == (0, 5)
     prompt = PROMPT + sample.tokens[:6]
-    [fresh] = make_sampler(model).run([SampleRequest(prompt, 6, temperature=0)])
+    [fresh] = make_sampler(model).run([GenerationRequest(prompt, 6, temperature=0)])
     assert sample.tokens[6:] == fresh.samples[0].tokens
     np.testing.assert_allclose(sample.logprobs[6:], fresh.samples[0].logprobs, atol=1e-4)
 
@@ -318,7 +318,7 @@ def test_adapters_are_mixed_in_a_step(model: ParallelModel) -> None:
         with torch.no_grad():
             for adapter in bank.adapters(name).values():
                 adapter.B.copy_(torch.randn(adapter.B.shape, generator=generator))
-    requests = [SampleRequest(PROMPT, 9, temperature=0, adapter=name) for name in (None, "a", "b", "a", "c", None)]
+    requests = [GenerationRequest(PROMPT, 9, temperature=0, adapter=name) for name in (None, "a", "b", "a", "c", None)]
     together = make_sampler(model, bank=bank).run(requests)
     alone = [make_sampler(model, bank=bank).run([request])[0] for request in requests]
     tokens = [result.samples[0].tokens for result in together]
@@ -326,7 +326,7 @@ def test_adapters_are_mixed_in_a_step(model: ParallelModel) -> None:
     assert len(set(tokens)) == 4
     assert not any(entry.has_gradient for entry in bank._entries.values())
     with pytest.raises(ValueError, match="no 'd'; there are 'a', 'b', 'c'"):
-        make_sampler(model, bank=bank).submit(SampleRequest(PROMPT, 1, adapter="d"))
+        make_sampler(model, bank=bank).submit(GenerationRequest(PROMPT, 1, adapter="d"))
 
 
 def test_compiled_layers_are_not_compiled_again(model: ParallelModel) -> None:
@@ -346,10 +346,10 @@ def test_compiled_layers_are_not_compiled_again(model: ParallelModel) -> None:
     train()
     num_graphs = len(graphs)
     assert num_graphs
-    [result] = make_sampler(compiled).run([SampleRequest(PROMPT, 9)])
+    [result] = make_sampler(compiled).run([GenerationRequest(PROMPT, 9)])
     train()
     assert len(graphs) == num_graphs
-    [plain] = make_sampler(model).run([SampleRequest(PROMPT, 9)])
+    [plain] = make_sampler(model).run([GenerationRequest(PROMPT, 9)])
     assert result.samples[0].tokens == plain.samples[0].tokens
 
 
@@ -357,12 +357,12 @@ def test_a_step_that_fails_leaves_no_trace(model: ParallelModel) -> None:
     # Catches blocks that are found again although what their names say was never computed.
     sampler = make_sampler(model)
     hook = model.module.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
-    sampler.submit(SampleRequest(PROMPT, 6, seed=3))
+    sampler.submit(GenerationRequest(PROMPT, 6, seed=3))
     with pytest.raises(ZeroDivisionError):
         sampler.step()
     hook.remove()
     finished = [sampler.step() for _ in range(6)][-1]
-    [plain] = make_sampler(model).run([SampleRequest(PROMPT, 6, seed=3)])
+    [plain] = make_sampler(model).run([GenerationRequest(PROMPT, 6, seed=3)])
     assert finished[0].samples[0].tokens == plain.samples[0].tokens
 
 
@@ -370,13 +370,13 @@ def test_a_step_that_fails_leaves_no_trace(model: ParallelModel) -> None:
     ("changes", "message"),
     [
         ({"prompt": ()}, "prompt must be at least one token"),
-        ({"max_tokens": 0}, "nothing to do"),
+        ({"max_tokens": 0}, "the prompt is not scored"),
         ({"top_p": 0.0}, "top_p must be above 0"),
         ({"stop": ((),)}, "stop must be sequences"),
         ({"target_tokens": np.zeros((2, 1), np.int64)}, r"target_tokens must be \[39, K\]"),
         ({"max_tokens": 300}, "more than the 256 that the model has positions for"),
         ({"max_tokens": 100}, r"more than the 128 that the cache holds \(sampler_cache_tokens\)"),
-        ({"prompt": (VOCAB,)}, "61 is no token of a vocabulary of 61"),
+        ({"prompt": (VOCAB,)}, "token 61 is outside the vocabulary of 61"),
         ({"top_sample_logprobs": 99}, "99 most likely tokens"),
         ({"adapter": "a"}, "there is no 'a'; there are none"),
     ],
@@ -386,7 +386,7 @@ def test_what_cannot_be_done_is_refused(model: ParallelModel, changes: dict, mes
     # Catches requests that would fail in the middle of everyone's pass.
     sampler = make_sampler(model, cache_tokens=1024 if changes.get("max_tokens") == 300 else 128)
     with pytest.raises(ValueError, match=message):
-        sampler.submit(SampleRequest(**{"prompt": PROMPT, "max_tokens": 5, **changes}))
+        sampler.submit(GenerationRequest(**{"prompt": PROMPT, "max_tokens": 5, **changes}))
 
 
 @pytest.mark.parametrize("cache_tokens", [1024, 128, 143])
@@ -398,8 +398,8 @@ def test_a_sample_fills_the_context_or_the_cache_to_its_last_token(model: Parall
     (whole,) = prompts([limit])
     scored, full = sampler.run(
         [
-            SampleRequest(whole, 1, temperature=0, prompt_logprobs=True),
-            SampleRequest(PROMPT, limit - len(PROMPT) + 1, temperature=0),
+            GenerationRequest(whole, 1, temperature=0, prompt_logprobs=True),
+            GenerationRequest(PROMPT, limit - len(PROMPT) + 1, temperature=0),
         ]
     )
     assert scored.prompt_logprobs is not None
@@ -414,43 +414,43 @@ def test_a_sample_fills_the_context_or_the_cache_to_its_last_token(model: Parall
     np.testing.assert_allclose(full.samples[0].logprobs, rows[range(len(tokens)), tokens], atol=1e-4)
     for prompt, max_tokens in ((whole, 2), ((*whole, 1), 0), ((*whole, 1), 1)):
         with pytest.raises(ValueError, match=f"more than the {limit} that"):
-            sampler.submit(SampleRequest(prompt, max_tokens, prompt_logprobs=True))
+            sampler.submit(GenerationRequest(prompt, max_tokens, prompt_logprobs=True))
 
 
-def test_what_grows_needs_nothing_of_its_step() -> None:
+def test_decode_spans_depend_on_no_other_span_of_the_step() -> None:
     # Catches the last token of a prompt, and one whose others are shared, which its neighbours may still have to write.
-    schedule = Schedule(
+    scheduler = SampleScheduler(
         BlockPool(8, 4), max_running=4, max_tokens=6, max_adapters=0, root=lambda adapter: repr(adapter).encode()
     )
-    request = SampleRequest(tuple(range(9)), 6)
+    request = GenerationRequest(tuple(range(9)), 6)
     first, second = (Continuation(index, 0, request, list(request.prompt), scores_prompt=False) for index in range(2))
 
     def step() -> list[tuple[int, int, int, bool]]:
-        pieces = schedule.plan()
-        for piece in pieces:
-            piece.continuation.num_cached = piece.stop
-            if piece.is_last:
-                piece.continuation.tokens.append(7)
-        return [(piece.continuation.request_id, piece.start, piece.stop, piece.grows) for piece in pieces]
+        spans = scheduler.plan()
+        for span in spans:
+            span.continuation.num_cached = span.stop
+            if span.is_last:
+                span.continuation.tokens.append(7)
+        return [(span.continuation.request_id, span.start, span.stop, span.is_decode) for span in spans]
 
-    schedule.waiting.append(first)
+    scheduler.waiting.append(first)
     assert [step(), step(), step()] == [[(0, 0, 6, False)], [(0, 6, 9, False)], [(0, 9, 10, True)]]
-    schedule.waiting.append(second)
+    scheduler.waiting.append(second)
     assert step() == [(0, 10, 11, True), (1, 8, 9, False)]
-    schedule.retract(first)
+    scheduler.preempt(first)
     assert step() == [(1, 9, 10, True), (0, 8, 12, False)]
     assert step() == [(1, 10, 11, True), (0, 12, 13, True)]
 
 
 def test_shares_are_the_request_s_own_samples(model: ParallelModel) -> None:
     # Catches shares that draw what others draw, in another order, or score the prompt each.
-    request = SampleRequest(PROMPT, 6, seed=4, num_samples=7, prompt_logprobs=True)
+    request = GenerationRequest(PROMPT, 6, seed=4, num_samples=7, prompt_logprobs=True)
     shares = request.shares(3)
     assert [share.prompt_logprobs for share in shares] == [True, False, False]
-    whole, joined = (make_sampler(model).run([request])[0], SampleResult.of_shares(make_sampler(model).run(shares)))
+    whole, joined = (make_sampler(model).run([request])[0], GenerationResult.of_shares(make_sampler(model).run(shares)))
     assert [sample.tokens for sample in whole.samples] == [sample.tokens for sample in joined.samples]
     np.testing.assert_allclose(joined.prompt_logprobs, whole.prompt_logprobs, atol=1e-5)
-    assert SampleRequest(PROMPT, 0, prompt_logprobs=True).shares(1)[0].prompt_logprobs
+    assert GenerationRequest(PROMPT, 0, prompt_logprobs=True).shares(1)[0].prompt_logprobs
 
 
 def test_blocks_are_reused_oldest_first_and_found_until_then() -> None:
@@ -459,20 +459,20 @@ def test_blocks_are_reused_oldest_first_and_found_until_then() -> None:
     keys = list(block_keys([1, 2, 3, 4, 5], 2, b"root"))
     assert len(keys) == 2
     assert keys != list(block_keys([1, 2, 3, 4], 2, b"other"))
-    first, second = pool.take(), pool.take()
-    pool.name(first, keys[0])
-    pool.name(second, keys[1])
+    first, second = pool.allocate(), pool.allocate()
+    pool.set_key(first, keys[0])
+    pool.set_key(second, keys[1])
     pool.share([first])
     pool.release([first, second])
     assert pool.num_unused == 2
     assert pool.find(keys) == [first, second]
-    pool.take()
+    pool.allocate()
     assert pool.find(keys) == [first, second]
-    pool.take()
+    pool.allocate()
     assert pool.find(keys) == [first]
     assert pool.num_unused == 0
     pool.release([first])
-    pool.take()
+    pool.allocate()
     assert pool.find(keys) == []
 
 
@@ -486,4 +486,4 @@ def test_looking_whether_a_pass_can_be_recorded_warns_of_nothing(monkeypatch: py
     monkeypatch.setattr(decode, "_pass", lambda num_rows: None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert decode._waits(1) is None
+        assert decode._recording_refusal(1) is None

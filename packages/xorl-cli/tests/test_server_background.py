@@ -86,7 +86,7 @@ async def test_a_service_that_looks_for_its_workers_no_more_ends(tmp_path, monke
         with monkeypatch.context() as patched:
             patched.setattr(asyncio.get_running_loop(), "stop", stopped.set)
             await client.create()
-            client.orchestrator.state.workers._asked_health = None
+            client.orchestrator.state.workers._last_health_check = None
             await asyncio.wait_for(stopped.wait(), 5)
     assert "event=orchestrator_broken" in caplog.text
 

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xorl.data import IGNORE, Document, collate
+from xorl.data.batch import IGNORE
+from xorl.data.collate import Document, collate
 from xorl.server.batching import Example, Layout, assign, check_examples, in_datum_order, rows_of
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=40)
@@ -116,13 +117,13 @@ def test_values_come_back_in_the_order_of_the_data(lengths: list[int], num_ranks
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (example(9), r"datum 1 has 9 tokens.*at most 8 \(sample_packing_sequence_len\)"),
-        (Example(np.array([1, 64]), np.array([1, 1])), "datum 1: tokens has 64, which is no token of a vocabulary"),
-        (Example(np.array([1, 2]), np.array([1, -1])), "datum 1: target_tokens has -1"),
+        (example(9), r"datum 1 has 9 tokens.*from 1 to 8 \(sample_packing_sequence_len\)"),
+        (Example(np.array([1, 64]), np.array([1, 1])), "datum 1: tokens contains 64, which is outside the vocabulary"),
+        (Example(np.array([1, 2]), np.array([1, -1])), "datum 1: target_tokens contains -1"),
         (Example(np.array([1, 2]), np.array([1])), r"target_tokens has shape \[1\]; it must be \[2\] or \[2, K\]"),
         (Example(np.array([1]), np.array([1]), {"advantages": np.ones(2, np.float32)}), r"advantages has shape \[2\]"),
         (example(2, advantages=float("nan")), "datum 1: advantages has values that are not finite"),
-        (example(2, weights=0.5), "datum 1 has no advantages, and others of the call have"),
+        (example(2, weights=0.5), "datum 1 has no advantages, but other data of the call do"),
     ],
 )
 def test_what_cannot_be_computed_is_named(bad: Example, message: str) -> None:
@@ -134,5 +135,5 @@ def test_what_cannot_be_computed_is_named(bad: Example, message: str) -> None:
 def test_data_of_different_inputs_are_refused_whatever_their_number() -> None:
     """Catches a datum that lacks what a later one has, which only the rank that is dealt it would find."""
     data = [example(2, logprobs=-1.0, weights=1.0), example(2, logprobs=-1.0, advantages=1.0)]
-    with pytest.raises(ValueError, match="datum 0 has no advantages, and others of the call have"):
+    with pytest.raises(ValueError, match="datum 0 has no advantages, but other data of the call do"):
         check_examples(data, bin_len=8, vocab_size=64)

@@ -10,7 +10,7 @@ from counting_workers import CountingWorkers, folded
 from orchestrated import LIMITS, SESSION, Client, forward_backward, options, step
 from xorl.server.operations import AbortGradients, Failure, SaveWeights, UnloadModel
 from xorl.server.orchestrator import Orchestrator
-from xorl.server.orchestrator.calls import RELEASE
+from xorl.server.orchestrator.operation_properties import EVICTION
 
 MODELS = [f"{SESSION}:train:{index}" for index in range(3)]
 
@@ -60,7 +60,7 @@ async def chaos(chosen, seed):
             workers.close()
             workers = CountingWorkers(chosen.worker_address, chosen.folder, delay_s=0.01)
         elif kind == "release":
-            await orchestrator._door.submit_own(UnloadModel(model), RELEASE)
+            await orchestrator._admission.submit_internal(UnloadModel(model), EVICTION)
         elif kind == "results":
             await asyncio.sleep(draw.random() * 0.1)
         else:

@@ -13,16 +13,15 @@ from xorl.config import (
     ServerConfig,
     load_config,
     load_server_config,
-    num_workers,
     server_config_from_mapping,
-    training_config,
 )
 from xorl.config.docs import documentation, json_schema
 from xorl.config.options import all_options
-from xorl.config.refusals import REFUSALS, Refusal
-from xorl.config.server_refusals import SERVER_REFUSALS, server_refusals_of
-from xorl.config.server_training import NAMES, local_path
+from xorl.config.server import num_workers
+from xorl.config.server_training import SERVER_NAMES, local_path, training_config
+from xorl.config.server_unsupported import SERVER_UNSUPPORTED, server_unsupported_values
 from xorl.config.show import show
+from xorl.config.unsupported import UNSUPPORTED, UnsupportedValues
 
 FROZEN = Path(__file__).with_name("frozen_server_options.txt")
 ROOT = Path(__file__).resolve().parents[3]
@@ -107,38 +106,42 @@ def test_what_is_shown_loads_to_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "path", "wanted"),
     [
-        ({"train": {"lr": 1}}, "train", "flat: write those of train at the top level"),
-        ({"lr": 1e-4}, "lr", "a client of the service says it with each optimizer step"),
-        ({"datasets": []}, "datasets", "the data of the service is what clients send"),
-        ({"param_dtype": "bf16"}, "param_dtype", "which the service does not have"),
+        ({"train": {"lr": 1}}, "train", "no sections: write those of train at the top level"),
+        ({"lr": 1e-4}, "lr", "clients of the service send it with each optimizer step"),
+        ({"datasets": []}, "datasets", "the service trains on the data that clients send"),
+        ({"param_dtype": "bf16"}, "param_dtype", "that the service does not have"),
         ({"exclude_modules": []}, "exclude_modules", "did you mean qlora_exclude_modules?"),
         ({"optimiser": "sgd"}, "optimiser", "did you mean optimizer?"),
-        ({"storage_limit": "10 XB"}, "storage_limit", "of another form"),
-        ({"worker_bind_address": "ipc://a"}, "worker_bind_address", "of another form"),
+        ({"storage_limit": "10 XB"}, "storage_limit", "in the form described below"),
+        ({"worker_bind_address": "ipc://a"}, "worker_bind_address", "in the form described below"),
         ({"idle_session_timeout": 0}, "idle_session_timeout", "number > 0"),
         ({"log_level": "debug"}, "log_level", "did you mean DEBUG?"),
         ({"sampler_cache_tokens": 15}, "sampler_cache_tokens", "integer >= 16"),
         ({"model_path": None}, "model_path", "both are null"),
-        ({"api_token": "secret"}, "api_token", "of another form"),
-        ({"inference_endpoints": [{"host": "a"}]}, "inference_endpoints.0.port", "has to be given"),
-        ({"inference_endpoints": ["a:1"]}, "inference_endpoints.0", "wants an inference endpoint, a mapping with"),
+        ({"api_token": "secret"}, "api_token", "in the form described below"),
+        ({"inference_endpoints": [{"host": "a"}]}, "inference_endpoints.0.port", "required option is missing"),
+        ({"inference_endpoints": ["a:1"]}, "inference_endpoints.0", "expected an inference endpoint, a mapping with"),
         (
             {"inference_endpoints": [{"host": "a", "port": 1}, {"host": "a", "port": 1}]},
             "inference_endpoints.1",
-            "listed already",
+            "listed twice",
         ),
-        ({"lora_rank": 8}, "lora_rank", "does nothing unless enable_lora is true"),
-        ({"max_lora_rank": 64}, "max_lora_rank", "does nothing unless enable_lora is true"),
-        ({"enable_lora": True, "max_lora_rank": 8}, "max_lora_rank", "below lora_rank, which is 32"),
-        ({"enable_lora": True, "optimizer": "sgd"}, "optimizer", "trained by AdamW in fp32: leave optimizer at adamw"),
-        ({"enable_lora": True, "enable_reentrant": True}, "enable_reentrant", "leave enable_reentrant at false"),
+        ({"lora_rank": 8}, "lora_rank", "has no effect unless enable_lora is true"),
+        ({"max_lora_rank": 64}, "max_lora_rank", "has no effect unless enable_lora is true"),
+        ({"enable_lora": True, "max_lora_rank": 8}, "max_lora_rank", "below lora_rank (32)"),
+        (
+            {"enable_lora": True, "optimizer": "sgd"},
+            "optimizer",
+            "trains adapters by AdamW in fp32: set optimizer to adamw",
+        ),
+        ({"enable_lora": True, "enable_reentrant": True}, "enable_reentrant", "set enable_reentrant to false"),
         ({"enable_lora": True, "quant_format": "nf4"}, "quant_format", "unless enable_qlora is true"),
         ({"enable_qlora": True, "lora_target_modules": []}, "lora_target_modules", "the list is empty"),
         ({"muon_lr": 0.1}, "muon_lr", "unless optimizer is muon"),
         ({"data_parallel_mode": "ddp", "enable_forward_prefetch": True}, "enable_forward_prefetch", "is fsdp2"),
         ({"data_parallel_mode": "ddp", "data_parallel_shard_size": 2}, "data_parallel_shard_size", "does not shard"),
         ({"reshard_after_forward": False}, "reshard_after_forward", "set enable_full_shard to false"),
-        ({"load_weights_mode": "dcp"}, "load_weights_mode", "load_checkpoint_path has to name the checkpoint"),
+        ({"load_weights_mode": "dcp"}, "load_weights_mode", "needs load_checkpoint_path"),
         (
             {"load_weights_mode": "safetensors", "load_checkpoint_path": "a"},
             "load_weights_mode",
@@ -162,8 +165,8 @@ def test_queries_and_keys_may_be_said_to_be_bf16_beside_mixed_precision() -> Non
 @pytest.mark.parametrize(
     ("override", "wanted"),
     [
-        (("--train.lr", "1"), "flat; write --server.lr VALUE"),
-        (("--server.seed",), "has no value; write --server.seed VALUE"),
+        (("--train.lr", "1"), "no sections; write --server.lr VALUE"),
+        (("--server.seed",), "the value is missing; write --server.seed VALUE"),
         (("--server.sed", "1"), "unknown option; did you mean seed?"),
     ],
 )
@@ -176,10 +179,10 @@ def test_overrides_begin_with_server(tmp_path: Path, override: tuple[str, ...], 
     assert caught.value.problems[0].origin.where == override[0]
 
 
-@pytest.mark.parametrize("option", [option for option in OPTIONS.values() if server_refusals_of(option.path)])
+@pytest.mark.parametrize("option", [option for option in OPTIONS.values() if server_unsupported_values(option.path)])
 def test_every_refusal_is_made(option) -> None:
     # Would catch an option whose capability is not there and that is accepted.
-    for row in server_refusals_of(option.path):
+    for row in server_unsupported_values(option.path):
         for value in row.values or (REFUSED.get(option.path, refused_value(option)),):
             found = [message for path, message in problems_with(**{option.path: value}) if path == option.path]
             assert [message for message in found if row.reason in message and row.instead in message]
@@ -191,17 +194,17 @@ def refused_value(option) -> object:
     return int(float(option.default)) + 1 if option.default[0].isdecimal() else None
 
 
-@pytest.mark.parametrize("row", SERVER_REFUSALS, ids=lambda row: row.option)
-def test_every_row_names_an_option(row: Refusal) -> None:
+@pytest.mark.parametrize("row", SERVER_UNSUPPORTED, ids=lambda row: row.option)
+def test_every_row_names_an_option(row: UnsupportedValues) -> None:
     # Would catch a row that has lost its option, and with it a value that nobody refuses.
     assert row.option in OPTIONS
 
 
 def test_what_local_training_refuses_the_service_refuses() -> None:
     # Would catch a shared option that is refused locally and slips through here.
-    refused = {row.option for row in REFUSALS}
+    refused = {row.option for row in UNSUPPORTED}
     shared = {option for option in OPTIONS if local_path(option) in refused}
-    assert {option for option in shared if not server_refusals_of(option)} == set()
+    assert {option for option in shared if not server_unsupported_values(option)} == set()
 
 
 def test_every_option_is_either_read_or_refused() -> None:
@@ -210,15 +213,17 @@ def test_every_option_is_either_read_or_refused() -> None:
     server = _code_of(source / "server")
     # What is an option of local training, too, is read where that builds the model.
     shared = server + _code_of(source / "train") + (source / "config" / "resolve.py").read_text(encoding="utf-8")
-    refused = {path for path in OPTIONS for row in server_refusals_of(path) if not row.values and not row.matches}
+    refused = {
+        path for path in OPTIONS for row in server_unsupported_values(path) if not row.values and not row.matches
+    }
     refused.add("sync_inference_method")  # which has one value, the one that is built
     names = {"storage_limit": "storage_limit_bytes"} | {
-        option: path.rpartition(".")[2] for path, option in NAMES.items()
+        option: path.rpartition(".")[2] for path, option in SERVER_NAMES.items()
     }
     unread = [
         path
         for path, option in OPTIONS.items()
-        if not re.search(rf"\.{names.get(path, option.name)}\b", shared if path in NAMES.values() else server)
+        if not re.search(rf"\.{names.get(path, option.name)}\b", shared if path in SERVER_NAMES.values() else server)
     ]
     assert sorted(set(unread) - refused) == []
 
@@ -246,7 +251,7 @@ def test_the_sizes_say_how_many_workers_start(options: dict[str, Any], num_gpus:
 
 def test_a_size_that_leaves_gpus_over_is_an_error() -> None:
     # Would catch -1 that silently takes fewer GPUs than all.
-    with pytest.raises(ValueError, match="takes all 8 GPUs, which data_parallel_replicate_size 3 does not divide"):
+    with pytest.raises(ValueError, match="uses all 8 GPUs, but data_parallel_replicate_size 3 does not divide 8"):
         num_workers(loaded(data_parallel_shard_size=-1, data_parallel_replicate_size=3).config, 8)
 
 
@@ -260,7 +265,7 @@ def test_the_engine_is_the_one_of_local_training() -> None:
     assert (local.model.lm_head_fp32, local.model.merge_qkv, local.train.seed) == (False, False, 7)
     assert (local.train.load_weights_mode, local.train.param_dtype) == ("broadcast", "bf16")
     assert local.train.load_checkpoint_path is None
-    for path, option in NAMES.items():
+    for path, option in SERVER_NAMES.items():
         section, name = path.split(".")
         if option != "load_weights_mode":
             assert getattr(getattr(local, section), name) == getattr(config, option), option

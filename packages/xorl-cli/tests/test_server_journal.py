@@ -230,7 +230,7 @@ def test_a_journal_of_another_version_is_left_alone(tmp_path):
     with_journal(tmp_path, nothing)
     with sqlite3.connect(tmp_path / "journal.sqlite") as file:
         file.execute("PRAGMA user_version = 99")
-    with pytest.raises(OtherVersion, match="of version 99, here it is of"):
+    with pytest.raises(OtherVersion, match="journal version 99; this one reads version"):
         with_journal(tmp_path, nothing)
 
 

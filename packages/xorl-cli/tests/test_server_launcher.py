@@ -21,9 +21,9 @@ from xorl.server.addresses import (
     channel_keys,
     connect_address,
     publish,
-    published,
-    reachable,
+    read_published,
     service_folder,
+    with_reachable_host,
     workers_file,
 )
 from xorl.server.channel import ChannelKeys
@@ -44,7 +44,7 @@ def toy(code: str, **options: Any) -> Supervised:
 def look_until(process: Supervised, is_done, timeout_s: float = 20.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not is_done():
-        process.look_after()
+        process.restart_if_dead()
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -65,9 +65,9 @@ def test_a_process_that_is_killed_is_started_again() -> None:
 @pytest.mark.parametrize(
     ("code", "options", "wanted"),
     [
-        ("import sys; sys.exit(2)", {}, "cannot start: its message is above"),
+        ("import sys; sys.exit(2)", {}, "cannot start: see its message above"),
         ("import sys; sys.exit(1)", {"max_quick_deaths": 2}, "died 2 times, each within 10 s .* code=1"),
-        ("import os; os.abort()", {"max_quick_deaths": 1}, "at last with signal=SIGABRT"),
+        ("import os; os.abort()", {"max_quick_deaths": 1}, "the last exit was signal=SIGABRT"),
     ],
 )
 def test_a_process_that_cannot_run_is_given_up(code: str, options: dict[str, Any], wanted: str) -> None:
@@ -117,9 +117,9 @@ def test_a_child_ends_with_its_parent(seconds: float) -> None:
 @pytest.mark.parametrize(
     ("host", "port", "wanted"),
     [
-        ("127.0.0.1", 0, "--api-port: a port is 1 to 65535"),
-        ("192.0.2.1", 5555, "--api-host: this machine cannot listen at 192.0.2.1"),
-        ("no such host", 5555, "--api-host: no such host is no address"),
+        ("127.0.0.1", 0, "--api-port: a port must be from 1 to 65535"),
+        ("192.0.2.1", 5555, "--api-host: this machine cannot listen on 192.0.2.1"),
+        ("no such host", 5555, "--api-host: no such host is not a valid address"),
     ],
 )
 def test_a_place_to_listen_that_is_none_is_named(host: str, port: int, wanted: str) -> None:
@@ -157,12 +157,12 @@ def test_one_service_has_an_output_folder(tmp_path: Path) -> None:
     # Would catch two services that write one journal.
     folder = tmp_path / "out" / "service"
     folder.mkdir(parents=True)
-    with launcher.hold_folder(folder) as lock:
+    with launcher.lock_output_dir(folder) as lock:
         lock.write(f"{os.getpid()} http://127.0.0.1:5555\n")
         lock.flush()
-        with pytest.raises(ValueError, match=r"output_dir: another service has .*http://127.0.0.1:5555"):
-            launcher.hold_folder(folder)
-    launcher.hold_folder(folder).close()
+        with pytest.raises(ValueError, match=r"output_dir: another service has locked .*http://127.0.0.1:5555"):
+            launcher.lock_output_dir(folder)
+    launcher.lock_output_dir(folder).close()
 
 
 def test_an_output_folder_that_cannot_be_is_named(tmp_path: Path) -> None:
@@ -177,12 +177,12 @@ def test_the_processes_of_a_killed_launcher_are_waited_for(tmp_path: Path) -> No
     # Would catch a service that is started again at once, and meets the last one's processes on its journal and port.
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    with launcher.hold_folder(tmp_path) as lock:
+    with launcher.lock_output_dir(tmp_path) as lock:
         lock.write(f"{ended.pid} http://127.0.0.1:5555\n")
         lock.flush()
-        child = toy("import time; time.sleep(1)", held=(lock.fileno(),))
+        child = toy("import time; time.sleep(1)", inherited_fds=(lock.fileno(),))
         child.start()
-    launcher.hold_folder(tmp_path).close()
+    launcher.lock_output_dir(tmp_path).close()
     assert child.pid is None
 
 
@@ -212,7 +212,7 @@ def test_gpus_that_stay_idle_are_told_of(tmp_path: Path, caplog, size: int, is_s
 @pytest.mark.parametrize(
     ("options", "num_gpus", "wanted"),
     [
-        ({"data_parallel_shard_size": 8}, 4, "8 workers, and this machine shows 4 GPUs"),
+        ({"data_parallel_shard_size": 8}, 4, "8 workers, but this machine has 4 GPUs"),
         ({"engine_connect_host": "node0"}, 0, "engine_connect_host: with --mode auto the workers are on this host"),
     ],
 )
@@ -233,7 +233,7 @@ def test_what_cannot_be_started_here_is_named(
 
 @pytest.mark.parametrize(
     ("text", "wanted"),
-    [(None, "is no folder with a config.json"), ("{", "is not JSON"), ("{}", "names no model_type")],
+    [(None, "is neither a folder with a config.json"), ("{", "is not JSON"), ("{}", "has no model_type")],
 )
 def test_a_model_that_is_none_is_named_before_anything_starts(tmp_path: Path, text: str | None, wanted: str) -> None:
     # Would catch a launcher that starts workers again and again for a misspelt folder.
@@ -257,7 +257,7 @@ def test_workers_beyond_this_machine_have_keys(tmp_path: Path) -> None:
     assert channel_keys(config, "ipc:///tmp/x") is None
     file = tmp_path / "out" / "service" / "channel.keys"
     file.chmod(0o644)
-    with pytest.raises(ValueError, match="others may read it"):
+    with pytest.raises(ValueError, match="other users can read it"):
         channel_keys(config, address)
 
 
@@ -275,7 +275,7 @@ def test_workers_are_found_by_what_they_publish(tmp_path: Path) -> None:
     for host, reached in (("10.0.0.1", "10.0.0.1"), ("0.0.0.0", "127.0.0.1")):
         named = loaded(tmp_path, worker_bind_address=f"tcp://{host}:7000").config
         assert connect_address(named, 0.1) == (f"tcp://{reached}:7000", True)
-    assert reachable("ipc:///a", "host", always=True) == "ipc:///a"
+    assert with_reachable_host("ipc:///a", "host", always=True) == "ipc:///a"
 
 
 def test_what_workers_publish_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -283,14 +283,14 @@ def test_what_workers_publish_is_read_whole_or_not_at_all(tmp_path: Path) -> Non
     config = loaded(tmp_path).config
     file = workers_file(config)
     assert file is not None
-    assert published(file) is None
+    assert read_published(file) is None
     publish(config, "tcp://10.0.0.1:5556")
-    assert published(file) == ("tcp://10.0.0.1:5556", ChannelKeys.load(file.with_name("channel.keys")))
+    assert read_published(file) == ("tcp://10.0.0.1:5556", ChannelKeys.load(file.with_name("channel.keys")))
     publish(config, "ipc:///tmp/x")
-    assert published(file) == ("ipc:///tmp/x", None)
+    assert read_published(file) == ("ipc:///tmp/x", None)
     for text in ("", "{", "{}", "7", '{"address": "tcp://10.0.0.1:5556", "has_keys": false}'):
         file.write_text(text)
-        assert published(file) is None
+        assert read_published(file) is None
     plan = launcher.make_plan(
         loaded(tmp_path, engine_connect_host="node0").config, tmp_path / "a", 0, mode="connect", api_host="", api_port=1
     )

@@ -30,7 +30,7 @@ from xorl.server.operations import (
     SaveWeightsForSampler,
     UnloadModel,
 )
-from xorl.server.orchestrator.calls import RELEASE
+from xorl.server.orchestrator.operation_properties import EVICTION
 from xorl.server.orchestrator.registry import checkpoint_key
 from xorl.server.queries import (
     CreateSamplingSession,
@@ -69,7 +69,7 @@ async def test_creations_are_requests_like_others_to_a_service_that_is_full_or_h
         full = await client.orchestrator.answer(submit(creates[3], session=None))
         assert (full.status, "3 requests are waiting" in full.message) == (429, True)
         assert await client.send(creates[0], session=None) == kept[0], "a retry is not another request"
-        while not client.orchestrator.state.workers.are_gone:
+        while not client.orchestrator.state.workers.absent_too_long:
             await asyncio.sleep(0.05)
         assert [(await client.result(request)).status for request in kept] == [503] * 3
         away = await client.orchestrator.answer(submit(creates[3], session=None))
@@ -144,7 +144,7 @@ async def test_the_first_words_of_a_service_of_full_weights_say_so(tmp_path):
     async with serving(whole) as (client, _), over_http(client) as http:
         welcome = (await http.post("/api/v1/create_session", json={"session_id": SESSION})).json()["info_message"]
         assert "full weights of tiny, one model at a time" in welcome
-        assert "rank that a client asks for is not used" in welcome
+        assert "ignores the rank that a client requests" in welcome
         await client.do(CreateModel(MODEL, lora=LoraSpec(rank=8)))
         info = (await http.post("/api/v1/get_info", json={"model_id": MODEL})).json()
         assert (info["is_lora"], info["lora_rank"]) == (False, None)
@@ -218,7 +218,7 @@ async def test_no_save_goes_beyond_storage_limit_the_first_one_and_the_services_
             assert (await client.do(save(MODEL, "first"), seq)).status == 507
         await client.do(forward_backward(2), 6)
         model = client.orchestrator.state.registry.models[MODEL]
-        released = await client.orchestrator._door.submit_own(UnloadModel(MODEL), RELEASE)
+        released = await client.orchestrator._admission.submit_internal(UnloadModel(MODEL), EVICTION)
         assert (await client.result(released)).status == 507
         assert (model.state, list(counting.models)) == ("ready", [MODEL])
         await client.orchestrator.save_models()

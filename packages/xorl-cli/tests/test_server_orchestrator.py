@@ -103,7 +103,7 @@ async def test_gaps_that_are_filled_or_whose_model_goes_while_another_is_given_u
         await asyncio.gather(slow, filling, ticking, again)
         assert "request 1 of this model did not arrive" in (await client.result(given_up)).message
         assert (await client.result(waiting)).metrics["loss:sum"] == 1
-        assert "created anew" in (await client.result(dropped)).message
+        assert "was recreated" in (await client.result(dropped)).message
         await client.result(again.result())
         assert (await client.do(forward_backward(4, model=gone), 1)).metrics["loss:sum"] == 4
 
@@ -146,9 +146,9 @@ def test_endpoints_are_watched_and_kept_after_a_disk_took_nothing(tmp_path, monk
 @pytest.mark.parametrize(
     ("part", "name"),
     [
-        (lambda orchestrator: orchestrator.housekeeping, "_released"),
+        (lambda orchestrator: orchestrator.housekeeping, "_eviction_attempts"),
         (lambda orchestrator: orchestrator.runner, "_slots"),
-        (lambda orchestrator: orchestrator.state.inference, "_missing"),
+        (lambda orchestrator: orchestrator.state.inference, "_unregistered"),
     ],
 )
 @in_a_loop
@@ -318,7 +318,7 @@ async def test_a_sampler_that_was_forgotten_while_its_sample_waited_is_to_be_mad
         del client.orchestrator.state.registry.samplers["gone"]
         with workers(chosen):
             failure = await client.result(request)
-            assert (failure.status, "make it again" in failure.message) == (404, True)
+            assert (failure.status, "create it again" in failure.message) == (404, True)
             await client.create()
 
 
@@ -335,7 +335,7 @@ async def test_workers_that_stay_away_end_requests_with_an_error_and_lose_no_mod
         while state.workers.is_connected:
             await asyncio.sleep(0)
         # They were there for longer than they may be away, which is not to be away for so long.
-        assert not state.workers.are_gone
+        assert not state.workers.absent_too_long
         failure = await client.result(await client.send(forward_backward(2), 2))
         assert isinstance(failure, Failure)
         assert failure.status == 503

@@ -269,5 +269,5 @@ async def test_weights_that_went_with_their_model_say_what_to_do(tmp_path, taken
             refused = await client.do(sample)
         async with running(chosen) as client:
             for failure in (refused, await client.do(sample)):
-                assert (failure.status, "model m was taken off them" in failure.message) == (404, True)
+                assert (failure.status, "model m was removed from them" in failure.message) == (404, True)
                 assert "Save its weights for sampling again" in failure.message

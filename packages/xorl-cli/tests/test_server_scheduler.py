@@ -38,7 +38,7 @@ def test_numbered_requests_run_once_in_their_order_whatever_order_they_arrive_in
         if data.draw(st.booleans()):
             ran += run_all(scheduler)
         if data.draw(st.booleans()) and (group := scheduler.take()):
-            scheduler.put_back(group)
+            scheduler.requeue(group)
     ran += run_all(scheduler)
     assert ran == [[str(seq)] for seq in range(1, numbers + 1) if seq not in rejected]
     assert len(scheduler) == 0
@@ -85,7 +85,7 @@ def test_a_lane_runs_one_request_at_a_time():
         lane.add(ticket(str(seq), seq=seq, arrival=seq))
     assert lane.take().seq == 1
     assert lane.head() is None
-    lane.put_back()
+    lane.requeue()
     assert lane.take().seq == 1
     lane.finish()
     assert lane.take().seq == 2
@@ -153,7 +153,7 @@ def test_members_of_a_failed_pass_run_again_alone_and_first():
         scheduler.add(ticket(f"a{index}", lane=f"m{index}", seq=1, group="ce", client=f"c{index}", arrival=index))
     group = scheduler.take()
     assert len(group) == 3
-    scheduler.put_back(group, alone=True)
+    scheduler.requeue(group, alone=True)
     assert len(scheduler) == 3
     assert sorted(names[0] for names in run_all(scheduler)) == ["a0", "a1", "a2"]
 
@@ -182,11 +182,11 @@ def test_places_count_what_is_queued_before(events):
         elif running:
             group = running.pop()
             if back:
-                scheduler.put_back(group)
+                scheduler.requeue(group)
                 waiting = sorted(waiting + [t.arrival for t in group])
             else:
                 scheduler.finish(group)
-        assert [scheduler.place(a) for a in waiting] == list(range(len(waiting)))
+        assert [scheduler.queue_position(a) for a in waiting] == list(range(len(waiting)))
         assert len(scheduler) == len(waiting)
 
 

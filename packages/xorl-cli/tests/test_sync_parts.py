@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from xorl.ckpt import TensorGroup, TensorRecord
+from xorl.ckpt.layout import TensorRecord
+from xorl.ckpt.tensor_file import TensorGroup
 from xorl.train.sync import ReceiverAddress, SyncOptions, WeightSender
 from xorl.train.sync.buckets import plan_buckets
-from xorl.train.sync.group import Rendezvous, address_towards
+from xorl.train.sync.group import Rendezvous, source_address_for
 
 
 def group(**tensors: torch.Tensor) -> TensorGroup:
@@ -47,7 +48,7 @@ def test_a_receiver_can_view_each_tensor_where_it_lies() -> None:
     ("options", "message"),
     [
         ({"pause_mode": "in_place"}, "flush_cache: pause_mode in_place keeps the cache"),
-        ({"bucket_bytes": 0}, "buffer_size_mb: at least 1"),
+        ({"bucket_bytes": 0}, "buffer_size_mb: must be at least 1"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options: dict, message: str) -> None:
@@ -66,7 +67,7 @@ def test_nothing_to_send_is_said() -> None:
 
 def test_the_store_listens_where_it_was_told() -> None:
     # Catches a store that every interface reaches, and a taken port that shows as a hang of the receivers.
-    assert address_towards("127.0.0.1") == "127.0.0.1"
+    assert source_address_for("127.0.0.1") == "127.0.0.1"
     first = Rendezvous("127.0.0.1", 0, timeout_s=5)
     with pytest.raises(RuntimeError, match="master_port: cannot listen at 127"):
         Rendezvous("127.0.0.1", first.port, timeout_s=5)

@@ -18,7 +18,7 @@ KEEPER = """
 import sys, time
 from pathlib import Path
 from xorl.host.temporary import *
-with kept(Path(sys.argv[1])) if sys.argv[1:] else temporary_folder() as found:
+with keep_folder(Path(sys.argv[1])) if sys.argv[1:] else temporary_folder() as found:
     print(found if sys.argv[1:] else found.path, flush=True)
     time.sleep(60)
 """

@@ -7,10 +7,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tiny_models import hf_config
-from xorl.config import LoraConfig
+from xorl.config.local import LoraConfig
 from xorl.core.models import SPECS, Decoder
 from xorl.core.nn import LayerKernels
-from xorl.kernels.attention import eager_attention
+from xorl.kernels.attention.reference import eager_attention
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import adapters
 from xorl.train.adapters.inject import add_adapters, flops_of
@@ -58,9 +58,9 @@ def test_targets_are_the_family_s_own_where_none_are_named() -> None:
     ("lora", "message"),
     [
         ({"lora_target_modules": ["qproj"]}, r"^lora\.lora_target_modules: .*'qproj'.*'q_proj'"),
-        ({"rank_pattern": {"qproj": 4}}, r"^lora\.rank_pattern: 'qproj' matches none"),
-        ({"alpha_pattern": {"(": 4.0}}, r"^lora\.alpha_pattern: '\(' is no regular expression"),
-        ({"modules_to_save": ["head"]}, r"^lora\.modules_to_save: 'head' is no module"),
+        ({"rank_pattern": {"qproj": 4}}, r"^lora\.rank_pattern: 'qproj' does not match any"),
+        ({"alpha_pattern": {"(": 4.0}}, r"^lora\.alpha_pattern: '\(' is not a valid regular expression"),
+        ({"modules_to_save": ["head"]}, r"^lora\.modules_to_save: 'head' matches no module"),
         ({"use_dora": True, "lora_target_modules": ["embed_tokens"]}, r"^lora\.use_dora: .*embed_tokens"),
     ],
 )

@@ -14,8 +14,8 @@ import pytest
 from xorl.config import config_from_mapping
 from xorl.core.mesh import Mesh
 from xorl.data import DataPlan
-from xorl.train.build import plan_of
 from xorl.train.data import DataIdentity, PackedDocuments, RunData, plan_steps, prepare_data, write_receipt
+from xorl.train.startup import plan_of
 
 
 @pytest.mark.parametrize("val_set_size", [1, 99])
@@ -61,7 +61,7 @@ def test_shards_of_the_training_data_leave_test_datasets_whole(tmp_path: Path) -
     assert (len(data.train.documents), len(data.held_out.documents)) == (10, 12)
     # One prepared dataset in the place of both is still refused, though a shard of it is another part.
     mapping["data"] |= {"skip_prepare_dataset": True, "test_datasets": mapping["data"]["datasets"]}
-    with pytest.raises(ValueError, match=r"would be trained on and be data\.test_datasets"):
+    with pytest.raises(ValueError, match=r"would be both data\.datasets and data\.test_datasets"):
         prepare_data(config_from_mapping(mapping).config, vocab_size=3)
 
 
@@ -191,4 +191,4 @@ def test_a_resume_says_which_accumulation_it_takes_in_place_of_the_options(
     data = prepare_data(config, vocab_size=3)
     assert plan_steps(config, data.train, 2, 4).bins_per_step == 4
     (said,) = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert "train.gradient_accumulation_steps is 2 in place of 8" in said.getMessage()
+    assert "train.gradient_accumulation_steps is 2 instead of 8" in said.getMessage()

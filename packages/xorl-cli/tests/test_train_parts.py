@@ -28,10 +28,10 @@ from xorl.train.engine import StepLosses, Update
 from xorl.train.interrupt import Interruption
 from xorl.train.observe.devices import PEAK_BF16_FLOPS
 from xorl.train.observe.observer import DivergedError, Metrics, MetricsFile, Observer
-from xorl.train.observe.profile import Profiler, profiler_of
+from xorl.train.observe.profile import Profiler, build_profiler
 from xorl.train.observe.timing import StepTimer
 from xorl.train.observe.wandb_log import RUN_ID, WandbSink, credentials_are_missing
-from xorl.train.output_dir import begin, resume_from
+from xorl.train.output_dir import open_output_dir, resume_from
 
 
 @pytest.mark.parametrize(
@@ -114,10 +114,10 @@ def test_a_profile_that_the_run_does_not_come_to_is_told(tmp_path: Path, caplog:
         }
     ).config
     place = Runtime(0, 0, 1, torch.device("cpu"))
-    profiler_of(config.train, place, start_step=0, num_steps=5)
+    build_profiler(config.train, place, start_step=0, num_steps=5)
     assert caplog.text == ""
-    profiler_of(config.train, place, start_step=0, num_steps=4)
-    assert "train.profile_start_step: 5, and the run ends at step=4: nothing will be recorded" in caplog.text
+    build_profiler(config.train, place, start_step=0, num_steps=4)
+    assert "train.profile_start_step: 5, but the run ends at step=4: nothing will be recorded" in caplog.text
 
 
 def profiled(tmp_path: Path, folder: Path) -> Config:
@@ -139,23 +139,23 @@ def test_a_folder_of_traces_that_cannot_be_is_refused_before_the_data(
     (tmp_path / "file").write_text("")
     config = profiled(tmp_path, tmp_path / "file" / "traces")
     with pytest.raises(ValueError, match=r"^train.profile_trace_dir: cannot write to .*file/traces"):
-        begin(config.train)
+        open_output_dir(config.train)
     # A rank that records nothing needs no folder.
     monkeypatch.setenv("RANK", "1")
-    begin(config.train)
+    open_output_dir(config.train)
 
 
 def test_a_trace_that_cannot_be_written_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # Catches steps that are lost for a trace of them: on a full disk, or where its folder has gone.
     place = Runtime(0, 0, 1, torch.device("cpu"))
-    profiler = profiler_of(profiled(tmp_path, tmp_path / "traces").train, place, start_step=0, num_steps=5)
+    profiler = build_profiler(profiled(tmp_path, tmp_path / "traces").train, place, start_step=0, num_steps=5)
     (tmp_path / "traces").write_text("")
     with profiler:
         torch.ones(2).sum()
         profiler.step(1)
         profiler.step(2)
     assert "cannot be written" in caplog.text
-    assert "training goes on" in caplog.text
+    assert "training continues" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,15 @@ import torch
 from safetensors.torch import save_file
 
 from tiny_models import hf_config, write_config
-from xorl.config import LoraConfig, ModelConfig, TrainConfig
+from xorl.config.local import LoraConfig, ModelConfig, TrainConfig
 from xorl.config.resolve import GROUP_SIZES
 from xorl.core import runtime
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.kernels.quant import GROUP_SIZES as KERNEL_GROUP_SIZES
-from xorl.kernels.quant import nvfp4_global_scale, quantize_block_fp8, quantize_nf4, quantize_nvfp4
-from xorl.lora import quantized_linears
-from xorl.lora.quantized import QuantizedRows
+from xorl.kernels.quant.block_fp8 import quantize_block_fp8
+from xorl.kernels.quant.nf4 import quantize_nf4
+from xorl.kernels.quant.nvfp4 import nvfp4_global_scale, quantize_nvfp4
+from xorl.lora.quantized import QuantizedRows, quantized_linears
 from xorl.train.model import build_model, read_architecture
 
 CPU = torch.device("cpu")
@@ -128,7 +129,7 @@ def build(folder, mesh, *, merge_qkv=True, random=False, **lora):
 @pytest.mark.parametrize(
     ("entries", "told"),
     [
-        ({"rope_thetaa": 5.0}, "rope_thetaa is no entry of .*config.json, and changes nothing that Qwen3ForCausalLM"),
+        ({"rope_thetaa": 5.0}, "rope_thetaa is not in .*config.json and has no effect on Qwen3ForCausalLM"),
         ({"attention_dropout": 0.1}, "model.foundation: attention_dropout: 0.1: models train without dropout"),
         ({"num_attention_heads": 0}, "model.foundation: .*num_attention_heads"),
         ({"num_hidden_layers": "2"}, "model.foundation: .*num_hidden_layers"),
@@ -172,7 +173,7 @@ def test_modelopts_own_file_says_it_too(tmp_path, mesh):
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": stored}))
     assert len(quantized_linears(build(tmp_path, mesh))) == 7
     (tmp_path / "hf_quant_config.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"model.model_path: .*hf_quant_config.json: it has no mapping"):
+    with pytest.raises(ValueError, match=r"model.model_path: .*hf_quant_config.json: the key 'quantization'"):
         build(tmp_path, mesh)
 
 
@@ -227,13 +228,13 @@ def test_random_weights_are_quantised_as_they_are_drawn(tmp_path, mesh):
 @pytest.mark.parametrize(
     ("stored", "lora", "told"),
     [
-        (None, {"quant_group_size": 24}, r"lora.quant_group_size: 24 is no group of nvfp4"),
+        (None, {"quant_group_size": 24}, r"lora.quant_group_size: 24 is not a valid group size for nvfp4"),
         (None, {"quant_format": "nf4", "quant_group_size": 256}, r"lora.quant_group_size: .*rows of 128 weights"),
         (None, {"exclude_modules": ["c_attn"]}, r"lora.exclude_modules: no module is named c_attn"),
         (None, {"exclude_modules": ["q_proj"]}, r"lora.exclude_modules: .*model.merge_qkv"),
         (None, {"exclude_modules": ["model.layers.*"]}, r"lora.exclude_modules: no linear layer is left"),
         ("nf4", {"enable_qlora": False}, r"the weights are quantised \(nf4 .*lora.quant_format: nf4"),
-        ("nf4", {"quant_format": "nvfp4"}, r"lora.quant_format: nvfp4, and the checkpoint .*set it to nf4"),
+        ("nf4", {"quant_format": "nvfp4"}, r"lora.quant_format: nvfp4, but the checkpoint .*set it to nf4"),
         ("nf4", {"quant_format": "nf4", "quant_group_size": 32}, r"lora.quant_group_size: 32, .*set it to 64"),
         ("nf4", {"quant_format": "nf4", "exclude_modules": ["o_proj"]}, r"lora.exclude_modules: the checkpoint is"),
         ({"quant_method": "gptq"}, {}, r"model.model_path: .*quant_method 'gptq' is not supported"),

@@ -10,7 +10,8 @@ from pathlib import Path
 from xorl.cli.exit_codes import Diverged
 from xorl.cli.failures import peer_has_failed
 from xorl.cli.rank import RankEnvironment, run_rank
-from xorl.config import ConfigError, Origin, Problem
+from xorl.config import ConfigError, Problem
+from xorl.config.problems import Origin
 
 LONG_S = 60.0  # far beyond what a test waits
 

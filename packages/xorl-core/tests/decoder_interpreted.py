@@ -8,7 +8,7 @@ import torch
 from tiny_models import hf_config
 from xorl.core.models import SPECS
 from xorl.core.nn.kernels import FUSED_KERNELS, LayerKernels, choose_kernels
-from xorl.kernels.attention import eager_attention
+from xorl.kernels.attention.reference import eager_attention
 from xorl.kernels.layout import SequenceLayout
 
 HF_CONFIG = hf_config(

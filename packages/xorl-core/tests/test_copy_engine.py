@@ -83,7 +83,7 @@ def test_gradients_of_many_ranks_are_added_up(num_ranks: int, by_ranks: Callable
 
     def make() -> copy_engine.CopyEngineReduceScatter:
         collective = copy_engine.CopyEngineReduceScatter(group, CPU, torch.bfloat16)
-        collective._add_up = widened_sum_
+        collective._sum_ = widened_sum_
         return collective
 
     def work(collective: copy_engine.CopyEngineReduceScatter, rank: int) -> list[Tensor]:

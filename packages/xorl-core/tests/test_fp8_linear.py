@@ -13,7 +13,7 @@ from xorl.core.nn import Linear
 from xorl.core.nn.fp8 import Fp8Linear, convert_linears
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.linear_ce import linear_cross_entropy
-from xorl.kernels.quant import E4M3, E5M2
+from xorl.kernels.quant.fp8 import E4M3, E5M2
 
 RECIPES = ["tensorwise", "rowwise"]
 RELATIVE = {E4M3: 2.0**-4, E5M2: 2.0**-3}

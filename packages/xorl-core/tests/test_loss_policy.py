@@ -6,17 +6,10 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 
-from xorl.core.loss import (
-    IGNORE,
-    LOSSES,
-    check_inputs,
-    combine_metrics,
-    loss_named,
-    metrics_between,
-    no_metrics,
-    read_metrics,
-)
+from xorl.core.loss import IGNORE, LOSSES, combine_metrics, get_loss, read_metrics
+from xorl.core.loss.metrics import empty_metrics, metrics_between
 from xorl.core.loss.policy import MAX_LOG_RATIO
+from xorl.core.loss.table import check_inputs
 
 LENGTHS = (25, 1, 34, 7)
 DRIFTS = (-0.4, 0.0, 0.4, 0.0)  # of whole documents, so that their ratios are clipped too
@@ -167,7 +160,7 @@ def test_values_and_gradients_are_those_of_the_definition(name, options, whole_l
     hidden, head, targets = make_inputs()
     leaves = [hidden.requires_grad_(), head.requires_grad_()]
     wanted, trained, now = defined(name, options, hidden, head, targets)
-    output = loss_named(name, options)(hidden, head, targets, whole_logits=whole_logits)
+    output = get_loss(name, options)(hidden, head, targets, whole_logits=whole_logits)
     exact = {"rtol": 1e-10, "atol": 1e-12}
     torch.testing.assert_close(output.sum, wanted.sum(), **exact)
     torch.testing.assert_close(gradients(output.sum, leaves), gradients(wanted.sum(), leaves), **exact)
@@ -193,14 +186,14 @@ def test_a_frozen_head_does_not_change_the_gradient(name, options):
     hidden, head, targets = make_inputs()
     hidden.requires_grad_()
     wanted, _, _ = defined(name, options, hidden, head, targets)
-    output = loss_named(name, options)(hidden, head, targets)
+    output = get_loss(name, options)(hidden, head, targets)
     torch.testing.assert_close(gradients(output.sum, [hidden]), gradients(wanted.sum(), [hidden]), rtol=1e-10, atol=0)
 
 
 def test_gradient_is_that_of_finite_differences():
     """Catches an error that formula and definition share: a part of the loss that no gradient flows through."""
     hidden, head, targets = make_inputs()
-    loss = loss_named("drgrpo", {"ratio_type": "sequence", "clip_low": 0.9, "clip_high": 9.0})
+    loss = get_loss("drgrpo", {"ratio_type": "sequence", "clip_low": 0.9, "clip_high": 9.0})
     generator = torch.Generator().manual_seed(2)
     along = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in (hidden, head)]
     leaves = [hidden.requires_grad_(), head.requires_grad_()]
@@ -221,7 +214,7 @@ def test_cross_entropy_takes_any_weights(name, whole_logits):
     weights = torch.tensor([-2.0, 0.0, 0.25, 1.0]).repeat(NUM_TOKENS)[:NUM_TOKENS]
     leaves = [hidden.requires_grad_(), head.requires_grad_()]
     now = (hidden @ head.t()).log_softmax(-1).gather(1, targets["labels"].clamp(min=0)[:, None]).squeeze(1)
-    output = loss_named(name)(hidden, head, {**targets, "weights": weights}, whole_logits=whole_logits)
+    output = get_loss(name)(hidden, head, {**targets, "weights": weights}, whole_logits=whole_logits)
     wanted = -(weights * now)[:NUM_LABELS].sum()
     torch.testing.assert_close(output.sum, wanted)
     torch.testing.assert_close(gradients(output.sum, leaves), gradients(wanted, leaves))
@@ -244,7 +237,7 @@ def test_cross_entropy_takes_several_labels_a_token(weighted):
     leaves = [hidden.requires_grad_(), head.requires_grad_()]
     now = (hidden @ head.t()).log_softmax(-1).gather(1, labels.clamp(min=0)).where(labels != IGNORE, 0.0)
     inputs = {"labels": labels, **({"weights": weights} if weighted else {})}
-    output = loss_named("cross_entropy")(hidden, head, inputs)
+    output = get_loss("cross_entropy")(hidden, head, inputs)
     wanted = -(now * (weights if weighted else 1.0)).sum()
     torch.testing.assert_close(output.sum, wanted)
     torch.testing.assert_close(gradients(output.sum, leaves), gradients(wanted, leaves))
@@ -263,7 +256,7 @@ def test_metrics_of_a_part_are_those_of_its_tokens(name):
     first = {key: value[: ENDS[1]] for key, value in targets.items()}
     alone = LOSSES[name](hidden[: ENDS[1]], head, first)
     assert read_metrics(parts[0]) == pytest.approx(read_metrics(alone.metrics))
-    nothing = no_metrics(output.metrics, torch.device("cpu"))
+    nothing = empty_metrics(output.metrics, torch.device("cpu"))
     assert read_metrics(combine_metrics([*parts, nothing])) == pytest.approx(read_metrics(output.metrics))
 
 
@@ -283,7 +276,7 @@ def test_weights_of_policy_losses_multiply_and_say_what_is_trained(name):
 def test_thresholds_may_come_with_the_tokens(name):
     """Catches thresholds of a datum that are ignored."""
     hidden, head, targets = make_inputs()
-    plain = loss_named(name, {"clip_low_threshold": 0.7, "clip_high_threshold": 1.1})(hidden, head, targets)
+    plain = get_loss(name, {"clip_low_threshold": 0.7, "clip_high_threshold": 1.1})(hidden, head, targets)
     own = {"clip_low_threshold": torch.full((NUM_TOKENS,), 0.7), "clip_high_threshold": torch.full((NUM_TOKENS,), 1.1)}
     given = LOSSES[name](hidden, head, {**targets, **{key: value.double() for key, value in own.items()}})
     torch.testing.assert_close(given.per_token, plain.per_token)
@@ -297,7 +290,7 @@ def test_thresholds_may_come_with_the_tokens(name):
 def test_splitting_into_micro_batches_changes_nothing(name, options):
     """Catches means of means in losses and metrics, and documents that reach into their neighbours."""
     hidden, head, targets = make_inputs()
-    loss = loss_named(name, options)
+    loss = get_loss(name, options)
 
     def run(starts):
         leaves = [hidden.clone().requires_grad_(), head.clone().requires_grad_()]
@@ -323,7 +316,7 @@ def test_metrics_are_those_of_the_trained_tokens():
     log_ratio = (now - targets["logprobs"])[trained]
     ratio, advantages = log_ratio.exp(), targets["advantages"][trained]
     clipped = ((ratio > 1.2) & (advantages > 0)) | ((ratio < 0.8) & (advantages < 0))
-    output = loss_named("ppo")(hidden, head, targets)
+    output = get_loss("ppo")(hidden, head, targets)
     assert all(value.dtype == torch.float64 and value.dim() == 0 for value in output.metrics.values())
     wanted = {
         "loss:sum": output.sum,
@@ -337,7 +330,7 @@ def test_metrics_are_those_of_the_trained_tokens():
         "kl_sample_train_k3:mean": (ratio - 1 - log_ratio).mean(),
     }
     assert read_metrics(output.metrics) == pytest.approx({name: float(value) for name, value in wanted.items()})
-    quiet = loss_named("ppo", {"compute_kl_stats": False})(hidden, head, targets).metrics
+    quiet = get_loss("ppo", {"compute_kl_stats": False})(hidden, head, targets).metrics
     assert {name for name in wanted if "kl" not in name} == set(quiet)
 
 
@@ -360,7 +353,7 @@ def test_policies_that_parted_give_finite_gradients():
     hidden, head, targets = make_inputs(torch.float32)
     targets["logprobs"][3] = -200.0
     hidden.requires_grad_()
-    output = loss_named("importance_sampling")(hidden, head, targets)
+    output = get_loss("importance_sampling")(hidden, head, targets)
     output.sum.backward()
     assert float(output.per_token[3]) == pytest.approx(-math.exp(MAX_LOG_RATIO) * float(targets["advantages"][3]))
     assert hidden.grad.isfinite().all()
@@ -386,7 +379,7 @@ def test_old_logprobs_stand_for_the_sampled_ones():
 @pytest.mark.parametrize(
     ("name", "options", "missing", "message"),
     [
-        ("ppo", {}, ["advantages"], "loss 'ppo' needs advantages beside the target tokens of each datum"),
+        ("ppo", {}, ["advantages"], "loss 'ppo' needs advantages as inputs, one number per target token"),
         ("cispo", {}, ["advantages", "logprobs"], "loss 'cispo' needs logprobs and advantages"),
         ("policy_loss", {"use_tis": True}, ["rollout_logprobs"], "loss 'policy_loss' needs rollout_logprobs"),
         ("policy_loss", {}, ["rollout_logprobs"], None),
@@ -398,7 +391,7 @@ def test_old_logprobs_stand_for_the_sampled_ones():
 def test_missing_inputs_are_named(name, options, missing, message):
     """Catches a KeyError from inside a loss, and inputs that are asked for without need."""
     hidden, head, targets = make_inputs()
-    loss = loss_named(name, options)
+    loss = get_loss(name, options)
     for key in missing:
         del targets[key]
     for check in (lambda: check_inputs(loss, list(targets)), lambda: loss(hidden, head, targets)):
@@ -412,28 +405,28 @@ def test_missing_inputs_are_named(name, options, missing, message):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("reinforce", {}, "no loss 'reinforce'; there are cross_entropy, "),
-        ("cross_entropy", {"beta": 1.0}, "loss 'cross_entropy' has no option 'beta'; it has none"),
-        ("ppo", {"eps_clip": 0.1}, "no option 'eps_clip'; it has clip_high_threshold, clip_low_threshold"),
-        ("ppo", {"clip_low_threshold": 2.0}, "loss 'ppo': want 0 <= clip_low_threshold <= clip_high_threshold"),
-        ("ppo", {"clip_low_threshold": "low"}, "'clip_low_threshold' is a number, got 'low'"),
-        ("ppo", {"clip_low_threshold": float("nan")}, "want 0 <= clip_low_threshold"),
-        ("policy_loss", {"use_tis": 2.0}, "'use_tis' is true or false, got 2.0"),
+        ("reinforce", {}, "unknown loss 'reinforce'; choose one of cross_entropy, "),
+        ("cross_entropy", {"beta": 1.0}, "loss 'cross_entropy' has no option 'beta'; it has no options"),
+        ("ppo", {"eps_clip": 0.1}, "no option 'eps_clip'; its options are clip_high_threshold, clip_low_threshold"),
+        ("ppo", {"clip_low_threshold": 2.0}, "loss 'ppo': 0 <= clip_low_threshold <= clip_high_threshold must hold"),
+        ("ppo", {"clip_low_threshold": "low"}, "'clip_low_threshold' must be a number, got 'low'"),
+        ("ppo", {"clip_low_threshold": float("nan")}, "0 <= clip_low_threshold"),
+        ("policy_loss", {"use_tis": 2.0}, "'use_tis' must be true or false, got 2.0"),
         ("policy_loss", {"eps_clip_c": 0.5}, "eps_clip_c must be above 1"),
         ("policy_loss", {"icepop_beta": 1}, "icepop_beta must be above 1"),
         ("dro", {"beta": -1.0}, "beta must not be negative"),
-        ("drgrpo", {"kl_type": "k4"}, "'kl_type' is one of k1, k2, k3, got 'k4'"),
-        ("drgrpo", {"ratio_type": 1.0}, "'ratio_type' is one of token, sequence"),
+        ("drgrpo", {"kl_type": "k4"}, "'kl_type' must be one of k1, k2, k3, got 'k4'"),
+        ("drgrpo", {"ratio_type": 1.0}, "'ratio_type' must be one of token, sequence"),
     ],
 )
 def test_what_a_loss_cannot_take_is_refused_by_name(name, options, message):
     """Catches options that are ignored, and errors that do not say what is wanted."""
     with pytest.raises(ValueError, match=message):
-        loss_named(name, options)
+        get_loss(name, options)
 
 
 def test_numbers_stand_for_switches_and_none_for_no_limit():
     """Catches options of a protocol that knows numbers alone, and nulls of the other, being refused."""
-    loss = loss_named("policy_loss", {"use_tis": 1.0, "compute_kl_stats": 0.0, "eps_clip_c": None, "icepop_beta": 5})
+    loss = get_loss("policy_loss", {"use_tis": 1.0, "compute_kl_stats": 0.0, "eps_clip_c": None, "icepop_beta": 5})
     assert (loss.options.use_tis, loss.options.compute_kl_stats) == (True, False)
     assert (loss.options.eps_clip_c, loss.options.icepop_beta) == (None, 5.0)

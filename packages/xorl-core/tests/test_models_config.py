@@ -64,7 +64,11 @@ def test_an_unknown_architecture_lists_the_known_ones(architectures):
         ("Qwen3ForCausalLM", {"layer_types": ["full_attention"]}, "number of layer_types: 1 is not supported"),
         ("Qwen2ForCausalLM", {"layer_types": ["sliding_attention"] * 4}, "'sliding_attention' is not supported"),
         ("Qwen2ForCausalLM", {"layer_types": ["linear_attention"] * 4}, "'linear_attention' is not supported"),
-        ("Qwen2ForCausalLM", {"use_mrope": True}, "use_mrope: True is not supported: positions have one dimension"),
+        (
+            "Qwen2ForCausalLM",
+            {"use_mrope": True},
+            "use_mrope: True is not supported: multi-dimensional positions are not implemented",
+        ),
         ("GPT2LMHeadModel", {"n_head": 7}, "n_embd: 64 must be a multiple of n_head: 7"),
         ("GPT2LMHeadModel", {"add_cross_attention": True}, "add_cross_attention: True is not supported"),
         ("GPT2LMHeadModel", {"activation_function": "tanh"}, "activation_function: 'tanh' is not supported"),
@@ -144,9 +148,9 @@ def test_dropout_and_unknown_keys_are_warned_of(caplog):
         read("GPT2LMHeadModel", resid_pdrop=0.1, attn_pdrop=0.0, summary_type="cls_index", eos_token_id=3)
         read("LlamaForCausalLM", attention_multiplier=2.0, use_cache=True, unset=None)
     assert [record.getMessage() for record in caplog.records] == [
-        "GPT2LMHeadModel: config.json asks for dropout (resid_pdrop: 0.1), which is not applied: models "
-        "train without it here",
-        "LlamaForCausalLM: config.json keys that change nothing here: attention_multiplier",
+        "GPT2LMHeadModel: config.json sets dropout (resid_pdrop: 0.1), which is not applied: models "
+        "train without dropout",
+        "LlamaForCausalLM: config.json keys that are ignored: attention_multiplier",
     ]
 
 

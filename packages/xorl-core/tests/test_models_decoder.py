@@ -232,5 +232,5 @@ def test_input_that_does_not_fit_is_refused():
         decoder(make_ids([4]), SequenceLayout.from_lengths([5]))
     with pytest.raises(ValueError, match=r"one packed row of the layout's 4 tokens, got shape \[1, 4\]"):
         decoder(make_ids([4])[None], SequenceLayout.from_lengths([4]))
-    with pytest.raises(ValueError, match="65 tokens does not fit the model's 64 learned positions"):
+    with pytest.raises(ValueError, match="65 tokens exceeds the model's 64 learned positions"):
         decoder(make_ids([65]), SequenceLayout.from_lengths([65]))

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from xorl.core.models import SPECS, DecoderConfig, ModelSpec, WeightRecipe
+from xorl.core.models import SPECS, DecoderConfig, ModelSpec
+from xorl.core.models.recipes import WeightRecipe
 from xorl.core.nn import LayerKernels
-from xorl.kernels.attention import eager_attention
+from xorl.kernels.attention.reference import eager_attention
 
 SIZES: dict[str, object] = {
     "vocab_size": 13,

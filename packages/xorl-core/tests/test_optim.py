@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from xorl.core.optim import (
+    Fp32Accumulation,
     MuonOptions,
     OptimizerState,
-    WideAccumulation,
     build_optimizer,
     gradient_scale,
     scale_and_clip_,
@@ -188,7 +188,7 @@ def test_states_in_fp32_are_those_of_adamw() -> None:
 def test_gradients_of_half_precision_add_up_in_fp32(micro_batches: int) -> None:
     # Catches sums in bf16, which stand still at 256 equal terms and lose about their root's worth of bits before.
     layer = nn.Linear(64, 64, bias=False).bfloat16()
-    accumulation = WideAccumulation(list(layer.parameters()))
+    accumulation = Fp32Accumulation(list(layer.parameters()))
     generator = torch.Generator().manual_seed(0)
     inputs = torch.rand(micro_batches, 4, 64, generator=generator).bfloat16()
     for rows in inputs:
@@ -308,7 +308,7 @@ def test_half_precision_parameters_step_after_several_micro_batches(name: str) -
     # Catches gradients accumulated in fp32 that the optimizer cannot take, in this step or in the one after.
     parameter = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
     optimizer = build_optimizer(name, [("weight", parameter)], lr=0.1, weight_decay=0.0)
-    accumulation = WideAccumulation([parameter])
+    accumulation = Fp32Accumulation([parameter])
     for _ in range(2):
         for _ in range(3):
             with accumulation.micro_batch():

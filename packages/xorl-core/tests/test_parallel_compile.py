@@ -21,7 +21,7 @@ from xorl.core.nn.kernels import choose_kernels
 from xorl.core.parallel.activations import Recompute, recompute_layers
 from xorl.core.parallel.compile import CompileBackend, compile_layers
 from xorl.core.parallel.offload import ActivationOffload
-from xorl.kernels.attention import sdpa_attention
+from xorl.kernels.attention.sdpa import sdpa_attention
 from xorl.kernels.layout import SequenceLayout
 
 WINDOWS = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
@@ -158,7 +158,7 @@ def test_what_was_compiled_is_found_by_the_next_process(tmp_path: Path) -> None:
 def test_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     # Catches a failure deep within code generation, minutes after the start.
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ValueError, match=r"train\.enable_compile: .* no-such-compiler; install it"):
+    with pytest.raises(ValueError, match=r"train\.enable_compile: .* no-such-compiler was not found; install it"):
         compile_layers([torch.nn.Linear(2, 2)], backend="inductor", device_type="cpu")
 
 

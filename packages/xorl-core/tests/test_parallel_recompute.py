@@ -13,7 +13,8 @@ from xorl.core.loss import cross_entropy
 from xorl.core.models import Decoder, spec_for
 from xorl.core.nn import LayerKernels
 from xorl.core.parallel.activations import Recompute, recompute_layers
-from xorl.kernels.attention import eager_attention, sdpa_attention
+from xorl.kernels.attention.reference import eager_attention
+from xorl.kernels.attention.sdpa import sdpa_attention
 from xorl.kernels.layout import SequenceLayout
 
 HF_CONFIG = hf_config(num_hidden_layers=3)

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from xorl.core.nn import HeadNorm
-from xorl.core.parallel import sharding_units
+from xorl.core.parallel.fsdp import sharding_units
 
 
 class Block(nn.Sequential):
@@ -42,11 +42,11 @@ def test_part_of_a_layer_by_the_name_of_the_layer_is_passed_over() -> None:
 
 def test_name_that_no_module_has_is_refused() -> None:
     # Catches a misspelt module that is silently not sharded on its own.
-    with pytest.raises(ValueError, match="no module is named Liner; the classes here are Linear, Sequential"):
+    with pytest.raises(ValueError, match="no module is named Liner; the model has Linear, Sequential"):
         sharding_units(nn.Sequential(nn.Linear(1, 1)), ["Liner"], [])
 
 
 def test_module_that_computes_nothing_itself_is_refused() -> None:
     # Catches parameters that are gathered around a forward which never runs, and are sharded when they are read.
-    with pytest.raises(ValueError, match="HeadNorm is computed by the module around it, not by itself: leave it out"):
+    with pytest.raises(ValueError, match="HeadNorm has no forward, its parent computes it: leave it out"):
         sharding_units(nn.Sequential(nn.Linear(1, 1), HeadNorm(2, 1e-6)), ["HeadNorm"], [])

@@ -12,7 +12,7 @@ GOOD = '{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}'
 LINES = {
     "not JSON": ('{"input_ids": [1, 2', r"line 3 is not JSON: .* at column \d+: '\{\"input_ids"),
     "words": ("hello", r"line 3 is not JSON: Expecting value at column 1: 'hello'"),
-    "not an object": ("[1, 2]", r"line 3 holds list, want one JSON object: '\[1, 2\]'"),
+    "not an object": ("[1, 2]", r"line 3 is list, want one JSON object: '\[1, 2\]'"),
     "two objects": (GOOD + GOOD, r"line 3 is not JSON: Extra data"),
     "not UTF-8": (b'{"input_ids": "1 \xff", "labels": [1]}', r"line 3 is not UTF-8"),
     "other lengths": ('{"input_ids": [1, 2], "labels": [1]}', r"line 3: labels has 1 values and input_ids has 2"),
@@ -21,25 +21,37 @@ LINES = {
         r"line 3: column 'input_ids' does not exist; the columns are: ids, labels",
     ),
     "null ids": ('{"input_ids": null, "labels": [1]}', r"line 3: column 'input_ids' is null"),
-    "no labels": ('{"input_ids": [1, 2]}', r"line 3: no labels, while other rows have them.*\[input_ids\]"),
-    "floats": ('{"input_ids": [1, 2.5], "labels": [1, 2]}', r"line 3: input_ids holds 2.5 \(float\), want .* integers"),
-    "strings": ('{"input_ids": [1, "a"], "labels": [1, 2]}', r"line 3: input_ids holds 'a' \(str\)"),
+    "no labels": ('{"input_ids": [1, 2]}', r"line 3: the row has no labels, but other rows have them.*\[input_ids\]"),
+    "floats": (
+        '{"input_ids": [1, 2.5], "labels": [1, 2]}',
+        r"line 3: input_ids contains 2.5 \(float\), want .* integers",
+    ),
+    "strings": ('{"input_ids": [1, "a"], "labels": [1, 2]}', r"line 3: input_ids contains 'a' \(str\)"),
     "text": (
         '{"text": "hello there"}',
-        r"line 3: input_ids holds 'hello there' \(str\).* set the entry's type to text",
+        r"line 3: input_ids contains 'hello there' \(str\).* set the entry's type to text",
     ),
-    "booleans": ('{"input_ids": [1, true], "labels": [1, 2]}', r"line 3: input_ids holds True \(bool\)"),
-    "nested": ('{"input_ids": [[1]], "labels": [1]}', r"line 3: input_ids holds \[1\] \(list\)"),
-    "a number": ('{"input_ids": 5, "labels": [1]}', r"line 3: input_ids holds 5 \(int\)"),
+    "booleans": ('{"input_ids": [1, true], "labels": [1, 2]}', r"line 3: input_ids contains True \(bool\)"),
+    "nested": ('{"input_ids": [[1]], "labels": [1]}', r"line 3: input_ids contains \[1\] \(list\)"),
+    "a number": ('{"input_ids": 5, "labels": [1]}', r"line 3: input_ids contains 5 \(int\)"),
     "beyond the vocabulary": (
         '{"input_ids": [1, 1000], "labels": [1, 2]}',
-        r"line 3: input_ids holds the id 1000.* 1000,",
+        r"line 3: input_ids contains the id 1000.* 1000,",
     ),
-    "label beyond": ('{"input_ids": [1, 2], "labels": [1, 1000]}', r"line 3: labels holds the id 1000"),
-    "negative": ('{"input_ids": [1, -1], "labels": [1, 2]}', r"line 3: input_ids holds the negative id -1$"),
-    "other mark": ('{"input_ids": [1, 2], "labels": [-1, 2]}', r"line 3: labels holds the negative id -1 \(only -100"),
-    "huge": ('{"input_ids": [1, 99999999999999999999], "labels": [1, 2]}', r"line 3: input_ids holds a number beyond"),
-    "mask": ('{"input_ids": [1], "labels": [1], "attention_mask": [2]}', r"line 3: attention_mask holds values other"),
+    "label beyond": ('{"input_ids": [1, 2], "labels": [1, 1000]}', r"line 3: labels contains the id 1000"),
+    "negative": ('{"input_ids": [1, -1], "labels": [1, 2]}', r"line 3: input_ids contains the negative id -1$"),
+    "other mark": (
+        '{"input_ids": [1, 2], "labels": [-1, 2]}',
+        r"line 3: labels contains the negative id -1 \(mark labels .* -100",
+    ),
+    "huge": (
+        '{"input_ids": [1, 99999999999999999999], "labels": [1, 2]}',
+        r"line 3: input_ids contains a number that exceeds",
+    ),
+    "mask": (
+        '{"input_ids": [1], "labels": [1], "attention_mask": [2]}',
+        r"line 3: attention_mask contains values other",
+    ),
 }
 
 
@@ -116,7 +128,7 @@ def test_data_that_trains_nothing_stops(tmp_path, options, write_jsonl):
     with pytest.raises(DataError, match=r"data.datasets\[0\]: .*empty.jsonl is empty"):
         prepare([DatasetEntry(str(tmp_path / "empty.jsonl"))], options)
     path = str(write_jsonl(tmp_path / "long.jsonl", [{"input_ids": list(range(100))}] * 5))
-    with pytest.raises(DataError, match=r"nothing is left of .*: of 5 samples 5 are longer than data.sample_packing"):
+    with pytest.raises(DataError, match=r".* has no documents: of 5 samples 5 are longer than data.sample_packing"):
         prepare([DatasetEntry(path, overflow="drop")], options)
 
 
@@ -133,12 +145,12 @@ def test_more_than_one_percent_without_trained_tokens_stops_unless_explained(tmp
     late = {"input_ids": list(range(70)), "labels": [-100] * 69 + [69]}
     cut = str(write_jsonl(tmp_path / "cut.jsonl", [good] * 90 + [late] * 10))
     with pytest.raises(
-        DataError, match=r"10 of them had some before they were cut .*raise data.sample_packing_sequence_len \(64\)"
+        DataError, match=r"10 of them lost theirs when they were cut .*raise data.sample_packing_sequence_len \(64\)"
     ):
         prepare([DatasetEntry(cut)], options)
     assert prepare([DatasetEntry(cut, max_seq_len=64)], options).receipt.total.untrained_by_overflow == 10
     # The same documents are in the cache now, and still nobody set max_seq_len.
-    with pytest.raises(DataError, match="had some before they were cut"):
+    with pytest.raises(DataError, match="lost theirs when they were cut"):
         prepare([DatasetEntry(cut)], options)
 
 
@@ -151,14 +163,14 @@ ENTRIES = [
     ({"shards": 2}, r"\[0\]: shards and shards_idx go together"),
     ({"shards": 2, "shards_idx": 2}, r"\[0\].shards_idx: 2 is not in 0..1"),
     ({"split": "validation"}, r"\[0\].split: files have no split 'validation'"),
-    ({"revision": "main"}, r"\[0\].revision: 'main' has no meaning for the local path"),
-    ({"data_files": "x.jsonl"}, r"\[0\].data_files: given together with the file"),
-    ({"columns": ("labels",)}, r"data.select_columns: \['labels'\] leaves out input_ids"),
+    ({"revision": "main"}, r"\[0\].revision: 'main' does not apply to the local path"),
+    ({"data_files": "x.jsonl"}, r"\[0\].data_files: path is the file"),
+    ({"columns": ("labels",)}, r"data.select_columns: \['labels'\] does not include input_ids"),
     (
         {"columns": ("input_ids", "label")},
         r"line 1: column 'label' does not exist; the columns are: input_ids, labels \(",
     ),
-    ({"path": "dummy"}, r"\[0\].path: dummy makes random token ids and needs the model's vocab_size"),
+    ({"path": "dummy"}, r"\[0\].path: dummy generates random token ids, so it needs the model's vocab_size"),
 ]
 
 
@@ -175,11 +187,11 @@ def test_options_that_cannot_be_are_refused(tmp_path, options, make_rows, write_
     """Catches contradictions that would surface as a crash much later."""
     entry = DatasetEntry(str(write_jsonl(tmp_path / "rows.jsonl", make_rows(10))))
     for changes, message in (
-        ({"dataset_shard_num": 2}, "dataset_shard_num and data.dataset_shard_idx go together"),
+        ({"dataset_shard_num": 2}, "set both data.dataset_shard_num and data.dataset_shard_idx"),
         ({"dataset_shard_num": 2, "dataset_shard_idx": 5}, "dataset_shard_idx: 5 is not in 0..1"),
-        ({"dataset_shard_num": 20, "dataset_shard_idx": 19}, "leave this one empty"),
+        ({"dataset_shard_num": 20, "dataset_shard_idx": 19}, "leave shard 19 empty"),
         ({"bin_len": 0}, "sample_packing_sequence_len: 0"),
-        ({"prepared_path": tmp_path / "rows.jsonl"}, "dataset_prepared_path: .* cannot be made"),
+        ({"prepared_path": tmp_path / "rows.jsonl"}, "dataset_prepared_path: .* cannot be created"),
     ):
         with pytest.raises(DataError, match=message):
             prepare([entry], PrepareOptions(**{**vars(options), **changes}))
@@ -196,7 +208,7 @@ def test_a_selected_column_that_is_not_one_number_per_token_is_refused(tmp_path,
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"input_ids": [1, 2], "text": "hi", "weight": [1.0]}) + "\n")
     with pytest.raises(
-        DataError, match=r"text holds 'hi' .*numbers, one per token; or take it out of data.select_columns"
+        DataError, match=r"text contains 'hi' .*numbers, one per token; or remove it from data.select_columns"
     ):
         prepare([DatasetEntry(str(path), columns=("input_ids", "text"))], options)
     with pytest.raises(DataError, match="weight has 1 values and input_ids has 2"):
@@ -209,7 +221,7 @@ def test_per_token_columns_that_some_datasets_lack_are_refused(tmp_path, text_op
         str(write_jsonl(tmp_path / "ids.jsonl", [{"input_ids": [1, 2], "w": [0.5, 1.0]}])), columns=("input_ids", "w")
     )
     text = DatasetEntry(str(write_jsonl(tmp_path / "text.jsonl", [{"text": "abc"}])), type="text")
-    message = r"data.select_columns: w, .* there for data.datasets\[{}\] and not for data.datasets\[{}\]"
+    message = r"data.select_columns: data.datasets\[{}\] has .* columns w, and data.datasets\[{}\] does not"
     with pytest.raises(DataError, match=message.format(0, 1)):
         prepare([ids, text], text_options)
     with pytest.raises(DataError, match=message.format(1, 0)):

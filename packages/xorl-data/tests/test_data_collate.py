@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from xorl.data import IGNORE, Document, collate, padding_batch
+from xorl.data.batch import IGNORE, padding_batch
+from xorl.data.collate import Document, collate
 
 
 def document(ids, labels=None):

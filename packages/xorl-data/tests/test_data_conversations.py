@@ -8,7 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from xorl.data import DataError, DatasetEntry, load_tokenizer, prepare, stretches, trained_texts
+from xorl.data import DataError, DatasetEntry, prepare
+from xorl.data.formats import load_tokenizer
+from xorl.data.inspect import text_segments, trained_texts
 from xorl.data.stream import StreamOptions, open_stream
 
 USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
@@ -31,7 +33,7 @@ def texts(path: Path, options, **entry):
     """(whole text, trained texts) of each document of a file."""
     documents = prepare([DatasetEntry(str(path), **entry)], options)
     tokenizer = load_tokenizer(options.tokenizer_folder)
-    parts = [stretches(*documents.document(index), tokenizer) for index in range(len(documents))]
+    parts = [text_segments(*documents.document(index), tokenizer) for index in range(len(documents))]
     return [("".join(part.text for part in own), list(trained_texts(own))) for own in parts]
 
 
@@ -60,7 +62,9 @@ def test_half_a_character_and_bytes_that_are_none_are_named(text_options, tmp_pa
     """Catches a crash of the tokenizer, and an array's bad bytes without the element they stand in."""
     lines = tmp_path / "rows.jsonl"
     lines.write_text('{"text": "fine"}\n{"text": "cut \\ud83d"}\n')
-    with pytest.raises(DataError, match=r"rows.jsonl, line 2: the text holds half a character, U\+D83D, after 'cut '"):
+    with pytest.raises(
+        DataError, match=r"rows.jsonl, line 2: the text has half a character, the surrogate U\+D83D, after 'cut '"
+    ):
         prepare([DatasetEntry(str(lines), type="text")], text_options)
     array = tmp_path / "rows.json"
     array.write_bytes(b'[{"text": "fine"}, {"text": "\xff"}]')
@@ -76,12 +80,12 @@ def test_a_system_column_is_the_system_message(text_options, tmp_path, write_jso
     twice = {**row, "messages": [{"role": "system", "content": "Be kind."}, USER, ASSISTANT]}
     assert chat(twice, text_options, tmp_path, write_jsonl)[0] == expected
     assert chat({**row, "system": None}, text_options, tmp_path, write_jsonl)[0] == f"{HEAD}Hello<|end|>\n"
-    with pytest.raises(DataError, match=r"line 1: message 0 is a system message, and column 'system' holds another"):
+    with pytest.raises(DataError, match=r"line 1: message 0 is a system message, and column 'system' has another"):
         chat({**twice, "system": "Be brief."}, text_options, tmp_path, write_jsonl)
-    with pytest.raises(DataError, match=r"line 1: column 'system' holds int, want a string"):
+    with pytest.raises(DataError, match=r"line 1: column 'system' is int, want a string"):
         chat({**row, "system": 5}, text_options, tmp_path, write_jsonl)
     with pytest.raises(
-        DataError, match=r"line 1: column 'prelude' \(columns: system\) does not exist; there are: system,"
+        DataError, match=r"line 1: column 'prelude' \(columns: system\) does not exist; the columns are: system,"
     ):
         chat(row, text_options, tmp_path, write_jsonl, column_names={"system": "prelude"})
 
@@ -120,7 +124,7 @@ def test_tool_calls_are_read_in_every_spelling(text_options, tmp_path, write_jso
 def test_null_is_not_written_as_a_word(text_options, tmp_path, write_jsonl):
     """Catches a template that takes calls only beside null, and null that is written as None and trained."""
     messages = CALLED["object"][0]
-    with pytest.raises(DataError, match=r"line 1: .*leaves out the tool call of message 1"):
+    with pytest.raises(DataError, match=r"line 1: .*omits the tool call of message 1"):
         chat(messages, text_options, tmp_path, write_jsonl, SPELLINGS[1])
     template = CALLS.replace("WRITTEN", SPELLINGS[1]).replace("{{ m.content }}", "{{ m.content or '' }}")
     (tmp_path / "null.jinja").write_text(template)
@@ -130,8 +134,8 @@ def test_null_is_not_written_as_a_word(text_options, tmp_path, write_jsonl):
 
 
 BAD_CALLS = {
-    "a list": (calling([1]), r"message 1: a tool call holds list, want an object"),
-    "not JSON": (calling('{"a"'), r"message 1: a tool call holds arguments that are not JSON"),
+    "a list": (calling([1]), r"message 1: a tool call contains list, want an object"),
+    "not JSON": (calling('{"a"'), r"message 1: a tool call contains arguments that are not JSON"),
     "both": (
         {**calling({}), "function_call": {"name": "f", "arguments": "{}"}},
         r"message 1 has both tool_calls and function_call",
@@ -149,7 +153,7 @@ def test_a_bad_call_is_named(text_options, tmp_path, write_jsonl, name):
 
 def test_a_call_that_is_left_out_stops_training_on_everything_too(text_options, tmp_path, write_jsonl):
     """Catches train_on: all with a template that knows no tools: an empty answer would be trained."""
-    with pytest.raises(DataError, match=r"line 1: .*leaves out the tool calls"):
+    with pytest.raises(DataError, match=r"line 1: .*omits the tool calls"):
         chat(CALLED["object"][0], text_options, tmp_path, write_jsonl, "''", train_on="all")
 
 
@@ -198,9 +202,11 @@ def test_variables_of_a_template_are_given_by_name(text_options, tmp_path, write
     assert head(thinks=True, date="today") == "Ttoday"
     assert head(thinks=False, date="today") == "today"
     assert head(strftime_now="2024-07-26") == "26 Jul 2024"
-    with pytest.raises(DataError, match=r"chat_template_kwargs: enable is no variable of .*own.jinja; it reads date, "):
+    with pytest.raises(
+        DataError, match=r"chat_template_kwargs: enable is not a variable of .*own.jinja; it uses: date, "
+    ):
         head(enable=True)
-    with pytest.raises(DataError, match=r"strftime_now: tomorrow, want a day such as"):
+    with pytest.raises(DataError, match=r"strftime_now: tomorrow, want a date such as"):
         head(strftime_now="tomorrow")
     with pytest.raises(DataError, match=r"chat_template_kwargs: type text has no template"):
         texts(path, text_options, type="text", chat_template_kwargs={"date": "today"})
@@ -213,8 +219,10 @@ def test_a_template_that_writes_the_day_is_said_to_and_not_streamed(text_options
     options = StreamOptions(64, tokenizer_folder=text_options.tokenizer_folder)
     today = DatasetEntry(path, type="chat", chat_template=str(tmp_path / "own.jinja"))
     prepare([today], text_options)
-    assert "the chat template writes the day of preparing" in caplog.text
-    with pytest.raises(DataError, match=r"data.datasets\[0\].chat_template: it writes the day .*strftime_now: 2026"):
+    assert "the chat template writes the current date" in caplog.text
+    with pytest.raises(
+        DataError, match=r"data.datasets\[0\].chat_template: the template writes the current date.*strftime_now: 2026"
+    ):
         open_stream([today], options, index_path=tmp_path)
     caplog.clear()
     for kwargs in ({"date": "today"}, {"strftime_now": "2026-01-31"}):

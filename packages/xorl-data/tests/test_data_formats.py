@@ -8,13 +8,13 @@ import pytest
 
 from xorl.data import DataError
 from xorl.data.formats import TokenizedFormat
-from xorl.data.readers import LoadedPiece
+from xorl.data.readers import LoadedChunk
 
 
 def encode(rows, *, as_table=False, **changes):
     form = TokenizedFormat(**{"limit": 16, "overflow": "truncate", "limit_option": "max", **changes})
     content = pa.Table.from_pylist(rows) if as_table else rows
-    return form.encode(LoadedPiece("rows", "row", 0, 0, content))
+    return form.encode(LoadedChunk("rows", "row", 0, 0, content))
 
 
 def documents(encoded):
@@ -103,7 +103,7 @@ def test_every_integer_width_and_list_kind_is_read_vectorised():
     for kind in (pa.int8(), pa.uint16(), pa.uint32(), pa.int64(), pa.uint64()):
         for lists in (pa.list_(kind), pa.large_list(kind), pa.list_(kind, 3)):
             table = pa.table({"input_ids": pa.array([[1, 2, 3], [4, 5, 6]], type=lists)})
-            encoded = TokenizedFormat(16, "truncate", "max").encode(LoadedPiece("r", "row", 0, 0, table))
+            encoded = TokenizedFormat(16, "truncate", "max").encode(LoadedChunk("r", "row", 0, 0, table))
             assert [ids for ids, _ in documents(encoded)] == [[1, 2, 3], [4, 5, 6]]
             assert encoded.input_ids.dtype == np.int32
 
@@ -113,5 +113,5 @@ def test_strings_hold_ids_as_json_or_separated_by_spaces():
     rows = [{"input_ids": "1 2  3"}, {"input_ids": " [4, 5] "}, {"input_ids": "6"}]
     assert [ids for ids, _ in documents(encode(rows))] == [[1, 2, 3], [4, 5], [6]]
     for bad in ("1, 2", "1 x", "[1, 2", "1.5", '["1"]', "{}", "[[1]]"):
-        with pytest.raises(DataError, match=r"rows, row 0 .* input_ids holds .*want a list of integers"):
+        with pytest.raises(DataError, match=r"rows, row 0 .* input_ids contains .*want a list of integers"):
             encode([{"input_ids": bad}])

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from xorl.data import DataError, DatasetEntry, prepare, special_ids
+from xorl.data import DataError, DatasetEntry, prepare
+from xorl.data.invariants import special_ids
 
 SHORT = {"input_ids": [1, 2, 3], "labels": [-100, -100, 3]}
 LONG = {"input_ids": list(range(1, 21)), "labels": [-100, *range(2, 21)]}
@@ -14,11 +15,11 @@ ROWS = [*[SHORT] * 98, LONG, LONG]
 OVERFLOWS = {
     "truncate": ({}, r"2 of the 100 samples of .* longer than data.sample_packing_sequence_len = 16 and would be cut"),
     "truncate on purpose": ({"max_seq_len": 16}, None),
-    "drop": ({"overflow": "drop"}, r"would be dropped, and with them 40 of 334 tokens lost: more than 1.00%"),
+    "drop": ({"overflow": "drop"}, r"would be dropped, and 40 of 334 tokens lost: more than 1.00%"),
     "drop at a length": ({"overflow": "drop", "max_seq_len": 16}, r"would be dropped"),
     "drop accepted": ({"overflow": "drop", "overflow_limit": 0.2}, None),
     "drop beyond what is accepted": ({"overflow": "drop", "overflow_limit": 0.05}, r"more than 5.00%"),
-    "split": ({"overflow": "split"}, r"would be split, and with them 40 of 334 tokens torn apart"),
+    "split": ({"overflow": "split"}, r"would be split, and 40 of 334 tokens separated"),
     "split of plain text": ({"overflow": "split", "columns": ("input_ids",)}, None),
 }
 
@@ -40,9 +41,7 @@ def test_splitting_few_samples_of_many_tokens_stops_a_run_too(tmp_path, options,
     """Catches a limit that counts samples alone, while most of the text stands in a few that are torn apart."""
     book = {"input_ids": [*range(1, 901)], "labels": [-100, *range(2, 901)]}
     path = str(write_jsonl(tmp_path / "rows.jsonl", [*[SHORT] * 199, book]))
-    with pytest.raises(
-        DataError, match=r"1 of the 200 samples .* be split, and with them 900 of 1497 tokens torn apart"
-    ):
+    with pytest.raises(DataError, match=r"1 of the 200 samples .* be split, and 900 of 1497 tokens separated"):
         prepare([DatasetEntry(path, overflow="split")], replace(options, bin_len=16))
 
 
@@ -52,10 +51,13 @@ LABELS = {
     "one replaced": ([-100, *IDS[1:9], 99], None),
     "shifted": (
         [*IDS[1:], 99],
-        r"in 2 of the 2 samples .* labels are the tokens after their places: they were shifted",
+        r"in 2 of the 2 samples .* labels equal the next token: they are already shifted",
     ),
-    "shifted and masked": ([-100] * 4 + [*IDS[5:], -100], r"labels are the tokens after their places"),
-    "of others": ([-100, *IDS[:0:-1]], r"most labels are not the tokens at their places. Give labels that are aligned"),
+    "shifted and masked": ([-100] * 4 + [*IDS[5:], -100], r"labels equal the next token"),
+    "of others": (
+        [-100, *IDS[:0:-1]],
+        r"most labels differ from the token at the same position. Provide labels that are aligned",
+    ),
 }
 
 
@@ -94,7 +96,7 @@ def test_a_document_ends_once_and_says_where_it_cannot(tmp_path, text_options, w
     assert prepare([DatasetEntry(answers, type="prompt_completion")], text_options).lengths.tolist() == [5]
     endless = replace(text_options, tokenizer_folder=write_tokenizer(tmp_path / "endless", eos=None))
     prepare([DatasetEntry(path, type="text")], endless)
-    assert "the tokenizer has no eos_token, so documents do not end" in caplog.text
+    assert "the tokenizer has no eos_token, so documents have no end token" in caplog.text
 
 
 def test_ids_of_text_are_checked_against_the_model(tmp_path, text_options, write_jsonl):

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from xorl.data import DataError, DataPlan, bin_costs, pack, rescale_accumulation, split_step
+from xorl.data import DataError, DataPlan, pack
+from xorl.data.plan import bin_costs, rescale_accumulation, split_step
 
 
 def make_plan(**changes):
@@ -58,7 +59,9 @@ def test_the_hash_names_the_order_and_not_where_it_ends():
 
 def test_too_few_bins_for_one_step_say_what_to_change():
     """Catches a run of zero steps that 'succeeds'."""
-    with pytest.raises(DataError, match=r"^train.gradient_accumulation_steps: .*takes 8 bins .*fills 3, .*drop_last"):
+    with pytest.raises(
+        DataError, match=r"^train.gradient_accumulation_steps: .*takes 8 bins .*fills only 3, .*drop_last"
+    ):
         make_plan(num_bins=3)
     assert make_plan(num_bins=3, drop_last=False).num_steps == 1
     with pytest.raises(DataError, match="no bins"):

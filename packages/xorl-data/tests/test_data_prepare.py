@@ -178,7 +178,7 @@ def test_selected_columns_reach_the_documents_as_extras(tmp_path, options, write
 
 def test_labels_that_appear_late_are_told_apart_from_tokens(tmp_path, options, rows_of, monkeypatch, write_jsonl):
     """Catches a labels file that starts in the middle: all later labels would be shifted against their tokens."""
-    monkeypatch.setattr("xorl.data.readers.PIECE_BYTES", 100)
+    monkeypatch.setattr("xorl.data.readers.CHUNK_BYTES", 100)
     plain = [{"input_ids": [i, 2, 3], "labels": [i, 2, 3]} for i in range(30)]
     masked = [{"input_ids": [i, 2, 3], "labels": [-100, 2, 3]} for i in range(30)]
     for name, rows in (("late", plain + masked + plain), ("never", plain)):
@@ -189,19 +189,19 @@ def test_labels_that_appear_late_are_told_apart_from_tokens(tmp_path, options, r
 
 
 def test_rows_with_and_without_labels_in_far_places_are_refused(tmp_path, options, monkeypatch, write_jsonl):
-    """Catches the half of a dataset that is trained on as a whole because its pieces were read apart."""
-    monkeypatch.setattr("xorl.data.readers.PIECE_BYTES", 100)
+    """Catches the half of a dataset that is trained on as a whole because its chunks were read apart."""
+    monkeypatch.setattr("xorl.data.readers.CHUNK_BYTES", 100)
     rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 10 + [{"input_ids": [1, 2, 3]}] * 10
     path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
-    with pytest.raises(DataError, match=r"(line 1 on have labels.*on have none|no labels, while other rows)"):
+    with pytest.raises(DataError, match=r"(line 1 on have labels.*on have none|the row has no labels, but other rows)"):
         prepare([DatasetEntry(path)], options)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".txt"])
 def test_processes_change_nothing(tmp_path, options, make_rows, write_jsonl, write_as, rows_of, monkeypatch, suffix):
-    """Catches pieces that come back from the pool in another order, and errors that lose their place on the way."""
+    """Catches chunks that come back from the pool in another order, and errors that lose their place on the way."""
     monkeypatch.setattr(prepare_module, "_PARALLEL_BYTES", 0)
-    monkeypatch.setattr("xorl.data.readers.PIECE_BYTES", 400)
+    monkeypatch.setattr("xorl.data.readers.CHUNK_BYTES", 400)
     rows = make_rows(60)
     path = write_as(suffix[1:], tmp_path, rows)
     alone = prepare([DatasetEntry(str(path))], options)
@@ -230,7 +230,7 @@ def test_a_damaged_folder_is_refused(tmp_path, options, make_rows, write_jsonl):
     prepare([DatasetEntry(path)], options)
     ids = next(options.prepared_path.glob("*/input_ids.i32"))
     ids.write_bytes(ids.read_bytes()[:-4])
-    with pytest.raises(DataError, match=r"input_ids.i32 has .* bytes, its manifest says .*prepare again"):
+    with pytest.raises(DataError, match=r"input_ids.i32 has .* bytes, but the manifest says .*prepare again"):
         prepare([DatasetEntry(path)], options)
 
 
@@ -251,12 +251,12 @@ def test_skipping_loads_without_looking_at_the_source(tmp_path, options, make_ro
     folder = options.prepared_path / published(options)[0]
     direct = prepare(entries, replace(skipping, prepared_path=folder))
     assert len(direct) == 10
-    with pytest.raises(DataError, match=r"(?s)data.datasets\[0\]: .* holds nothing prepared for .*but limit=32"):
+    with pytest.raises(DataError, match=r"(?s)data.datasets\[0\]: .* has no prepared dataset for .*but limit=32"):
         prepare([replace(entries[0], max_seq_len=16)], skipping)
     with pytest.raises(DataError, match="is not a folder"):
         prepare(entries, replace(skipping, prepared_path=tmp_path / "none"))
     with pytest.raises(
-        DataError, match=r"holds a document of \d+ tokens, more than data.sample_packing_sequence_len = 8"
+        DataError, match=r"has a document of \d+ tokens, more than data.sample_packing_sequence_len = 8"
     ):
         prepare([DatasetEntry("x")], replace(skipping, prepared_path=folder, bin_len=8))
 
@@ -297,7 +297,7 @@ from xorl.data import DatasetEntry, PrepareOptions, prepare
 logging.basicConfig(level=logging.INFO, stream=sys.stdout)
 path, prepared, gate, num_proc = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
 sys.modules["xorl.data.prepare"]._PARALLEL_BYTES = 0
-sys.modules["xorl.data.readers"].PIECE_BYTES = 2000
+sys.modules["xorl.data.readers"].CHUNK_BYTES = 2000
 append = store.FlatStoreWriter.append
 def append_and_wait(self, documents):
     append(self, documents)

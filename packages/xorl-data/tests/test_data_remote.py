@@ -131,7 +131,7 @@ def test_what_a_dead_server_left_is_continued_by_the_next_start(web, corpus, opt
     half = len(content) // 2
     web.files["/rows.jsonl"], web.drop_after, web.ranges = content, half, False
     entry = DatasetEntry(f"{web.url}/rows.jsonl")
-    with pytest.raises(DataFailure, match=r"rows.jsonl ended after .* bytes; what there is of it is kept"):
+    with pytest.raises(DataFailure, match=r"rows.jsonl ended after .* bytes; the partial file is kept"):
         prepare([entry], options)
     web.drop_after, web.ranges = None, True
     web.asked.clear()
@@ -170,12 +170,12 @@ def test_data_files_are_below_the_address_or_stand_for_themselves(web, corpus, o
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
-        ({"path": "{url}/none.jsonl"}, r"data.datasets\[0\].path: .*none.jsonl is no file, and a web server cannot"),
-        ({"path": "{url}", "data_files": "none.jsonl", "ds_type": "json"}, r"data_files: .*none.jsonl is no file"),
-        ({"path": "{url}/rows.jsonl", "revision": "v1"}, r"data.datasets\[0\].revision: 'v1' has no meaning"),
+        ({"path": "{url}/none.jsonl"}, r"data.datasets\[0\].path: .*none.jsonl is not a file, and a web server cannot"),
+        ({"path": "{url}", "data_files": "none.jsonl", "ds_type": "json"}, r"data_files: .*none.jsonl is not a file"),
+        ({"path": "{url}/rows.jsonl", "revision": "v1"}, r"data.datasets\[0\].revision: 'v1' does not apply"),
         ({"path": "{url}/rows.jsonl", "split": "test"}, r"data.datasets\[0\].split"),
         ({"path": "ftp://host/rows.jsonl"}, r"ftp:// is not one of s3://, gs://"),
-        ({"path": ".", "data_files": ["{url}/rows.jsonl", "b.json"], "ds_type": "json"}, r"are not all of one place"),
+        ({"path": ".", "data_files": ["{url}/rows.jsonl", "b.json"], "ds_type": "json"}, r"must be URLs of one scheme"),
     ],
 )
 def test_an_address_that_cannot_be_read_names_the_option(web, corpus, options, entry, words):
@@ -196,10 +196,10 @@ def test_a_copy_that_was_edited_is_noticed(web, corpus, options):
     prepare([entry], options)
     copy = next((options.prepared_path / "downloads").glob("*/rows.jsonl"))
     copy.write_bytes(corpus[1].replace(b"1", b"2"))
-    with pytest.raises(DataError, match=r"is no longer what was downloaded from http"):
+    with pytest.raises(DataError, match=r"was modified after its download from http"):
         prepare([entry], options)
     copy.write_bytes(b"")
-    with pytest.raises(DataError, match="has 0 bytes; it was downloaded with"):
+    with pytest.raises(DataError, match="has 0 bytes, but it was downloaded with"):
         prepare([entry], changed(options, num_proc=2))
 
 

@@ -12,12 +12,12 @@ import pytest
 from xorl.data import DataError, DatasetEntry, prepare
 from xorl.data import readers as readers_module
 from xorl.data.hub import load_hub_source
-from xorl.data.readers import read_pieces
+from xorl.data.readers import read_chunks
 from xorl.data.sources import FileSource, load_source, shard_range
 
 
 def read(source):
-    return [row for piece in source.pieces(None) for row in piece.rows()]
+    return [row for chunk in source.chunks(None) for row in chunk.rows()]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet", "arrow"])
@@ -93,7 +93,9 @@ def test_data_files_are_names_or_globs_in_the_folder(tmp_path, make_rows, write_
     assert read(load_source(entry(["sub/part2.data", "**/part0.data"]))) == rows[4:6] + rows[:2]
     with pytest.raises(DataError, match=r"data.datasets\[0\].data_files: 'sub/\*.json' matches no file"):
         load_source(entry("sub/*.json"))
-    with pytest.raises(DataError, match=r"part2.data cannot be told from its name; set data.datasets\[0\].ds_type"):
+    with pytest.raises(
+        DataError, match=r"the name of .*part2.data does not show its type; set data.datasets\[0\].ds_type"
+    ):
         load_source(entry("sub/part2.data", ds_type=None))
 
 
@@ -107,7 +109,7 @@ def test_splits_in_file_names_are_kept_apart(tmp_path, make_rows, write_jsonl):
     (tmp_path / "data" / ".hidden.jsonl").write_text("{")
     assert read(load_source(DatasetEntry(str(tmp_path)))) == rows[:2]
     assert read(load_source(DatasetEntry(str(tmp_path / "data"), split="validation"))) == rows[2:]
-    with pytest.raises(DataError, match=r"'test' not found; .* speak of train, validation"):
+    with pytest.raises(DataError, match=r"'test' not found; .* name the splits train, validation"):
         load_source(DatasetEntry(str(tmp_path), split="test"))
     write_jsonl(tmp_path / "more.jsonl", rows)
     with pytest.raises(DataError, match=r"\(train-00000.jsonl\) and some do not \(more.jsonl\)"):
@@ -118,11 +120,11 @@ def test_splits_in_file_names_are_kept_apart(tmp_path, make_rows, write_jsonl):
 def test_shards_are_consecutive_parts_that_cover_everything(
     tmp_path, make_rows, write_as, options, rows_of, kind, monkeypatch
 ):
-    """Catches rows lost or doubled between shards, also where a shard cuts through pieces."""
-    monkeypatch.setattr(readers_module, "PIECE_BYTES", 700)
+    """Catches rows lost or doubled between shards, also where a shard cuts through chunks."""
+    monkeypatch.setattr(readers_module, "CHUNK_BYTES", 700)
     rows = make_rows(31)
     path = str(write_as(kind, tmp_path, rows))
-    assert len(list(read_pieces(tmp_path / path, readers_module.file_type(tmp_path / path)))) > 3
+    assert len(list(read_chunks(tmp_path / path, readers_module.file_type(tmp_path / path)))) > 3
     parts = [rows_of(prepare([DatasetEntry(path, shards=4, shards_idx=index)], options)) for index in range(4)]
     assert [len(part) for part in parts] == [8, 8, 8, 7]
     assert [row for part in parts for row in part] == rows
@@ -131,8 +133,8 @@ def test_shards_are_consecutive_parts_that_cover_everything(
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".bz2", ".zst", ".xz"])
 def test_pieces_cover_a_file_in_order_with_true_line_numbers(tmp_path, make_rows, monkeypatch, suffix):
-    """Catches lines lost, doubled or misnumbered where pieces meet, in plain and in compressed files."""
-    monkeypatch.setattr(readers_module, "PIECE_BYTES", 500)
+    """Catches lines lost, doubled or misnumbered where chunks meet, in plain and in compressed files."""
+    monkeypatch.setattr(readers_module, "CHUNK_BYTES", 500)
     rows = make_rows(40)
     text = "\ufeff" + "".join(json.dumps(row) + ("\r\n" if i % 3 else "\n\n") for i, row in enumerate(rows))
     path = tmp_path / f"rows.jsonl{suffix}"
@@ -141,29 +143,29 @@ def test_pieces_cover_a_file_in_order_with_true_line_numbers(tmp_path, make_rows
     write[".bz2"] = lambda data: path.write_bytes(bz2.compress(data))
     write[".zst"] = lambda data: path.write_bytes(pa.compress(data, codec="zstd", asbytes=True))
     write[suffix](text.encode())
-    pieces = list(read_pieces(path, "json"))
-    assert len(pieces) > 5
-    assert [row for piece in pieces for row in piece.rows()] == rows
-    tables = [piece.table(("input_ids", "labels")) for piece in pieces]
+    chunks = list(read_chunks(path, "json"))
+    assert len(chunks) > 5
+    assert [row for chunk in chunks for row in chunk.rows()] == rows
+    tables = [chunk.table(("input_ids", "labels")) for chunk in chunks]
     assert [row for table in tables for row in table.to_pylist()] == rows
     numbers = [number for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    places = [piece.place(index) for piece in pieces for index in range(piece.num_rows())]
+    places = [chunk.location(index) for chunk in chunks for index in range(chunk.num_rows())]
     assert places == [f"{path}, line {number}" for number in numbers]
 
 
 def test_a_json_array_is_decoded_while_it_is_read(tmp_path, make_rows, monkeypatch):
     """Catches an array read whole into memory, and elements cut where blocks meet."""
-    monkeypatch.setattr(readers_module, "PIECE_BYTES", 97)
+    monkeypatch.setattr(readers_module, "CHUNK_BYTES", 97)
     rows = make_rows(25)
     for indent in (None, 2):
         path = tmp_path / "rows.json"
         path.write_text(" \n" + json.dumps(rows, indent=indent) + " \n")
-        pieces = list(read_pieces(path, "json"))
-        assert len(pieces) > 5
-        assert [row for piece in pieces for row in piece.rows()] == rows
-        assert pieces[1].place(0).startswith(f"{path}, element {pieces[0].num_rows()} ")
+        chunks = list(read_chunks(path, "json"))
+        assert len(chunks) > 5
+        assert [row for chunk in chunks for row in chunk.rows()] == rows
+        assert chunks[1].location(0).startswith(f"{path}, element {chunks[0].num_rows()} ")
     path.write_text("[]")
-    assert list(read_pieces(path, "json")) == []
+    assert list(read_chunks(path, "json")) == []
 
 
 def test_the_identity_is_content_not_place(tmp_path, make_rows, write_jsonl):
@@ -178,5 +180,5 @@ def test_the_identity_is_content_not_place(tmp_path, make_rows, write_jsonl):
 def test_a_hub_file_of_another_type_than_ds_type_is_refused():
     # Catches a ds_type that is accepted and ignored because the Hub's library goes by the file's name.
     entry = DatasetEntry(path="org/name", data_files=["a.jsonl", "b.csv"], ds_type="json")
-    with pytest.raises(DataError, match=r"ds_type: json, but by its name b\.csv"):
+    with pytest.raises(DataError, match=r"ds_type: json, but the name of b\.csv"):
         load_source(entry, option="data.datasets[0]")

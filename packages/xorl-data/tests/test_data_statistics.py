@@ -4,17 +4,10 @@ from html.parser import HTMLParser
 
 import numpy as np
 
-from xorl.data import (
-    DatasetEntry,
-    dataset_statistics,
-    fill_histogram,
-    html_report,
-    load_tokenizer,
-    pack,
-    prepare,
-    text_report,
-)
-from xorl.data.statistics import NearDuplicates
+from xorl.data import DatasetEntry, pack, prepare
+from xorl.data.formats import load_tokenizer
+from xorl.data.report import html_report, text_report
+from xorl.data.statistics import NearDuplicates, dataset_statistics, fill_histogram
 
 
 def test_duplicates_beginnings_and_ends_are_counted(tmp_path, text_options, write_jsonl, write_tokenizer):

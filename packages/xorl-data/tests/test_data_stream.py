@@ -16,15 +16,15 @@ from xorl.data.stream import (
     StreamLoader,
     StreamOptions,
     StreamPlan,
-    Tally,
+    StreamTally,
+    check_first_samples,
     files,
-    judge_beginning,
     lane,
     open_stream,
     order,
     read_sample,
 )
-from xorl.data.stream.lane import Lane
+from xorl.data.stream.lane import StreamLane
 
 NUM_ROWS = 400
 
@@ -112,10 +112,10 @@ def test_a_resume_reads_a_run_again_and_not_all(tmp_path, corpus, small, monkeyp
     stream = stream_of(tmp_path, corpus)
     expected, _ = read(loaders(stream, num_steps=40))
     _, positions = read(loaders(stream, num_steps=40), stop=38)
-    pieces = []
-    monkeypatch.setattr(lane, "block_pieces", lambda *a, f=lane.block_pieces: pieces.append(1) or f(*a))
+    chunks = []
+    monkeypatch.setattr(lane, "block_chunks", lambda *a, f=lane.block_chunks: chunks.append(1) or f(*a))
     assert read(loaders(stream, num_steps=40, positions=positions), start=38)[0] == expected[38:]
-    assert len(pieces) < 16 * 8
+    assert len(chunks) < 16 * 8
 
 
 def test_every_document_comes_once_an_epoch_in_another_order(tmp_path, corpus, small):
@@ -131,8 +131,8 @@ def test_every_document_comes_once_an_epoch_in_another_order(tmp_path, corpus, s
             found = blocks.block(number, index)
             assert found[0] == epoch
             sequence.append(found[2])
-            one = Lane(stream, blocks, number, lane.RunStart(0, index, 0))
-            for after, encoded in one._pieces():
+            one = StreamLane(stream, blocks, number, lane.RunStart(0, index, 0))
+            for after, encoded in one._chunks():
                 if after.block != index:
                     break
                 starts = np.cumsum(encoded.lengths) - encoded.lengths
@@ -173,8 +173,8 @@ def rows_in(stream):
     for place in range(blocks.blocks_per_cycle):
         _, entry, number = blocks.block(place % blocks.num_lanes, place // blocks.num_lanes)
         file, inner = files.BlockTable(stream.entries[entry])[number]
-        for piece in lane.block_pieces(file, inner, None, "data.datasets[0]"):
-            seen.update(row["input_ids"][0] * 1000 + row["input_ids"][1] for row in piece.rows())
+        for chunk in lane.block_chunks(file, inner, None, "data.datasets[0]"):
+            seen.update(row["input_ids"][0] * 1000 + row["input_ids"][1] for row in chunk.rows())
     return seen
 
 
@@ -244,20 +244,20 @@ def test_what_a_stream_cannot_be_is_refused(tmp_path, corpus, small):
     """Catches a stream over nothing that spins for ever, and one over files that changed while it ran."""
     empty = tmp_path / "empty.jsonl"
     empty.write_text('{"input_ids": []}\n' * 50)
-    with pytest.raises(DataError, match="nothing is left of"):
+    with pytest.raises(DataError, match="has no documents"):
         read(loaders(stream_of(tmp_path, DatasetEntry(str(empty)))))
     empty.write_text("")
     for entry, words in (
         (DatasetEntry(str(empty)), "is empty"),
-        (DatasetEntry("dummy"), "dummy is computed"),
-        (DatasetEntry(corpus.path, shards=2, shards_idx=0), "cannot be cut into shards"),
+        (DatasetEntry("dummy"), "dummy cannot be streamed"),
+        (DatasetEntry(corpus.path, shards=2, shards_idx=0), "cannot be divided into shards"),
     ):
         with pytest.raises(DataError, match=words):
             stream_of(tmp_path, entry)
     stream = stream_of(tmp_path, corpus)
     with open(corpus.path, "a") as file:
         file.write('{"input_ids": [1, 2, 3]}\n')
-    with pytest.raises(DataError, match="was changed while it was streamed"):
+    with pytest.raises(DataError, match="changed while it was streamed"):
         read(loaders(stream))
     assert stream_of(tmp_path, corpus).fingerprint != stream.fingerprint
 
@@ -290,7 +290,7 @@ def test_a_tally_counts_each_reading_once(tmp_path, corpus, small):
         _, positions = read(ranks, start, stop)
         total = total + tally_of(ranks)
     assert (total == tally_of(whole)).all()
-    receipt = Tally(stream, total.tolist()).receipt("abc")
+    receipt = StreamTally(stream, total.tolist()).receipt("abc")
     assert (receipt.num_bins, receipt.plan_hash) == (24 * 12, "abc")
     assert 0.85 < receipt.fill <= 1
 
@@ -344,23 +344,23 @@ def test_what_stops_prepared_data_stops_a_stream(tmp_path, write_jsonl, name):
     with pytest.raises(DataError, match=message):
         read(loaders(stream_of(tmp_path, DatasetEntry(str(path)), bin_len=16), bins_per_step=8, num_steps=80))
     with pytest.raises(DataError, match=message):
-        judge_beginning(stream_of(tmp_path, DatasetEntry(str(path)), bin_len=16))
+        check_first_samples(stream_of(tmp_path, DatasetEntry(str(path)), bin_len=16))
 
 
 def test_the_beginning_of_a_stream_is_judged_and_no_more(tmp_path, corpus, small, write_jsonl, caplog):
     """Catches a stream that is read whole before it is trained on, and few long samples judged by a hundredth."""
-    judge_beginning(stream_of(tmp_path, corpus))
+    check_first_samples(stream_of(tmp_path, corpus))
     rows = [TRAINED] * 2000 + ["not reached"] * 5
     path = write_jsonl(tmp_path / "much.jsonl", rows)
-    judge_beginning(stream_of(tmp_path, DatasetEntry(str(path)), shuffle=False, seed=1))
+    check_first_samples(stream_of(tmp_path, DatasetEntry(str(path)), shuffle=False, seed=1))
     many_blocks = write_jsonl(tmp_path / "blocks.jsonl", [LONG, LONG, *[SHORT] * 900])
-    judge_beginning(stream_of(tmp_path, DatasetEntry(str(many_blocks)), bin_len=16))
+    check_first_samples(stream_of(tmp_path, DatasetEntry(str(many_blocks)), bin_len=16))
     nothing = write_jsonl(tmp_path / "nothing.jsonl", [UNTRAINED] * 900)
     stream = stream_of(tmp_path, DatasetEntry(str(nothing)), bin_len=16)
     with pytest.raises(DataError, match=r"no token of .* is trained"):
-        judge_beginning(stream)
-    judge_beginning(stream, stops=False)
-    assert "this stops a run: data.datasets[0]: no token of" in caplog.text
+        check_first_samples(stream)
+    check_first_samples(stream, strict=False)
+    assert "this would stop a run: data.datasets[0]: no token of" in caplog.text
 
 
 def test_a_tokenizer_that_is_not_the_models_stops_a_stream(tmp_path, text_options, write_jsonl):

@@ -16,10 +16,12 @@ from jinja2 import Undefined
 from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from xorl.data import DataError, DatasetEntry, load_tokenizer, prepare, stretches, trained_texts
+from xorl.data import DataError, DatasetEntry, prepare
+from xorl.data.formats import load_tokenizer
 from xorl.data.formats.spans import Text, tokenize
 from xorl.data.formats.template import sandbox
-from xorl.data.readers import LoadedPiece, table_pieces
+from xorl.data.inspect import text_segments, trained_texts
+from xorl.data.readers import LoadedChunk, table_chunks
 from xorl.data.receipt import Counts
 
 USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
@@ -33,7 +35,7 @@ def texts_of(rows, options, tmp_path, write_jsonl, **entry):
     tokenizer = load_tokenizer(options.tokenizer_folder)
     found = []
     for index in range(len(documents)):
-        parts = stretches(*documents.document(index), tokenizer)
+        parts = text_segments(*documents.document(index), tokenizer)
         found.append(("".join(part.text for part in parts), list(trained_texts(parts))))
     return found
 
@@ -126,7 +128,7 @@ def test_an_empty_answer_trains_its_end_or_is_refused(text_options, tmp_path, wr
     [(_, trained)] = texts_of([{"messages": turns}], text_options, tmp_path, write_jsonl, **entry)
     assert trained == ["Hello<|end|>", "<|end|>", "(thought)Hello<|end|>"]
     template.write_text(UNSTABLE.replace("SKIP", "message.content"))
-    with pytest.raises(DataError, match=r"line 1: .* writes nothing of message 3"):
+    with pytest.raises(DataError, match=r"line 1: .* omits message 3"):
         texts_of([{"messages": turns}], text_options, tmp_path, write_jsonl, **entry)
 
 
@@ -149,12 +151,12 @@ def test_a_template_is_a_file_or_a_name(text_options, tmp_path, write_jsonl):
 CONVERSATIONS = {
     "order": (
         [ASSISTANT, USER],
-        r"message 0 of role assistant stands at the beginning, want system or developer or user",
+        r"message 0 has role assistant at the start, want system or developer or user",
     ),
-    "two users": ([USER, USER, ASSISTANT], r"message 1 of role user stands after user, want assistant there"),
+    "two users": ([USER, USER, ASSISTANT], r"message 1 has role user after user, want assistant there"),
     "late system": (
         [USER, ASSISTANT, {"role": "system", "content": "x"}],
-        r"message 2 of role system stands after assis",
+        r"message 2 has role system after assis",
     ),
     "no answer": ([USER], r"no assistant message"),
     "empty": ([], r"the conversation is empty"),
@@ -168,15 +170,15 @@ CONVERSATIONS = {
         [{"role": "user", "content": [{"type": "image_url"}]}, ASSISTANT],
         r"message 0: content has parts that are not",
     ),
-    "weight": ([USER, {**ASSISTANT, "weight": 0.5}], r"message 1: train and weight are true or false"),
-    "trained user": ([{**USER, "train": True}, ASSISTANT], r"message 0 of role user asks to be trained"),
+    "weight": ([USER, {**ASSISTANT, "weight": 0.5}], r"message 1: train and weight must be equal"),
+    "trained user": ([{**USER, "train": True}, ASSISTANT], r"message 0 of role user sets train or weight"),
     "arguments": (
         [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
-        r"message 1: a tool call holds arguments that are not JSON",
+        r"message 1: a tool call contains arguments that are not JSON",
     ),
     "ignored tool": (
         [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}],
-        r"chat template leaves out the tool call of message 1",
+        r"chat template omits the tool call of message 1",
     ),
 }
 
@@ -205,11 +207,11 @@ ROWS = {
     "list": (
         "prompt_completion",
         {"prompt": [USER], "completion": "a"},
-        r"line 2: column 'prompt' holds list.*type: chat",
+        r"line 2: column 'prompt' is list.*type: chat",
     ),
     "no completion": ("prompt_completion", {"prompt": "a", "completion": ""}, r"line 2: column 'completion' is empty"),
     "no text": ("text", {"body": "a"}, r"line 2: column 'text' does not exist, want a string; the columns are: body"),
-    "number": ("text", {"text": 5}, r"line 2: column 'text' holds int, want a string"),
+    "number": ("text", {"text": 5}, r"line 2: column 'text' is int, want a string"),
 }
 
 
@@ -227,10 +229,14 @@ def test_a_bad_row_of_text_is_named(text_options, tmp_path, write_jsonl, name):
 @pytest.mark.parametrize(
     ("name", "kind", "said"),
     [
-        ("rows.jsonl", "text", r"line 1 begins a list, whose element 0 .* is str, want one object a line .*\(text\)$"),
-        ("rows.jsonl.gz", "prompt_completion", r"line 1 begins .*, want one object a line .*\(prompt, completion\)$"),
+        ("rows.jsonl", "text", r"line 1 is a list, whose element 0 .* is str, want one object per line .*\(text\)$"),
+        (
+            "rows.jsonl.gz",
+            "prompt_completion",
+            r"line 1 is a list.*, want one object per line .*\(prompt, completion\)$",
+        ),
         ("rows.json", "text", r"element 0 \(the first is 0\) is str, want an object with its columns \(text\)$"),
-        ("rows.jsonl", "tokenized", r"line 1 begins .*, want one object a line with input_ids; .* ds_type: text$"),
+        ("rows.jsonl", "tokenized", r"line 1 is a list.*, want one object per line with input_ids; .* ds_type: text$"),
     ],
 )
 def test_lines_that_are_lists_are_told_what_their_type_wants(text_options, tmp_path, name, kind, said):
@@ -253,13 +259,13 @@ def test_text_that_is_not_utf8_is_named(text_options, tmp_path):
 
 TEMPLATES = {
     "syntax": ("a\n{% for %}", r"own.jinja, line 2: the chat template has a syntax error"),
-    "raises": ("{{ raise_exception('not today') }}", r"line 1: .*own.jinja does not take the conversation: not today"),
-    "fails": ("{{ messages[0].content / 2 }}", r"line 1: .*own.jinja does not take the conversation: TypeError"),
-    "escapes": ("{{ messages.__class__.__mro__ }}", r"line 1: .*own.jinja does not take the conversation: access to"),
-    "drops": ("{{ messages[0].content }}<|end|>", r"line 1: .*own.jinja leaves out message 1"),
+    "raises": ("{{ raise_exception('not today') }}", r"line 1: .*own.jinja rejects the conversation: not today"),
+    "fails": ("{{ messages[0].content / 2 }}", r"line 1: .*own.jinja rejects the conversation: TypeError"),
+    "escapes": ("{{ messages.__class__.__mro__ }}", r"line 1: .*own.jinja rejects the conversation: access to"),
+    "drops": ("{{ messages[0].content }}<|end|>", r"line 1: .*own.jinja omits message 1"),
     "unstable": (
         "{% if add_generation_prompt %}!{% else %}?{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}",
-        r"line 1: .*own.jinja is not stable: .*generation prompt '!Hi'.*use train_on: last_turn or all",
+        r"line 1: .*own.jinja is not stable: its generation prompt .*'!Hi'.*set train_on to last_turn or all",
     ),
 }
 
@@ -282,25 +288,27 @@ def test_what_a_tokenizer_lacks_is_said(text_options, tmp_path, write_jsonl, wri
         DataError, match=r"model.tokenizer_path: .*bare has no chat template. Set .*\[0\].chat_template"
     ):
         prepare([DatasetEntry(path, type="chat")], bare)
-    with pytest.raises(DataError, match=r"model.tokenizer_path: .* holds no tokenizer that can be loaded"):
+    with pytest.raises(DataError, match=r"model.tokenizer_path: .* has no tokenizer that can be loaded"):
         prepare([DatasetEntry(path, type="chat")], replace(text_options, tokenizer_folder=tmp_path / "none"))
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "config.json").write_text('{"model_type": "qwen3"}')
-    with pytest.raises(DataError, match=r"model.tokenizer_path: .*weights holds no tokenizer; give"):
+    with pytest.raises(DataError, match=r"model.tokenizer_path: .*weights has no tokenizer; set"):
         prepare([DatasetEntry(path, type="auto")], replace(text_options, tokenizer_folder=tmp_path / "weights"))
     with pytest.raises(DataError, match=r"model.tokenizer_path: .*needs a tokenizer"):
         prepare([DatasetEntry(path, type="chat")], replace(text_options, tokenizer_folder=None))
-    with pytest.raises(DataError, match=r"chat_template: no.jinja is no file .*the tokenizer's templates are: default"):
+    with pytest.raises(
+        DataError, match=r"chat_template: no.jinja is not a file .*the tokenizer's templates are: default"
+    ):
         prepare([DatasetEntry(path, type="chat", chat_template="no.jinja")], text_options)
 
 
 ENTRIES = {
-    "train_on": ({"type": "text", "train_on": "assistant"}, r"\[0\].train_on: assistant means nothing for type text"),
-    "columns": ({"type": "chat", "column_names": {"text": "a"}}, r"\[0\].columns: 'text' means nothing for type chat"),
+    "train_on": ({"type": "text", "train_on": "assistant"}, r"\[0\].train_on: assistant is not valid for type text"),
+    "columns": ({"type": "chat", "column_names": {"text": "a"}}, r"\[0\].columns: 'text' is not valid for type chat"),
     "template": ({"type": "text", "chat_template": "a"}, r"\[0\].chat_template: type text has no template"),
     "shapes": (
         {"type": "prompt_completion", "column_names": {"prompt": "a", "answer": "b"}},
-        r"\[0\].columns: prompt, answer mix shapes",
+        r"\[0\].columns: prompt, answer do not belong together",
     ),
     "unknown columns": ({"type": "auto"}, r"\[0\].type: auto: .*the columns a are not known"),
 }
@@ -341,9 +349,9 @@ def test_everything_that_decides_the_tokens_is_part_of_the_key(text_options, tmp
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_processes_give_what_one_gives(text_options, tmp_path, write_as, monkeypatch, kind):
-    """Catches a format or a piece that cannot travel to another process, or is another there."""
+    """Catches a format or a chunk that cannot travel to another process, or is another there."""
     monkeypatch.setattr(sys.modules["xorl.data.prepare"], "_PARALLEL_TEXT_BYTES", 0)
-    monkeypatch.setattr(sys.modules["xorl.data.readers"], "PIECE_BYTES", 2000)
+    monkeypatch.setattr(sys.modules["xorl.data.readers"], "CHUNK_BYTES", 2000)
     path = write_as(kind, tmp_path / "data", [CHAT, {"messages": CHAT["messages"][:2]}] * 40)
     prepared = [
         prepare(
@@ -384,13 +392,13 @@ def test_each_line_of_a_text_file_is_a_document(text_options, tmp_path):
 
 
 def test_a_slice_of_a_table_travels_without_the_rest():
-    """Catches preparation that sends the whole dataset to a process with every piece."""
+    """Catches preparation that sends the whole dataset to a process with every chunk."""
     table = pa.table({"text": ["word " * 1000] * 1000})
-    pieces = list(table_pieces(table, "rows"))
-    small = LoadedPiece("rows", "row", 5, 0, table.slice(5, 1))
+    chunks = list(table_chunks(table, "rows"))
+    small = LoadedChunk("rows", "row", 5, 0, table.slice(5, 1))
     assert len(pickle.dumps(small)) < 10_000
     assert copy(small).rows() == small.rows()
-    assert copy(pieces[0]).num_rows() == pieces[0].num_rows()
+    assert copy(chunks[0]).num_rows() == chunks[0].num_rows()
 
 
 def test_a_token_on_the_border_is_trained_and_counted(text_options, tmp_path, write_jsonl):
@@ -433,13 +441,13 @@ def test_lengths_of_tokens_place_them_as_offsets_do(text_options, name):
     content = "hello \u00e9\u00e9 w\u00f6rld, \U0001f600 e\u0301 <|end|>\n  hell"
     texts = [Text(content, ((a, b),)) for a in range(len(content)) for b in range(a + 1, len(content) + 1)]
     texts += [Text(content, None), Text("", ()), Text(content, ((0, 3), (7, 9)))]
-    piece = LoadedPiece("rows", "row", 0, 0, [])
-    found, wanted = (tokenize(texts, each, piece, Counts()) for each in (tokenizer, by_offsets))
+    chunk = LoadedChunk("rows", "row", 0, 0, [])
+    found, wanted = (tokenize(texts, each, chunk, Counts()) for each in (tokenizer, by_offsets))
     assert (tokenizer.bytes_of is not None) == (name in ("plain", "changes letters"))
     np.testing.assert_array_equal(found.input_ids, wanted.input_ids)
     np.testing.assert_array_equal(found.labels, wanted.labels)
-    assert found.counted == wanted.counted
-    assert found.counted.straddling_tokens
+    assert found.counts == wanted.counts
+    assert found.counts.straddling_tokens
 
 
 def test_the_sandbox_lets_templates_see_what_jinjas_own_does():

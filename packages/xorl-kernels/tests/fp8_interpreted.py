@@ -7,7 +7,8 @@ that fp8 has; rounding is left to tests/gpu.
 import pytest
 import torch
 
-from xorl.kernels.quant import E4M3, E5M2, fp8, fp8_triton
+from xorl.kernels.quant import fp8, fp8_triton
+from xorl.kernels.quant.fp8 import E4M3, E5M2
 from xorl.kernels.testing import nan_poisoned_empty
 
 SHAPES = [(1, 1), (32, 48), (130, 257)]

@@ -30,7 +30,8 @@ from xorl.kernels.attention import paged_triton
 from xorl.kernels.fused import cross_entropy, heads, reference, rms_norm, swiglu, widened_sum
 from xorl.kernels.fused.reference import HeadNorms, HeadShape
 from xorl.kernels.optim import Noise, triton_lists, triton_symmetric, triton_updates
-from xorl.kernels.quant import E4M3, E5M2, WeightNoise, blocks_triton, fp8_triton
+from xorl.kernels.quant import WeightNoise, blocks_triton, fp8_triton
+from xorl.kernels.quant.fp8 import E4M3, E5M2
 
 TARGET = GPUTarget("cuda", 90, 32)
 PACKAGES = Path(__file__).parents[2]

@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
-from xorl.kernels.attention import ATTENTION, AttentionRequest, eager_attention, resolve_attention
+from xorl.kernels.attention import ATTENTION, AttentionRequest, resolve_attention
 from xorl.kernels.attention.operator import visible_pairs
-from xorl.kernels.attention.reference import causal_mask, eager_backward, eager_forward
+from xorl.kernels.attention.reference import causal_mask, eager_attention, eager_backward, eager_forward
 from xorl.kernels.attention.split import split_by_heads
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.testing import assert_matches_reference
@@ -189,5 +189,5 @@ def test_a_mask_that_would_take_all_memory_is_refused():
     """Catches a window on a CPU that silently takes 4 bytes for each pair of tokens."""
     q, k, v = make_inputs([40_000], 1, 1, 8, torch.float32)
     attention = resolve_attention("sdpa", AttentionRequest("cpu", torch.float32, 8, 16, False))
-    with pytest.raises(ValueError, match=r"a window of 16 tokens in a document of 40000 takes a mask of 6\.0 GiB"):
+    with pytest.raises(ValueError, match=r"a window of 16 tokens in a document of 40000 needs a mask of 6\.0 GiB"):
         attention(q, k, v, SequenceLayout.from_lengths([40_000]), scale=1.0, window=16)

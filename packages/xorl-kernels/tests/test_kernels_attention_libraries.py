@@ -11,8 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from xorl.kernels.attention import eager_attention
-from xorl.kernels.attention.reference import eager_backward, eager_forward
+from xorl.kernels.attention.reference import eager_attention, eager_backward, eager_forward
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.testing import assert_matches_reference
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from xorl.kernels.attention import KeyValueCache, MixedLayout, cached_attention, eager_attention
+from xorl.kernels.attention import KeyValueCache, MixedLayout, cached_attention
+from xorl.kernels.attention.reference import eager_attention
 from xorl.kernels.layout import SequenceLayout
 
 BLOCK = 4

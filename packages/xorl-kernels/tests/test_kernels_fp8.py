@@ -11,7 +11,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from xorl.kernels.quant import (
+from xorl.kernels.quant.fp8 import (
     E4M3,
     E5M2,
     amax,

@@ -51,5 +51,5 @@ def test_one_compilation_serves_every_split():
 
 def test_tokens_of_one_weight_must_be_neighbours():
     """Catches a row in which a second group of a weight would silently replace the first."""
-    with pytest.raises(ValueError, match="must be neighbours"):
+    with pytest.raises(ValueError, match="must be adjacent"):
         TokenGroups.of([(0, 2), (1, 3), (0, 1)], 2)

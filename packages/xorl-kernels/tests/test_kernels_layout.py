@@ -25,7 +25,7 @@ def test_a_row_without_documents_is_empty():
     ("cu_seqlens", "positions", "lengths", "message"),
     [
         ([0, 2, 2], 2, (2, 0), "at least one token"),
-        ([0, 2], 2, (1, 1), "cu_seqlens of 2 documents"),
+        ([0, 2], 2, (1, 1), "cu_seqlens must have shape"),
         ([0, 2], 3, (2,), "positions has shape"),
     ],
 )

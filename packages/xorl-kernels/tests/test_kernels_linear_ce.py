@@ -302,8 +302,8 @@ def test_backward_of_backward_is_refused():
     ("hidden", "weight", "labels", "chunk_tokens", "message"),
     [
         ((4, 8), (11, 7), (4,), 1, r"\[4, 8\] and \[11, 7\]"),
-        ((2, 2, 8), (11, 8), (4,), 1, r"want hidden \[T, D\]"),
-        ((4, 8), (11, 8), (3,), 1, "one label for each of 4 tokens"),
+        ((2, 2, 8), (11, 8), (4,), 1, r"expected hidden \[T, D\]"),
+        ((4, 8), (11, 8), (3,), 1, r"labels must have shape \[4\]"),
         ((4, 8), (11, 8), (4,), 0, "chunk_tokens must be at least 1"),
     ],
 )

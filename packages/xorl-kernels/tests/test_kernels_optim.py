@@ -260,10 +260,10 @@ def test_triton_kernels_match_their_twins() -> None:
 def test_only_what_the_copy_engine_reads_goes_to_the_kernel() -> None:
     # Catches strides that it refuses at launch: of rows that do not begin at 16 bytes, also where a row is one element.
     half = torch.zeros(2, 64, 40, dtype=torch.bfloat16)
-    assert symmetric._suits(half)
-    assert symmetric._suits(half.mT)
+    assert symmetric._is_supported(half)
+    assert symmetric._is_supported(half.mT)
     for x in (half[:, :, :36], half[:, :, :1].contiguous(), half[:, :36].mT.contiguous(), half[:, :, 1:].contiguous()):
-        assert not symmetric._suits(x), x.shape
+        assert not symmetric._is_supported(x), x.shape
 
 
 @pytest.mark.parametrize(

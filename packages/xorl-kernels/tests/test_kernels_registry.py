@@ -63,9 +63,12 @@ def test_native_attention_refuses_the_cpu_with_the_reason():
 @pytest.mark.parametrize(
     ("request_", "reason"),
     [
-        (AttentionRequest("cuda", torch.float32, 64), "computes in float16 or bfloat16, the model computes in float32"),
-        (AttentionRequest("cuda", torch.bfloat16, 20), "a multiple of 8 up to 256, the model has 20"),
-        (AttentionRequest("cuda", torch.bfloat16, 264), "a multiple of 8 up to 256, the model has 264"),
+        (
+            AttentionRequest("cuda", torch.float32, 64),
+            "computes in float16 or bfloat16, but the model computes in float32",
+        ),
+        (AttentionRequest("cuda", torch.bfloat16, 20), "a multiple of 8 up to 256, but the model has 20"),
+        (AttentionRequest("cuda", torch.bfloat16, 264), "a multiple of 8 up to 256, but the model has 264"),
     ],
 )
 def test_native_attention_names_what_it_lacks(request_, reason):

@@ -35,8 +35,8 @@ def drop_last_row(x):
         (lambda x: x * x * 1.0001, "output 0: worst error"),
         (WrongGradient.apply, "gradient of input 0: worst error"),
         (drop_last_row, "output 0: 4 values are not finite"),
-        (lambda x: (x * x)[:-1], r"output 0: shape \[5, 4\], want \[6, 4\]"),
-        (lambda x: (x * x, x), "2 outputs, the reference has 1"),
+        (lambda x: (x * x)[:-1], r"output 0: shape \[5, 4\], expected \[6, 4\]"),
+        (lambda x: (x * x, x), "2 outputs, but the reference has 1"),
     ],
 )
 def test_a_wrong_kernel_fails(kernel, message):

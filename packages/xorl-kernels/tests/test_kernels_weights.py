@@ -10,21 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from xorl.kernels.quant import (
-    WeightNoise,
-    block_fp8,
-    dequantize_block_fp8,
-    dequantize_nf4,
-    dequantize_nvfp4,
-    nf4,
-    normal_pairs,
-    nvfp4,
-    nvfp4_global_scale,
-    quant_refusal,
-    quantize_block_fp8,
-    quantize_nf4,
-    quantize_nvfp4,
-)
+from xorl.kernels.quant import WeightNoise, formats, nf4, quant_refusal
+from xorl.kernels.quant.block_fp8 import dequantize_block_fp8, quantize_block_fp8
+from xorl.kernels.quant.nf4 import dequantize_nf4, quantize_nf4
+from xorl.kernels.quant.noise import normal_pairs
+from xorl.kernels.quant.nvfp4 import dequantize_nvfp4, nvfp4_global_scale, quantize_nvfp4
 
 CASES = Path(__file__).with_name("weights_interpreted.py")
 CPU = torch.device("cpu")
@@ -92,7 +82,8 @@ def test_nf4_is_within_its_stated_error(group_size, dtype):
     assert torch.equal(absmax.double(), wide.unflatten(1, (-1, group_size)).abs().amax(-1))
     back = dequantize_nf4(codes, absmax, torch.float32).double()
     by_element = absmax.double().repeat_interleave(group_size, 1)
-    nearest = (wide[..., None] / by_element[..., None] - torch.tensor(nf4.VALUES).double()).abs().amin(-1) * by_element
+    distances = wide[..., None] / by_element[..., None] - torch.tensor(formats.NF4_VALUES).double()
+    nearest = distances.abs().amin(-1) * by_element
     assert bool(((back - wide).abs() <= nearest + 1e-6 * by_element).all())
     assert bool(((back - wide).abs() <= (nf4.MAX_ERROR + 1e-6) * by_element).all())
 
@@ -127,15 +118,15 @@ def test_nvfp4_is_within_its_stated_error(group_size, dtype):
     global_scale = nvfp4_global_scale(x.abs().amax()).expand(48)
     codes, scales = quantize_nvfp4(x, global_scale, group_size)
     assert (codes.shape, scales.shape) == ((48, 256), (48, 512 // group_size))
-    assert scales.float().max().item() == nvfp4.LARGEST_SCALE
+    assert scales.float().max().item() == formats.E4M3_LARGEST
     back = dequantize_nvfp4(codes, scales, global_scale, torch.float32).double()
     step = scales.double().repeat_interleave(group_size, 1) * global_scale[0].double()
     spacing = torch.where(wide.abs() <= 2 * step, 0.25, torch.where(wide.abs() <= 4 * step, 0.5, 1.0)) * step
-    clipped = (wide.abs() - nvfp4.LARGEST * step).clamp(min=0)
+    clipped = (wide.abs() - formats.E2M1_LARGEST * step).clamp(min=0)
     assert bool(((back - wide).abs() <= torch.maximum(spacing, clipped) * (1 + 1e-6)).all())
     # What is clipped at most, where the scale is a normal number of E4M3: it was rounded down by one part in 17.
     normal = step >= 2.0**-6 * global_scale[0].double()
-    assert bool((clipped <= nvfp4.LARGEST / 16 * step * (1 + 1e-6))[normal].all())
+    assert bool((clipped <= formats.E2M1_LARGEST / 16 * step * (1 + 1e-6))[normal].all())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -145,7 +136,7 @@ def test_block_fp8_is_within_its_stated_error(shape, group_size, dtype):
     x = matrix(*shape, dtype)
     codes, scales = quantize_block_fp8(x, group_size)
     assert scales.shape == (math.ceil(shape[0] / group_size), math.ceil(shape[1] / group_size))
-    assert codes.float().abs().max().item() == block_fp8.LARGEST
+    assert codes.float().abs().max().item() == formats.E4M3_LARGEST
     wide, back = x.double(), dequantize_block_fp8(codes, scales, group_size, torch.float32).double()
     by_row = scales.double().repeat_interleave(group_size, 0)[: shape[0]]
     step = by_row.repeat_interleave(group_size, 1)[:, : shape[1]]

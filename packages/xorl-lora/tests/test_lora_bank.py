@@ -14,7 +14,8 @@ from xorl.core.loss import cross_entropy
 from xorl.core.models import SPECS, Decoder
 from xorl.core.parallel.compile import compile_layers
 from xorl.kernels.layout import SequenceLayout
-from xorl.lora import Adam, AdapterBank, AdapterSnapshot, AdapterSpec, adapter_parameters, adapters, inject
+from xorl.lora import Adam, AdapterBank, AdapterSpec, adapter_parameters, adapters, inject
+from xorl.lora.snapshot import AdapterSnapshot
 
 SIZES = hf_config("llama", vocab_size=37, hidden_size=24, intermediate_size=40, attention_bias=True)
 WITH_HEAD = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head")
@@ -282,7 +283,7 @@ def test_the_adapter_that_was_not_used_for_longest_leaves():
     assert set(bank.resident) == {"rs", "r4", "head"}
     run_mixed(bank, model, ("rs", "mlp", "head"))
     assert set(bank.resident) == {"rs", "mlp", "head"}
-    with pytest.raises(ValueError, match="4 adapters in one pass, and the bank holds 3"):
+    with pytest.raises(ValueError, match="4 adapters in one pass, but the bank holds only 3"):
         run_mixed(bank, model, ("rs", "mlp", "head", "r4"))
 
 
@@ -292,14 +293,15 @@ def test_an_adapter_that_cannot_come_back_takes_no_room():
     fill(bank, ("r4",))
     wanted = bank.snapshot("r4").tensors()
     fill(bank, ("mlp",))
-    away = bank._pages.take("r4")
+    away = bank._store.get("r4")
+    bank._store.drop("r4")
     short = {kind: flat[:1] for kind, flat in away.values.items()}
-    bank._pages.put("r4", AdapterSnapshot(away.spec, away.step, away.names, short))
+    bank._store.put("r4", AdapterSnapshot(away.spec, away.step, away.names, short))
     for _ in range(2):
         with pytest.raises(RuntimeError):
             bank.zero_grad("r4")
-    bank._pages.drop("r4")
-    bank._pages.put("r4", away)
+    bank._store.drop("r4")
+    bank._store.put("r4", away)
     fill(bank, ("attention",))
     bank.zero_grad("r4")
     got = bank.snapshot("r4").tensors()
@@ -352,7 +354,7 @@ def test_saved_adapters_go_on_to_the_bit_in_another_bank(tmp_path: Path):
     assert all(torch.equal(value, got[key]) for key, value in wanted.items())
     assert wanted["step"] == 2
     (tmp_path / "rs.safetensors").write_bytes((tmp_path / "rs.safetensors").read_bytes()[:-5])
-    with pytest.raises(ValueError, match=r"rs\.safetensors is no adapter"):
+    with pytest.raises(ValueError, match=r"rs\.safetensors is not an adapter"):
         second.load("rs", tmp_path / "rs.safetensors")
     snapshot = first.snapshot("r4")
     with pytest.raises(ValueError, match="1 problems"):
@@ -379,11 +381,11 @@ def test_tokens_of_the_base_alone_see_no_adapter():
     [
         ({"targets": ("embed_tokens",)}, None, "embed_tokens is an embedding"),
         ({"num_resident": 0}, None, "num_resident must be at least 1"),
-        ({"host_limit": 1}, None, "name a folder"),
-        ({}, AdapterSpec(rank=65), "has room for 64"),
+        ({"host_limit": 1}, None, "pass folder"),
+        ({}, AdapterSpec(rank=65), "above the bank's max_rank 64"),
         ({}, AdapterSpec(dropout=0.1), "dropout is 0.1"),
         ({}, AdapterSpec(use_dora=True), "use_dora"),
-        ({"targets": ("q_proj",)}, AdapterSpec(targets=("v_proj",)), "not among the targets of the bank"),
+        ({"targets": ("q_proj",)}, AdapterSpec(targets=("v_proj",)), "not among the bank's targets"),
         ({}, AdapterSpec(targets=("c_proj",)), "match no layer"),
     ],
 )

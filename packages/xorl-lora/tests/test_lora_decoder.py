@@ -11,7 +11,8 @@ from tiny_models import hf_config
 from xorl.core.loss import cross_entropy
 from xorl.core.models import SPECS, Decoder
 from xorl.kernels.layout import SequenceLayout
-from xorl.lora import AdapterSpec, adapter_parameters, adapters, base_parameters, init_adapters, inject, merge_
+from xorl.lora import AdapterSpec, adapter_parameters, adapters, init_adapters, inject, merge_
+from xorl.lora.inject import base_parameters
 
 VOCAB = 37
 SIZES = {"vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40}
@@ -169,11 +170,21 @@ def test_modules_to_save_train_whole():
     [
         ("Qwen3ForCausalLM", True, {"targets": ("gate",)}, r"match no layer of Decoder; its layers are .*'gate_proj'"),
         ("GPT2LMHeadModel", False, {"targets": ("c_attn",)}, "set model.merge_qkv to true"),
-        ("Qwen3ForCausalLM", True, {"targets": ("embed_tokens",), "use_dora": True}, "use_dora is for linear layers"),
-        ("Qwen3ForCausalLM", True, {"rank_pattern": {"qproj": 4}}, r"rank_pattern: 'qproj' matches none"),
-        ("Qwen3ForCausalLM", True, {"modules_to_save": ("k_proj",)}, "is not kept apart from others"),
-        ("Qwen3ForCausalLM", True, {"modules_to_save": ("head",)}, r"'head' is no module of Decoder; it has .*lm_head"),
-        ("Qwen3ForCausalLM", True, {"modules_to_save": ("o_proj",)}, "trained whole and have an adapter too"),
+        (
+            "Qwen3ForCausalLM",
+            True,
+            {"targets": ("embed_tokens",), "use_dora": True},
+            "use_dora supports only linear layers",
+        ),
+        ("Qwen3ForCausalLM", True, {"rank_pattern": {"qproj": 4}}, r"rank_pattern: 'qproj' does not match any"),
+        ("Qwen3ForCausalLM", True, {"modules_to_save": ("k_proj",)}, "use an adapter instead"),
+        (
+            "Qwen3ForCausalLM",
+            True,
+            {"modules_to_save": ("head",)},
+            r"'head' matches no module of Decoder; it has .*lm_head",
+        ),
+        ("Qwen3ForCausalLM", True, {"modules_to_save": ("o_proj",)}, "is also an adapter target"),
     ],
 )
 def test_what_does_not_fit_the_decoder_is_an_error_that_says_so(architecture, merge_qkv, options, message):
@@ -188,11 +199,11 @@ def test_a_tied_embedding_takes_no_adapter():
     """Catches a merge that changes the head along with the embedding."""
     spec = SPECS["Qwen3ForCausalLM"]
     tied = spec.build(spec.config_from_hf(hf_config(tie_word_embeddings=True)))
-    with pytest.raises(ValueError, match="or the head does"):
+    with pytest.raises(ValueError, match="or the head shares its weight"):
         inject(tied, AdapterSpec(targets=("embed_tokens",)))
-    with pytest.raises(ValueError, match="lm_head is the embedding's weight here"):
+    with pytest.raises(ValueError, match="lm_head is tied to the embedding"):
         inject(tied, AdapterSpec(targets=("q_proj",), modules_to_save=("lm_head",)))
-    with pytest.raises(ValueError, match="is the head's as well"):
+    with pytest.raises(ValueError, match="shares its weight with the head"):
         inject(tied, AdapterSpec(modules_to_save=("embed_tokens",)))
 
 

@@ -8,23 +8,16 @@ import pytest
 import torch
 
 from xorl.lora import AdapterSpec
-from xorl.lora.peft import (
-    AdapterConfig,
-    AdapterValues,
-    HeldTensors,
-    differences,
-    fold,
-    keys_of,
-    read_layout,
-    shared_value,
-    shortest_names,
-)
+from xorl.lora.peft import AdapterConfig, InMemoryTensors, differences, read_layout
+from xorl.lora.peft.config import shared_value, shortest_names
+from xorl.lora.peft.layout import keys_of
+from xorl.lora.peft.merged import AdapterValues, fold
 
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
 
 
 def held(shapes):
-    return HeldTensors({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
+    return InMemoryTensors({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
 
 
 def shapes(module="layers.0.q_proj", a=(2, 8), b=(4, 2), **others):
@@ -42,7 +35,7 @@ def shapes(module="layers.0.q_proj", a=(2, 8), b=(4, 2), **others):
         ({"bias": "all"}, "bias is 'all'"),
         ({"use_qalora": True}, "use_qalora is set"),
         ({"init_lora_weights": "pissa_niter_4"}, "changes the base model's weights"),
-        ({"modules_to_save": "lm_head"}, "modules_to_save is 'lm_head'; a list"),
+        ({"modules_to_save": "lm_head"}, "modules_to_save must be a list of names, got 'lm_head'"),
         ({"lora_dropout": 1.0}, "dropout must be at least 0 and below 1"),
     ],
 )
@@ -72,15 +65,18 @@ def test_a_configuration_returns_as_it_was():
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        (shapes(a=(3, 8)), "says that the rank is 2"),
-        (shapes(b=(4, 3)), "says that the rank is 2"),
+        (shapes(a=(3, 8)), "but the rank in adapter_config.json is 2"),
+        (shapes(b=(4, 3)), "but the rank in adapter_config.json is 2"),
         (shapes(a=(16,)), "both must be matrices"),
-        (held({keys_of("q_proj")[0]: (2, 8)}), "it has no lora_B"),
-        (shapes(base_model__model__q_proj__lora_A__default__weight=(2, 8)), "no tensor of an adapter ends so"),
-        (shapes(_orig_mod__q_proj__lora_A__weight=(2, 8)), "begin with base_model.model."),
+        (held({keys_of("q_proj")[0]: (2, 8)}), "missing lora_B"),
+        (shapes(base_model__model__q_proj__lora_A__default__weight=(2, 8)), "not a tensor name that PEFT writes"),
+        (shapes(_orig_mod__q_proj__lora_A__weight=(2, 8)), "does not start with PEFT's prefix base_model.model."),
         (shapes(base_model__model__lm_head__weight=(4, 8)), r"modules_to_save \[\] does not name"),
-        (shapes(base_model__model__layers__0__q_proj__lora_magnitude_vector=(4,)), "use_dora is false"),
-        (held({}), "it holds no tensor"),
+        (
+            shapes(base_model__model__layers__0__q_proj__lora_magnitude_vector=(4,)),
+            "use_dora in adapter_config.json is false",
+        ),
+        (held({}), "the file has no tensors"),
     ],
 )
 def test_files_that_are_not_whole_are_refused(tensors, message):
@@ -99,9 +95,9 @@ def test_an_adapter_for_another_base_is_told_by_names_and_shapes():
     told = differences(layout, {"layers.0.q_proj.weight": (6, 8)})
     assert told == [
         "layers.0.q_proj: the adapter is for a weight of [4, 8], the base has [6, 8]",
-        "norm.weight: the base has no such tensor",
+        "norm.weight: the base does not have this tensor",
     ]
-    assert differences(layout, {"norm.weight": (8,)}) == ["layers.0.q_proj: the base has no such layer"]
+    assert differences(layout, {"norm.weight": (8,)}) == ["layers.0.q_proj: the base does not have this layer"]
 
 
 def test_names_are_as_short_as_they_may_be():

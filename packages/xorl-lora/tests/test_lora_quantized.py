@@ -15,23 +15,20 @@ from xorl.core.models import SPECS, Decoder
 from xorl.core.nn import Linear
 from xorl.kernels.layout import SequenceLayout
 from xorl.kernels.quant import GROUP_SIZES, QuantScheme
-from xorl.lora import (
-    AdapterSpec,
+from xorl.lora import AdapterSpec, adapter_parameters, init_adapters, inject
+from xorl.lora.merge import fold_, merged_rows
+from xorl.lora.quantized import (
     AdaptiveNoise,
     QuantizedLinear,
-    adapter_parameters,
     dense_parameters,
-    fold_,
-    init_adapters,
-    inject,
-    merged_rows,
     num_parameters,
     quantizable_linears,
     quantize_linears,
     quantized_linears,
     quantized_rows,
+    read_rows,
+    write_rows_,
 )
-from xorl.lora.quantized import read_rows, write_rows_
 
 FORMATS = ["nf4", "nvfp4", "block_fp8"]
 CONFIG = hf_config(vocab_size=61, hidden_size=64, intermediate_size=192)
@@ -200,7 +197,7 @@ def test_noise_is_the_same_in_both_passes_and_absent_in_evaluation(quant_format)
     x = torch.eye(192).requires_grad_()
     seen = []
     for step in (1, 2, 1):
-        noise.before(step)
+        noise.set_step(step)
         y = model.train()(x)
         weight = y.detach().t()
         (grad,) = torch.autograd.grad(y, x, torch.eye(192, 130))
@@ -269,7 +266,7 @@ def test_shapes_that_do_not_fit_are_refused_before_anything_changes():
     ):
         quantize_linears(model, paths, QuantScheme("nf4", 64), "lora.quant_group_size")
     assert not quantized_linears(model)
-    assert "powers of two" in str(QuantScheme("nvfp4", 24).group_refusal())
+    assert "power of two" in str(QuantScheme("nvfp4", 24).group_refusal())
 
 
 def chain(seed: int, num_tokens: int) -> Tensor:
@@ -302,7 +299,8 @@ def train(model: Decoder, parameters: Sequence[nn.Parameter], ids: Tensor, num_s
 
 
 def test_every_format_learns_as_well_as_adapters_on_the_base_itself():
-    # Catches errors of a format that adapters do not make up for. (docs/benchmarks.md has 300 steps of a larger model.)
+    # Catches errors of a format that adapters do not make up for.
+    # docs/records/quantisation.md has 300 steps of a larger model.
     base = decoder()
     train(base, list(base.parameters()), chain(1, 100 * 128 + 1), 100, lr=1e-2)
     ids = chain(2, 60 * 128 + 1)

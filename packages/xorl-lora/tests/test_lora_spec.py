@@ -26,7 +26,7 @@ def two_layers() -> nn.Module:
         ({"alpha": 1e300}, r"alpha must be at most 1e\+38, got 1e\+300"),
         ({"alpha_pattern": {"q_proj": 1e300}}, r"alpha_pattern\['q_proj'\] must be at most"),
         ({"targets": ()}, "at least one name"),
-        ({"targets": ("q_proj", "")}, "no empty one"),
+        ({"targets": ("q_proj", "")}, "no empty ones"),
         ({"targets": "q_proj"}, "a tuple of names, got the string 'q_proj'"),
     ],
 )
@@ -66,7 +66,7 @@ class Tied(nn.Module):
 @pytest.mark.parametrize(
     ("model", "target", "names", "reason"),
     [
-        (Tied(), "head", ("body",), "another module uses its weight"),
+        (Tied(), "head", ("body",), "another module or the head shares its weight"),
         (
             nn.ModuleDict({"attention": nn.MultiheadAttention(4, 2), "up": nn.Linear(4, 4)}),
             "attention.out_proj",

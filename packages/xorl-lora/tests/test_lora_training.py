@@ -161,7 +161,7 @@ def test_a_state_dict_of_other_adapters_is_refused_whole():
     before = {name: value.clone() for name, value in adapter_state_dict(module).items()}
     state = {name: torch.zeros_like(value) for name, value in before.items() if name != "0.lora_A"}
     state |= {"0.lora_B": torch.zeros(13, 4), "head.lora_A": torch.zeros(1)}
-    message = r"0.lora_A is missing; 0.lora_B has shape \[13, 4\], the model wants \[13, 3\]; head.lora_A is not in"
+    message = r"0.lora_A is missing; 0.lora_B has shape \[13, 4\], the model has \[13, 3\]; head.lora_A is not in"
     with pytest.raises(ValueError, match=message):
         load_adapter_state_dict(module, state)
     assert all(torch.equal(value, before[name]) for name, value in adapter_state_dict(module).items())

@@ -72,7 +72,7 @@ def test_status_takes_the_key_from_a_file_or_a_variable(connected: Service) -> N
     ]
     file = str(connected.output_dir / "service" / "api_token")
     for arguments, variables, told in (
-        ([], {}, "answers 401; give the service's key with --api-key-file or XORL_API_KEY"),
+        ([], {}, "returned status 401; pass the service's key with --api-key-file or XORL_API_KEY"),
         (["--api-key-file", file], {}, '"ready": true'),
         ([], {"TINKER_API_KEY": connected.key}, '"ready": true'),
     ):

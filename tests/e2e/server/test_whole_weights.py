@@ -54,7 +54,7 @@ def test_steps_of_all_weights_are_those_of_plain_torch(service: Service) -> None
         training = service.tinker().create_lora_training_client(base_model=MODEL, rank=4).result()
         info = training.get_info()
         assert (info.is_lora, info.lora_rank) == (False, None)
-        with pytest.raises(Exception, match="has the base, and its client is there"):
+        with pytest.raises(Exception, match="uses the base and its client is still active"):
             service.xorl().create_training_client(base_model=MODEL, model_id="other")
         data = [
             types.Datum(

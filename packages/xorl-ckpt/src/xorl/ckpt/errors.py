@@ -1,8 +1,8 @@
-"""The two kinds of errors of checkpoints and weights: wrong input from the user, and a failure of the machine."""
+"""Errors of checkpoints and weights: one for invalid input from the user, one for failures of the environment."""
 
 
 class CheckpointError(ValueError):
-    """Unusable input: a wrong path, another model's checkpoint, a corrupted file, an unusable folder."""
+    """Invalid input: a wrong path, another model's checkpoint, a corrupted file, a folder that cannot be written."""
 
 
 class CheckpointFailure(RuntimeError):

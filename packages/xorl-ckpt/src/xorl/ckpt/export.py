@@ -1,6 +1,6 @@
-"""Writes a model, whole or sharded, as the folder that transformers' `from_pretrained` reads.
+"""Writes a model, sharded or not, as a folder that transformers' `from_pretrained` can read.
 
-Rank 0 holds one parameter in memory at a time. The folder is published atomically.
+Rank 0 holds one parameter in memory at a time. The folder appears atomically.
 """
 
 import functools
@@ -17,17 +17,17 @@ from xorl.ckpt.errors import CheckpointError
 from xorl.ckpt.files import sync_file
 from xorl.ckpt.layout import TensorRecord
 from xorl.ckpt.publish import published
-from xorl.ckpt.ranks import agreed, this_rank
+from xorl.ckpt.ranks import fail_together, this_rank
 from xorl.ckpt.reader import INDEX_FILE, SINGLE_FILE, SafetensorsSource, WeightRecipe, WeightSource, source_shapes
 from xorl.ckpt.regions import dtype_name, gather_whole
 from xorl.ckpt.tensor_file import TensorGroup, write_tensor_file
 
 logger = logging.getLogger(__name__)
 
-# The files of a transformers tokenizer, as patterns; other files in its folder do not belong to the model.
-_FURTHER_TEMPLATES = "additional_chat_templates/*.jinja"  # of other names than default, such as tool_use
+# Patterns for the files of a transformers tokenizer; other files in its folder are not copied.
+_NAMED_TEMPLATES = "additional_chat_templates/*.jinja"  # all templates but the default one, such as tool_use
 TOKENIZER_FILES = (
-    _FURTHER_TEMPLATES,
+    _NAMED_TEMPLATES,
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
@@ -42,7 +42,7 @@ TOKENIZER_FILES = (
 )
 _COPIED_FILES = (*TOKENIZER_FILES, "generation_config.json")
 _CONFIG_FILE, CARD_FILE = "config.json", "README.md"
-TEMPLATE_FILE = "chat_template.jinja"  # takes precedence over the template in tokenizer_config.json
+TEMPLATE_FILE = "chat_template.jinja"  # transformers prefers it to the template in tokenizer_config.json
 MAX_SHARD_BYTES = 5e9
 
 
@@ -70,17 +70,17 @@ def export_hf(
     chat_template: str | None = None,
     max_shard_bytes: float = MAX_SHARD_BYTES,
     model_card: str | None = None,
-    whole: Callable[[str], torch.Tensor] | None = None,
+    gather: Callable[[str], torch.Tensor] | None = None,
 ) -> Path:
     """Collective: write safetensors, their index, config.json and the tokenizer's files; returns the folder.
 
-    `dtype` None keeps each parameter's own dtype. `hf_config` is written unchanged except for its dtype, which is set
-    to that of the weights. `chat_template` replaces the tokenizer's own. Tied weights are absent, as they are in
-    `params`. `model_card` becomes README.md. `whole` is as in `parameter_groups`. Raises CheckpointError if the folder
-    exists and is not empty: nothing is written into it.
+    A `dtype` of None keeps each parameter's dtype. `hf_config` is written unchanged except for its dtype, which is set
+    to that of the weights. `chat_template` replaces the tokenizer's template. Tied weights are not written, as they are
+    not in `params`. `model_card` becomes README.md. For `gather` see `parameter_groups`. Raises CheckpointError, before
+    anything is written, if the folder exists and is not empty.
     """
-    with agreed(f"export to {folder}"):
-        groups = parameter_groups(params, recipes, dtype=dtype, whole=whole)
+    with fail_together(f"export to {folder}"):
+        groups = parameter_groups(params, recipes, dtype=dtype, gather=gather)
     folder = Path(folder).absolute()
     with published(folder) as temporary:
         write_model(
@@ -107,14 +107,14 @@ def write_model(
     max_shard_bytes: float = MAX_SHARD_BYTES,
     model_card: str | None = None,
 ) -> None:
-    """Collective: write the files of `export_hf`, for tensors under their file names, into an existing folder."""
+    """Collective: write the files of `export_hf` into an existing folder; `groups` hold tensors by their file names."""
     shards = _plan(groups, max_shard_bytes)
     for shard in shards:
         write_tensor_file(folder / shard.file, shard.groups)
-    with agreed(f"export to {folder}"):
+    with fail_together(f"export to {folder}"):
         if this_rank() == 0:
-            _write_rest(folder, shards, hf_config, tokenizer_folder, chat_template, model_card)
-            _check(folder, shards)
+            _write_other_files(folder, shards, hf_config, tokenizer_folder, chat_template, model_card)
+            _check_readable(folder, shards)
 
 
 def parameter_groups(
@@ -122,22 +122,22 @@ def parameter_groups(
     recipes: Mapping[str, WeightRecipe],
     *,
     dtype: torch.dtype | None = None,
-    whole: Callable[[str], torch.Tensor] | None = None,
+    gather: Callable[[str], torch.Tensor] | None = None,
     device: torch.device | None = None,
 ) -> list[TensorGroup]:
-    """Parameters under their file names, in the order of the recipes; each is gathered only when it is written.
+    """Parameters by their file names, in the order of the recipes; each is gathered only when it is written.
 
-    `whole` returns the value of a parameter by its name, for example with an adapter merged into it; it may be
-    collective. None gathers the parameter. The groups make tensors on `device` (None: the CPU), which may share memory
-    with the results of `whole`. Raises CheckpointError for a parameter without a recipe.
+    `gather` takes the name of a parameter and returns its full value, for example with an adapter merged into it. It
+    may be collective; None gathers the parameter itself. The groups create tensors on `device` (None: the CPU), which
+    may share memory with the results of `gather`. Raises CheckpointError for a parameter without a recipe.
     """
+    if not params:
+        raise CheckpointError("there are no parameters to export")
     unknown = [name for name in params if name not in recipes]
-    if unknown or not params:
-        raise CheckpointError(
-            f"there is no recipe for {', '.join(unknown[:5]) or 'anything: no parameters were given'}"
-        )
+    if unknown:
+        raise CheckpointError(f"there is no recipe for {', '.join(unknown[:5])}")
 
-    def gathered(name: str) -> torch.Tensor:
+    def gather_param(name: str) -> torch.Tensor:
         return gather_whole(params[name])
 
     groups: list[TensorGroup] = []
@@ -145,7 +145,7 @@ def parameter_groups(
         shapes = source_shapes({name: recipes[name] for name in unit})
         written = dtype_name(dtype or params[unit[0]].dtype)
         to = device or torch.device("cpu")
-        make = functools.partial(_take_apart, unit, recipes, whole or gathered, getattr(torch, written), to)
+        make = functools.partial(_split_unit, unit, recipes, gather or gather_param, getattr(torch, written), to)
         groups.append(TensorGroup({name: TensorRecord(shape, written) for name, shape in shapes.items()}, make))
     return groups
 
@@ -156,9 +156,9 @@ def source_groups(
     names: Sequence[str] | None = None,
     dtype_of: Callable[[str], torch.dtype] | None = None,
 ) -> list[TensorGroup]:
-    """The tensors of a source under its names (all of them, or `names`), each read when it is written.
+    """The tensors of a source (all of them, or only `names`); each is read only when it is written.
 
-    They are cast to the dtype that `dtype_of` returns for a name; None keeps the source's dtype.
+    `dtype_of` takes a name and returns the dtype to cast to; None keeps the source's dtype.
     """
 
     def read(name: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -173,7 +173,7 @@ def source_groups(
 
 
 def _plan(groups: Sequence[TensorGroup], max_shard_bytes: float) -> list[_Shard]:
-    """Which tensors go into which file."""
+    """Assign the groups to files of at most `max_shard_bytes`; a larger group gets its own file."""
     files: list[list[TensorGroup]] = [[]]
     size = 0
     for group in groups:
@@ -191,7 +191,7 @@ def _plan(groups: Sequence[TensorGroup], max_shard_bytes: float) -> list[_Shard]
 
 
 def _units(params: Mapping[str, torch.Tensor], recipes: Mapping[str, WeightRecipe]) -> list[list[str]]:
-    """The parameters in the order of the recipes; those that share a source form one unit."""
+    """The parameters in the order of the recipes, as units: parameters that share a source form one unit."""
     units: list[list[str]] = []
     sharing: dict[str, list[str]] = {}
     for name, recipe in recipes.items():
@@ -207,26 +207,26 @@ def _units(params: Mapping[str, torch.Tensor], recipes: Mapping[str, WeightRecip
     return units
 
 
-def _take_apart(
+def _split_unit(
     unit: Sequence[str],
     recipes: Mapping[str, WeightRecipe],
-    whole: Callable[[str], torch.Tensor],
+    gather: Callable[[str], torch.Tensor],
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
-    """Collective: every rank takes part in each gather; only rank 0 keeps the result."""
+    """Collective: all ranks join each gather; only rank 0 splits the results and returns tensors."""
     parts: dict[str, list[torch.Tensor]] = {}
     for name in unit:
-        values = whole(name)
+        values = gather(name)
         if this_rank() == 0:
             for source, part in recipes[name].split(values.to(dtype)).items():
                 parts.setdefault(source, []).append(part.to(device))
     join_dim = recipes[unit[0]].join_dim
-    assert join_dim is not None or all(len(held) == 1 for held in parts.values()), f"{unit} share a source"
-    return {name: held[0] if len(held) == 1 else torch.cat(held, join_dim or 0) for name, held in parts.items()}
+    assert join_dim is not None or all(len(shared) == 1 for shared in parts.values()), f"{unit} share a source"
+    return {name: shared[0] if len(shared) == 1 else torch.cat(shared, join_dim or 0) for name, shared in parts.items()}
 
 
-def _write_rest(
+def _write_other_files(
     folder: Path,
     shards: Sequence[_Shard],
     hf_config: Mapping[str, object],
@@ -239,7 +239,7 @@ def _write_rest(
     dtypes = {record.dtype for record in records}
     config = {name: value for name, value in hf_config.items() if name != "torch_dtype"}
     if len(dtypes) == 1:
-        # from_pretrained casts to the config's dtype.
+        # from_pretrained casts the weights to the config's dtype.
         config["dtype"] = dtypes.pop()
     files: dict[str, bytes] = {_CONFIG_FILE: json_bytes(config)}
     if len(shards) > 1:
@@ -252,7 +252,7 @@ def _write_rest(
     if model_card is not None:
         files[CARD_FILE] = model_card.encode()
     if tokenizer_folder is not None:
-        patterns = [name for name in _COPIED_FILES if chat_template is None or name != _FURTHER_TEMPLATES]
+        patterns = [name for name in _COPIED_FILES if chat_template is None or name != _NAMED_TEMPLATES]
         present = [file for pattern in patterns for file in tokenizer_folder.glob(pattern) if file.is_file()]
         files |= {str(file.relative_to(tokenizer_folder)): file.read_bytes() for file in present}
     if chat_template is not None:
@@ -263,15 +263,15 @@ def _write_rest(
         sync_file(folder / name)
 
 
-def _check(folder: Path, shards: Sequence[_Shard]) -> None:
-    """Reads the written files back as a reader would."""
+def _check_readable(folder: Path, shards: Sequence[_Shard]) -> None:
+    """Open the written files as a user would, and compare names and shapes."""
     with SafetensorsSource(folder) as source:
         wanted = {name: record.shape for shard in shards for name, record in shard.records.items()}
         assert {name: source.shape(name) for name in source.names()} == wanted, (
-            f"{folder} does not hold what was exported"
+            f"the files in {folder} differ from the exported tensors"
         )
 
 
 def json_bytes(content: Mapping[str, object]) -> bytes:
-    """JSON in the style of model folders: sorted and indented."""
+    """JSON formatted as in Hugging Face folders: sorted and indented."""
     return (json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()

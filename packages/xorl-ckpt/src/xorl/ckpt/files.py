@@ -1,4 +1,4 @@
-"""Durable files with hashes: hashed while they are written, and hashed again when they are read."""
+"""Durable files with hashes: hashed while they are written, and checked by hashing them again."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -23,15 +23,15 @@ class FileRecord:
 
 
 class HashedFile:
-    """A file written from start to end; closing it makes it durable and sets its `record`.
+    """A write-only stream; closing it makes the file durable and sets its `record`.
 
-    The hash is of the bytes passed in, not of those on disk afterwards, so it also detects a corrupted write.
+    The hash covers the bytes passed in rather than the bytes on disk, so it also detects a corrupted write.
     """
 
     record: FileRecord
 
     def __init__(self, path: Path) -> None:
-        # Unbuffered: a failed write fails at once, and closing has nothing left to write that could fail.
+        # Unbuffered: a failed write raises at once, and closing has nothing left to write.
         self._file = path.open("xb", buffering=0)
         self._hash = xxhash.xxh3_128()
         self._size = 0
@@ -45,7 +45,7 @@ class HashedFile:
             self.close()
         self._file.close()
         if self._failure is not None and error is not self._failure:
-            # torch's writer hides a failed write behind an error about positions.
+            # torch's writer replaces the error of a failed write by one about file positions.
             raise self._failure
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
@@ -78,8 +78,8 @@ class HashedFile:
         self._file.close()
         self.record = FileRecord(self._size, self._hash.hexdigest())
 
-    def abandon(self) -> None:
-        """Close a file that will not be finished; does nothing if it is closed."""
+    def abort(self) -> None:
+        """Close without a record, after an error; does nothing if the file is already closed."""
         self._file.close()
 
 
@@ -111,14 +111,14 @@ def check_sizes(folder: Path, files: Mapping[str, FileRecord]) -> None:
             problems.append(f"{name} is missing")
             continue
         if size != record.size:
-            problems.append(f"{name} has {size:,} bytes, {record.size:,} were saved")
+            problems.append(f"{name} has {size:,} bytes, but {record.size:,} were saved")
     _raise_damaged(folder, problems)
 
 
 def check_hashes(folder: Path, files: Mapping[str, FileRecord], names: Iterable[str]) -> None:
     """Raise CheckpointError naming every file among `names` whose content differs from its record."""
     problems = [
-        f"{name} has another content than was saved (xxh3_128 differs)"
+        f"{name} has changed since it was saved (its xxh3_128 differs)"
         for name in names
         if hash_file(folder / name) != files[name]
     ]
@@ -126,7 +126,7 @@ def check_hashes(folder: Path, files: Mapping[str, FileRecord], names: Iterable[
 
 
 def share_of_files(files: Mapping[str, FileRecord], rank: int, num_ranks: int) -> list[str]:
-    """The files that this rank hashes: largest first to the rank with the fewest bytes; the same split everywhere."""
+    """The files that `rank` hashes. Files go, largest first, to the rank with the fewest bytes; all ranks agree."""
     loads = [0] * num_ranks
     shares: list[list[str]] = [[] for _ in range(num_ranks)]
     for name in sorted(files, key=lambda name: (-files[name].size, name)):
@@ -137,7 +137,7 @@ def share_of_files(files: Mapping[str, FileRecord], rank: int, num_ranks: int) -
 
 
 def sync_file(path: Path) -> None:
-    """Make a file that others wrote, or a folder's list of names, durable."""
+    """Make durable an existing file, or the list of entries of a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -150,5 +150,5 @@ def _raise_damaged(folder: Path, problems: list[str]) -> None:
         more = "" if len(problems) <= 5 else f"\n  and {len(problems) - 5} more"
         raise CheckpointError(
             f"{folder} is damaged; nothing was loaded\n  " + "\n  ".join(problems[:5]) + more + "\n"
-            "Copy the folder again from where it came, or resume from another checkpoint."
+            "Copy the folder again from its source, or resume from another checkpoint."
         )

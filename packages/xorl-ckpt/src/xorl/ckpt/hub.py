@@ -1,4 +1,4 @@
-"""Resolves a model's folder from a local path, or from the id of a repository on the Hugging Face Hub."""
+"""Resolves a model's folder from a local path or the id of a repository on the Hugging Face Hub."""
 
 import logging
 from collections.abc import Sequence
@@ -21,17 +21,17 @@ MODEL_PATTERNS = (*CONFIG_PATTERNS, *TOKENIZER_PATTERNS, *WEIGHT_PATTERNS)
 def resolve_folder(
     id_or_path: str | Path, *, revision: str | None = None, patterns: Sequence[str] = MODEL_PATTERNS
 ) -> Path:
-    """The local folder if there is one, else the Hub's cache with the repository's files that match `patterns`.
+    """The local folder if it exists, else the Hub's cache folder with the repository's files that match `patterns`.
 
-    Not collective: call it on one rank of a node first, and on the others after it. Raises CheckpointError for a path
-    or an id that does not exist, CheckpointFailure when the Hub cannot be reached.
+    Not collective: on each node, call it on one rank first and then on the others. Raises CheckpointError for a path
+    or an id that does not exist, CheckpointFailure if the Hub cannot be reached.
     """
     text = str(id_or_path)
     folder = Path(text).expanduser()
     if text and folder.is_dir():
         return folder.absolute()
     if folder.is_file():
-        raise CheckpointError(f"{text} is a file; the folder of a model is wanted")
+        raise CheckpointError(f"{text} is a file; pass the folder of a model")
     if isinstance(id_or_path, Path) or text.startswith(("/", "./", "../", "~")) or text.count("/") > 1 or not text:
         raise CheckpointError(f"there is no folder {text!r}")
     try:
@@ -42,9 +42,9 @@ def resolve_folder(
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         if isinstance(error, HfHubHTTPError):
             at = f" at revision {revision!r}" if revision else ""
-            raise CheckpointError(f"the Hub does not give {text!r}{at}: {error}") from error
+            raise CheckpointError(f"cannot download {text!r}{at} from the Hub: {error}") from error
         raise CheckpointFailure(
-            f"{text!r} is not a folder here, is not in the Hub's cache, and the Hub cannot be reached. "
-            "Give the path of a downloaded folder, or run once with a network."
+            f"{text!r} is neither a local folder nor in the Hub's cache, and the Hub cannot be reached. "
+            "Pass the path of a downloaded folder, or run once with network access."
         ) from error
     return Path(found)

@@ -1,13 +1,13 @@
-"""The folder of one checkpoint and the folder that holds them all: names, manifest, publishing, `latest`, pruning.
+"""The layout of a checkpoint and of the root that holds all of them: names, manifest, publishing, `latest`, pruning.
 
     {root}/latest                               text: the name of the checkpoint to resume from, replaced atomically
     {root}/global_step_{N}/metadata.json        the manifest; written last, so a folder that has one is complete
     {root}/global_step_{N}/.metadata, *.distcp  tensors, sharded (or state.pt, gathered)
     {root}/global_step_{N}/training_state/      scalars.json, rng_rank{r}.safetensors
-    {root}/.saving_*, .deleting_*               what a crash may leave; the next save removes it
+    {root}/.saving_*, .deleting_*               leftovers of a crash; the next save removes them
 
-`latest` is a file, not a symbolic link, since not every file system that holds checkpoints has links.
-Nothing here talks to other ranks: rank 0 alone writes, and the checkpointer spreads its errors.
+`latest` is a file and not a symbolic link because some file systems have no links. No function here communicates with
+other ranks: only rank 0 writes, and the checkpointer reports its errors to the others.
 """
 
 import errno
@@ -46,37 +46,37 @@ FORMAT_VERSION = 1
 
 _NAME = re.compile(r"(?:global_)?step_(\d+)")
 _SAVING, _DELETING = ".saving_", ".deleting_"
-# The folder is wrong and choosing another one helps; other errors mean a full or broken disk.
+# Errors that choosing another folder resolves; other errors mean a full or broken disk.
 _WRONG_FOLDER = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ENAMETOOLONG}
 
 
 def checkpoint_name(step: int) -> str:
-    """The folder name of a step, as written (`step_{N}` is read too)."""
+    """The folder name of a step. `step_{N}` is also accepted when reading."""
     return f"global_step_{step}"
 
 
 def rng_name(rank: int) -> str:
-    """The file with the random generator states of one rank."""
+    """The file with the random number generator states of one rank."""
     return f"{TRAINING_STATE}/rng_rank{rank}.safetensors"
 
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A saved tensor: its global shape, and its dtype as torch spells it (`float32`)."""
+    """The global shape of a saved tensor, and its dtype as torch spells it (`float32`)."""
 
     shape: tuple[int, ...]
     dtype: str
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "TensorRecord":
-        """The record of a tensor, whole or sharded."""
+        """The record of a tensor or DTensor."""
         return cls(tuple(tensor.shape), dtype_name(tensor.dtype))
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The torch.dtype of that name."""
+        """`dtype` as a torch.dtype."""
         found = getattr(torch, self.dtype)
-        assert isinstance(found, torch.dtype), f"{self.dtype} is no dtype"
+        assert isinstance(found, torch.dtype), f"{self.dtype} is not a dtype"
         return found
 
     @property
@@ -88,18 +88,18 @@ class TensorRecord:
 def software_versions() -> dict[str, str]:
     """The software versions that a checkpoint records."""
     try:
-        own = version("xorl-ckpt")
+        xorl_ckpt = version("xorl-ckpt")
     except PackageNotFoundError:
-        own = "not installed"  # run from its sources
-    return {"xorl-ckpt": own, "torch": torch.__version__, "python": platform.python_version()}
+        xorl_ckpt = "not installed"  # run from its sources
+    return {"xorl-ckpt": xorl_ckpt, "torch": torch.__version__, "python": platform.python_version()}
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything about a checkpoint except its tensors' values.
+    """Everything about a checkpoint except the values of its tensors.
 
-    `info` is the caller's (data position, bins per step, ...). `mesh` lists the device meshes over which the tensors
-    were sharded. `previous` is the content of `latest` when this checkpoint was saved.
+    The caller provides `info` (data position, bins per step, ...). `mesh` lists the device meshes over which the
+    tensors were sharded. `previous` is the checkpoint that `latest` named when this one was saved.
     """
 
     step: int
@@ -121,19 +121,21 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> "Manifest":
-        """Raises ValueError, TypeError or KeyError for a text that `to_json` did not write."""
+        """Raises ValueError, TypeError or KeyError if `to_json` did not write the text."""
         content = json.loads(text)
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
             raise ValueError("it is not the manifest of an xorl checkpoint")
         if content["format_version"] != FORMAT_VERSION:
-            raise ValueError(f"its format_version is {content['format_version']}, this xorl reads {FORMAT_VERSION}")
+            raise ValueError(
+                f"its format_version is {content['format_version']}, but this version of xorl reads {FORMAT_VERSION}"
+            )
         written_hash = content.pop("xxh3_128")
         if _content_hash({"format": FORMAT, **content}) != written_hash:
-            raise ValueError("its text was changed after it was written (xxh3_128 differs)")
+            raise ValueError("its text was changed after it was written (its xxh3_128 differs)")
         if not isinstance(content["step"], int) or content["storage"] not in get_args(StorageKind):
-            raise ValueError("its step or its kind of storage is unknown")
+            raise ValueError("its step is not an integer, or its kind of storage is unknown")
         del content["format_version"]
-        content["files"] = {_inside(name): FileRecord(**record) for name, record in content["files"].items()}
+        content["files"] = {_require_inside(name): FileRecord(**record) for name, record in content["files"].items()}
         content["tensors"] = {
             name: TensorRecord(tuple(record["shape"]), record["dtype"]) for name, record in content["tensors"].items()
         }
@@ -141,21 +143,19 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises CheckpointError if the folder is not a complete checkpoint of ours."""
+    """The manifest of a checkpoint; raises CheckpointError if the folder is not a complete xorl checkpoint."""
     path = folder / MANIFEST
     try:
         return Manifest.from_json(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        found = "a DCP folder without it" if (folder / ".metadata").exists() else "no such file"
-        raise CheckpointError(
-            f"{folder} is not a complete xorl checkpoint: it needs {MANIFEST}, found {found}"
-        ) from None
+        hint = " (a DCP checkpoint of another program)" if (folder / ".metadata").exists() else ""
+        raise CheckpointError(f"{folder} is not a complete xorl checkpoint: it has no {MANIFEST}{hint}") from None
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{path} cannot be used: {error}") from error
 
 
 def verify(folder: Path, names: Collection[str] | None = None) -> Manifest:
-    """Read the manifest and check size and hash of its files, of all or of those in `names`; raises CheckpointError."""
+    """Read the manifest and check sizes and hashes of its files (or only `names`); raises CheckpointError."""
     manifest = read_manifest(folder)
     chosen = {name: record for name, record in manifest.files.items() if names is None or name in names}
     check_sizes(folder, chosen)
@@ -164,17 +164,17 @@ def verify(folder: Path, names: Collection[str] | None = None) -> Manifest:
 
 
 def step_of(folder: Path) -> int | None:
-    """The step in the name of a checkpoint folder (`global_step_{N}` or `step_{N}`)."""
+    """The step in a folder's name (`global_step_{N}` or `step_{N}`), or None for any other name."""
     match = _NAME.fullmatch(folder.name)
     return int(match.group(1)) if match else None
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """The complete checkpoints of a root, by step."""
+    """The complete checkpoints of a root, sorted by step."""
     if not root.is_dir():
         return []
-    named = ((step_of(folder), folder.name, folder) for folder in root.iterdir())
-    return [folder for step, _, folder in sorted(named, key=_by_step) if step is not None and is_complete(folder)]
+    found = [(step, folder.name, folder) for folder in root.iterdir() if (step := step_of(folder)) is not None]
+    return [folder for _, _, folder in sorted(found) if is_complete(folder)]
 
 
 def is_complete(folder: Path) -> bool:
@@ -185,40 +185,40 @@ def is_complete(folder: Path) -> bool:
 def latest_checkpoint(root: Path) -> Path | None:
     """The checkpoint from which `auto` resumes: the one that `latest` names, else the highest complete step."""
     complete = list_checkpoints(root)
-    pointed = _pointed(root)
-    if pointed is None:
+    named = _resolve_latest(root)
+    if named is None:
         if complete:
             logger.warning(
                 "event=latest_unusable root=%s reason=%s using=%s", root, _why_unusable(root), complete[-1].name
             )
         return complete[-1] if complete else None
-    step = step_of(pointed) or 0
+    step = step_of(named) or 0
     for folder in reversed(complete):
-        # A crash after the rename and before `latest` moved: this checkpoint is published and the newest.
-        if (step_of(folder) or 0) > step and read_manifest(folder).previous == pointed.name:
+        # A save crashed after it renamed the folder and before it replaced `latest`: this checkpoint is the newest.
+        if (step_of(folder) or 0) > step and read_manifest(folder).previous == named.name:
             logger.warning("event=latest_behind root=%s using=%s", root, folder.name)
             return folder
-    return pointed
+    return named
 
 
 def prepare_root(root: Path, option: str) -> None:
-    """Make the root and check that it is writable; `option` is the option that names it, for messages."""
+    """Create the root and check that it is writable; `option` is the option that sets it, for error messages."""
     try:
         if not root.is_dir():
             root.mkdir(parents=True, exist_ok=True)
             sync_file(root.parent)
-        # A unique name: the ranks of several hosts may do this at once.
+        # The name is unique because several hosts may run this at once.
         Path(tempfile.mkdtemp(prefix=f"{_SAVING}probe_", dir=root)).rmdir()
     except OSError as error:
         if error.errno not in _WRONG_FOLDER:
             raise
         raise CheckpointError(
-            f"{option}: cannot write to {root}: {error.strerror}. Choose a folder that can be written."
+            f"{option}: cannot write to {root}: {error.strerror}. Choose a writable folder."
         ) from error
 
 
-def begin(root: Path, name: str) -> Path:
-    """Remove the leftovers of crashed saves and create the folder for the checkpoint of this name."""
+def create_folder(root: Path, name: str) -> Path:
+    """Remove the leftovers of crashed saves, and create the temporary folder of the checkpoint `name`."""
     remove_leftovers(root)
     folder = root / f"{_SAVING}{name}"
     (folder / TRAINING_STATE).mkdir(parents=True)
@@ -226,20 +226,20 @@ def begin(root: Path, name: str) -> Path:
 
 
 def publish(folder: Path, root: Path, manifest: Manifest) -> Path:
-    """Turn a folder of `begin`, whose files are written and durable, into the checkpoint that `latest` names.
+    """Turn a folder from `create_folder` into the checkpoint of a step, and point `latest` to it.
 
-    For a checkpoint of a step; `publish_named` publishes one with a name of its own.
+    Its files must be written and durable. For checkpoints with other names see `publish_named`.
     """
     _require_shared(folder, manifest)
-    pointed = _pointed(root)
-    manifest = replace(manifest, previous=pointed.name if pointed else None)
+    previous = _resolve_latest(root)
+    manifest = replace(manifest, previous=previous.name if previous else None)
     write_file(folder / MANIFEST, manifest.to_json().encode())
     sync_file(folder / TRAINING_STATE)
     sync_file(folder)
     final = root / checkpoint_name(manifest.step)
     if final.exists():
         raise CheckpointError(f"{final} appeared while this checkpoint was written; does another job save there?")
-    # Everything that can fail on a full disk comes before the rename that publishes.
+    # All writes that can fail on a full disk happen before the rename that publishes the checkpoint.
     pointer = root / f"{_SAVING}{LATEST}"
     write_file(pointer, f"{final.name}\n".encode())
     folder.rename(final)
@@ -250,9 +250,9 @@ def publish(folder: Path, root: Path, manifest: Manifest) -> Path:
 
 
 def publish_named(folder: Path, final: Path, manifest: Manifest, *, replaces: bool) -> None:
-    """Turn a folder of `begin` into the checkpoint `final`; `latest` does not change.
+    """Turn a folder from `create_folder` into the checkpoint `final`; `latest` does not change.
 
-    With `replaces` it replaces an existing one, which stays whole until then.
+    With `replaces` it replaces an existing checkpoint, which stays complete until then.
     """
     _require_shared(folder, manifest)
     write_file(folder / MANIFEST, manifest.to_json().encode())
@@ -272,11 +272,11 @@ def publish_named(folder: Path, final: Path, manifest: Manifest, *, replaces: bo
 
 
 def prune(root: Path, keep_last: int) -> list[Path]:
-    """Remove all but the `keep_last` highest steps, never the one that `latest` names; returns the removed folders."""
+    """Remove all but the `keep_last` highest steps, except the one that `latest` names; returns the removed folders."""
     latest = latest_checkpoint(root)
     old = [folder for folder in list_checkpoints(root)[:-keep_last] if folder != latest]
     for folder in old:
-        # Renamed first: a half-deleted checkpoint must not look complete.
+        # Renamed first, because a partly deleted checkpoint must not look complete.
         doomed = root / f"{_DELETING}{folder.name}"
         folder.rename(doomed)
         shutil.rmtree(doomed)
@@ -299,20 +299,21 @@ def _require_shared(folder: Path, manifest: Manifest) -> None:
     if absent:
         raise CheckpointError(
             f"{folder.parent} is not the same folder on every node: rank 0 does not see {', '.join(absent[:5])}. "
-            "Checkpoints need a file system that all nodes share."
+            "Save checkpoints to a file system that all nodes share."
         )
     check_sizes(folder, manifest.files)
 
 
-def _pointed(root: Path) -> Path | None:
-    name = _named_latest(root)
+def _resolve_latest(root: Path) -> Path | None:
+    """The checkpoint that `latest` names, or None if it names no complete checkpoint of this root."""
+    name = _read_latest(root)
     if name is None:
         return None
     folder = root / name
     return folder if step_of(folder) is not None and folder.parent == root and is_complete(folder) else None
 
 
-def _named_latest(root: Path) -> str | None:
+def _read_latest(root: Path) -> str | None:
     try:
         return (root / LATEST).read_text(encoding="utf-8").strip()
     except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
@@ -320,21 +321,17 @@ def _named_latest(root: Path) -> str | None:
 
 
 def _why_unusable(root: Path) -> str:
-    """The reason, for messages, why `_pointed` returned None."""
-    name = _named_latest(root)
+    """The reason why `_resolve_latest` returned None, for messages."""
+    name = _read_latest(root)
     if name is None:
-        return f"{LATEST!r} is missing or is no text"
+        return f"{LATEST!r} is missing or not a text file"
     folder = root / name
     if step_of(folder) is None or folder.parent != root:
-        return f"{LATEST!r} names {name!r}, which no checkpoint here is called"
+        return f"{LATEST!r} names {name!r}, which is not the name of a checkpoint"
     return f"{name} has no {MANIFEST}" if folder.exists() else f"{name} is missing"
 
 
-def _by_step(named: tuple[int | None, str, Path]) -> tuple[int, str]:
-    return (-1 if named[0] is None else named[0], named[1])
-
-
-def _inside(name: str) -> str:
+def _require_inside(name: str) -> str:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or not path.parts:
         raise ValueError(f"it names the file {name!r}, which is not inside the checkpoint")
@@ -342,6 +339,6 @@ def _inside(name: str) -> str:
 
 
 def _content_hash(content: Mapping[str, object]) -> str:
-    # Through JSON once: tuples become lists, so that the content hashed before writing equals the content read.
+    # Converted to JSON and back: tuples become lists, as in the content that is read back and compared.
     normal = cast(object, json.loads(json.dumps(content)))
     return xxhash.xxh3_128(json.dumps(normal, sort_keys=True).encode()).hexdigest()

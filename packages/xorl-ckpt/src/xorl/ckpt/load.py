@@ -1,10 +1,10 @@
 """Loads model weights from a source into existing parameters, whole or sharded, in place.
 
-    all_ranks   each rank reads just the rows of its own shards
-    broadcast   rank 0 reads everything once and sends it; the others keep their rows
+    all_ranks   each rank reads only the rows of its own shards
+    broadcast   rank 0 reads everything once and sends it; the others keep their own rows
 
-Both process the same list of row ranges, in buckets of bounded size, so no rank holds the whole model beside its
-shards. Rows go to RowTargets: parameters that keep them, or other objects that transform them.
+Both modes process ranges of rows in buckets of bounded size, so no rank holds the whole model in addition to its
+shards. Rows go to RowTargets: parameters that store them, or other objects that transform them.
 """
 
 import functools
@@ -21,10 +21,10 @@ import xxhash
 
 from xorl.ckpt.errors import CheckpointError
 from xorl.ckpt.ranks import (
-    agreed,
     all_gather_text,
     broadcast_text,
     collective_device,
+    fail_together,
     num_ranks,
     raise_together,
     this_rank,
@@ -37,20 +37,20 @@ logger = logging.getLogger(__name__)
 
 LoadMode: TypeAlias = Literal["broadcast", "all_ranks"]
 
-# Large enough that a broadcast or a copy runs at full speed, small enough that pinning a few buckets costs nothing: a
-# file of 1.6 GB in the page cache reaches two H200 at 13 GB/s with 10 MiB, and at 11 GB/s with 128 MiB.
+# Large enough for broadcasts and copies at full speed, small enough that pinning a few buckets takes no time. A file of
+# 1.6 GB in the page cache is loaded onto two H200 at 13 GB/s with buckets of 10 MiB, and at 11 GB/s with 128 MiB.
 BUCKET_BYTES = 32 << 20
 _WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-# A bucket begins with a byte that says whether rank 0 could read it; its tensors start at multiples of this.
+# The first byte of a bucket is 0 if rank 0 could read it; tensors start at multiples of this many bytes.
 _ALIGNMENT = 64
 
 
 class RowTarget(Protocol):
-    """Takes the rows of one parameter, in order.
+    """Receives the rows of one parameter, in order.
 
-    `shape` is the shape of the whole parameter in its recipe; `rows` is the range [first, last) that this rank takes,
-    (0, 0) for none; `device` is where it takes them. After the last rows every rank calls `finish`, in the order of the
-    parameters, so `finish` may be collective.
+    `shape` is the global shape of the parameter, as in its recipe; `rows` is the range [first, last) that this rank
+    needs, (0, 0) for none; `device` is where the rows are delivered. After the last rows every rank calls `finish`, in
+    the order of the parameters, so `finish` may be collective.
     """
 
     @property
@@ -63,14 +63,14 @@ class RowTarget(Protocol):
     def device(self) -> torch.device: ...
 
     def put(self, start: int, rows: torch.Tensor) -> None:
-        """Take the next rows, which begin at row `start`. The caller overwrites them afterwards."""
+        """Receive the next rows, which begin at row `start`. The caller overwrites the tensor afterwards."""
         ...
 
     def finish(self) -> None: ...
 
 
-class _TensorRows:
-    """A parameter that stores its rows, cast to its dtype."""
+class _ParameterTarget:
+    """The RowTarget of a parameter: stores the rows, cast to its dtype."""
 
     def __init__(self, parameter: torch.Tensor) -> None:
         self._local = local_tensor(parameter)
@@ -81,16 +81,16 @@ class _TensorRows:
 
     def put(self, start: int, rows: torch.Tensor) -> None:
         first = start - self._region.offsets[0]
-        # On the device: the file's dtype crosses the bus, and the cast runs where it is fast.
+        # Casts on the device, where it is fast; the rows arrive in the file's dtype.
         self._local[first : first + len(rows)].copy_(self._region.cut_beyond_rows(rows))
 
     def finish(self) -> None:
-        """Does nothing."""
+        """Does nothing: `put` has stored the rows."""
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """The result of a load. `bytes_read` counts this rank's reads; `ignored` are names that no parameter needed."""
+    """The result of a load. `bytes_read` counts this rank's reads; `ignored` names tensors that `ignore` matched."""
 
     num_tensors: int
     bytes_read: int
@@ -100,7 +100,7 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Rows [start, stop) of one parameter, as stored, at `offset` in a bucket."""
+    """Rows [start, stop) of one parameter, in the dtype of the source, at `offset` in a bucket."""
 
     name: str
     start: int
@@ -128,43 +128,46 @@ def load_weights(
 ) -> LoadReport:
     """Collective: fill every parameter by its recipe, cast to the parameter's dtype; RowTargets get rows in order.
 
-    Recipes must be the same on every rank; there may be more of them than this rank has parameters. In broadcast mode
+    Recipes must be the same on every rank and may include parameters that this rank does not have. In broadcast mode
     only rank 0 needs a `source`. Raises CheckpointError on every rank, before anything is written, if names or shapes
-    do not fit. That includes tensors of the source that no recipe uses, unless `ignore(name)` is true for them, and
-    integers or fp8 values for a parameter that needs weights.
+    differ, if no recipe uses a tensor of the source and `ignore(name)` is false, or if a floating-point parameter
+    would be read from integers or fp8 values.
     """
     started = time.monotonic()
     broadcasting = mode == "broadcast" and num_ranks() > 1
-    reading = source if this_rank() == 0 or not broadcasting else None
+    if this_rank() != 0 and broadcasting:
+        source = None
     dtypes: dict[str, torch.dtype] = {}
     ignored: tuple[str, ...] = ()
-    with agreed("load the weights"):
+    with fail_together("load the weights"):
         if mode not in get_args(LoadMode):
             raise CheckpointError(f"load_weights_mode: {mode!r} is unknown; use one of {', '.join(get_args(LoadMode))}")
         _check_parameters(params, recipes)
-        if reading is not None:
+        if source is not None:
             wanted = recipes if broadcasting else {name: recipes[name] for name in params}
-            ignored = _check_source(wanted, recipes, reading, ignore)
-            _check_dtypes(params, recipes, reading)
-            dtypes = {name: _stored_dtype(recipe, reading) for name, recipe in wanted.items()}
+            ignored = _check_source(wanted, recipes, source, ignore)
+            _check_dtypes(params, recipes, source)
+            dtypes = {name: _stored_dtype(recipe, source) for name, recipe in wanted.items()}
         elif this_rank() == 0 or not broadcasting:
             raise CheckpointError(f"load_weights_mode {mode!r}: rank {this_rank()} was given no weights to read")
-    targets = {name: _TensorRows(param) if isinstance(param, torch.Tensor) else param for name, param in params.items()}
+    targets = {
+        name: _ParameterTarget(param) if isinstance(param, torch.Tensor) else param for name, param in params.items()
+    }
     if broadcasting:
-        buckets = _broadcast(targets, recipes, reading, dtypes, bucket_bytes)
+        buckets = _broadcast(targets, recipes, source, dtypes, bucket_bytes)
     else:
-        assert reading is not None
+        assert source is not None
         ranges = {name: target.rows for name, target in targets.items()}
         buckets = _pack(ranges, recipes, dtypes, bucket_bytes)
-        with agreed("load the weights"):
-            unfinished = _Unfinished(targets)
+        with fail_together("load the weights"):
+            unfinished = _UnfinishedTargets(targets)
             try:
-                for bucket, data in zip(buckets, _read(buckets, recipes, reading, _device_of(targets)), strict=True):
-                    _keep_own_rows(bucket, data, targets, recipes, unfinished)
+                for bucket, data in zip(buckets, _read(buckets, recipes, source, _device_of(targets)), strict=True):
+                    _put_local_rows(bucket, data, targets, recipes, unfinished)
             finally:
-                # Even if this rank could not continue reading: the others wait for it in each `finish`.
-                unfinished.before(None)
-    num_bytes = 0 if reading is None else sum(chunk.num_bytes for bucket in buckets for chunk in bucket.chunks)
+                # Even if this rank failed to read: `finish` may be collective, and the other ranks wait in it.
+                unfinished.finish_before(None)
+    num_bytes = 0 if source is None else sum(chunk.num_bytes for bucket in buckets for chunk in bucket.chunks)
     report = LoadReport(len(params), num_bytes, time.monotonic() - started, ignored)
     logger.info("event=weights_loaded mode=%s tensors=%d bytes_read=%d", mode, report.num_tensors, report.bytes_read)
     return report
@@ -174,13 +177,15 @@ def _check_parameters(params: Mapping[str, torch.Tensor | RowTarget], recipes: M
     problems: list[str] = []
     for name, param in params.items():
         if name not in recipes:
-            problems.append(f"{name}: the model has it, but no recipe makes it")
+            problems.append(f"{name}: no recipe builds this parameter")
         elif tuple(param.shape) != tuple(recipes[name].shape):
-            problems.append(f"{name}: the model has {list(param.shape)}, its recipe makes {list(recipes[name].shape)}")
+            problems.append(
+                f"{name}: its shape is {list(param.shape)}, but its recipe builds {list(recipes[name].shape)}"
+            )
         elif isinstance(param, torch.Tensor) and (param.is_meta or param.ndim == 0):
-            problems.append(f"{name}: it is on the meta device or has no dim; parameters need storage and rows")
+            problems.append(f"{name}: it is on the meta device or 0-dimensional; parameters need storage and rows")
     if problems:
-        raise CheckpointError("the model's parameters cannot be loaded\n  " + _first(problems, "\n  "))
+        raise CheckpointError("the model's parameters cannot be loaded\n  " + _list_first(problems, "\n  "))
 
 
 def _check_source(
@@ -189,25 +194,29 @@ def _check_source(
     source: WeightSource,
     ignore: Callable[[str], bool] | None,
 ) -> tuple[str, ...]:
-    """Returns the ignored names."""
-    held = set(source.names())
+    """Check names and shapes of the source against the recipes; returns the ignored names."""
+    present = set(source.names())
     needed = dict.fromkeys(name for recipe in wanted.values() for name in recipe.sources)
-    missing = [name for name in needed if name not in held]
+    missing = [name for name in needed if name not in present]
     misshapen = [
         f"{name}: {list(source.shape(name))} in the file, {list(shape)} in the model"
         for name, shape in source_shapes(recipes).items()
-        if name in needed and name in held and tuple(source.shape(name)) != shape
+        if name in needed and name in present and tuple(source.shape(name)) != shape
     ]
     used = {name for recipe in recipes.values() for name in recipe.sources}
-    ignored = tuple(sorted(name for name in held - used if ignore is not None and ignore(name)))
-    unused = sorted(held - used - set(ignored))
+    ignored = tuple(sorted(name for name in present - used if ignore is not None and ignore(name)))
+    unused = sorted(present - used - set(ignored))
     if not (missing or misshapen or unused):
         return ignored
-    lines = ["the weights are of another model than the configuration describes; nothing was loaded"]
-    for title, names in (("missing", missing), ("of another shape", misshapen), ("that no parameter uses", unused)):
+    lines = ["the weights do not belong to the configured model; nothing was loaded"]
+    for title, names in (
+        ("missing", missing),
+        ("with a different shape", misshapen),
+        ("that no parameter uses", unused),
+    ):
         if names:
-            lines.append(f"tensors {title} ({len(names)}): {_first(names, ', ')}")
-    lines.append(f"the weights hold {len(held)} tensors: {_first(sorted(held), ', ')}")
+            lines.append(f"tensors {title} ({len(names)}): {_list_first(names, ', ')}")
+    lines.append(f"the weights contain {len(present)} tensors: {_list_first(sorted(present), ', ')}")
     raise CheckpointError("\n  ".join(lines))
 
 
@@ -218,14 +227,14 @@ def _stored_dtype(recipe: WeightRecipe, source: WeightSource) -> torch.dtype:
 def _check_dtypes(
     params: Mapping[str, torch.Tensor | RowTarget], recipes: Mapping[str, WeightRecipe], source: WeightSource
 ) -> None:
-    """Codes of quantised weights are no weights: their scales are unknown here."""
+    """Raise if floating-point parameters would be read from quantised codes, whose scales are unknown here."""
     plain = [name for name, param in params.items() if isinstance(param, torch.Tensor) and param.is_floating_point()]
     stored = {name: source.dtype(name) for parameter in plain for name in recipes[parameter].sources}
     codes = [f"{name} ({dtype_name(dtype)})" for name, dtype in stored.items() if dtype not in _WEIGHT_DTYPES]
     if codes:
         raise CheckpointError(
-            "the weights seem to be quantised, and nothing says how (quantization_config in config.json does); nothing "
-            f"was loaded. Take the unquantised model. Tensors of integers or fp8 ({len(codes)}): {_first(codes, ', ')}"
+            "the weights seem to be quantised, but config.json has no quantization_config; nothing was loaded. Use the "
+            f"unquantised model. Tensors of integers or fp8 ({len(codes)}): {_list_first(codes, ', ')}"
         )
 
 
@@ -264,7 +273,7 @@ def _read(
             target = _rows(chunk, data, recipes)
             if rows.shape != target.shape:
                 raise CheckpointError(
-                    f"{chunk.name}: its recipe read {list(rows.shape)}, {list(target.shape)} is wanted"
+                    f"{chunk.name}: its recipe read rows of shape {list(rows.shape)}, expected {list(target.shape)}"
                 )
             target.copy_(rows)
 
@@ -278,56 +287,56 @@ def _broadcast(
     dtypes: Mapping[str, torch.dtype],
     bucket_bytes: int,
 ) -> list[_Bucket]:
-    """Collective: rank 0, which has the source, reads and sends every bucket."""
+    """Collective: rank 0 reads every bucket from `source` and broadcasts it; `source` is None on the other ranks."""
     _require_same_recipes(recipes)
     stored = broadcast_text(" ".join(dtype_name(dtypes[name]) for name in dtypes)).split()
     dtypes = {name: getattr(torch, dtype) for name, dtype in zip(recipes, stored, strict=True)}
     buckets = _pack({name: (0, recipe.shape[0]) for name, recipe in recipes.items()}, recipes, dtypes, bucket_bytes)
     device = collective_device(_device_of(targets))
-    arriving = None if source is None else _read(buckets, recipes, source, device)
+    read_buckets = None if source is None else _read(buckets, recipes, source, device)
     received = torch.empty(
-        0 if arriving else max(bucket.num_bytes for bucket in buckets), dtype=torch.uint8, device=device
+        0 if read_buckets else max(bucket.num_bytes for bucket in buckets), dtype=torch.uint8, device=device
     )
     error: Exception | None = None
-    unfinished = _Unfinished({name: targets[name] for name in recipes if name in targets})
+    unfinished = _UnfinishedTargets({name: targets[name] for name in recipes if name in targets})
     for bucket in buckets:
         try:
-            data = received[: bucket.num_bytes] if arriving is None else next(arriving)
-        except Exception as caught:  # noqa: BLE001  (the others wait for this bucket: they get one that says so)
+            data = received[: bucket.num_bytes] if read_buckets is None else next(read_buckets)
+        except Exception as caught:  # noqa: BLE001  (the others wait for this bucket; they get one marked as failed)
             error, data = caught, torch.ones(bucket.num_bytes, dtype=torch.uint8, device=device)
         dist.broadcast(data, src=0)
         if int(data[0].item()) != 0:
             break
-        _keep_own_rows(bucket, data, targets, recipes, unfinished)
+        _put_local_rows(bucket, data, targets, recipes, unfinished)
     else:
-        unfinished.before(None)
+        unfinished.finish_before(None)
     raise_together("load the weights", error)
     return buckets
 
 
-class _Unfinished:
-    """The targets that still miss rows, in the order of the parameters."""
+class _UnfinishedTargets:
+    """The targets that still wait for rows, in the order of the parameters."""
 
     def __init__(self, targets: Mapping[str, RowTarget]) -> None:
         self._targets = list(targets.items())
 
-    def before(self, name: str | None) -> None:
-        """Finish the targets before `name`, whose rows come next; all of them for None."""
+    def finish_before(self, name: str | None) -> None:
+        """Finish the targets before `name`, whose rows come next; None finishes all."""
         while self._targets and self._targets[0][0] != name:
             self._targets.pop(0)[1].finish()
 
 
-def _keep_own_rows(
+def _put_local_rows(
     bucket: _Bucket,
     data: torch.Tensor,
     targets: Mapping[str, RowTarget],
     recipes: Mapping[str, WeightRecipe],
-    unfinished: _Unfinished,
+    unfinished: _UnfinishedTargets,
 ) -> None:
     for chunk in bucket.chunks:
         if chunk.name not in targets:
             continue
-        unfinished.before(chunk.name)
+        unfinished.finish_before(chunk.name)
         first, last = targets[chunk.name].rows
         start, stop = max(chunk.start, first), min(chunk.stop, last)
         if start < stop:
@@ -340,11 +349,11 @@ def _rows(chunk: _Chunk, data: torch.Tensor, recipes: Mapping[str, WeightRecipe]
 
 
 def _require_same_recipes(recipes: Mapping[str, WeightRecipe]) -> None:
-    """Collective. Every rank sees the same texts, so either all ranks raise or none."""
+    """Collective. Every rank sees the same texts, so either all ranks raise or none does."""
     listed = repr([(name, tuple(recipe.shape)) for name, recipe in recipes.items()])
     if len(set(all_gather_text(xxhash.xxh3_128(listed.encode()).hexdigest()))) > 1:
         raise CheckpointError(
-            "the ranks have different recipes; in broadcast mode they must all describe the whole model"
+            "the ranks have different recipes; in broadcast mode every rank needs the recipes of the whole model"
         )
 
 
@@ -352,6 +361,6 @@ def _device_of(targets: Mapping[str, RowTarget]) -> torch.device:
     return next((target.device for target in targets.values()), torch.device("cpu"))
 
 
-def _first(items: Collection[str], separator: str) -> str:
+def _list_first(items: Collection[str], separator: str) -> str:
     shown = list(items)[:5]
     return separator.join(shown) + (f"{separator}..." if len(items) > len(shown) else "")

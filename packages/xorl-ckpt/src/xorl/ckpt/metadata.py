@@ -1,8 +1,8 @@
-"""Reads DCP's `.metadata`, a pickle, without executing anything in it.
+"""Reads DCP's `.metadata`, a pickle, without executing code from it.
 
-Every class that the pickle names is replaced by a record class made for this one reading; a name that DCP does not
-write is refused. So a crafted file can neither call nor change anything in Python or torch. The real metadata is then
-built from those records, with each value checked. BytesStorageMetadata is missing on purpose: DCP reads the items that
+Every class that the pickle names is replaced by a new record class, created for each read; names that DCP does not
+write are rejected. So a crafted file can neither call nor modify anything in Python or torch. The real metadata is then
+built from the records, and each value is checked. BytesStorageMetadata is left out on purpose: DCP would read the items
 it describes with an unrestricted unpickler.
 """
 
@@ -42,14 +42,14 @@ _VALUES = frozenset(
 
 
 def read_metadata(folder: Path, files: Collection[str]) -> dcp.Metadata:
-    """The metadata of a folder, which may only refer to `files`. Raises CheckpointError for anything else."""
+    """The metadata of a folder; raises CheckpointError if it is invalid or refers to files other than `files`."""
     path = folder / METADATA
     with path.open("rb") as stream:
         try:
             return _metadata(_RecordUnpickler(stream).load(), files)
         except OSError:
             raise
-        except Exception as error:  # a crafted pickle makes the unpickler raise anything at all
+        except Exception as error:  # a crafted pickle can make the unpickler raise any type
             raise CheckpointError(f"{path} cannot be used: {type(error).__name__}: {error}") from error
 
 
@@ -70,7 +70,7 @@ class _RecordUnpickler(pickle.Unpickler):
 
 
 def _stand_in(name: tuple[str, str]) -> object:
-    """Created for each reading, since a pickle can set attributes on the classes it gets."""
+    """A replacement for a class or function; created for each read, since a pickle can set attributes on it."""
     if name in _RECORDS:
 
         def keep(record: _Record, state: object) -> None:
@@ -82,7 +82,7 @@ def _stand_in(name: tuple[str, str]) -> object:
         return value
     if name[0] == "torch" and isinstance(getattr(torch, name[1], None), torch.dtype):
         return name[1]
-    raise pickle.UnpicklingError(f"it asks for {name[0]}.{name[1]}, which no checkpoint of ours holds")
+    raise pickle.UnpicklingError(f"it names {name[0]}.{name[1]}, which xorl checkpoints do not use")
 
 
 def _metadata(record: object, files: Collection[str]) -> dcp.Metadata:
@@ -90,16 +90,18 @@ def _metadata(record: object, files: Collection[str]) -> dcp.Metadata:
     tensors: dict[str, dcp.STORAGE_TYPES] = {
         _text(name): _tensor(_text(name), tensor) for name, tensor in _dict(content["state_dict_metadata"]).items()
     }
-    places: dict[dcp.MetadataIndex, dcp_files._StorageInfo] = {}
+    locations: dict[dcp.MetadataIndex, dcp_files._StorageInfo] = {}
     for key, value in _dict(content["storage_data"]).items():
-        index, place = _fields(key, "MetadataIndex"), _fields(value, "_StorageInfo")
-        name, file = _text(index["fqn"]), _text(place["relative_path"])
-        if file not in files or place.get("transform_descriptors"):
-            raise ValueError(f"{name!r} lies in {file!r}, which is not a file of the checkpoint")
-        places[dcp.MetadataIndex(name, _box(index.get("offset")), _count(index.get("index", 0)))] = (
-            dcp_files._StorageInfo(file, _count(place["offset"]), _count(place["length"]))
+        index, location = _fields(key, "MetadataIndex"), _fields(value, "_StorageInfo")
+        name, file = _text(index["fqn"]), _text(location["relative_path"])
+        if file not in files:
+            raise ValueError(f"{name!r} is stored in {file!r}, which is not a file of the checkpoint")
+        if location.get("transform_descriptors"):
+            raise ValueError(f"{name!r} is stored compressed or transformed, which is not supported")
+        locations[dcp.MetadataIndex(name, _sizes(index.get("offset")), _count(index.get("index", 0)))] = (
+            dcp_files._StorageInfo(file, _count(location["offset"]), _count(location["length"]))
         )
-    return dcp.Metadata(tensors, storage_data=places, storage_meta=dcp.StorageMeta())
+    return dcp.Metadata(tensors, storage_data=locations, storage_meta=dcp.StorageMeta())
 
 
 def _tensor(name: str, record: object) -> dcp.TensorStorageMetadata:
@@ -107,10 +109,10 @@ def _tensor(name: str, record: object) -> dcp.TensorStorageMetadata:
     properties = getattr(content["properties"], "state", None)
     dtype = getattr(torch, _text(properties[0])) if isinstance(properties, tuple) and properties else None
     if not isinstance(dtype, torch.dtype) or not isinstance(content["chunks"], list):
-        raise ValueError(f"{name!r} is described wrongly")
-    size = _box(content["size"])
+        raise ValueError(f"the description of {name!r} is invalid")
+    size = _sizes(content["size"])
     chunks = [_fields(chunk, "ChunkStorageMetadata") for chunk in content["chunks"]]
-    boxes = [dcp.ChunkStorageMetadata(_box(chunk["offsets"]), _box(chunk["sizes"])) for chunk in chunks]
+    boxes = [dcp.ChunkStorageMetadata(_sizes(chunk["offsets"]), _sizes(chunk["sizes"])) for chunk in chunks]
     covered = sum(math.prod(box.sizes) for box in boxes)
     if covered != math.prod(size):
         raise ValueError(f"the shards of {name!r} hold {covered} of {math.prod(size)} values")
@@ -119,29 +121,29 @@ def _tensor(name: str, record: object) -> dcp.TensorStorageMetadata:
 
 def _fields(record: object, kind: str) -> dict[str, object]:
     if not isinstance(record, _Record) or type(record).__name__ != kind:
-        raise ValueError(f"{kind} is wanted, found {type(record).__name__}")
+        raise ValueError(f"expected {kind}, found {type(record).__name__}")
     return cast(dict[str, object], _dict(record.state))
 
 
 def _dict(value: object) -> dict[object, object]:
     if not isinstance(value, dict):
-        raise ValueError(f"a dict is wanted, found {type(value).__name__}")
+        raise ValueError(f"expected a dict, found {type(value).__name__}")
     return value
 
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"a string is wanted, found {type(value).__name__}")
+        raise ValueError(f"expected a string, found {type(value).__name__}")
     return value
 
 
 def _count(value: object) -> int:
     if not isinstance(value, int) or value < 0:
-        raise ValueError(f"a count is wanted, found {value!r}")
+        raise ValueError(f"expected a non-negative integer, found {value!r}")
     return value
 
 
-def _box(value: object) -> torch.Size:
+def _sizes(value: object) -> torch.Size:
     if not isinstance(value, tuple):
-        raise ValueError(f"a tuple of sizes is wanted, found {type(value).__name__}")
+        raise ValueError(f"expected a tuple of sizes, found {type(value).__name__}")
     return torch.Size([_count(size) for size in value])

@@ -1,7 +1,7 @@
-"""Exchanges short texts between ranks, and whether a step succeeded on all of them.
+"""Exchanges short texts and errors between ranks.
 
-Everything here also works in a single process without a process group. It always uses the default process group. Texts
-are sent as byte tensors, so that no rank unpickles data of another.
+All functions use the default process group, and also work in a single process without one. Texts are sent as byte
+tensors, so that no rank unpickles data from another.
 """
 
 import json
@@ -15,22 +15,22 @@ from xorl.ckpt.errors import CheckpointError, CheckpointFailure
 
 
 def is_distributed() -> bool:
-    """Whether there are other ranks."""
+    """Whether the default process group is initialised."""
     return dist.is_available() and dist.is_initialized()
 
 
 def this_rank() -> int:
-    """This process's rank; 0 with no process group."""
+    """The rank of this process; 0 without a process group."""
     return dist.get_rank() if is_distributed() else 0
 
 
 def num_ranks() -> int:
-    """The world size; 1 with no process group."""
+    """The world size; 1 without a process group."""
     return dist.get_world_size() if is_distributed() else 1
 
 
 def collective_device(preferred: torch.device | None = None) -> torch.device:
-    """The device whose tensors the default group can send: `preferred` if it can, else CPU if it can, else the GPU."""
+    """A device that the default group's backends support: `preferred` if possible, else the CPU, else the GPU."""
     if not is_distributed():
         return preferred or torch.device("cpu")
     backends = str(dist.get_backend_config())
@@ -73,7 +73,7 @@ def broadcast_text(text: str) -> str:
 
 
 def any_rank_holds(held: list[bool]) -> list[bool]:
-    """Collective: elementwise or over the ranks; the list must have the same length on every rank."""
+    """Collective: elementwise "or" over the ranks; the list must have the same length on every rank."""
     if not is_distributed() or not held:
         return held
     flags = torch.tensor(held, dtype=torch.int32, device=collective_device())
@@ -82,21 +82,24 @@ def any_rank_holds(held: list[bool]) -> list[bool]:
 
 
 @contextmanager
-def agreed(action: str) -> Iterator[None]:
-    """Collective at its end: if the body raised on any rank, every rank raises. `action` completes "could not ...".
+def fail_together(action: str) -> Iterator[None]:
+    """Collective at the end of the block: if the block raises on any rank, every rank raises.
 
-    The body must not run a collective, since a rank that fails in it never reaches the next one.
+    `action` completes "could not ..." in the message. The block must not run a collective, because a rank that fails
+    before it would leave the others waiting.
     """
     error: Exception | None = None
     try:
         yield
-    except Exception as caught:  # noqa: BLE001  (a rank is a process boundary: the others must be told, whatever it was)
+    except Exception as caught:  # noqa: BLE001  (the other ranks must learn of any error)
         error = caught
     raise_together(action, error)
 
 
 def raise_together(action: str, error: Exception | None) -> None:
-    """Collective: raises on every rank if any rank passes an error; CheckpointError if all errors are of that type."""
+    """Collective: raise on every rank if any rank passes an error: a CheckpointError if all errors are of that type,
+    otherwise a CheckpointFailure.
+    """
     if num_ranks() == 1:
         if error is None:
             return
@@ -112,15 +115,15 @@ def raise_together(action: str, error: Exception | None) -> None:
     if len(texts) == 1 and (len(failed) == len(reports) or all(item["input"] for item in failed.values())):
         message = texts.pop()
     else:
-        told = [f"rank {rank}: {item['text']}" for rank, item in list(failed.items())[:4]]
-        message = f"could not {action} on {len(failed)} of {len(reports)} ranks\n  " + "\n  ".join(told)
+        lines = [f"rank {rank}: {item['text']}" for rank, item in list(failed.items())[:4]]
+        message = f"could not {action} on {len(failed)} of {len(reports)} ranks\n  " + "\n  ".join(lines)
     if all(item["input"] for item in failed.values()):
         raise CheckpointError(message) from error
     raise CheckpointFailure(message) from error
 
 
 def describe(error: BaseException) -> str:
-    """The message, with the error's type if the message alone may not be clear."""
+    """The error's message, preceded by its type unless it is one of this package's errors."""
     if isinstance(error, (CheckpointError, CheckpointFailure)):
         return str(error)
     return f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""WeightSource: tensors readable by row ranges. WeightRecipe: how a model's parameters are built from them.
+"""WeightSource: named tensors, read by ranges of rows. WeightRecipe: how a model's parameters are built from them.
 
 SafetensorsSource reads a folder in Hugging Face's layout: `model.safetensors`, or several files and their index.
 """
@@ -38,7 +38,7 @@ STORED_DTYPES = {
 
 
 class WeightSource(Protocol):
-    """Named tensors that can be read in part. Raises CheckpointErrors that name the file and the tensor."""
+    """Named tensors that can be read in part. Methods raise CheckpointErrors that name the file and the tensor."""
 
     def names(self) -> Collection[str]: ...
 
@@ -54,11 +54,11 @@ class WeightSource(Protocol):
 class WeightRecipe(Protocol):
     """How one parameter of a model is built from the tensors of a source, and split into them again.
 
-    `shape` is the parameter's global shape; it has at least one dim. `read` returns its rows [start, stop). `split`
-    takes the whole parameter and returns the source's tensors by name. It must also work on a meta tensor, which gives
-    the expected shapes of the source's tensors. `join_dim` is None if the parameter holds its sources whole. Otherwise
-    several parameters share one source: each holds a part of it, and the parts, in the order of the recipes, are
-    concatenated along this dim.
+    `shape` is the parameter's global shape, with at least one dim. `read` returns the rows [start, stop) of the
+    parameter. `split` takes the full parameter and returns the source's tensors by name; it must also accept a meta
+    tensor, which yields the expected shapes of the source's tensors. `join_dim` is None if the parameter contains each
+    of its sources completely. Otherwise several parameters share one source: each holds a part of it, and the source is
+    the concatenation of the parts along this dim, in the order of the recipes.
     """
 
     @property
@@ -76,7 +76,7 @@ class WeightRecipe(Protocol):
 
 
 def source_shapes(recipes: Mapping[str, WeightRecipe]) -> dict[str, tuple[int, ...]]:
-    """The shapes of the source tensors that these recipes expect; they must hold all parts of shared sources."""
+    """The shapes of the source tensors that these recipes expect; they must include all parts of shared sources."""
     shapes: dict[str, tuple[int, ...]] = {}
     for recipe in recipes.values():
         for name, part in recipe.split(torch.empty(recipe.shape, device="meta")).items():
@@ -88,13 +88,13 @@ def source_shapes(recipes: Mapping[str, WeightRecipe]) -> dict[str, tuple[int, .
 
 
 class SafetensorsSource:
-    """The safetensors of one folder. Files are mapped on first use; `close` (or `with`) closes them.
+    """The safetensors files of one folder. Files are memory-mapped on first use; `close` (or `with`) closes them.
 
-    `single_file` is the name of the only file if there is no index.
+    `single_file` is the name of the file to read if there is no index.
     """
 
     def __init__(self, folder: Path, *, single_file: str = SINGLE_FILE) -> None:
-        """Raises CheckpointError if the folder holds no safetensors, or a wrong index."""
+        """Raises CheckpointError if the folder has no safetensors files or an invalid index."""
         self._folder = Path(folder)
         self._single_file = single_file
         self._stack = ExitStack()
@@ -142,20 +142,20 @@ class SafetensorsSource:
         found = sorted(path.name for path in folder.iterdir())[:8] if folder.is_dir() else []
         hint = "no such folder" if not folder.is_dir() else f"found {', '.join(found) or 'nothing'}"
         if any(name.endswith((".bin", ".pt", ".pth")) for name in found):
-            hint += "; pickled weights are not read, convert them to safetensors"
+            hint += "; pickled weights are not supported, convert them to safetensors"
         wanted = f"{SINGLE_FILE} and no {INDEX_FILE}" if self._single_file == SINGLE_FILE else self._single_file
-        raise CheckpointError(f"{folder} holds no {wanted} ({hint})")
+        raise CheckpointError(f"{folder} contains no {wanted} ({hint})")
 
     def _where(self, name: str) -> str:
         return f"{self._folder / self._files[name]}: tensor {name!r}"
 
     def _slice(self, name: str) -> Any:  # noqa: ANN401  (safetensors has no types)
         if name not in self._files:
-            raise CheckpointError(f"{self._folder} holds no tensor {name!r}")
+            raise CheckpointError(f"{self._folder} contains no tensor {name!r}")
         try:
             return self._file(self._files[name]).get_slice(name)
         except SafetensorError as error:
-            raise CheckpointError(f"{self._where(name)} cannot be read, though it should be there: {error}") from error
+            raise CheckpointError(f"{self._where(name)} cannot be read, though the index lists it: {error}") from error
 
     def _file(self, file: str) -> Any:  # noqa: ANN401
         if file not in self._opened:
@@ -163,7 +163,7 @@ class SafetensorsSource:
             try:
                 self._opened[file] = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
             except FileNotFoundError:
-                raise CheckpointError(f"{path} is missing, though {INDEX_FILE} names it") from None
+                raise CheckpointError(f"{path} is missing, although {INDEX_FILE} lists it") from None
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
         return self._opened[file]
@@ -174,13 +174,13 @@ def _read_index(folder: Path) -> dict[str, str]:
     try:
         files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-            raise ValueError("weight_map is not a table of file names")
+            raise ValueError("weight_map is not a mapping from tensor names to file names")
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{path} cannot be used: {type(error).__name__}: {error}") from error
     for file in sorted(set(files.values())):
         if Path(file).name != file:
-            raise CheckpointError(f"{path} names {file!r}, which is not a file beside it")
+            raise CheckpointError(f"{path} lists {file!r}, which is not a file in the same folder")
         if not (folder / file).is_file():
             num_tensors = sum(other == file for other in files.values())
-            raise CheckpointError(f"{folder / file} is missing, though {INDEX_FILE} names it for {num_tensors} tensors")
+            raise CheckpointError(f"{folder / file} is missing; {INDEX_FILE} lists {num_tensors} tensors in it")
     return files

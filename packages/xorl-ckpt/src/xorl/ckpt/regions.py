@@ -1,4 +1,4 @@
-"""Which part of a global tensor this rank holds; the only file that asks DTensor for it."""
+"""Which part of a global tensor this rank holds. Only this file queries DTensor for it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 @dataclass(frozen=True)
 class Region:
-    """A box of a global tensor: its start and length in each dim. A plain tensor is the whole box."""
+    """A box of a global tensor: its start and length in each dim. For a plain tensor it covers the whole tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @property
     def rows(self) -> tuple[int, int]:
-        """The range along dim 0; (0, 0) when the box is empty."""
+        """The range along dim 0; (0, 0) if the box is empty."""
         if 0 in self.sizes:
             return 0, 0
         return self.offsets[0], self.offsets[0] + self.sizes[0]
@@ -29,14 +29,14 @@ class Region:
         return whole
 
     def cut_beyond_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """The view of this box in rows of the global tensor, which is already cut along dim 0."""
+        """The view of this box in `rows` of the global tensor, which are already cut along dim 0."""
         for dim in range(1, len(self.sizes)):
             rows = rows.narrow(dim, self.offsets[dim], self.sizes[dim])
         return rows
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's storage of the tensor, to be written in place."""
+    """This rank's local storage of the tensor, which may be written in place."""
     if isinstance(tensor, DTensor):
         return tensor.to_local().detach()
     return tensor.detach()
@@ -51,19 +51,19 @@ def local_region(tensor: torch.Tensor) -> Region:
 
 
 def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Collective for a DTensor: the whole tensor, on every rank of its mesh."""
+    """The full tensor on every rank of its mesh. Collective for a DTensor."""
     if isinstance(tensor, DTensor):
         return tensor.full_tensor().detach()
     return tensor.detach()
 
 
 def describe_meshes(tensors: Sequence[torch.Tensor]) -> list[dict[str, list[str] | list[int]]]:
-    """The distinct device meshes of the DTensors among `tensors`: names and sizes of their axes."""
+    """The names and axis sizes of the distinct device meshes of the DTensors in `tensors`."""
     meshes = {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}
     described = {(tuple(mesh.mesh_dim_names or ()), tuple(mesh.shape)) for mesh in meshes}
     return [{"axes": list(names), "sizes": list(sizes)} for names, sizes in sorted(described)]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As torch spells it: `float32`."""
+    """The name of a dtype as torch spells it: `float32`."""
     return str(dtype).removeprefix("torch.")

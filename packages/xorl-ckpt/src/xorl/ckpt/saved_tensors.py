@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, whole and one at a time, for exports, which need no training state."""
+"""Reads the tensors of a checkpoint, unsharded and one at a time, for exports that build no training state."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
@@ -10,25 +10,26 @@ from xorl.ckpt.errors import CheckpointError
 from xorl.ckpt.files import check_hashes, check_sizes, share_of_files
 from xorl.ckpt.layout import read_manifest
 from xorl.ckpt.metadata import read_metadata
-from xorl.ckpt.ranks import agreed, num_ranks, this_rank
+from xorl.ckpt.ranks import fail_together, num_ranks, this_rank
 from xorl.ckpt.reader import WeightRecipe, source_shapes
 
-Dense = Callable[[str, Callable[[str], torch.Tensor | None]], torch.Tensor | None]
+DenseParameter = Callable[[str, Callable[[str], torch.Tensor | None]], torch.Tensor | None]
 
 
 class SavedParameters:
-    """The parameters of a checkpoint's model under their external names, as a `WeightSource`.
+    """A `WeightSource` over the parameters of the model in a checkpoint, under the names that the recipes split into.
 
-    Parameters are read whole, one at a time; the last one is kept, since several tensors may be parts of it.
+    Parameters are read in full, one at a time; the last one is cached, since several tensors may be parts of it.
     """
 
     def __init__(
-        self, folder: Path, part: str, recipes: Mapping[str, WeightRecipe], dense: Dense | None = None
+        self, folder: Path, part: str, recipes: Mapping[str, WeightRecipe], dense: DenseParameter | None = None
     ) -> None:
         """`part` is the model's name in the checkpoint's state. Raises CheckpointError if a parameter is not saved.
 
-        dense: (name, function from a name to the saved tensor, or to None if it is not saved) -> the parameter, for
-        weights that are saved in another form; None reads the tensor saved under the parameter's name.
+        `dense(name, read_saved)` computes a parameter that is saved in another form, such as quantised;
+        `read_saved(name)` returns a saved tensor, or None if there is none of that name. If `dense` is None, parameters
+        are read as they are saved.
         """
         self._folder = folder
         self._part = part
@@ -36,11 +37,11 @@ class SavedParameters:
         self._recipes = recipes
         missing = [name for name in recipes if f"{part}.{name}" not in self._manifest.tensors]
         if missing:
-            raise CheckpointError(f"{folder} does not hold {', '.join(missing[:5])}")
-        self._makers: dict[str, list[str]] = {}
+            raise CheckpointError(f"{folder} does not contain {', '.join(missing[:5])}")
+        self._params_of: dict[str, list[str]] = {}
         for name, recipe in recipes.items():
             for source in recipe.sources:
-                self._makers.setdefault(source, []).append(name)
+                self._params_of.setdefault(source, []).append(name)
         self._shapes = source_shapes(recipes)
         self._metadata = read_metadata(folder, self._manifest.files) if self._manifest.storage == "dcp" else None
         self._last: tuple[str, torch.Tensor] | None = None
@@ -53,40 +54,40 @@ class SavedParameters:
         return all(f"{part}.{name}" in saved for name in names)
 
     def verify(self) -> None:
-        """Check sizes and hashes of the checkpoint's files, split over the ranks; collective.
+        """Collective: check sizes and hashes of the checkpoint's files, split over the ranks.
 
-        Raises CheckpointError on every rank, naming what is damaged.
+        Raises CheckpointError, naming the damaged files, on every rank.
         """
-        with agreed(f"read {self._folder}"):
+        with fail_together(f"read {self._folder}"):
             files = self._manifest.files
             check_sizes(self._folder, files)
             check_hashes(self._folder, files, share_of_files(files, this_rank(), num_ranks()))
 
     def names(self) -> Collection[str]:
-        return self._makers.keys()
+        return self._params_of.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
-        dtype = self._manifest.tensors[f"{self._part}.{self._makers[name][0]}"].torch_dtype
-        # Weights saved in another form, as bytes, have no dtype of their own.
+        dtype = self._manifest.tensors[f"{self._part}.{self._params_of[name][0]}"].torch_dtype
+        # Quantised weights are saved as bytes, which do not record the dtype of the weight.
         return dtype if dtype.is_floating_point else torch.bfloat16
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> torch.Tensor:
-        makers = self._makers[name]
-        parts = [self._recipes[maker].split(self._parameter(maker))[name] for maker in makers]
-        join_dim = self._recipes[makers[0]].join_dim
+        params = self._params_of[name]
+        parts = [self._recipes[param].split(self._parameter(param))[name] for param in params]
+        join_dim = self._recipes[params[0]].join_dim
         return (parts[0] if len(parts) == 1 else torch.cat(parts, join_dim or 0))[start:stop]
 
     def _parameter(self, name: str) -> torch.Tensor:
         if self._last is None or self._last[0] != name:
-            values = self._saved(name) if self._dense is None else self._dense(name, self._saved)
-            assert values is not None, "all parameters were found"
+            values = self._read_saved(name) if self._dense is None else self._dense(name, self._read_saved)
+            assert values is not None, "__init__ checked that all parameters are saved"
             self._last = name, values
         return self._last[1]
 
-    def _saved(self, name: str) -> torch.Tensor | None:
+    def _read_saved(self, name: str) -> torch.Tensor | None:
         record = self._manifest.tensors.get(f"{self._part}.{name}")
         if record is None:
             return None
@@ -95,6 +96,6 @@ class SavedParameters:
         if self._metadata is None:
             gathered.read_gathered(wanted, self._folder)
         else:
-            # When a model is loaded from here, only rank 0 reads, and not in step with the others.
+            # Not collective: in broadcast mode only rank 0 reads from here.
             sharded.read_shards(wanted, self._folder, self._metadata, alone=True)
         return values

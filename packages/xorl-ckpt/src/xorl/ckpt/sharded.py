@@ -1,4 +1,4 @@
-"""Tensors as torch's distributed checkpoint (DCP) files: each rank writes and reads its own shards.
+"""Saves tensors as torch's distributed checkpoint (DCP) files: each rank writes and reads its own shards.
 
 DCP does the planning and the resharding. This file adds two things: files are hashed as they are written, and nothing
 is unpickled without restriction (`metadata.py` reads `.metadata`).
@@ -31,7 +31,10 @@ from xorl.ckpt.regions import dtype_name
 def write_shards(
     tensors: Mapping[str, torch.Tensor], folder: Path
 ) -> tuple[dict[str, FileRecord], dict[str, TensorRecord]]:
-    """Collective: writes this rank's files; returns them and all shapes and dtypes. Fails on every rank or on none."""
+    """Collective: write the tensors; returns this rank's files and the records of all tensors.
+
+    Raises on every rank or on none.
+    """
     writer = _HashingWriter(folder)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _dcp_failures("write the checkpoint", CheckpointFailure), _quiet_single_process():
@@ -40,9 +43,9 @@ def write_shards(
 
 
 def read_shards(tensors: Mapping[str, torch.Tensor], folder: Path, metadata: Metadata, *, alone: bool = False) -> None:
-    """Collective: copies into `tensors` in place. `metadata` is the result of `read_metadata` for the folder.
+    """Collective: copy into `tensors` in place. `metadata` is the result of `read_metadata` for the folder.
 
-    `alone` reads plain tensors on this rank only, without a collective.
+    With `alone`, only this rank reads, into plain tensors and without a collective.
     """
     reader = _CheckedReader(folder, metadata)
     planner = _TensorsOnlyPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -53,20 +56,20 @@ def read_shards(tensors: Mapping[str, torch.Tensor], folder: Path, metadata: Met
 def _tensor_records(metadata: Metadata) -> dict[str, TensorRecord]:
     records: dict[str, TensorRecord] = {}
     for name, tensor in metadata.state_dict_metadata.items():
-        assert isinstance(tensor, TensorStorageMetadata), "the state holds tensors alone"
+        assert isinstance(tensor, TensorStorageMetadata), "the state holds only tensors"
         records[name] = TensorRecord(tuple(tensor.size), dtype_name(tensor.properties.dtype))
     return records
 
 
 class _HashedFiles(FileSystem):
-    """DCP's file system with new files that are hashed, exclusive, and durable when they are closed."""
+    """DCP's file system; files are hashed, must not exist before, and are durable once closed."""
 
     def __init__(self) -> None:
         self.records: dict[str, FileRecord] = {}
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
-        assert mode == "wb", "shards are read by another class"
+        assert mode == "wb", "this file system only writes"
         with HashedFile(Path(path)) as stream:
             yield cast(io.IOBase, stream)
         self.records[Path(path).name] = stream.record
@@ -78,18 +81,18 @@ class _HashedFiles(FileSystem):
 
 class _HashingWriter(FileSystemWriter):
     def __init__(self, folder: Path) -> None:
-        # No sync_files: closing a file syncs it.
+        # sync_files is not needed: closing a HashedFile syncs it.
         super().__init__(folder, sync_files=False, overwrite=False)
         self.files = _HashedFiles()
         self.fs = self.files
 
     def storage_meta(self) -> StorageMeta:
-        # Without the path of the folder, which is temporary.
+        # Omits the folder's path, which is temporary.
         return StorageMeta(save_id=self.save_id)
 
 
 class _CheckedReader(FileSystemReader):
-    """Returns the checked metadata. DCP reads the tensors in the shards with `weights_only=True`."""
+    """Uses metadata that was already checked. DCP reads the tensors in the shards with `weights_only=True`."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
@@ -101,13 +104,13 @@ class _CheckedReader(FileSystemReader):
 
 class _TensorsOnlyPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        # DCP's own method unpickles without restriction.
+        # DCP's method unpickles without restriction.
         raise pickle.UnpicklingError(f"{read_item.dest_index.fqn!r} is not a tensor")
 
 
 @contextmanager
 def _dcp_failures(action: str, kind: type[CheckpointError] | type[CheckpointFailure]) -> Iterator[None]:
-    """Translates DCP's own BaseException, which it raises on every rank with the errors of all."""
+    """Translate CheckpointException, a BaseException that DCP raises on every rank with the errors of all ranks."""
     try:
         yield
     except CheckpointException as failure:
@@ -117,12 +120,13 @@ def _dcp_failures(action: str, kind: type[CheckpointError] | type[CheckpointFail
             raise interruption from failure
         if any(isinstance(error, OSError) for _, error in errors):
             kind = CheckpointFailure
-        told = "\n  ".join(f"rank {rank}: {describe(error)}" for rank, error in errors[:4])
-        raise kind(f"could not {action}\n  {told}") from failure
+        lines = "\n  ".join(f"rank {rank}: {describe(error)}" for rank, error in errors[:4])
+        raise kind(f"could not {action}\n  {lines}") from failure
 
 
 @contextmanager
 def _quiet_single_process() -> Iterator[None]:
+    """Hide DCP's warning that there is no process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

@@ -1,6 +1,6 @@
-"""Writes a safetensors file as its tensors become available: the header first, then the values, group by group.
+"""Writes a safetensors file while its tensors are computed: the header first, then the values, group by group.
 
-No process ever holds the whole file. The caller defines the tensors and how they are made.
+No process ever holds the whole file. The caller defines the tensors and how to compute them.
 """
 
 import json
@@ -12,21 +12,21 @@ import torch
 
 from xorl.ckpt.files import FileRecord, HashedFile
 from xorl.ckpt.layout import TensorRecord
-from xorl.ckpt.ranks import agreed, this_rank
+from xorl.ckpt.ranks import fail_together, this_rank
 from xorl.ckpt.reader import STORED_DTYPES
 
 _NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
-# Readers of safetensors expect this of files with torch tensors.
+# Readers of safetensors expect this in files with torch tensors.
 _METADATA = {"format": "pt"}
 _HEADER_ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """Tensors that are made together, such as those that one parameter splits into.
+    """Tensors that are computed together, such as those that one parameter splits into.
 
-    `records` describes them before any of them has values. `make` returns the values on rank 0; it may be collective,
-    so every rank calls it, and its result on other ranks is ignored.
+    `records` describes them before they are computed. `make` returns the values on rank 0. Every rank calls it, since
+    it may be collective; its result on other ranks is ignored.
     """
 
     records: Mapping[str, TensorRecord]
@@ -38,31 +38,31 @@ class TensorGroup:
 
 
 def write_tensor_file(path: Path, groups: Sequence[TensorGroup]) -> FileRecord | None:
-    """Collective: rank 0 writes a new, durable file, and returns its record; None elsewhere.
+    """Collective: rank 0 writes a new, durable file and returns its record; other ranks return None.
 
-    The bytes depend only on the names, the values and the order of the groups, not on the number of ranks.
+    The bytes depend only on the names, values and order of the groups, not on the number of ranks.
     """
-    # Wide elements first, as every writer does: readers view the values in place, which needs alignment.
+    # Wide dtypes first, as safetensors' own writer does: readers map the values in place, which requires alignment.
     ordered = sorted(groups, key=lambda group: -max(record.torch_dtype.itemsize for record in group.records.values()))
     stream: HashedFile | None = None
-    with agreed(f"write {path}"):
+    with fail_together(f"write {path}"):
         if this_rank() == 0:
             stream = HashedFile(path)
             stream.write(_header(ordered))
     try:
         for group in ordered:
             tensors = group.make()
-            with agreed(f"write {path}"):
+            with fail_together(f"write {path}"):
                 if stream is not None:
                     for name, record in group.records.items():
                         stream.write(_bytes(name, tensors[name], record))
             del tensors
-        with agreed(f"write {path}"):
+        with fail_together(f"write {path}"):
             if stream is not None:
                 stream.close()
     finally:
         if stream is not None:
-            stream.abandon()
+            stream.abort()
     return None if stream is None else stream.record
 
 
@@ -71,7 +71,7 @@ def _header(groups: Sequence[TensorGroup]) -> bytes:
     end = 0
     for group in groups:
         for name, record in group.records.items():
-            assert name not in content, f"{name} is written twice"
+            assert name not in content, f"two groups contain {name}"
             start, end = end, end + record.num_bytes
             content[name] = {
                 "dtype": _NAMES[record.torch_dtype],
@@ -86,6 +86,6 @@ def _header(groups: Sequence[TensorGroup]) -> bytes:
 def _bytes(name: str, tensor: torch.Tensor, record: TensorRecord) -> memoryview | bytes:
     tensor = tensor.detach().cpu().contiguous()
     found = TensorRecord.of(tensor)
-    assert found == record, f"{name} was announced as {record} and came as {found}"
-    # A view without bytes cannot be cast.
+    assert found == record, f"{name} was described as {record}, but its values are {found}"
+    # An empty tensor cannot be cast to bytes.
     return tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b""

@@ -1,7 +1,7 @@
-"""Streams bytes from files to a device in buckets of bounded size: reads the next bucket while this one is used.
+"""Streams bytes from files to a device in buckets of bounded size, reading the next bucket while this one is used.
 
-On CUDA the buckets pass through pinned memory and a separate stream, so that reading, copying and using overlap. On the
-CPU a bucket is used where it was read.
+On CUDA, buckets pass through pinned memory and a separate stream, so that reading, copying and using overlap. On the
+CPU they are used in the buffer they were read into.
 """
 
 from collections import deque
@@ -10,16 +10,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-# One is used, one is copied, one is read.
+# One bucket is in use, one is being copied, one is being read.
 _NUM_BUFFERS = 3
 
 
 def stream_buckets(
     num_bytes: Sequence[int], fill: Callable[[int, torch.Tensor], None], device: torch.device
 ) -> Iterator[torch.Tensor]:
-    """Yields, for each i, `num_bytes[i]` bytes on `device` that `fill(i, bytes)` wrote in a thread.
+    """Yields buckets on `device`; bucket i has `num_bytes[i]` bytes, which `fill(i, buffer)` writes in a thread.
 
-    A yielded bucket is valid until the next one is requested. An error in `fill` is raised here, in order.
+    A bucket is valid until the next one is requested. An error in `fill` is raised when its bucket is requested.
     """
     if device.type == "cuda":
         yield from _through_pinned_memory(num_bytes, fill, device)
@@ -28,7 +28,7 @@ def stream_buckets(
         for _ in num_bytes:
             buffer = read_ahead.next()
             yield buffer
-            read_ahead.give_back()
+            read_ahead.release()
 
 
 class _ReadAhead:
@@ -48,7 +48,7 @@ class _ReadAhead:
     def __enter__(self) -> "_ReadAhead":
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-weights")
         for _ in self._buffers:
-            self.give_back()
+            self.release()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -57,8 +57,8 @@ class _ReadAhead:
     def next(self) -> torch.Tensor:
         return self._filling.popleft().result()
 
-    def give_back(self) -> None:
-        """Release the oldest buffer taken: the next bucket is read into it."""
+    def release(self) -> None:
+        """Release the oldest buffer returned by `next`; the next bucket is read into it."""
         if self._submitted < len(self._num_bytes):
             self._filling.append(self._pool.submit(self._fill_one, self._submitted))
             self._submitted += 1
@@ -99,4 +99,4 @@ def _through_pinned_memory(
             yield target
             used[index % 2].record(using)
             copied.synchronize()
-            read_ahead.give_back()
+            read_ahead.release()

@@ -1,1 +1,1 @@
-"""The command line. Nothing is imported here: `xorl.cli.app` answers before the rest is loaded."""
+"""The command line. Imports nothing, so that `xorl.cli.app` can respond before the rest is loaded."""

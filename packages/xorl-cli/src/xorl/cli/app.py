@@ -1,4 +1,4 @@
-"""The command `xorl`. Commands are reached by name, so that asking for help does not pay for what they import."""
+"""The command `xorl`. Commands are imported by name when they are called, so that `--help` stays fast."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from xorl.cli.exit_codes import code_of, text_of
+from xorl.cli.exit_codes import error_text, exit_code_of
 
 if TYPE_CHECKING:
-    # typer names these types in its signatures and nowhere that is public.
+    # Typer uses these types in its signatures but does not export them.
     from typer._click.core import Command, Context
     from typer._click.formatting import HelpFormatter
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A command: the module whose `app` it is, the group it is listed in, and a line of help."""
+    """A command: the module with its `app`, its group in the list of commands, and its help text."""
 
     module: str
     group: str
@@ -30,18 +30,20 @@ class Entry:
 
 
 COMMANDS: dict[str, Entry] = {
-    "train": Entry("xorl.cli.train", "Training", "Train a model as a configuration says."),
-    "bench": Entry("xorl.cli.bench", "Training", "Measure how fast a configuration, or a known shape, trains."),
-    "export": Entry("xorl.cli.export", "Training", "Write a checkpoint or an adapter for other tools, merged or not."),
-    "serve": Entry("xorl.cli.serve", "Service", "Serve training and sampling to clients, or ask a service how it is."),
-    "data": Entry("xorl.cli.data", "Data", "Prepare data, and look at what will be trained on."),
-    "config": Entry("xorl.cli.config", "Configuration", "Show what a configuration resolves to, and explain options."),
+    "train": Entry("xorl.cli.train", "Training", "Train a model from a configuration."),
+    "bench": Entry(
+        "xorl.cli.bench", "Training", "Measure the training speed of a configuration or a known model shape."
+    ),
+    "export": Entry("xorl.cli.export", "Training", "Export a checkpoint or an adapter for other tools."),
+    "serve": Entry("xorl.cli.serve", "Service", "Serve training and sampling to clients, or show a service's status."),
+    "data": Entry("xorl.cli.data", "Data", "Prepare and inspect training data."),
+    "config": Entry("xorl.cli.config", "Configuration", "Show a resolved configuration, and document options."),
     "version": Entry("xorl.cli.version", "About", "Print versions and devices."),
 }
 
 
 class CommandsByName(TyperGroup):
-    """A group whose commands are imported when they are called."""
+    """A group that imports its commands when they are called."""
 
     def list_commands(self, ctx: Context) -> list[str]:
         return list(COMMANDS)
@@ -49,7 +51,7 @@ class CommandsByName(TyperGroup):
     def get_command(self, ctx: Context, cmd_name: str) -> Command | None:
         if cmd_name not in COMMANDS:
             near = difflib.get_close_matches(cmd_name, COMMANDS, n=1)
-            ctx.fail(f"there is no command {cmd_name!r}{f'; did you mean {near[0]}?' if near else ''}")
+            ctx.fail(f"no such command: {cmd_name!r}{f'; did you mean {near[0]}?' if near else ''}")
         return get_command(import_module(COMMANDS[cmd_name].module).app)
 
     def format_commands(self, ctx: Context, formatter: HelpFormatter) -> None:
@@ -62,7 +64,7 @@ app = typer.Typer(
     cls=CommandsByName,
     add_completion=False,
     no_args_is_help=True,
-    # Without rich, help takes half the time and reads the same in a log.
+    # Without rich, help takes half the time and reads the same in a log file.
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     epilog="Exit codes: 0 done, 1 failed, 2 bad input, 3 training diverged, 130 and 143 interrupted.",
@@ -71,7 +73,7 @@ app = typer.Typer(
 
 @app.callback()
 def root() -> None:
-    """Train large language models: xorl train config.yaml, or xorl serve config.yaml for clients."""
+    """Train large language models: xorl train config.yaml, or xorl serve config.yaml to serve clients."""
 
 
 def main() -> None:
@@ -79,5 +81,5 @@ def main() -> None:
     try:
         app()
     except ValueError as error:
-        print(text_of(error), file=sys.stderr)
-        sys.exit(code_of(error))
+        print(error_text(error), file=sys.stderr)
+        sys.exit(exit_code_of(error))

@@ -1,4 +1,4 @@
-"""Command lines that mix a command's own flags with `--section.field value` overrides."""
+"""Command lines that mix a command's flags with `--section.field value` overrides."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import typer
 from typer.core import TyperCommand
 
-from xorl.cli.exit_codes import code_of, text_of
+from xorl.cli.exit_codes import error_text, exit_code_of
 from xorl.config.fields import Section
 from xorl.config.local import Config
 from xorl.config.options import all_options, find_option
@@ -20,12 +20,12 @@ from xorl.config.overrides import is_override, split_overrides
 from xorl.config.server import ServerConfig
 
 if TYPE_CHECKING:
-    # typer names this type in its signatures and nowhere that is public.
+    # Typer uses this type in its signatures but does not export it.
     from typer._click.core import Context
 
 
 class OverridesCommand(TyperCommand):
-    """A command that hands overrides on in `ctx.obj`, as a list of arguments, and parses the rest."""
+    """A command that collects override arguments in `ctx.obj` and parses the rest."""
 
     root: type[Section] = Config
     prefix = ""
@@ -39,54 +39,54 @@ class OverridesCommand(TyperCommand):
         switches = {flag for parameter in parameters if getattr(parameter, "is_flag", False) for flag in parameter.opts}
         known = [self._known_flag(argument, flags) for argument in rest]
         for before, argument in pairwise(["", *known]):
-            if before not in flags - switches:  # else its value, which may name an option
-                self._refuse_bare_option(argument)
+            if before not in flags - switches:  # otherwise this is the value of a flag
+                self._reject_bare_option(argument)
         return super().parse_args(ctx, known)
 
     def collect_usage_pieces(self, ctx: Context) -> list[str]:
         return [*super().collect_usage_pieces(ctx), f"[{self.usage} VALUE]..."]
 
     def _known_flag(self, argument: str, flags: set[str]) -> str:
-        """Returns a flag in the spelling with dashes. Raises ValueError for one that is not known."""
+        """Returns a flag with underscores replaced by dashes. Raises ValueError for an unknown flag."""
         if not argument.startswith("--") or argument == "--" or is_override(argument):
             return argument
         name, equals, value = argument.partition("=")
         flag = f"--{name[2:].replace('_', '-')}"
         if flag not in flags:
-            raise ValueError(f"there is no flag {name}{self._suggestion(flag, flags)}")
+            raise ValueError(f"unknown flag {name}{self._suggestion(flag, flags)}")
         return f"{flag}{equals}{value}"
 
-    def _refuse_bare_option(self, argument: str) -> None:
+    def _reject_bare_option(self, argument: str) -> None:
         name, equals, _ = argument.partition("=")
         if equals and find_option(name.removeprefix(self.prefix), self.root):
-            raise ValueError(f"{argument}: an option is given with two dashes: --{argument}")
+            raise ValueError(f"options start with two dashes: write --{argument}")
 
     def _suggestion(self, flag: str, flags: set[str]) -> str:
         name = flag.removeprefix("--").replace("-", "_")
         options = [option.path for option in all_options(self.root).values() if option.name == name]
         near = difflib.get_close_matches(flag, flags, n=1)
         if options:
-            return f"; the option of this name is --{self.prefix}{options[0]}"
+            return f"; did you mean the option --{self.prefix}{options[0]}?"
         return f"; did you mean {near[0]}?" if near else ""
 
 
 class ServiceOverridesCommand(OverridesCommand):
-    """The same for options of the service."""
+    """An OverridesCommand for options of the service."""
 
     root = ServerConfig
     prefix = "server."
     usage = "--server.field"
 
 
-def at_home(path: Path | None) -> Path | None:
-    """Callback of a flag that takes a path: replaces ~ at its beginning, which no shell does behind `--flag=`."""
+def expand_home(path: Path | None) -> Path | None:
+    """Callback for path flags: expands ~ at the start, which no shell does after `--flag=`."""
     return None if path is None else Path(os.path.expanduser(path))
 
 
 def run_module(app: typer.Typer, module: str) -> None:
-    """Runs one command's own app, for `python -m module`; bad input is told in a few lines, with its exit code."""
+    """Runs a single command for `python -m module`; invalid input prints a message and exits with its exit code."""
     try:
         app(prog_name=f"python -m {module}")
     except ValueError as error:
-        print(text_of(error), file=sys.stderr)
-        sys.exit(code_of(error))
+        print(error_text(error), file=sys.stderr)
+        sys.exit(exit_code_of(error))

@@ -1,6 +1,6 @@
-"""`xorl bench`: how fast training is, of a configuration or of a known shape, beside other trainers.
+"""`xorl bench`: measures the training speed of a configuration or a known model shape, and compares other trainers.
 
-Ranks are started as `xorl train` starts them. The configuration is checked before torch is imported.
+Ranks are started like those of `xorl train`. The configuration is validated before torch is imported.
 """
 
 import os
@@ -13,24 +13,25 @@ from typing import Annotated, get_args
 
 import typer
 
-from xorl.cli.arguments import OverridesCommand, at_home, run_module
-from xorl.cli.bench_config import Documents, Work, forced, shapes, write_config
+from xorl.cli.arguments import OverridesCommand, expand_home, run_module
+from xorl.cli.bench_config import Documents, SyntheticRun, fixed_overrides, shapes, write_config
 from xorl.cli.launch import LaunchFlags, launch, plan_launch
 from xorl.cli.rank import RankEnvironment, run_alone, run_rank
 from xorl.cli.signals import import_torch
-from xorl.cli.train import TracebackFlag, let_waiting_threads_sleep, num_gpus
-from xorl.config import LoadedConfig, check_world_size, load_config
+from xorl.cli.train import TracebackFlag, let_idle_threads_sleep, num_gpus
+from xorl.config import LoadedConfig, load_config
+from xorl.config.conflicts import check_world_size
 
 MODULE = "xorl.cli.bench"
 DocumentsOption = Annotated[
-    str, typer.Option(help="With --model: single (a bin is one document) or packed (256 to 4096 tokens each).")
+    str, typer.Option(help="With --model: single (one document per bin) or packed (256 to 4096 tokens each).")
 ]
 OutputOption = Annotated[
-    Path | None, typer.Option(callback=at_home, help="Folder of results. [outputs/bench/NAME_TIME]")
+    Path | None, typer.Option(callback=expand_home, help="Folder for results. [outputs/bench/NAME_TIME]")
 ]
 AgainstOption = Annotated[
     list[str] | None,
-    typer.Option(metavar="OPTIONS", help='Measure xorl with other options too, in turn: "train.enable_compile=false".'),
+    typer.Option(metavar="OPTIONS", help='Also measure xorl with these options, such as "train.enable_compile=false".'),
 ]
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -38,7 +39,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 @dataclass(frozen=True)
 class Flags:
-    """What the ranks are told beside the configuration; the fields are flags of the command."""
+    """The flags that are passed on to the ranks along with the configuration."""
 
     output: Path
     steps: int
@@ -54,11 +55,11 @@ class Flags:
 
     @property
     def num_steps(self) -> int:
-        """Steps of each build."""
+        """Number of steps per build."""
         return self.warmup + self.steps + self.profile
 
     def arguments(self) -> list[str]:
-        """The same flags, for the command line of a rank."""
+        """The flags as command-line arguments for a rank."""
         pairs = {
             "--output": self.output,
             "--steps": self.steps,
@@ -79,23 +80,23 @@ class Flags:
 def bench_command(
     ctx: typer.Context,
     config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="YAML file of a run, or --model.")] = None,
-    model: Annotated[str | None, typer.Option(help=f"A known shape, random weights: {', '.join(shapes())}.")] = None,
-    seq: Annotated[int, typer.Option(help="With --model: tokens of a bin.")] = 8192,
+    model: Annotated[str | None, typer.Option(help=f"Known shape with random weights: {', '.join(shapes())}.")] = None,
+    seq: Annotated[int, typer.Option(help="With --model: tokens per bin.")] = 8192,
     documents: DocumentsOption = "single",
-    micro_batch_size: Annotated[int, typer.Option(help="With --model: bins of a micro-batch.")] = 1,
+    micro_batch_size: Annotated[int, typer.Option(help="With --model: bins per micro-batch.")] = 1,
     tokens_per_step: Annotated[
-        int | None, typer.Option(help="With --model: tokens over all ranks. [one micro-batch a rank]")
+        int | None, typer.Option(help="With --model: tokens per step over all ranks. [one micro-batch per rank]")
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Measured steps of each build.")] = 20,
-    warmup: Annotated[int, typer.Option(min=0, help="Steps before them.")] = 5,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Builds of each, in turn. [3 with peers, else 1]")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Measured steps per build.")] = 20,
+    warmup: Annotated[int, typer.Option(min=0, help="Warm-up steps before them.")] = 5,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Builds of each, alternating. [3 to compare, or 1]")] = None,
     peers: Annotated[
-        str, typer.Option(help="Others to measure in turn, by commas: transformers[-liger][-fa4][-compile][-autocast].")
+        str, typer.Option(help="Comma-separated trainers: transformers[-liger][-fa4][-compile][-autocast].")
     ] = "",
     against: AgainstOption = None,
     output: OutputOption = None,
-    record: Annotated[Path | None, typer.Option(callback=at_home, help="Markdown file to add the results to.")] = None,
-    profile: Annotated[bool, typer.Option("--profile", help="Record one more step: its kernels and gaps.")] = False,
+    record: Annotated[Path | None, typer.Option(callback=expand_home, help="Markdown file to append to.")] = None,
+    profile: Annotated[bool, typer.Option("--profile", help="Profile one more step: its kernels and gaps.")] = False,
     nproc_per_node: Annotated[int | None, typer.Option(help="Ranks on this machine. [one per GPU, else 1]")] = None,
     traceback: TracebackFlag = False,
     name: Annotated[str, typer.Option(hidden=True)] = "",
@@ -103,13 +104,13 @@ def bench_command(
     started_at: Annotated[float | None, typer.Option(hidden=True)] = None,
     rank_folder: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Train some steps and say how fast: tokens/s, MFU, memory, where the time goes, and the start.
+    """Train for some steps and report tokens/s, MFU, memory, the time of each phase, and the startup time.
 
     Results are printed and written to bench.json and bench.md. Nothing is saved, exported or evaluated. Options of the
-    configuration can be given too: --train.enable_compile true.
+    configuration can be overridden: --train.enable_compile true.
     """
     overrides: tuple[str, ...] = tuple(ctx.obj)
-    let_waiting_threads_sleep()
+    let_idle_threads_sleep()
     environment = RankEnvironment.read()
 
     def flags_for(name: str) -> Flags:
@@ -122,15 +123,15 @@ def bench_command(
 
     def start() -> int:
         if (config is None) == (model is None):
-            raise ValueError("xorl bench wants a configuration file, or --model and a shape: one of the two")
+            raise ValueError("expected either a configuration file or --model SHAPE")
         if documents not in get_args(Documents):
-            raise ValueError(f"--documents {documents}: want one of {', '.join(get_args(Documents))}")
+            raise ValueError(f"--documents {documents}: expected one of {', '.join(get_args(Documents))}")
         if config is not None:
             return _start(config, overrides, flags_for(config.stem), nproc_per_node, with_traceback=traceback)
         assert model is not None
         flags = flags_for(f"{model}_{seq}_{documents}")
         gpus = num_gpus()
-        work = Work(
+        run = SyntheticRun(
             model=model,
             seq=seq,
             documents="packed" if documents == "packed" else "single",
@@ -140,13 +141,13 @@ def bench_command(
             num_steps=flags.num_steps,
             on_gpu=gpus > 0,
         )
-        path = write_config(work, flags.output)
+        path = write_config(run, flags.output)
         return _start(path, overrides, flags, nproc_per_node, with_traceback=traceback)
 
     if environment is None:
         code = run_alone(start, with_traceback=traceback)
     else:
-        assert config is not None, "a rank is given the configuration's file"
+        assert config is not None, "ranks are started with a configuration file"
         path, flags = config, flags_for(name)
         code = run_rank(
             lambda: _bench(path, overrides, flags),
@@ -160,10 +161,10 @@ def bench_command(
 def _start(
     path: Path, overrides: tuple[str, ...], flags: Flags, nproc_per_node: int | None, *, with_traceback: bool
 ) -> int:
-    """Launches the ranks, or is the only one."""
+    """Launches the ranks, or runs the only one in this process."""
     loaded = _load(path, overrides, flags)[""]
     is_single_process = loaded.config.train.data_parallel_mode == "none"
-    # One rank needs no launcher, whether or not it was asked for.
+    # A single rank needs no launcher, even if --nproc-per-node 1 was given.
     nproc = None if nproc_per_node == 1 and (is_single_process or num_gpus() < 2) else nproc_per_node
     plan = plan_launch(LaunchFlags(nproc), num_gpus=num_gpus(), is_single_process=is_single_process)
     with loaded.citing():
@@ -176,21 +177,21 @@ def _start(
 
 
 def _load(path: Path, overrides: tuple[str, ...], flags: Flags) -> dict[str, LoadedConfig]:
-    """Returns the configuration to measure, under "", and those to measure it against, by their options."""
-    given = (*overrides, *forced(flags.num_steps))
+    """Returns the configuration to measure, under the key "", and those of --against, by their options."""
+    given = (*overrides, *fixed_overrides(flags.num_steps))
     others = {text: [f"--{option}" for option in text.split()] for text in ("", *flags.against)}
     configs = {text: load_config(path, (*given, *options)) for text, options in others.items()}
     for loaded in configs.values():
         if loaded.config.train.enable_profiling:
             with loaded.citing():
                 raise ValueError(
-                    "train.enable_profiling: of a benchmark, --profile records one more step; set the option to false"
+                    "train.enable_profiling: not available in a benchmark; set it to false and use --profile"
                 )
     return configs
 
 
 def _bench(path: Path, overrides: tuple[str, ...], flags: Flags) -> int:
-    """Measures as one rank; this is where torch is imported."""
+    """Runs the benchmark as one rank. Imports torch."""
     configs = _load(path, overrides, flags)
     loaded = configs.pop("")
     import_torch()
@@ -212,12 +213,12 @@ def _bench(path: Path, overrides: tuple[str, ...], flags: Flags) -> int:
 
 
 def _typed_arguments() -> list[str]:
-    """What followed the command's name."""
+    """The arguments after the name of the command."""
     return sys.argv[2:] if sys.argv[1:2] == ["bench"] else sys.argv[1:]
 
 
 def _process_start() -> float:
-    """When this process began, in seconds of the epoch; by /proc where that exists, else now."""
+    """The start time of this process, in seconds since the epoch; the current time if there is no /proc."""
     stat, uptime = Path("/proc/self/stat"), Path("/proc/uptime")
     if not stat.exists():
         return time.time()

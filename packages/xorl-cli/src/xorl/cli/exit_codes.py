@@ -1,14 +1,14 @@
-"""What a command's exit code means, and which errors lead to which.
+"""The exit codes of the commands, and the mapping of errors to them.
 
 | code | meaning |
 |---|---|
-| 0 | done, or nothing was left to do |
-| 1 | failed: a fault of xorl, a library or the machine; the traceback is printed where no message says it all |
-| 2 | bad input: the configuration, the data, a checkpoint or the command line; the message says what to change |
+| 0 | success, or nothing left to do |
+| 1 | failure of xorl, a library or the machine; the traceback is printed unless a message explains it |
+| 2 | invalid configuration, data, checkpoint or command line; the message says what to change |
 | 3 | training diverged: the loss or the gradient is not finite |
 | 130 | interrupted by SIGINT (Ctrl-C) |
 | 143 | interrupted by SIGTERM |
-| 128 + n | a rank was ended by signal n, such as 137 when the system took its memory back |
+| 128 + n | a rank was terminated by signal n, such as 137 if the system ran out of memory |
 """
 
 import signal
@@ -23,9 +23,9 @@ BY_SIGNAL = 128
 INTERRUPTED = BY_SIGNAL + signal.SIGINT
 TERMINATED = BY_SIGNAL + signal.SIGTERM
 
-TOLD = "error: "  # before a message that says all
+ERROR_PREFIX = "error: "  # precedes a message that is printed without its traceback
 
-MEANINGS: dict[int, str] = {
+DESCRIPTIONS: dict[int, str] = {
     OK: "done",
     FAILURE: "failed",
     BAD_INPUT: "bad input",
@@ -36,15 +36,15 @@ MEANINGS: dict[int, str] = {
 
 
 class Diverged(RuntimeError):
-    """Training went on to a loss or a gradient that is not finite."""
+    """The loss or the gradient is not finite."""
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM arrived: as Ctrl-C, it unwinds the stack so that what was open is closed."""
+    """SIGTERM was received. Like Ctrl-C, it unwinds the stack so that resources are released."""
 
 
-def code_of(error: BaseException) -> int:
-    """Returns the exit code that an error leads to."""
+def exit_code_of(error: BaseException) -> int:
+    """Returns the exit code for an error."""
     if isinstance(error, Terminated):
         return TERMINATED
     if isinstance(error, KeyboardInterrupt):
@@ -55,25 +55,25 @@ def code_of(error: BaseException) -> int:
 
 
 def is_bad_input(error: BaseException) -> bool:
-    """Says whether an error is about what the user gave: a ValueError of xorl's own kinds, or one that it raised.
+    """Whether an error is about the user's input: a ValueError that xorl defines or raises.
 
-    xorl raises ValueError for nothing else, so that one from a library is a fault like any other, to be shown whole.
+    xorl raises ValueError for nothing else. A ValueError from a library is a failure, shown with its traceback.
     """
     modules = (type(error).__module__, _raised_in(error.__traceback__))
     return isinstance(error, ValueError) and any(module.split(".")[0] == "xorl" for module in modules)
 
 
 def is_known_failure(error: BaseException) -> bool:
-    """Says whether an error is a failure of the machine that xorl has recognised and put into words: a full disk."""
+    """Whether an error is a machine failure with a message from xorl that explains it, such as a full disk."""
     return isinstance(error, RuntimeError) and type(error).__module__.split(".")[0] == "xorl"
 
 
-def first_of(error: BaseException) -> BaseException:
-    """Returns the interruption that an error came of, or the error.
+def unwrap_interruption(error: BaseException) -> BaseException:
+    """Returns the interruption that caused an error, or the error itself.
 
-    A signal may arrive in the middle of a library's own bookkeeping, which then fails on what it finds half done.
+    A signal may interrupt a library in the middle of an update, which then fails on its inconsistent state.
     """
-    if code_of(error) != FAILURE or is_known_failure(error):
+    if exit_code_of(error) != FAILURE or is_known_failure(error):
         return error
     raised: BaseException | None = error
     while raised is not None and not isinstance(raised, KeyboardInterrupt):
@@ -81,21 +81,21 @@ def first_of(error: BaseException) -> BaseException:
     return raised or error
 
 
-def text_of(error: BaseException, *, with_traceback: bool = False) -> str:
-    """Returns what is printed of an error: its message where that says all, otherwise its traceback."""
+def error_text(error: BaseException, *, with_traceback: bool = False) -> str:
+    """Returns the text to print for an error: its message if that explains it, otherwise its traceback."""
     if isinstance(error, KeyboardInterrupt):
-        return MEANINGS[code_of(error)]
-    says_all = code_of(error) in (BAD_INPUT, DIVERGED) or is_known_failure(error)
-    if says_all and not with_traceback:
-        return f"{TOLD}{error}"
+        return DESCRIPTIONS[exit_code_of(error)]
+    is_explained = exit_code_of(error) in (BAD_INPUT, DIVERGED) or is_known_failure(error)
+    if is_explained and not with_traceback:
+        return f"{ERROR_PREFIX}{error}"
     return "".join(traceback.format_exception(error)).rstrip()
 
 
-def meaning_of(code: int) -> str:
-    """Returns an exit code in words; a negative one is a process that a signal ended."""
+def exit_code_text(code: int) -> str:
+    """Describes an exit code; a negative one is that of a process terminated by a signal."""
     number = -code if code < 0 else code - BY_SIGNAL
-    if code in MEANINGS:
-        return MEANINGS[code]
+    if code in DESCRIPTIONS:
+        return DESCRIPTIONS[code]
     return f"ended by {signal.Signals(number).name}" if number in set(signal.Signals) else f"exit code {code}"
 
 

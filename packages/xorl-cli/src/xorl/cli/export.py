@@ -1,4 +1,4 @@
-"""`xorl export`: a checkpoint or an adapter as a folder that transformers or PEFT reads. No GPU is needed."""
+"""`xorl export`: converts a checkpoint or an adapter for transformers or PEFT. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from xorl.cli.arguments import at_home
+from xorl.cli.arguments import expand_home
 from xorl.cli.rank import run_alone
 from xorl.cli.signals import import_torch
 from xorl.cli.train import TracebackFlag
@@ -30,27 +30,27 @@ def export_command(
         str,
         typer.Argument(
             metavar="PATH",
-            help="A checkpoint, a run's folder (its newest checkpoint), or an adapter: folder or Hub id.",
+            help="A checkpoint, a run's folder (for its newest checkpoint), or an adapter: folder or Hub id.",
         ),
     ],
     output: Annotated[
-        Path | None, typer.Option(callback=at_home, help="Folder to make; wanted for a Hub id. [beside PATH]")
+        Path | None, typer.Option(callback=expand_home, help="Folder to create; required for a Hub id. [beside PATH]")
     ] = None,
-    merge: Annotated[bool, typer.Option("--merge", help="Fold the adapter into its base: a model of its own.")] = False,
-    dtype: Annotated[Precision | None, typer.Option(help="Precision of the weights. [as they are stored]")] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Merge the adapter into its base model.")] = False,
+    dtype: Annotated[Precision | None, typer.Option(help="Precision of the weights. [as stored]")] = None,
     base: Annotated[
-        str | None, typer.Option(help="Base of an adapter: folder or Hub id. [the one that PATH names]")
+        str | None, typer.Option(help="Base model of an adapter: folder or Hub id. [as given in PATH]")
     ] = None,
     verify: Annotated[
         bool,
-        typer.Option("--verify", help="Load the result in transformers (an adapter in PEFT) and compare logits first."),
+        typer.Option("--verify", help="First load the result in transformers (an adapter in PEFT) and compare logits."),
     ] = False,
     traceback: TracebackFlag = False,
 ) -> None:
     """Write a model that transformers loads, or an adapter that PEFT loads, with a README.md.
 
-    A checkpoint becomes a model. A checkpoint with an adapter becomes the adapter alone, or with --merge the model with
-    the adapter folded in. One tensor is in memory at a time; --verify loads the whole model.
+    A checkpoint becomes a model. A checkpoint with an adapter becomes only the adapter, or with --merge the model with
+    the adapter merged in. One tensor is in memory at a time; --verify loads the whole model.
     """
     raise typer.Exit(run_alone(lambda: _export(path, output, merge, dtype, base, verify), with_traceback=traceback))
 
@@ -58,7 +58,7 @@ def export_command(
 def _export(
     path: str, output: Path | None, merge: bool, dtype: Precision | None, base: str | None, verify: bool
 ) -> int:
-    """Exports, where torch is imported."""
+    """Runs the export. Imports torch."""
     import_torch()
     import torch  # noqa: PLC0415
 

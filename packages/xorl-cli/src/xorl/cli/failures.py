@@ -1,8 +1,8 @@
-"""What the ranks of a job leave behind for the launcher, and how it is told to the user: the first failure first.
+"""The files that ranks leave for the launcher when they fail or stop, and the report of a job's failures.
 
-Records have the form that torch's own launcher reads (torch.distributed.elastic.multiprocessing.errors), and under
-`xorl` a time that is fine enough to tell which rank was first. They are written without importing torch, since a rank
-may fail before that.
+Error records have the format that torch's launcher reads (torch.distributed.elastic.multiprocessing.errors), with an
+additional key `xorl` whose timestamp is precise enough to tell which rank failed first. They are written without
+importing torch, because a rank may fail before it does.
 """
 
 import json
@@ -13,21 +13,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from xorl.cli.exit_codes import BAD_INPUT, BY_SIGNAL, DIVERGED, INTERRUPTED, TERMINATED, TOLD, meaning_of
+from xorl.cli.exit_codes import BAD_INPUT, BY_SIGNAL, DIVERGED, ERROR_PREFIX, INTERRUPTED, TERMINATED, exit_code_text
 
 ERROR_FILE = "error.json"
-INTERRUPTED_FILE = "interrupted"  # beside it
-MAX_OTHERS = 3  # other failures shown, a line each
-# A signal that no one in the job sends: whoever it hits fell first, whatever the others then say.
+INTERRUPTED_FILE = "interrupted"  # in the same folder
+MAX_OTHERS = 3  # later failures listed, with one line each
+# No process of the job sends these signals, so a rank terminated by one failed first, before any rank with a record.
 FATAL_SIGNALS = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 NANOSECONDS = 1_000_000_000
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank that did not end with 0.
+    """A rank that did not exit with 0.
 
-    `text` is all there is to say, `summary` a line of it. `was_stopped` marks a rank that a signal asked to end.
+    `text` is the full message and `summary` one line of it. `was_stopped` marks a rank that was stopped by a signal.
     """
 
     rank: int
@@ -38,11 +38,11 @@ class Failure:
     was_stopped: bool = False
 
 
-def write_record(file: Path, error: BaseException, *, text: str, code: int) -> None:
-    """Writes what ended a rank where its launcher looks for it."""
+def record_error(file: Path, error: BaseException, *, text: str, code: int) -> None:
+    """Writes the error of a rank to the file that the launcher reads."""
     now = time.time_ns()
-    told = text if text.startswith(TOLD) else f"{type(error).__name__}: {error}"
-    summary = told.splitlines()[0]
+    message = text if text.startswith(ERROR_PREFIX) else f"{type(error).__name__}: {error}"
+    summary = message.splitlines()[0]
     record = {
         "message": {
             "message": summary,
@@ -56,42 +56,42 @@ def write_record(file: Path, error: BaseException, *, text: str, code: int) -> N
     temporary.replace(file)
 
 
-def note_interruption(error_file: Path) -> None:
-    """Tells the other ranks of this node that a signal has ended this one, so that waiting for it is in vain."""
+def record_interruption(error_file: Path) -> None:
+    """Tells the other ranks of this node that a signal stopped this one, so that they do not wait for it."""
     (error_file.parent / INTERRUPTED_FILE).touch()
 
 
 def peer_has_failed(error_file: Path | None) -> bool:
-    """Says whether another rank of this node has recorded an error, or that a signal has ended it."""
+    """Whether another rank of this node has recorded an error or an interruption."""
     if error_file is None:
         return False
-    # torch gives each rank a folder beside the others.
+    # torch creates sibling folders for the ranks.
     peers = (folder for folder in error_file.parent.parent.iterdir() if folder != error_file.parent)
     return any((folder / name).exists() for folder in peers for name in (ERROR_FILE, INTERRUPTED_FILE))
 
 
-def note_pid(folder: Path, rank: int) -> None:
-    """Tells the launcher that this rank takes signals from now on."""
+def record_pid(folder: Path, rank: int) -> None:
+    """Tells the launcher that this rank handles signals from now on."""
     _write(folder / f"{rank}.pid", str(os.getpid()))
 
 
-def note_stop(folder: Path, rank: int, code: int) -> None:
-    """Tells the launcher that this rank stopped in good order, and the exit code of that."""
+def record_stop(folder: Path, rank: int, code: int) -> None:
+    """Tells the launcher that this rank stopped cleanly, and with which exit code."""
     _write(folder / f"{rank}.stop", str(code))
 
 
-def noted_pids(folder: Path) -> list[int]:
-    """Returns the processes of the ranks that take signals."""
+def recorded_pids(folder: Path) -> list[int]:
+    """Returns the process ids of the ranks that handle signals."""
     return [int(file.read_text()) for file in sorted(folder.glob("*.pid"))]
 
 
-def noted_stop(folder: Path) -> int:
-    """Returns the exit code with which ranks stopped in good order, or 0."""
+def recorded_stop(folder: Path) -> int:
+    """Returns the exit code of the ranks that stopped cleanly on a signal, or 0."""
     return max((int(file.read_text()) for file in folder.glob("*.stop")), default=0)
 
 
 def failure_of(rank: int, exit_code: int, record: Mapping[str, object] | None, seen_s: int) -> Failure:
-    """Makes a Failure of a rank's record, or of its exit code (negative for a signal) where it left none."""
+    """Creates a Failure from a rank's record, or from its exit code (negative for a signal) if there is no record."""
     message = record.get("message") if record else None
     if isinstance(message, dict) and "extraInfo" in message:
         extra = message["extraInfo"]
@@ -100,31 +100,32 @@ def failure_of(rank: int, exit_code: int, record: Mapping[str, object] | None, s
         code = message.get("errorCode") or _positive(exit_code)
         return Failure(rank, code, extra["py_callstack"], message["message"], time_ns)
     code = _positive(exit_code)
-    text = f"{TOLD}{meaning_of(code)}" if code == DIVERGED else f"{meaning_of(code)}, and left no message"
+    text = f"{ERROR_PREFIX}{exit_code_text(code)}" if code == DIVERGED else f"{exit_code_text(code)}, without a message"
     if -exit_code == signal.SIGKILL:
-        text = "ended by SIGKILL; the system does that to a process when memory runs out"
-    # A whole second was cut to get here: a fatal signal seen in the second of a record came before it.
+        text = "ended by SIGKILL, which the system sends when memory runs out"
+    # seen_s is truncated to a second. A fatal signal in the same second as a record must sort before the record, any
+    # other exit code after it.
     time_ns = seen_s * NANOSECONDS - (NANOSECONDS if -exit_code in FATAL_SIGNALS else -NANOSECONDS)
     return Failure(rank, code, text, text, time_ns, was_stopped=code in (INTERRUPTED, TERMINATED))
 
 
 def report(failures: Sequence[Failure], world_size: int) -> tuple[str, int]:
-    """Returns what is told of a job's failures, and the job's exit code, which is that of the first."""
+    """Returns the report of a job's failures, and the job's exit code, which is that of the first failure."""
     ordered = sorted(failures, key=lambda failure: (failure.was_stopped, failure.time_ns, failure.rank))
     first, others = ordered[0], [failure for failure in ordered[1:] if not failure.was_stopped]
     if first.was_stopped:
-        return f"{meaning_of(first.code)}", first.code
-    if first.code in (BAD_INPUT, DIVERGED) or first.text.startswith(TOLD):
+        return f"{exit_code_text(first.code)}", first.code
+    if first.code in (BAD_INPUT, DIVERGED) or first.text.startswith(ERROR_PREFIX):
         is_shared = any(other.text == first.text for other in others) or world_size == 1
         lines = [first.text if is_shared else f"{first.text}\n(rank {first.rank} of {world_size})"]
         is_user_error = first.code in (BAD_INPUT, DIVERGED)
         others = [o for o in others if o.text != first.text and not (is_user_error and o.code == first.code)]
     else:
         lines = [f"rank {first.rank} of {world_size} failed first, with exit code {first.code}:", "", first.text]
-    told = [f"rank {other.rank} failed after it: {other.summary}" for other in others[:MAX_OTHERS]]
+    later = [f"rank {other.rank} failed later: {other.summary}" for other in others[:MAX_OTHERS]]
     if len(others) > MAX_OTHERS:
-        told.append(f"and {len(others) - MAX_OTHERS} more ranks")
-    return "\n".join([*lines, "", *told] if told else lines), first.code
+        later.append(f"and {len(others) - MAX_OTHERS} more ranks")
+    return "\n".join([*lines, "", *later] if later else lines), first.code
 
 
 def _positive(exit_code: int) -> int:

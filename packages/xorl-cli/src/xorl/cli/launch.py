@@ -1,4 +1,4 @@
-"""Starting the ranks of a job on this node with torch.distributed's own launcher."""
+"""Starts the ranks of a job on this node with torch.distributed's launcher."""
 
 import logging
 import os
@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from types import FrameType
 
-from xorl.cli.exit_codes import BY_SIGNAL, meaning_of
-from xorl.cli.failures import Failure, failure_of, noted_pids, noted_stop, report
+from xorl.cli.exit_codes import BY_SIGNAL, exit_code_text
+from xorl.cli.failures import Failure, failure_of, recorded_pids, recorded_stop, report
 from xorl.host.temporary import temporary_folder
 
 DEFAULT_PORT = 29500  # torchrun's
@@ -24,7 +24,7 @@ LEFT_TO_TORCH = (signal.SIGHUP, signal.SIGQUIT)
 
 @dataclass(frozen=True)
 class LaunchFlags:
-    """The launcher flags of the command line, named as torchrun names them; None where not given."""
+    """The launcher flags of the command line, with the names that torchrun uses; None if not given."""
 
     nproc_per_node: int | None = None
     nnodes: int | None = None
@@ -36,7 +36,7 @@ class LaunchFlags:
     rdzv_id: str | None = None
 
     def given(self) -> tuple[str, ...]:
-        """Returns the flags that were given, as they are written."""
+        """Returns the names of the flags that were given, as written on the command line."""
         return tuple(
             f"--{field.name.replace('_', '-')}" for field in fields(self) if getattr(self, field.name) is not None
         )
@@ -44,7 +44,7 @@ class LaunchFlags:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """How many ranks to start here and where they meet. `node_rank` is None where the meeting decides it."""
+    """How many ranks to start on this node, and their rendezvous. `node_rank` is None if the rendezvous assigns it."""
 
     nproc_per_node: int
     nnodes: int
@@ -59,7 +59,7 @@ class LaunchPlan:
         return self.nproc_per_node * self.nnodes
 
     def torchrun_line(self, arguments: Sequence[str], *, module: str = "xorl.cli.train") -> str:
-        """Returns the torchrun command that starts the same ranks."""
+        """Returns the torchrun command that would start the same ranks."""
         flags = [f"--nproc-per-node={self.nproc_per_node}"]
         if self.is_standalone:
             flags.insert(0, "--standalone")
@@ -74,17 +74,20 @@ class LaunchPlan:
 
 
 def plan_launch(flags: LaunchFlags, *, num_gpus: int, is_single_process: bool) -> LaunchPlan | None:
-    """Decides what to start: a rank per GPU of this node, or one on a machine without; None for no launcher at all.
+    """Decides what to start: by default one rank per GPU of this node, or a single one without GPUs.
 
-    `is_single_process` is the configuration's own wish for one process. Raises ValueError for flags that do not fit.
+    Returns None if no launcher is needed. `is_single_process` says that the configuration uses a single process. Raises
+    ValueError for inconsistent flags.
     """
     default_nproc = 1 if is_single_process else max(num_gpus, 1)
     nproc = default_nproc if flags.nproc_per_node is None else flags.nproc_per_node
     nnodes = 1 if flags.nnodes is None else flags.nnodes
     if nproc < 1 or nnodes < 1:
-        raise ValueError(f"--nproc-per-node and --nnodes want integers >= 1, got {nproc} and {nnodes}")
+        raise ValueError(f"--nproc-per-node and --nnodes must be at least 1, got {nproc} and {nnodes}")
     if 0 < num_gpus < nproc:
-        raise ValueError(f"--nproc-per-node {nproc}: there are {num_gpus} GPUs here; start at most one rank on each")
+        raise ValueError(
+            f"--nproc-per-node {nproc}: this machine has only {num_gpus} GPUs; start at most one rank per GPU"
+        )
     if not flags.given() and nproc == 1:
         return None
     if flags.rdzv_backend or flags.rdzv_endpoint or flags.rdzv_id:
@@ -96,9 +99,9 @@ def plan_launch(flags: LaunchFlags, *, num_gpus: int, is_single_process: bool) -
 
 def _plan_rendezvous(flags: LaunchFlags, nproc: int, nnodes: int) -> LaunchPlan:
     if flags.master_addr or flags.master_port:
-        raise ValueError("--rdzv-endpoint takes the place of --master-addr and --master-port: give one or the other")
+        raise ValueError("--rdzv-endpoint replaces --master-addr and --master-port: do not pass both")
     if not flags.rdzv_endpoint:
-        raise ValueError("--rdzv-backend and --rdzv-id need --rdzv-endpoint HOST:PORT, where the nodes meet")
+        raise ValueError("--rdzv-backend and --rdzv-id need --rdzv-endpoint HOST:PORT")
     backend = flags.rdzv_backend or "c10d"
     if backend == "static" and flags.node_rank is None:
         raise ValueError(f"--rdzv-backend static needs --node-rank, from 0 to {nnodes - 1}")
@@ -109,10 +112,10 @@ def _plan_static(flags: LaunchFlags, nproc: int, nnodes: int) -> LaunchPlan:
     if nnodes > 1 and not flags.master_addr:
         raise ValueError(f"--nnodes {nnodes} needs --master-addr, the address of node 0, or --rdzv-endpoint")
     if nnodes > 1 and flags.node_rank is None:
-        raise ValueError(f"--nnodes {nnodes} needs --node-rank, the number of this node, from 0 to {nnodes - 1}")
+        raise ValueError(f"--nnodes {nnodes} needs --node-rank, the index of this node, from 0 to {nnodes - 1}")
     node_rank = flags.node_rank or 0
     if not 0 <= node_rank < nnodes:
-        raise ValueError(f"--node-rank {node_rank}: with --nnodes {nnodes} it goes from 0 to {nnodes - 1}")
+        raise ValueError(f"--node-rank {node_rank}: with --nnodes {nnodes} it must be from 0 to {nnodes - 1}")
     endpoint = f"{flags.master_addr or '127.0.0.1'}:{flags.master_port or DEFAULT_PORT}"
     return LaunchPlan(nproc, nnodes, "static", endpoint, "none", node_rank, False)
 
@@ -120,10 +123,11 @@ def _plan_static(flags: LaunchFlags, nproc: int, nnodes: int) -> LaunchPlan:
 def launch(plan: LaunchPlan, command: Sequence[str], *, rank_folder_flag: str = RANK_FOLDER_FLAG) -> int:
     """Runs `python -u *command` as every rank of this node, waits, and returns the job's exit code.
 
-    The first failure of the job is printed, and its exit code is the job's. SIGTERM and SIGINT go on to the ranks,
-    which may take their time to save; a second one ends them. `rank_folder_flag` tells a rank where its notes go.
+    Prints the first failure of the job and returns its exit code. SIGTERM and SIGINT are forwarded to the ranks, which
+    may take some time to save; a second signal ends them. `rank_folder_flag` is the flag that tells a rank where to
+    write its notes to the launcher.
     """
-    # torch takes seconds to import, and the configuration is checked before.
+    # torch takes seconds to import, so the configuration is validated before.
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException  # noqa: PLC0415
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch  # noqa: PLC0415
@@ -134,7 +138,7 @@ def launch(plan: LaunchPlan, command: Sequence[str], *, rank_folder_flag: str = 
     forwarded: list[int] = []
     _quieten_launcher()
     if plan.nproc_per_node > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, so that ranks do not fight over cores
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in torchrun, so that ranks do not compete for cores
     with temporary_folder() as (notes, _):
         config = LaunchConfig(
             min_nodes=plan.nnodes,
@@ -158,21 +162,21 @@ def launch(plan: LaunchPlan, command: Sequence[str], *, rank_folder_flag: str = 
                 failure_of(rank, failure.exitcode, failure.error_file_data, failure.timestamp)
                 for rank, failure in error.failures.items()
             ]
-            return _tell(failures, plan.world_size, forwarded)
+            return _print_failures(failures, plan.world_size, forwarded)
         except SignalException as error:
             code = BY_SIGNAL + error.sigval
-            print(meaning_of(code), file=sys.stderr)
+            print(exit_code_text(code), file=sys.stderr)
             return code
-        return noted_stop(notes)
+        return recorded_stop(notes)
 
 
-def _tell(failures: Sequence[Failure], world_size: int, forwarded: Sequence[int]) -> int:
-    """Print why the job failed and return its exit code. `forwarded` holds the signal that went on to the ranks."""
+def _print_failures(failures: Sequence[Failure], world_size: int, forwarded: Sequence[int]) -> int:
+    """Prints why the job failed and returns its exit code. `forwarded` holds the signal sent to the ranks, if any."""
     text, code = report(failures, world_size)
     if forwarded and all(failure.was_stopped for failure in failures):
-        # torch's launcher ends the other ranks with a signal of its own, which may come before ours.
+        # torch's launcher stops the remaining ranks with its own signal, which may arrive before ours.
         code = BY_SIGNAL + forwarded[0]
-        text = meaning_of(code)
+        text = exit_code_text(code)
     print(text, file=sys.stderr)
     return code
 
@@ -181,22 +185,22 @@ def _tell(failures: Sequence[Failure], world_size: int, forwarded: Sequence[int]
 def _forwarding_signals(
     notes: Path, num_ranks: int, stop: Callable[[int], None], forwarded: list[int]
 ) -> Iterator[None]:
-    """While entered, a signal goes on to the ranks; `stop` is for a second one, and while ranks still start.
+    """While entered, forwards a signal to the ranks and appends it to `forwarded`.
 
-    The signal that went on is put into `forwarded`.
+    Calls `stop` for a second signal, and if some ranks are not ready for signals yet.
     """
 
     def forward(number: int, frame: FrameType | None) -> None:
         forwarded.append(number)
         for other in FORWARDED:
             signal.signal(other, lambda number, frame: stop(number))
-        pids = noted_pids(notes)
+        pids = recorded_pids(notes)
         if len(pids) < num_ranks:
             stop(number)
         for pid in pids:
             _send(pid, number)
 
-    # torch's launcher does not put back what it replaces.
+    # torch's launcher does not restore the handlers that it replaces.
     previous = {number: signal.getsignal(number) for number in (*FORWARDED, *LEFT_TO_TORCH)}
     for number in FORWARDED:
         signal.signal(number, forward)
@@ -208,15 +212,15 @@ def _forwarding_signals(
 
 
 def _send(pid: int, number: int) -> None:
-    # One that has ended is seen by torch's launcher.
+    # torch's launcher notices ranks that have ended.
     with suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 def _quieten_launcher() -> None:
-    """Silences what torch's launcher logs of failures, which would stand before our own account of them.
+    """Silences the failure logs of torch's launcher, which would precede our own report.
 
-    LOGLEVEL is the variable by which torch lets a user ask for these lines.
+    Users can request them with torch's environment variable LOGLEVEL.
     """
     if "LOGLEVEL" in os.environ:
         return

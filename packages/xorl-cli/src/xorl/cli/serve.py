@@ -1,6 +1,6 @@
-"""`xorl serve config.yaml`: starts the service; `xorl serve status` asks one that runs how it is.
+"""`xorl serve config.yaml` starts the service; `xorl serve status` prints the status of a running one.
 
-The configuration is checked before anything of the service is imported.
+The configuration is validated before the service is imported.
 """
 
 import json
@@ -24,7 +24,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 
 class Mode(Enum):
-    """What the launcher starts: workers too, or only what joins running ones."""
+    """Whether the launcher starts workers, or connects to running ones."""
 
     auto = "auto"
     connect = "connect"
@@ -34,32 +34,34 @@ class Mode(Enum):
 def serve_command(
     ctx: typer.Context,
     config: Annotated[Path, typer.Argument(metavar="CONFIG|status", help="YAML file of the service, or status.")],
-    mode: Annotated[Mode, typer.Option(help="Start workers (auto), or join running ones (connect).")] = Mode.auto,
-    api_host: Annotated[str, typer.Option(help="Address that the API listens on; others than this need a key.")] = (
-        "127.0.0.1"
-    ),
+    mode: Annotated[Mode, typer.Option(help="Start workers (auto), or connect to running ones (connect).")] = Mode.auto,
+    api_host: Annotated[
+        str, typer.Option(help="Address that the API listens on. Non-loopback addresses need a key.")
+    ] = ("127.0.0.1"),
     api_port: Annotated[int, typer.Option(help="Port of the API.")] = 5555,
     api_key_file: Annotated[
         Path | None,
         typer.Option(
-            help="For status: the file with the service's key, such as OUTPUT_DIR/service/api_token "
-            f"[the variable {' or '.join(SERVICE_KEYS)}]."
+            help="For status: file with the service's key, such as OUTPUT_DIR/service/api_token. "
+            f"[the environment variable {' or '.join(SERVICE_KEYS)}]"
         ),
     ] = None,
 ) -> None:
     """Serve training and sampling to clients, such as tinker's and xorl-client.
 
-    Any option of the configuration can be given here too: --server.seed 7. `xorl config docs --service` lists them.
-    `xorl serve status` prints sessions, queue and throughput of a service that runs.
+    Any option of the configuration can be overridden: --server.seed 7. `xorl config docs --service` lists them.
+    `xorl serve status` prints sessions, queue and throughput of a running service.
     """
     if config == STATUS and not config.is_file():
         key = service_key() if api_key_file is None else read_key(api_key_file)
         typer.echo(status_text(f"http://{api_host}:{api_port}", key))
         return
     if api_key_file is not None:
-        raise ValueError("--api-key-file is for `xorl serve status`; the key of a service is its option api_token")
+        raise ValueError(
+            "--api-key-file is for `xorl serve status`; set the key of a service with its option api_token"
+        )
     load_server_config(config, tuple(ctx.obj))
-    from xorl.server.launcher import serve  # noqa: PLC0415  (after the configuration has been checked)
+    from xorl.server.launcher import serve  # noqa: PLC0415  (slow; after validation)
 
     raise typer.Exit(
         serve(
@@ -73,30 +75,30 @@ def serve_command(
 
 
 def read_key(file: Path) -> str:
-    """The key in a file. Raises ValueError where there is none."""
+    """Reads a key from a file. Raises ValueError if there is none."""
     try:
         key = file.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--api-key-file: {file} cannot be read: {error}") from error
+        raise ValueError(f"--api-key-file: cannot read {file}: {error}") from error
     if not key:
-        raise ValueError(f"--api-key-file: {file} is empty, wanted the key of a service")
+        raise ValueError(f"--api-key-file: {file} is empty; it must contain the key of a service")
     return key
 
 
 def status_text(url: str, api_key: str | None) -> str:
-    """What a service says of itself, for people. Raises ValueError where none answers, or wants another key."""
+    """Returns the status of a service as indented JSON. Raises ValueError if it is unreachable or rejects the key."""
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     try:
         with build_opener(ProxyHandler({})).open(
             Request(url + STATUS_PATH, headers=headers), timeout=TIMEOUT_S
-        ) as answer:
-            status = json.load(answer)
+        ) as response:
+            status = json.load(response)
     except HTTPError as error:
-        hint = f"; give the service's key with --api-key-file or {SERVICE_KEYS[0]}" if error.code in (401, 403) else ""
-        raise ValueError(f"{url} answers {error.code}{hint}") from error
+        hint = f"; pass the service's key with --api-key-file or {SERVICE_KEYS[0]}" if error.code in (401, 403) else ""
+        raise ValueError(f"{url} returned status {error.code}{hint}") from error
     except (URLError, OSError, json.JSONDecodeError) as error:
         raise ValueError(
-            f"no service answers at {url} ({error}): start one with `xorl serve config.yaml`, or name another with "
-            "--api-host and --api-port"
+            f"cannot reach a service at {url} ({error}): start one with `xorl serve config.yaml`, or set --api-host "
+            "and --api-port"
         ) from error
     return json.dumps(status, indent=2)

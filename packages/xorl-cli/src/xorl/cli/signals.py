@@ -1,4 +1,4 @@
-"""What signals do to a process of xorl, unless the training loop takes them to save first."""
+"""Signal handling of xorl's processes. The training loop installs its own handlers, to save before stopping."""
 
 import os
 import signal
@@ -10,12 +10,12 @@ from types import FrameType
 from xorl.cli.exit_codes import TERMINATED, Terminated
 
 PARENT_CHECK_S = 1.0
-# What cleans up ends in this time. A rank that waits in torch for others that are gone runs no handler of Python's.
+# Time for cleanup. A rank that waits in torch for ranks that are gone never runs Python's signal handlers.
 CLEAN_UP_S = 5.0
 
 
 @contextmanager
-def terminable() -> Iterator[None]:
+def raise_on_sigterm() -> Iterator[None]:
     """While entered, SIGTERM raises Terminated in the main thread."""
 
     def terminate(number: int, frame: FrameType | None) -> None:
@@ -29,9 +29,10 @@ def terminable() -> Iterator[None]:
 
 
 def import_torch() -> None:
-    """Imports torch for the first time; a signal that comes meanwhile is not lost.
+    """Imports torch for the first time without losing a signal that arrives meanwhile.
 
-    torch imports numpy from C++ and drops what that raises, which would leave the process running on half of numpy.
+    torch imports numpy from C++ and discards exceptions from that import, so an interruption there would leave the
+    process running with a partially imported numpy.
     """
     received: list[int] = []
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -39,27 +40,27 @@ def import_torch() -> None:
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
         handler = handlers[signal.Signals(number)]
-        assert callable(handler), "what is ignored stays so"
+        assert callable(handler), "ignored signals are not replaced"
         handler(number, frame)
 
-    heard = [number for number, handler in handlers.items() if callable(handler)]
-    for number in heard:
+    handled = [number for number, handler in handlers.items() if callable(handler)]
+    for number in handled:
         signal.signal(number, note)
     try:
-        import torch  # noqa: F401, PLC0415  (takes seconds, and the configuration is checked before)
+        import torch  # noqa: F401, PLC0415  (slow; after validation)
     finally:
-        for number in heard:
+        for number in handled:
             signal.signal(number, handlers[number])
         if received:
             signal.raise_signal(received[0])
 
 
 @contextmanager
-def stopping_with_parent(parent: int) -> Iterator[None]:
-    """While entered, the end of the parent process acts as SIGTERM: a rank without its launcher would go on unseen.
+def stop_with_parent(parent: int) -> Iterator[None]:
+    """While entered, sends SIGTERM to this process when its parent ends, so that no rank outlives its launcher.
 
-    `parent` is the launcher's process, which may have ended before this is entered. A rank that does not leave in
-    CLEAN_UP_S is ended, unless the training loop has taken the signal, to save.
+    `parent` is the launcher's process id; the launcher may have ended before this is entered. A rank that does not exit
+    within CLEAN_UP_S is ended, unless the training loop handles the signal in order to save.
     """
     handler = signal.getsignal(signal.SIGTERM)
     left = threading.Event()
@@ -80,11 +81,11 @@ def stopping_with_parent(parent: int) -> Iterator[None]:
 
 
 @contextmanager
-def leaving_failed_peers(has_failed_peer: Callable[[], bool]) -> Iterator[None]:
-    """While entered, SIGTERM ends the process at once if another rank of the job has failed.
+def exit_on_sigterm_after_peer_failure(has_failed_peer: Callable[[], bool]) -> Iterator[None]:
+    """While entered, SIGTERM ends the process immediately if another rank of the job has failed.
 
-    The main thread may then wait in a collective for ever, where Python runs no signal handler; nothing is left to save
-    either. The signal is seen by a thread, through the file descriptor that the interpreter writes signals to.
+    The main thread may then wait in a collective forever, where Python runs no signal handlers, and the job cannot save
+    without the failed rank. A thread receives the signal through the interpreter's wakeup file descriptor.
     """
     receiver, sender = os.pipe()
     os.set_blocking(sender, False)

@@ -1,6 +1,6 @@
-"""`xorl train config.yaml`: starts the ranks, or is one: `torchrun ... -m xorl.cli.train config.yaml` joins.
+"""`xorl train config.yaml`: starts the ranks, or runs as one under `torchrun ... -m xorl.cli.train config.yaml`.
 
-The configuration is checked before torch is imported.
+The configuration is validated before torch is imported.
 """
 
 import faulthandler
@@ -16,11 +16,12 @@ from xorl.cli.exit_codes import Diverged
 from xorl.cli.launch import LaunchFlags, launch, plan_launch
 from xorl.cli.rank import RankEnvironment, run_alone, run_rank
 from xorl.cli.signals import import_torch
-from xorl.config import LoadedConfig, check_world_size, load_config
+from xorl.config import LoadedConfig, load_config
+from xorl.config.conflicts import check_world_size
 
 MODULE = "xorl.cli.train"
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
-TracebackFlag = Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error in the input.")]
+TracebackFlag = Annotated[bool, typer.Option("--traceback", help="Also show the traceback of input errors.")]
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -30,31 +31,31 @@ def train_command(
     ctx: typer.Context,
     config: ConfigPath,
     nproc_per_node: Annotated[int | None, typer.Option(help="Ranks on this machine. [one per GPU, else 1]")] = None,
-    nnodes: Annotated[int | None, typer.Option(help="Machines of the job. [1]")] = None,
-    node_rank: Annotated[int | None, typer.Option(help="Number of this machine, from 0.")] = None,
+    nnodes: Annotated[int | None, typer.Option(help="Number of machines in the job. [1]")] = None,
+    node_rank: Annotated[int | None, typer.Option(help="Index of this machine, from 0.")] = None,
     master_addr: Annotated[str | None, typer.Option(help="Address of machine 0. [127.0.0.1]")] = None,
     master_port: Annotated[int | None, typer.Option(help="Port on machine 0. [29500]")] = None,
-    rdzv_backend: Annotated[str | None, typer.Option(help="How machines meet. [c10d with an endpoint]")] = None,
-    rdzv_endpoint: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where machines meet.")] = None,
-    rdzv_id: Annotated[str | None, typer.Option(help="Name of the job at that endpoint. [none]")] = None,
+    rdzv_backend: Annotated[str | None, typer.Option(help="Rendezvous backend. [c10d with an endpoint]")] = None,
+    rdzv_endpoint: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Rendezvous endpoint.")] = None,
+    rdzv_id: Annotated[str | None, typer.Option(help="Id of the job at the endpoint. [none]")] = None,
     traceback: TracebackFlag = False,
     rank_folder: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Train a model as a configuration says, on all GPUs of this machine, or on its CPU.
+    """Train a model from a configuration, on all GPUs of this machine or on its CPU.
 
-    Any option of the configuration can be given here too: --train.lr 2e-5. `xorl config docs` lists them.
+    Any option of the configuration can be overridden: --train.lr 2e-5. `xorl config docs` lists them.
     """
     flags = LaunchFlags(
         nproc_per_node, nnodes, node_rank, master_addr, master_port, rdzv_backend, rdzv_endpoint, rdzv_id
     )
     overrides: tuple[str, ...] = tuple(ctx.obj)
-    let_waiting_threads_sleep()
+    let_idle_threads_sleep()
     environment = RankEnvironment.read()
     if environment is None:
         code = run_alone(lambda: _start(config, overrides, flags, traceback), with_traceback=traceback)
     else:
         code = run_rank(
-            lambda: _join(config, overrides, flags, environment.world_size),
+            lambda: _run_as_rank(config, overrides, flags, environment.world_size),
             environment,
             folder=rank_folder,
             with_traceback=traceback,
@@ -63,7 +64,7 @@ def train_command(
 
 
 def _start(path: Path, overrides: tuple[str, ...], flags: LaunchFlags, with_traceback: bool) -> int:
-    """Launches the ranks, or is the only one."""
+    """Launches the ranks, or runs the only one in this process."""
     loaded = load_config(path, overrides)
     if flags.nproc_per_node is not None:
         with loaded.citing():
@@ -79,39 +80,41 @@ def _start(path: Path, overrides: tuple[str, ...], flags: LaunchFlags, with_trac
     return launch(plan, ["-m", MODULE, *arguments])
 
 
-def _join(path: Path, overrides: tuple[str, ...], flags: LaunchFlags, world_size: int) -> int:
-    """Is one rank of a job that was started elsewhere."""
+def _run_as_rank(path: Path, overrides: tuple[str, ...], flags: LaunchFlags, world_size: int) -> int:
+    """Runs as one rank of a job that another launcher started."""
     if flags.given():
-        raise ValueError(f"{', '.join(flags.given())}: this process was started as a rank, and starts none itself")
+        raise ValueError(
+            f"{', '.join(flags.given())}: not allowed in a process that a launcher started as a rank; remove it"
+        )
     loaded = load_config(path, overrides)
     with loaded.citing():
         check_world_size(loaded.config, world_size)
     return _train(loaded)
 
 
-def let_waiting_threads_sleep() -> None:
-    """Tells OpenMP, before torch loads it, that threads with nothing to do should sleep instead of spin.
+def let_idle_threads_sleep() -> None:
+    """Configures OpenMP, before torch loads it, so that idle threads sleep instead of spinning.
 
-    They spin on cores that other processes want: on two busy cores the quickstart takes five times as long. Ranks
-    inherit the setting; one that the user made stays.
+    Spinning threads take cores from other processes: on two busy cores the quickstart takes five times as long. Ranks
+    inherit the setting; the user's own value takes precedence.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def num_gpus() -> int:
-    """Returns how many GPUs this machine shows; imports torch."""
+    """Returns the number of visible GPUs. Imports torch."""
     import_torch()
-    import torch  # noqa: PLC0415  (after the configuration has been checked)
+    import torch  # noqa: PLC0415  (slow; after validation)
 
     return torch.cuda.device_count()
 
 
 def _train(loaded: LoadedConfig) -> int:
-    """Trains as one rank; this is where torch is imported."""
+    """Trains as one rank. Imports torch."""
     import_torch()
     from xorl.train import DivergedError, run_training  # noqa: PLC0415
 
-    faulthandler.enable()  # a crash in native code shows where Python was
+    faulthandler.enable()  # prints the Python stack if native code crashes
     try:
         with loaded.citing():
             return run_training(loaded)

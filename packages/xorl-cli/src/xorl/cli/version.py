@@ -1,4 +1,4 @@
-"""`xorl version`: what is installed and what it runs on, for a report of a fault."""
+"""`xorl version`: the installed versions and the hardware, for bug reports."""
 
 import platform
 from importlib.metadata import version
@@ -21,7 +21,7 @@ def version_command() -> None:
 
 
 def _devices() -> str:
-    import torch  # noqa: PLC0415  (takes seconds)
+    import torch  # noqa: PLC0415  (slow)
 
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     counts = [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]

@@ -1,6 +1,6 @@
-"""Conflicts between options, options that require others, and the parallel degrees that a world size must fit.
+"""Checks across options: conflicts, options that need others, and parallel sizes that must fit the world size.
 
-Each function yields the errors of a configuration whose single values are all valid. Defaults never conflict.
+Each check yields the conflicts in a configuration whose values are all valid by themselves. Defaults never conflict.
 """
 
 import math
@@ -15,8 +15,11 @@ from xorl.config.sweep import sweep_conflicts
 
 
 @dataclass(frozen=True)
-class Need:
-    """Options that have no effect unless `holds`, which depends on `switch`; each is reported if not at its default."""
+class Requirement:
+    """Options that have no effect unless `holds`; each one that is not at its default is reported.
+
+    `switch` is the option that `holds` depends on, and `wanted` describes its required value.
+    """
 
     options: tuple[str, ...]
     switch: str
@@ -24,8 +27,8 @@ class Need:
     holds: Callable[[Config], bool]
 
 
-NEEDS: tuple[Need, ...] = (
-    Need(
+REQUIREMENTS: tuple[Requirement, ...] = (
+    Requirement(
         (
             "model.basic_modules",
             "train.reshard_after_forward",
@@ -37,7 +40,7 @@ NEEDS: tuple[Need, ...] = (
         "fsdp2",
         lambda config: config.train.data_parallel_mode == "fsdp2",
     ),
-    Need(
+    Requirement(
         (
             "train.recompute_policy",
             "train.recompute_modules",
@@ -48,49 +51,49 @@ NEEDS: tuple[Need, ...] = (
         "true",
         lambda config: config.train.enable_gradient_checkpointing,
     ),
-    Need(
+    Requirement(
         ("train.recompute_modules", "train.enable_reentrant"),
         "train.recompute_policy",
         "module",
         lambda config: config.train.recompute_policy == "module",
     ),
-    Need(
+    Requirement(
         ("train.activation_gpu_limit",),
         "train.enable_activation_offload",
         "true",
         lambda config: config.train.enable_activation_offload,
     ),
-    Need(
+    Requirement(
         ("model.lm_head_fp32",),
         "train.enable_mixed_precision",
-        "true, since logits are fp32 without it",
+        "true (without it, logits are always fp32)",
         lambda config: config.train.enable_mixed_precision,
     ),
-    Need(
+    Requirement(
         ("model.attention_cast_bf16",),
         "train.enable_mixed_precision",
-        "false, since queries and keys are bf16 with it",
+        "false (with it, queries and keys are bf16 already)",
         lambda config: not config.train.enable_mixed_precision,
     ),
-    Need(
+    Requirement(
         ("train.fp8",),
         "train.enable_mixed_precision",
         "true",
         lambda config: config.train.enable_mixed_precision,
     ),
-    Need(
+    Requirement(
         ("train.lr_min", "train.lr_decay_ratio"),
         "train.lr_decay_style",
         "linear or cosine",
         lambda config: config.train.lr_decay_style != "constant",
     ),
-    Need(
+    Requirement(
         ("train.optimizer_dtype",),
         "train.optimizer",
         "anyprecision_adamw or muon",
         lambda config: config.train.optimizer in ("anyprecision_adamw", "muon"),
     ),
-    Need(
+    Requirement(
         (
             "train.muon_lr",
             "train.muon_momentum",
@@ -102,35 +105,37 @@ NEEDS: tuple[Need, ...] = (
         "muon",
         lambda config: config.train.optimizer == "muon",
     ),
-    # With an explicit weight_decay: 0 they wait for a run that sets it on the command line.
-    Need(
+    # With an explicit weight_decay: 0 they are kept for runs that set it on the command line.
+    Requirement(
         ("train.no_decay_modules", "train.no_decay_params"),
         "train.weight_decay",
         "above 0",
         lambda config: config.train.weight_decay > 0 or "weight_decay" in config.train.model_fields_set,
     ),
-    Need(
+    Requirement(
         ("train.load_weights_mode",),
         "model.model_path",
-        "set: random weights are read by nobody",
+        "set (random weights are not read)",
         lambda config: (
             config.model.model_path is not None or config.train.load_weights_mode not in ("all_ranks", "dcp")
         ),
     ),
-    Need(("train.lr_start",), "train.lr_warmup_ratio", "above 0", lambda config: config.train.lr_warmup_ratio > 0),
-    Need(
+    Requirement(
+        ("train.lr_start",), "train.lr_warmup_ratio", "above 0", lambda config: config.train.lr_warmup_ratio > 0
+    ),
+    Requirement(
         ("data.sample_packing_group_size", "data.sample_packing_mp_start_method"),
         "data.sample_packing_method",
         "multipack",
         lambda config: config.data.sample_packing_method == "multipack",
     ),
-    Need(
+    Requirement(
         ("data.eval_sample_packing", "train.eval_steps"),
         "data.val_set_size",
         "set, or data.test_datasets",
         lambda config: config.data.val_set_size is not None or bool(config.data.test_datasets),
     ),
-    Need(
+    Requirement(
         (
             "data.val_set_size",
             "data.dataset_shard_num",
@@ -144,16 +149,16 @@ NEEDS: tuple[Need, ...] = (
             "train.num_train_epochs",
         ),
         "data.streaming",
-        "false: a stream is packed as it comes, and has no known length",
+        "false: a stream has no known length and is packed as it is read",
         lambda config: not config.data.streaming,
     ),
-    Need(
+    Requirement(
         ("train.save_epochs",),
         "data.streaming",
-        "false: a stream has no known length; save by train.save_steps",
+        "false: a stream has no known length; use train.save_steps",
         lambda config: not config.data.streaming or config.train.save_epochs == 0,
     ),
-    Need(
+    Requirement(
         (
             "lora.lora_rank",
             "lora.lora_alpha",
@@ -172,7 +177,7 @@ NEEDS: tuple[Need, ...] = (
         "true",
         lambda config: config.lora.enable_lora or config.lora.enable_qlora,
     ),
-    Need(
+    Requirement(
         (
             "lora.lora_rank",
             "lora.lora_alpha",
@@ -184,18 +189,20 @@ NEEDS: tuple[Need, ...] = (
             "lora.modules_to_save",
         ),
         "lora.adapter_path",
-        "null: the adapter that it names says it",
+        "null: the files of the adapter determine it",
         lambda config: config.lora.adapter_path is None,
     ),
-    Need(
+    Requirement(
         ("lora.quant_format", "lora.quant_group_size", "lora.exclude_modules", "lora.enable_aqn"),
         "lora.enable_qlora",
         "true",
         lambda config: config.lora.enable_qlora,
     ),
-    Need(("lora.aqn_alpha",), "lora.enable_aqn", "true", lambda config: config.lora.enable_aqn),
-    Need(("lora.sweep_members_per_pass",), "lora.sweep", "a list of members", lambda config: bool(config.lora.sweep)),
-    Need(
+    Requirement(("lora.aqn_alpha",), "lora.enable_aqn", "true", lambda config: config.lora.enable_aqn),
+    Requirement(
+        ("lora.sweep_members_per_pass",), "lora.sweep", "a list of members", lambda config: bool(config.lora.sweep)
+    ),
+    Requirement(
         (
             "data.streaming",
             "data.push_dataset_to_hub",
@@ -215,11 +222,11 @@ NEEDS: tuple[Need, ...] = (
             "lora.enable_aqn",
         ),
         "lora.sweep",
-        "empty: the members of a sweep are plain adapters, trained by AdamW in fp32",
+        "empty: the members of a sweep are plain adapters trained by AdamW in fp32",
         lambda config: not config.lora.sweep,
     ),
-    # With an explicit enable_profiling: false they wait for a run that sets it on the command line.
-    Need(
+    # With an explicit enable_profiling: false they are kept for runs that set it on the command line.
+    Requirement(
         (
             "train.profile_start_step",
             "train.profile_end_step",
@@ -245,28 +252,28 @@ def _model_is_named(config: Config) -> Iterator[Conflict]:
     if config.model.model_path is None and config.model.config_path is None:
         yield Conflict(
             ("model.model_path", "model.config_path"),
-            "both are null: set model_path to start from weights, or config_path to start from random ones",
+            "both are null: set model_path to start from weights, or config_path to start from random weights",
         )
 
 
-def unmet_needs(config: Config, default_of: Callable[[str], object]) -> Iterator[Conflict]:
-    """Yields a conflict for each option that is not at its default but has no effect."""
-    for need in NEEDS:
-        if need.holds(config):
+def unmet_requirements(config: Config, default_of: Callable[[str], object]) -> Iterator[Conflict]:
+    """Yields a conflict for each option that has no effect but is not at its default."""
+    for requirement in REQUIREMENTS:
+        if requirement.holds(config):
             continue
-        for path in need.options:
+        for path in requirement.options:
             section_name, name = path.split(".")
             if getattr(getattr(config, section_name), name) != default_of(path):
-                message = f"{name} does nothing unless {need.switch} is {need.wanted}"
-                yield Conflict((path, need.switch), message)
+                message = f"{name} has no effect unless {requirement.switch} is {requirement.wanted}"
+                yield Conflict((path, requirement.switch), message)
 
 
-def _needs_are_met(config: Config) -> Iterator[Conflict]:
+def _requirements_are_met(config: Config) -> Iterator[Conflict]:
     def default_of(path: str) -> object:
         section, name = path.split(".")
         return type(getattr(config, section)).model_fields[name].default
 
-    return unmet_needs(config, default_of)
+    return unmet_requirements(config, default_of)
 
 
 def _sharding_options_agree(config: Config) -> Iterator[Conflict]:
@@ -275,8 +282,8 @@ def _sharding_options_agree(config: Config) -> Iterator[Conflict]:
         wanted = str(train.reshard_after_forward).lower()
         yield Conflict(
             ("train.reshard_after_forward", "train.enable_full_shard"),
-            f"enable_full_shard is {str(train.enable_full_shard).lower()}, which says the opposite: leave "
-            f"reshard_after_forward out and set enable_full_shard to {wanted}",
+            f"reshard_after_forward contradicts enable_full_shard, which is {str(train.enable_full_shard).lower()}: "
+            f"remove reshard_after_forward and set enable_full_shard to {wanted}",
         )
 
 
@@ -285,7 +292,7 @@ def _degrees_fit_the_mode(config: Config) -> Iterator[Conflict]:
     mode = train.data_parallel_mode
     if mode == "fsdp2":
         return
-    wanted = {"none": "none is one process", "ddp": "ddp does not shard"}[mode]
+    meaning = {"none": "none uses a single process", "ddp": "ddp does not shard"}[mode]
     sizes = {"data_parallel_shard_size": train.data_parallel_shard_size}
     if mode == "none":
         sizes["data_parallel_replicate_size"] = train.data_parallel_replicate_size
@@ -293,165 +300,163 @@ def _degrees_fit_the_mode(config: Config) -> Iterator[Conflict]:
         if size > 1:
             yield Conflict(
                 (f"train.{name}", "train.data_parallel_mode"),
-                f"data_parallel_mode {wanted}, so {name} cannot be {size}: set it to 1, or the mode to fsdp2",
+                f"data_parallel_mode: {meaning}, so {name} cannot be {size}: set it to 1, or the mode to fsdp2",
             )
 
 
-def _recomputation_fits_what_surrounds_it(config: Config) -> Iterator[Conflict]:
+def _recomputation_is_compatible(config: Config) -> Iterator[Conflict]:
     train = config.train
     keeps_operations = train.enable_gradient_checkpointing and train.recompute_policy == "operation"
     if train.enable_activation_offload and keeps_operations and not train.enable_compile:
         yield Conflict(
             ("train.enable_activation_offload", "train.recompute_policy"),
-            "torch keeps what recompute_policy: operation does not recompute where it cannot be offloaded: set "
+            "the outputs that recompute_policy: operation keeps cannot be offloaded without compilation: set "
             "enable_compile to true, recompute_policy to module, or enable_gradient_checkpointing to false",
         )
     for name in ("enable_activation_offload", "recompute_num_layers"):
         if getattr(train, name) and train.recompute_policy == "auto":
             yield Conflict(
                 (f"train.{name}", "train.recompute_policy"),
-                f"recompute_policy: auto decides on {name} as well: leave it out",
+                f"recompute_policy: auto chooses {name} itself: remove it",
             )
     if train.enable_compile and train.enable_reentrant:
         yield Conflict(
             ("train.enable_reentrant", "train.enable_compile"),
-            "the reentrant form of gradient checkpointing cannot be compiled: leave enable_reentrant at false",
+            "reentrant gradient checkpointing cannot be compiled: set enable_reentrant to false",
         )
 
 
-def _compiled_code_computes_what_is_asked(config: Config) -> Iterator[Conflict]:
+def _compile_excludes_recomputed_dropout(config: Config) -> Iterator[Conflict]:
     train = config.train
     if train.enable_compile and config.lora.lora_dropout and train.enable_gradient_checkpointing:
         yield Conflict(
             ("lora.lora_dropout", "train.enable_compile"),
-            "torch cannot compile layers that are computed again and draw at random: set "
-            "enable_gradient_checkpointing or enable_compile to false, or lora_dropout to 0",
+            "torch cannot compile recomputed layers that draw random numbers: set enable_gradient_checkpointing or "
+            "enable_compile to false, or lora_dropout to 0",
         )
 
 
-def _tensor_parallelism_splits_projections(config: Config) -> Iterator[Conflict]:
+def _tensor_parallelism_needs_separate_qkv(config: Config) -> Iterator[Conflict]:
     if config.train.tensor_parallel_size > 1 and config.model.merge_qkv:
         yield Conflict(
             ("train.tensor_parallel_size", "model.merge_qkv"), "tensor parallelism needs model.merge_qkv: false"
         )
 
 
-def _weights_in_fp8_are_read_by_products_alone(config: Config) -> Iterator[Conflict]:
+def _fp8_gathering_excludes_dora(config: Config) -> Iterator[Conflict]:
     train = config.train
     if train.fp8 == "tensorwise" and train.data_parallel_mode == "fsdp2" and config.lora.use_dora:
         yield Conflict(
             ("lora.use_dora", "train.fp8"),
-            "fsdp2 gathers the weights of fp8: tensorwise in fp8 alone, and use_dora takes their norms: set fp8 to "
+            "with fp8: tensorwise, fsdp2 gathers weights only in fp8, but use_dora needs their norms: set fp8 to "
             "rowwise, or data_parallel_mode to none or ddp",
         )
 
 
-def _weights_in_fp8_are_on_the_device(config: Config) -> Iterator[Conflict]:
+def _tensorwise_fp8_excludes_cpu_offload(config: Config) -> Iterator[Conflict]:
     if config.train.fp8 == "tensorwise" and config.train.enable_cpu_offload:
         yield Conflict(
             ("train.fp8", "train.enable_cpu_offload"),
-            "tensorwise casts weights to fp8 where they are kept, and a CPU is too slow for that: use rowwise, which "
-            "casts what was gathered, or leave enable_cpu_offload at false",
+            "tensorwise casts weights to fp8 where they are stored, which is too slow on a CPU: use rowwise, which "
+            "casts the gathered weights, or set enable_cpu_offload to false",
         )
 
 
-def _rates_are_ordered(config: Config) -> Iterator[Conflict]:
+def _learning_rates_are_ordered(config: Config) -> Iterator[Conflict]:
     train = config.train
     if train.lr_decay_style != "constant" and train.lr_min > train.lr:
-        yield Conflict(("train.lr_min", "train.lr"), f"lr_min is {train.lr_min:g}, above lr, which is {train.lr:g}")
+        yield Conflict(("train.lr_min", "train.lr"), f"lr_min ({train.lr_min:g}) is above lr ({train.lr:g})")
     if train.lr_start > train.lr:
-        yield Conflict(
-            ("train.lr_start", "train.lr"), f"lr_start is {train.lr_start:g}, above lr, which is {train.lr:g}"
-        )
+        yield Conflict(("train.lr_start", "train.lr"), f"lr_start ({train.lr_start:g}) is above lr ({train.lr:g})")
     if train.lr_decay_style != "constant" and train.lr_warmup_ratio > train.lr_decay_ratio:
         yield Conflict(
             ("train.lr_decay_ratio", "train.lr_warmup_ratio"),
-            f"lr_decay_ratio is {train.lr_decay_ratio:g}, so the decay would end before the warm-up does, at "
+            f"with lr_decay_ratio {train.lr_decay_ratio:g}, the decay would end before the warm-up, which ends at "
             f"lr_warmup_ratio {train.lr_warmup_ratio:g}",
         )
 
 
-def _muon_has_a_schedule_to_follow(config: Config) -> Iterator[Conflict]:
+def _muon_needs_a_learning_rate(config: Config) -> Iterator[Conflict]:
     train = config.train
     if train.optimizer == "muon" and train.lr == 0:
         yield Conflict(
             ("train.lr", "train.optimizer"),
-            "lr is 0, and under muon the learning rate of matrices is muon_lr times the schedule's share of lr: set lr "
-            "above 0 (it is that of embeddings, norms and biases)",
+            "lr is 0, and muon scales muon_lr by the current fraction of lr: set lr above 0 (it is also the learning "
+            "rate of embeddings, norms and biases)",
         )
 
 
-def _half_precision_is_computed_in(config: Config) -> Iterator[Conflict]:
+def _bf16_parameters_need_mixed_precision(config: Config) -> Iterator[Conflict]:
     train = config.train
     if train.param_dtype == "bf16" and not train.enable_mixed_precision:
         yield Conflict(
             ("train.param_dtype", "train.enable_mixed_precision"),
-            "param_dtype is bf16, and enable_mixed_precision: false computes in fp32, which bf16 parameters cannot "
-            "hold: leave enable_mixed_precision at true, or param_dtype at fp32",
+            "enable_mixed_precision: false computes in fp32, which needs fp32 parameters: set enable_mixed_precision "
+            "to true, or param_dtype to fp32",
         )
 
 
-def _determinism_may_block_launches(config: Config) -> Iterator[Conflict]:
+def _determinism_needs_launch_blocking(config: Config) -> Iterator[Conflict]:
     train = config.train
     if train.enable_full_determinism and not train.allow_cuda_launch_blocking:
         yield Conflict(
             ("train.enable_full_determinism", "train.allow_cuda_launch_blocking"),
-            "enable_full_determinism needs allow_cuda_launch_blocking: true, since it is slow",
+            "enable_full_determinism is slow and needs allow_cuda_launch_blocking: true",
         )
 
 
-def _the_profile_has_a_length(config: Config) -> Iterator[Conflict]:
+def _profile_has_steps(config: Config) -> Iterator[Conflict]:
     train = config.train
     if train.profile_end_step <= train.profile_start_step:
         yield Conflict(
             ("train.profile_end_step", "train.profile_start_step"),
-            f"profile_end_step is {train.profile_end_step}; it has to come after profile_start_step, which is "
-            f"{train.profile_start_step}",
+            f"profile_end_step ({train.profile_end_step}) must be greater than profile_start_step "
+            f"({train.profile_start_step})",
         )
 
 
-def _the_profile_begins_within_the_run(config: Config) -> Iterator[Conflict]:
+def _profile_starts_within_the_run(config: Config) -> Iterator[Conflict]:
     train = config.train
     if train.enable_profiling and train.max_steps is not None and train.profile_start_step > train.max_steps:
         yield Conflict(
             ("train.profile_start_step", "train.max_steps", "train.enable_profiling"),
-            f"profile_start_step is {train.profile_start_step}, and max_steps ends the run at {train.max_steps}, so "
-            "that nothing would be recorded: begin earlier, or set enable_profiling to false",
+            f"profile_start_step is {train.profile_start_step}, but max_steps ends the run at {train.max_steps}, so "
+            "nothing would be recorded: start earlier, or set enable_profiling to false",
         )
 
 
-# The checks of the model and its training, which local training and the service share.
+# Checks of the model and its training, shared by local training and the service.
 MODEL_CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
     _model_is_named,
     _sharding_options_agree,
     _degrees_fit_the_mode,
-    _recomputation_fits_what_surrounds_it,
-    _tensor_parallelism_splits_projections,
-    _compiled_code_computes_what_is_asked,
-    _weights_in_fp8_are_read_by_products_alone,
-    _weights_in_fp8_are_on_the_device,
-    _half_precision_is_computed_in,
+    _recomputation_is_compatible,
+    _tensor_parallelism_needs_separate_qkv,
+    _compile_excludes_recomputed_dropout,
+    _fp8_gathering_excludes_dora,
+    _tensorwise_fp8_excludes_cpu_offload,
+    _bf16_parameters_need_mixed_precision,
     *LORA_CHECKS,
 )
 CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
-    _needs_are_met,
+    _requirements_are_met,
     *MODEL_CHECKS,
     *DATA_CHECKS,
-    _rates_are_ordered,
-    _muon_has_a_schedule_to_follow,
-    _determinism_may_block_launches,
-    _the_profile_has_a_length,
-    _the_profile_begins_within_the_run,
+    _learning_rates_are_ordered,
+    _muon_needs_a_learning_rate,
+    _determinism_needs_launch_blocking,
+    _profile_has_steps,
+    _profile_starts_within_the_run,
     sweep_conflicts,
 )
 
 
 def check_world_size(config: Config, world_size: int) -> None:
-    """Raises ValueError, beginning with an option, if this world size does not fit the parallel sizes."""
+    """Raises ValueError, starting with an option's path, if the world size does not fit the parallel sizes."""
     train = config.train
     started = f"{world_size} process{'' if world_size == 1 else 'es'}"
     if train.data_parallel_mode == "none" and world_size > 1:
-        raise ValueError(f"train.data_parallel_mode: none is one process, got {started}; set it to ddp or fsdp2")
+        raise ValueError(f"train.data_parallel_mode: none uses a single process, got {started}; set it to ddp or fsdp2")
     model_sizes = {
         "train.tensor_parallel_size": train.tensor_parallel_size,
         "train.pipeline_parallel_size": train.pipeline_parallel_size,
@@ -468,5 +473,5 @@ def check_world_size(config: Config, world_size: int) -> None:
     if world_size % fixed if is_open else world_size != fixed:
         named = {name: size for name, size in sizes.items() if size > 1} or data_sizes
         shown = " x ".join(f"{name} {size}" for name, size in named.items())
-        wanted = f"a multiple of {fixed}" if is_open else f"{fixed}, or set a data-parallel size to -1 for the rest"
+        wanted = f"a multiple of {fixed}" if is_open else f"{fixed}, or set a data-parallel size to -1"
         raise ValueError(f"{next(iter(named))}: {started} cannot be arranged as {shown}: start {wanted}")

@@ -1,4 +1,4 @@
-"""Conflicts between options of the data section, and options that require others; the rest are in conflicts.py."""
+"""Conflicts between options of the data section; other conflicts are in conflicts.py."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -22,11 +22,11 @@ FORMAT_COLUMNS: dict[str, tuple[str, ...]] = {
 }
 
 
-def _made_up_rows_have_no_source(config: Config) -> Iterator[Conflict]:
+def _dummy_data_has_no_source(config: Config) -> Iterator[Conflict]:
     for path, entry in _entries(config):
         for name in ("name", "split", "revision", "data_files", "ds_type", "shards", "preprocess_shards"):
             if entry.path == "dummy" and getattr(entry, name) is not None:
-                yield Conflict((f"{path}.{name}", f"{path}.path"), f"made-up rows have no {name}: leave it out")
+                yield Conflict((f"{path}.{name}", f"{path}.path"), f"synthetic rows have no {name}: remove it")
 
 
 def _data_files_have_a_format(config: Config) -> Iterator[Conflict]:
@@ -34,70 +34,73 @@ def _data_files_have_a_format(config: Config) -> Iterator[Conflict]:
         if entry.data_files is not None and entry.ds_type is None:
             yield Conflict(
                 (f"{path}.data_files", f"{path}.ds_type"),
-                "data_files needs ds_type, the format of the files: json, csv, parquet, arrow or text",
+                "data_files needs ds_type: set it to the format of the files (json, csv, parquet, arrow or text)",
             )
 
 
-def _formats_have_their_options(config: Config) -> Iterator[Conflict]:
+def _options_match_the_type(config: Config) -> Iterator[Conflict]:
     for path, entry in _entries(config):
         if entry.type == "auto":
             if config.data.skip_prepare_dataset:
                 yield Conflict(
                     (f"{path}.type", "data.skip_prepare_dataset"),
-                    "auto looks at the data, which skip_prepare_dataset forbids: name the type",
+                    "auto inspects the data, which skip_prepare_dataset prevents: set the type explicitly",
                 )
             continue
-        wanted = {"train_on": FORMAT_TARGETS[entry.type], "columns": FORMAT_COLUMNS[entry.type]}
+        allowed = {"train_on": FORMAT_TARGETS[entry.type], "columns": FORMAT_COLUMNS[entry.type]}
         given = {"train_on": [entry.train_on] if entry.train_on else [], "columns": list(entry.columns)}
         for name, values in given.items():
-            wrong = next((value for value in values if value not in wanted[name]), None)
+            wrong = next((value for value in values if value not in allowed[name]), None)
             if wrong is not None:
-                takes = f"takes {', '.join(wanted[name])}" if wanted[name] else f"has no {name}: leave it out"
-                message = f"{wrong} means nothing for type {entry.type}, which {takes}"
+                hint = f"use {', '.join(allowed[name])}" if allowed[name] else f"this type has no {name}: remove it"
+                message = f"{wrong} is not valid for type {entry.type}; {hint}"
                 yield Conflict((f"{path}.{name}", f"{path}.type"), message)
         if entry.chat_template is not None and entry.type != "chat":
             yield Conflict(
-                (f"{path}.chat_template", f"{path}.type"), f"type {entry.type} has no chat template: leave it out"
+                (f"{path}.chat_template", f"{path}.type"), f"type {entry.type} has no chat template: remove it"
             )
         if entry.chat_template_kwargs and entry.type != "chat":
             yield Conflict(
                 (f"{path}.chat_template_kwargs", f"{path}.type"),
-                f"type {entry.type} has no chat template: leave it out",
+                f"type {entry.type} has no chat template: remove it",
             )
         if entry.path == "dummy" and entry.type != "tokenized":
-            yield Conflict((f"{path}.type", f"{path}.path"), "made-up rows are tokenized: leave type out")
+            yield Conflict((f"{path}.type", f"{path}.path"), "synthetic rows are tokenized: remove type")
 
 
-def _select_columns_has_tokens_to_select(config: Config) -> Iterator[Conflict]:
+def _select_columns_needs_tokenized_data(config: Config) -> Iterator[Conflict]:
     kinds = {entry.type for _, entry in _entries(config)}
     if config.data.select_columns is not None and not kinds & {"tokenized", "auto"}:
         yield Conflict(
             ("data.select_columns", "data.datasets.0.type"),
-            "select_columns chooses among columns of token ids, and no dataset is of type tokenized; an entry's own "
-            "columns names those of text",
+            "select_columns selects columns of token ids, but no dataset has type tokenized; for other types, use an "
+            "entry's columns",
         )
 
 
-def _overflow_is_limited(config: Config) -> Iterator[Conflict]:
+def _overflow_limit_has_an_effect(config: Config) -> Iterator[Conflict]:
     for path, entry in _entries(config):
         if entry.overflow_limit is not None and entry.overflow == "error":
             yield Conflict(
-                (f"{path}.overflow_limit", f"{path}.overflow"), "overflow: error stops at the first one: leave it out"
+                (f"{path}.overflow_limit", f"{path}.overflow"),
+                "overflow: error stops at the first long document: remove overflow_limit",
             )
 
 
-def _shards_are_chosen(config: Config) -> Iterator[Conflict]:
+def _shard_options_are_complete(config: Config) -> Iterator[Conflict]:
     for path, entry in _entries(config):
-        yield from _shard_is_chosen(f"{path}.shards", entry.shards, f"{path}.shards_idx", entry.shards_idx)
+        yield from _shard_option_is_complete(f"{path}.shards", entry.shards, f"{path}.shards_idx", entry.shards_idx)
         if entry.shards is not None and entry.preprocess_shards is not None:
             yield Conflict((f"{path}.preprocess_shards", f"{path}.shards"), "set shards or preprocess_shards, not both")
     data = config.data
-    yield from _shard_is_chosen(
+    yield from _shard_option_is_complete(
         "data.dataset_shard_num", data.dataset_shard_num, "data.dataset_shard_idx", data.dataset_shard_idx
     )
 
 
-def _shard_is_chosen(number_path: str, number: int | None, index_path: str, index: int | None) -> Iterator[Conflict]:
+def _shard_option_is_complete(
+    number_path: str, number: int | None, index_path: str, index: int | None
+) -> Iterator[Conflict]:
     number_name, index_name = number_path.rsplit(".", 1)[1], index_path.rsplit(".", 1)[1]
     if index is not None and number is None:
         yield Conflict((index_path, number_path), f"{index_name} needs {number_name}, the number of parts")
@@ -107,28 +110,31 @@ def _shard_is_chosen(number_path: str, number: int | None, index_path: str, inde
         )
     elif number is not None and index is not None and index >= number:
         yield Conflict(
-            (index_path, number_path), f"{index_name} is {index}; {number_name}: {number} wants 0 to {number - 1}"
+            (index_path, number_path), f"{index_name} is {index}, but {number_name} is {number}: use 0 to {number - 1}"
         )
 
 
-def _streams_end(config: Config) -> Iterator[Conflict]:
+def _streaming_options_agree(config: Config) -> Iterator[Conflict]:
     if not config.data.streaming:
         return
     if config.train.max_steps is None:
         yield Conflict(
             ("data.streaming", "train.max_steps"),
-            "a stream has no known length: set train.max_steps, the steps to take",
+            "a stream has no known length: set train.max_steps",
         )
     for index, entry in enumerate(config.data.datasets):
         for name in ("shards", "preprocess_shards"):
             if getattr(entry, name) is not None:
                 path = f"data.datasets.{index}.{name}"
-                yield Conflict((path, "data.streaming"), f"{name} does nothing unless data.streaming is false")
+                yield Conflict((path, "data.streaming"), f"{name} has no effect unless data.streaming is false")
         if entry.path == "dummy":
-            yield Conflict((f"data.datasets.{index}.path", "data.streaming"), "made-up rows are not streamed")
+            yield Conflict(
+                (f"data.datasets.{index}.path", "data.streaming"),
+                "synthetic rows cannot be streamed: set data.streaming to false",
+            )
 
 
-def _shares_agree(config: Config) -> Iterator[Conflict]:
+def _mixture_weights_agree(config: Config) -> Iterator[Conflict]:
     for name in ("datasets", "test_datasets"):
         entries = getattr(config.data, name)
         weighted = [entry.weight is not None for entry in entries]
@@ -139,22 +145,22 @@ def _shares_agree(config: Config) -> Iterator[Conflict]:
             if any(weighted) and not weighted[index]:
                 other = f"data.{name}.{weighted.index(True)}.weight"
                 yield Conflict(
-                    (f"{path}.weight", other), "weights are shares of all samples: give every entry one, or none"
+                    (f"{path}.weight", other), "weights are shares of all samples: set them on every entry, or on none"
                 )
 
 
-def _tokens_have_a_use(config: Config) -> Iterator[Conflict]:
+def _auth_token_has_a_use(config: Config) -> Iterator[Conflict]:
     data = config.data
     may_be_hub = [re.fullmatch(r"[\w.-]+/[\w.-]+", entry.path) for _, entry in _entries(config)]
     if data.hf_use_auth_token is not None and data.push_dataset_to_hub is None and not any(may_be_hub):
         yield Conflict(
             ("data.hf_use_auth_token",),
-            "hf_use_auth_token does nothing unless a dataset is read from the Hub (org/name) or "
+            "hf_use_auth_token has no effect unless a dataset is read from the Hub (org/name) or "
             "data.push_dataset_to_hub is set",
         )
 
 
-def _uploads_have_a_token(config: Config) -> Iterator[Conflict]:
+def _upload_options_agree(config: Config) -> Iterator[Conflict]:
     data = config.data
     if data.push_dataset_to_hub is not None and not data.hf_use_auth_token:
         yield Conflict(
@@ -164,7 +170,7 @@ def _uploads_have_a_token(config: Config) -> Iterator[Conflict]:
     if data.num_dataset_shards_to_save is not None and data.skip_prepare_dataset:
         yield Conflict(
             ("data.num_dataset_shards_to_save", "data.skip_prepare_dataset"),
-            "num_dataset_shards_to_save does nothing unless skip_prepare_dataset is false: nothing is stored",
+            "num_dataset_shards_to_save has no effect unless skip_prepare_dataset is false",
         )
 
 
@@ -174,8 +180,8 @@ def _documents_fit_bins(config: Config) -> Iterator[Conflict]:
         if entry.max_seq_len is not None and entry.max_seq_len > bin_length:
             yield Conflict(
                 (f"{path}.max_seq_len", "data.sample_packing_sequence_len"),
-                f"max_seq_len is {entry.max_seq_len}, but a document has to fit a bin, and "
-                f"sample_packing_sequence_len is {bin_length}",
+                f"documents must fit into a bin, but max_seq_len ({entry.max_seq_len}) is above "
+                f"sample_packing_sequence_len ({bin_length})",
             )
 
 
@@ -184,7 +190,7 @@ def _held_out_data_has_one_source(config: Config) -> Iterator[Conflict]:
     if data.val_set_size is not None and data.test_datasets:
         yield Conflict(
             ("data.val_set_size", "data.test_datasets"),
-            "held-out data comes from one of the two; set the other to null",
+            "set val_set_size or test_datasets, not both: held-out data has a single source",
         )
 
 
@@ -194,7 +200,7 @@ def _prefetching_needs_workers(config: Config) -> Iterator[Conflict]:
     if data.dataloader_num_workers == 0 and is_set and data.dataloader_prefetch_factor is not None:
         yield Conflict(
             ("data.dataloader_prefetch_factor", "data.dataloader_num_workers"),
-            "no process prefetches when dataloader_num_workers is 0: set dataloader_prefetch_factor to null",
+            "nothing prefetches if dataloader_num_workers is 0: set dataloader_prefetch_factor to null",
         )
 
 
@@ -205,16 +211,16 @@ def _entries(config: Config) -> Iterator[tuple[str, DatasetEntryConfig]]:
 
 
 DATA_CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
-    _made_up_rows_have_no_source,
+    _dummy_data_has_no_source,
     _data_files_have_a_format,
-    _formats_have_their_options,
-    _select_columns_has_tokens_to_select,
-    _overflow_is_limited,
-    _shards_are_chosen,
-    _streams_end,
-    _shares_agree,
-    _tokens_have_a_use,
-    _uploads_have_a_token,
+    _options_match_the_type,
+    _select_columns_needs_tokenized_data,
+    _overflow_limit_has_an_effect,
+    _shard_options_are_complete,
+    _streaming_options_agree,
+    _mixture_weights_agree,
+    _auth_token_has_a_use,
+    _upload_options_agree,
     _documents_fit_bins,
     _held_out_data_has_one_source,
     _prefetching_needs_workers,

@@ -8,24 +8,24 @@ from pydantic import JsonValue
 
 from xorl.config.fields import Section
 from xorl.config.local import Config
-from xorl.config.options import Option, all_options, general_path, sections, suggestion
-from xorl.config.refusals import Refusal, refusals_of
+from xorl.config.options import Option, all_options, documented_path, sections, suggestion
 from xorl.config.server import ServerConfig
-from xorl.config.server_refusals import server_refusals_of
+from xorl.config.server_unsupported import server_unsupported_values
+from xorl.config.unsupported import UnsupportedValues, unsupported_values
 
 WIDTH = 100
 
 
 def documentation(query: str | None = None, root: type[Section] = Config) -> str:
-    """Returns the text for every option, for a section or group, or for one option, by path or by name alone.
+    """Returns the text for every option, for a section or group, or for one option by path or name.
 
-    Raises ValueError for a name that is none of these.
+    Raises ValueError if `query` matches none of them.
     """
     options = all_options(root)
-    refused = server_refusals_of if root is ServerConfig else refusals_of
+    find_unsupported = server_unsupported_values if root is ServerConfig else unsupported_values
     if query is None:
-        return _text(options.values(), refused)
-    path = general_path(query)
+        return _text(options.values(), find_unsupported)
+    path = documented_path(query)
     chosen = [option for option in options.values() if path in (option.path, option.name, option.section)]
     if not chosen:
         chosen = [option for option in options.values() if path.lower() == option.group.lower()]
@@ -36,7 +36,7 @@ def documentation(query: str | None = None, root: type[Section] = Config) -> str
         near = difflib.get_close_matches(path, [*sections(root), *(option.name for option in options.values())], n=1)
         hint = f"; did you mean {meant or near[0]}?" if meant or near else f": {message}"
         raise ValueError(f"there is no section or option {query}{hint}")
-    return _text(chosen, refused)
+    return _text(chosen, find_unsupported)
 
 
 def json_schema(root: type[Section] = Config) -> dict[str, JsonValue]:
@@ -45,7 +45,7 @@ def json_schema(root: type[Section] = Config) -> dict[str, JsonValue]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | root.model_json_schema() | {"title": title}
 
 
-def _text(options: Iterable[Option], refused: Callable[[str], Iterable[Refusal]]) -> str:
+def _text(options: Iterable[Option], find_unsupported: Callable[[str], Iterable[UnsupportedValues]]) -> str:
     lines: list[str] = []
     heading = ""
     for option in options:
@@ -55,6 +55,6 @@ def _text(options: Iterable[Option], refused: Callable[[str], Iterable[Refusal]]
             heading = title
         default = "required" if option.default is None else f"default {option.default}"
         lines.append(f"{option.path}: {option.type}; {default}")
-        for paragraph in (option.description, *(row.summary() for row in refused(option.path))):
+        for paragraph in (option.description, *(row.summary() for row in find_unsupported(option.path))):
             lines += textwrap.wrap(paragraph, WIDTH, initial_indent="    ", subsequent_indent="    ")
     return "\n".join(lines) + "\n"

@@ -1,7 +1,7 @@
-"""Parses YAML text to a tree in which every node knows its position in the source.
+"""Parses YAML text into a tree whose nodes record their position in the source.
 
 The rules are those of the YAML 1.2 core schema: `1e-5` is a number, `no` and `1_000` are strings, and a duplicate key
-is an error. Scalars are resolved here and not by the YAML library, whose own rules are more permissive.
+is an error. Scalars are resolved here because the rules of the YAML library are more permissive.
 """
 
 import copy
@@ -48,7 +48,7 @@ NUMBERS: tuple[tuple[re.Pattern[str], Callable[[str], Scalar]], ...] = (
 class Node:
     """A value and its position in the source; for an entry of a mapping, the position of its key.
 
-    `written` is the text of a scalar with variables, `${NAME}` and all.
+    `written` is the text of a scalar before its variables (`${NAME}`) were expanded, or None if it has none.
     """
 
     value: "Scalar | list[Node] | dict[str, Node]"
@@ -72,7 +72,7 @@ class Node:
         return self.value if self.written is None else self.written
 
     def expanded(self) -> "Iterator[Node]":
-        """Yields the scalars at and below this node that contain variables."""
+        """Yields this node and those below it whose variables were expanded."""
         below = self.value.values() if isinstance(self.value, dict) else self.value
         if isinstance(below, Iterable) and not isinstance(below, str):
             for item in below:
@@ -86,11 +86,11 @@ class Node:
         return nodes[-1] if len(nodes) > len(path) else None
 
     def nearest(self, path: Sequence[str | int]) -> "Node":
-        """Returns the node at a path, or the last existing one on the way to it."""
+        """Returns the node at a path, or its closest existing ancestor."""
         return self._along(path)[-1]
 
     def _along(self, path: Sequence[str | int]) -> "list[Node]":
-        """Returns the existing nodes on the way down a path, this one first."""
+        """Returns the nodes along a path as far as they exist, starting with this one."""
         nodes: list[Node] = [self]
         for part in path:
             value = nodes[-1].value
@@ -104,15 +104,18 @@ class Node:
 
 
 @dataclass
-class Document:
-    """The result of parsing: the tree, None if the text is not YAML, and the problems."""
+class ParsedDocument:
+    """The result of parsing: the tree (None for empty text or invalid YAML) and the problems."""
 
     root: Node | None
     problems: list[Problem] = field(default_factory=list)
 
 
-def read_document(text: str, name: str, secrets: Collection[str] = ()) -> Document:
-    """Parses the text of a file; positions cite it as `name`, without the values of options named in `secrets`."""
+def read_document(text: str, name: str, secrets: Collection[str] = ()) -> ParsedDocument:
+    """Parses the text of a file.
+
+    Positions cite the file as `name` and mask the values of the options in `secrets`.
+    """
     lines = text.splitlines()
 
     def origin_of(line: int) -> Origin:
@@ -122,13 +125,13 @@ def read_document(text: str, name: str, secrets: Collection[str] = ()) -> Docume
     return _read(text, origin_of)
 
 
-def read_value(text: str, origin: Origin) -> Document:
-    """Parses the text of one value; all of its nodes have the same origin."""
+def read_value(text: str, origin: Origin) -> ParsedDocument:
+    """Parses the text of a single value; all its nodes get the same origin."""
     return _read(text, lambda line: origin)
 
 
 def node_of(value: object, origin: Origin) -> Node:
-    """Makes a tree from Python data; a path becomes a string."""
+    """Builds a tree from Python data; paths become strings."""
     if isinstance(value, Mapping):
         return Node({str(key): node_of(item, origin) for key, item in value.items()}, origin)
     if isinstance(value, list | tuple):
@@ -137,7 +140,9 @@ def node_of(value: object, origin: Origin) -> Node:
         return Node(os.fspath(value), origin)
     if value is None or isinstance(value, bool | int | float | str):
         return Node(value, origin)
-    raise TypeError(f"a configuration holds mappings, lists, strings, numbers, booleans and None, got {value!r}")
+    raise TypeError(
+        f"expected a mapping, list, string, number, boolean, path or None in a configuration, got {value!r}"
+    )
 
 
 def resolve_scalar(text: str) -> Scalar:
@@ -150,29 +155,29 @@ def resolve_scalar(text: str) -> Scalar:
     return text
 
 
-def _read(text: str, origin_of: Callable[[int], Origin]) -> Document:
+def _read(text: str, origin_of: Callable[[int], Origin]) -> ParsedDocument:
     builder = _Builder(origin_of)
     try:
         root = builder.document(YAML(typ="safe", pure=True).parse(text))
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         origin = origin_of(mark.line if mark else 0)
-        return Document(None, [Problem(origin, "", _syntax_message(error, origin))])
+        return ParsedDocument(None, [Problem(origin, "", _syntax_message(error, origin))])
     except YAMLError as error:
-        return Document(None, [Problem(origin_of(0), "", f"this is not YAML: {str(error).splitlines()[0]}")])
-    return Document(root, builder.problems)
+        return ParsedDocument(None, [Problem(origin_of(0), "", f"invalid YAML: {str(error).splitlines()[0]}")])
+    return ParsedDocument(root, builder.problems)
 
 
 def _syntax_message(error: MarkedYAMLError, origin: Origin) -> str:
     context = f" {error.context}" if error.context else ""
     problem = str(error.problem).splitlines()[0]
-    message = f"this is not YAML: {problem}{context}"
+    message = f"invalid YAML: {problem}{context}"
     if "escape" in problem:
-        message += "\nin double quotes \\ begins an escape: write \\\\ for a backslash, or put single quotes instead"
+        message += "\nin double quotes, \\ starts an escape sequence: write \\\\ for a backslash, or use single quotes"
     elif "${" in origin.text:
         message += '\ninside [...] and {...} put quotes around a variable: "${NAME}"'
     elif "\t" in origin.text:
-        message += "\nindent with spaces, not with tabs"
+        message += "\nindent with spaces, not tabs"
     elif origin.kind == "override":
         message += "\nput quotes inside the quotes for text: '\"...\"'"
     return message
@@ -198,7 +203,7 @@ class _Builder:
             if not isinstance(event, DocumentStartEvent):
                 root = self.node(event, "")
             elif root is not None:
-                self.problem(event, "", "a second document starts here; a configuration is one document")
+                self.problem(event, "", "a second YAML document starts here; a configuration is a single document")
         return root
 
     def node(self, event: Event, path: str) -> Node:
@@ -206,10 +211,9 @@ class _Builder:
         if isinstance(event, AliasEvent):
             known = self.anchors.get(event.anchor)
             if known is None:
-                self.problem(event, path, f"*{event.anchor} stands for nothing: no &{event.anchor} comes before it")
-            # A copy, since an override of one place must not change the other.
-            if known is None:
+                self.problem(event, path, f"*{event.anchor} is undefined: there is no &{event.anchor} before it")
                 return Node(None, origin)
+            # A copy, because an override of one occurrence must not change the other.
             return replace(copy.deepcopy(known), origin=replace(origin, variables=known.origin.variables))
         if isinstance(event, ScalarEvent):
             node = self.scalar(event, path, origin)
@@ -227,7 +231,7 @@ class _Builder:
         if used:
             origin = Origin(origin.kind, origin.where, origin.text, origin.line, tuple(used))
         if event.tag not in (None, "!", STRING_TAG):
-            self.problem(event, path, f"the tag {event.tag} means nothing here; leave it out")
+            self.problem(event, path, f"the tag {event.tag} is not supported; remove it")
         is_plain = event.style is None and event.tag is None
         return Node(resolve_scalar(text) if is_plain else text, origin, event.value if used else None)
 
@@ -251,7 +255,7 @@ class _Builder:
             node = replace(node, origin=replace(here, variables=node.origin.variables))
             if name in entries:
                 first = entries[name].origin
-                self.problem(event, child, f"given twice; the first is at {first.where}. Keep one", also=(first,))
+                self.problem(event, child, f"set twice, first at {first.where}; remove one of the two", also=(first,))
             else:
                 entries[name] = node
         return entries
@@ -259,10 +263,10 @@ class _Builder:
     def key(self, event: Event, path: str) -> str:
         if isinstance(event, ScalarEvent):
             if event.value == "<<" and event.style is None:
-                self.problem(event, path, "YAML 1.2 has no merge key (<<); write the options out")
+                self.problem(event, path, "merge keys (<<) are not supported; list the options explicitly")
             return event.value
         self.node(event, path)
-        self.problem(event, path, "the name of an option is a word, not a list, a mapping or an alias")
+        self.problem(event, path, "an option's name must be a plain word, not a list, mapping or alias")
         return f"line {event.start_mark.line + 1}"
 
     def problem(self, event: Event, path: str, message: str, also: tuple[Origin, ...] = ()) -> None:

@@ -1,4 +1,4 @@
-"""Options that come in lists: the entries of datasets, and the members of a sweep."""
+"""The entries of list options: datasets, and the members of a sweep."""
 
 from typing import Annotated, Literal
 
@@ -16,96 +16,101 @@ class DatasetEntryConfig(Section):
     """Dataset entry"""
 
     path: str = Field(
-        description="Where the rows are: a local file or folder, a Hub id (org/name), a URL (s3://, gs://, abfs://, "
-        "https://), or dummy for made-up rows.",
+        description="Source of the rows: a local file or folder, a Hub id (org/name), a URL (s3://, gs://, abfs://, "
+        "https://), or dummy for synthetic rows."
     )
     type: DatasetType = Field(
         default="tokenized",
-        description="What a row holds. tokenized: input_ids and maybe labels (-100 is not trained; absent means "
-        "input_ids) and attention_mask. chat: messages or conversations. prompt_completion: a prompt and its answer. "
-        "text: plain documents. auto: recognised from the columns. All but tokenized need model.tokenizer_path.",
+        description="Contents of a row. tokenized: input_ids, and optionally labels (-100 is not trained on; the "
+        "default is input_ids) and attention_mask. chat: messages or conversations. prompt_completion: a prompt and "
+        "its completion. text: plain documents. auto: detected from the columns. All types except tokenized need "
+        "model.tokenizer_path.",
     )
     chat_template: str | None = Field(
         default=None,
-        description="Chat template of type chat: a Jinja file, or one of the tokenizer's templates by name. null means "
-        "the tokenizer's own. Where all conversations have one and the same, exported models have it too.",
+        description="Chat template for type chat: a Jinja file, or the name of one of the tokenizer's templates. null "
+        "means the tokenizer's default template. If all conversations use the same template, exported models include "
+        "it.",
     )
     chat_template_kwargs: dict[str, bool | int | float | str] = Field(
         default={},
-        description="Variables of the chat template besides its messages and tools, such as {enable_thinking: false}. "
-        "strftime_now: 2026-01-31 sets the date for templates that write it; otherwise it is the date of preparing.",
+        description="Variables for the chat template in addition to messages and tools, such as {enable_thinking: "
+        "false}. strftime_now: 2026-01-31 sets the date in templates that print it; otherwise it is the date of "
+        "preparation.",
     )
     train_on: TrainOn | None = Field(
         default=None,
-        description="Which tokens are trained. assistant: what the assistant says; last_turn: what it says after the "
-        "last user message; completion: what follows the prompt; all: everything. null means assistant for chat, "
-        "completion for prompt_completion and all for text; the labels say it for tokenized.",
+        description="Tokens to train on. assistant: everything that the assistant says. last_turn: what it says after "
+        "the last user message. completion: everything after the prompt. all: everything. null means assistant for "
+        "chat, completion for prompt_completion and all for text; for tokenized, the labels decide.",
     )
     columns: dict[str, str] = Field(
         default={},
-        description="Names of the columns, where they are not the usual ones: messages, tools and system of chat; "
-        "prompt and completion, instruction, input and output, or question and answer of prompt_completion; text of "
-        "text. Such as {prompt: query, completion: response}.",
+        description="Names of the columns if they are not the usual ones, such as {prompt: query, completion: "
+        "response}. The keys are messages, tools and system for chat; prompt and completion, instruction, input and "
+        "output, or question and answer for prompt_completion; text for text.",
     )
     name: str | None = Field(
         default=None, description="Configuration (subset) of a Hub dataset. null means its default."
     )
     split: str | None = Field(
-        default=None, description="Split to read, such as train or validation. null means train, or the only one."
+        default=None, description="Split to read, such as train or validation. null means train, or the only split."
     )
     revision: str | None = Field(
         default=None, description="Commit, tag or branch of a Hub dataset. null means the newest."
     )
-    trust_remote_code: bool = Field(default=False, description="Run a loading script that comes with a dataset.")
+    trust_remote_code: bool = Field(default=False, description="Run a loading script that is part of the dataset.")
     data_files: str | list[str] | None = Field(
         default=None,
-        description="Files to read within path, as names or patterns. Needs ds_type. null means what path holds.",
+        description="Files to read within path, as names or glob patterns. Needs ds_type. null means all files in it.",
     )
     ds_type: DatasetFileFormat | None = Field(
         default=None,
-        description="Format of the files: json (also one object a line), csv, parquet, arrow or text. null means what "
-        "the file names say.",
+        description="Format of the files: json (also with one object per line), csv, parquet, arrow or text. null "
+        "derives it from the file names.",
     )
     max_seq_len: AtLeastOne | None = Field(
         default=None,
-        description="Longest document, in tokens; overflow says what becomes of longer ones. null means "
-        "data.sample_packing_sequence_len.",
+        description="Maximum length of a document, in tokens; overflow decides what happens to longer ones. null "
+        "means data.sample_packing_sequence_len.",
     )
     overflow: OverflowPolicy = Field(
         default="truncate",
-        description="What becomes of a document that is longer than max_seq_len: truncate cuts its end off, drop "
-        "leaves it out, split makes several documents of it, error stops the run. What happened is counted and "
-        "printed.",
+        description="What happens to a document that is longer than max_seq_len: truncate cuts off its end, drop "
+        "leaves it out, split divides it into several documents, error stops the run. The affected documents are "
+        "counted and reported.",
     )
     overflow_limit: Ratio | None = Field(
         default=None,
-        description="Largest fraction of the samples, or of the tokens, that may be cut, dropped or split before the "
-        "run stops. null means 0.01; for truncate with an explicit max_seq_len, and for split where every token is "
-        "trained, it means no limit.",
+        description="Maximum fraction of the samples, or of the tokens, that may be cut, dropped or split before the "
+        "run stops. null means 0.01, but no limit for truncate with an explicit max_seq_len, and for split if every "
+        "token is trained on.",
     )
     weight: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
         description="Share of this dataset in the mixture, relative to the weights of the other entries, which must "
-        "all have one. An epoch has as many documents as all datasets together. If a dataset's share is more than it "
-        "has, its documents are repeated equally often, and a draw by train.seed decides which come once more: the "
-        "same in every epoch, or with data.streaming others in each. null means no weights.",
+        "all have one. An epoch has as many documents as all datasets together. If a dataset has fewer documents than "
+        "its share, they are repeated equally often, and a draw by train.seed decides which are repeated once more: "
+        "the same in every epoch, or with data.streaming different ones in each. null means no weights.",
     )
     num_epochs: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
-        description="How often this dataset is repeated in each epoch. For a fraction, some of its rows are drawn by "
-        "train.seed: the same in every epoch, or with data.streaming others in each. Not together with weight. null "
-        "means 1.",
+        description="Number of times that this dataset is repeated in each epoch. For a fraction, some of its rows "
+        "are drawn by train.seed: the same in every epoch, or with data.streaming different ones in each. Cannot be "
+        "combined with weight. null means 1.",
     )
     shards: AtLeastOne | None = Field(
-        default=None, description="Cut the dataset into this many parts and use shards_idx alone. null means all of it."
+        default=None,
+        description="Split the dataset into this many parts and use only part shards_idx. null means no split.",
     )
     shards_idx: AtLeastZero | None = Field(
-        default=None, description="Which of the shards to use, from 0. null goes with shards: null."
+        default=None, description="Part to use, counted from 0. null if shards is null."
     )
     preprocess_shards: AtLeastOne | None = Field(
         default=None,
-        description="Prepare the dataset in this many parts, one after the other, each stored when it is done: a start "
-        "after a failure goes on with the part that failed. Documents and order stay the same. null means one.",
+        description="Prepare the dataset in this many parts, one after the other, and store each when it is done: "
+        "after a failure, preparation resumes with the part that failed. Documents and their order stay the same. "
+        "null means one.",
     )
 
 
@@ -114,22 +119,21 @@ class SweepMemberConfig(Section):
 
     name: str = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        description="Name of the member, and of the folder of its results: letters, digits, dots, dashes and "
-        "underscores.",
+        description="Name of the member and of its results folder: letters, digits, dots, dashes and underscores.",
     )
     lora_rank: AtLeastOne | None = Field(default=None, description="Rank of the adapter. null means lora.lora_rank.")
-    lora_alpha: Positive | None = Field(default=None, description="Its alpha. null means lora.lora_alpha.")
+    lora_alpha: Positive | None = Field(default=None, description="Alpha of the adapter. null means lora.lora_alpha.")
     lora_target_modules: Literal["all-linear"] | list[str] | None = Field(
-        default=None, description="Layers that it is on. null means lora.lora_target_modules."
+        default=None, description="Layers that get the adapter. null means lora.lora_target_modules."
     )
     lr: NonNegative | None = Field(default=None, description="Peak learning rate. null means train.lr.")
     weight_decay: NonNegative | None = Field(default=None, description="Weight decay. null means train.weight_decay.")
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] | None = Field(
         default=None,
-        description="Seed of its initial values and of the order of its data. null means train.seed, from which a base "
-        "without weights is drawn in any case.",
+        description="Seed for the adapter's initialization and its data order. null means train.seed. A base without "
+        "weights is always initialized from train.seed.",
     )
     datasets: list[DatasetEntryConfig] | None = Field(
         default=None,
-        description="What it is trained on, with the fields of data.datasets. null means data.datasets.",
+        description="Training data of the member, with the fields of data.datasets. null means data.datasets.",
     )

@@ -1,5 +1,7 @@
-"""The environment variables that xorl reads: those named in a configuration, XORL_DATASET_NUM_PROC, and the API keys of
-services, under the names that their clients use.
+"""The environment variables that xorl reads.
+
+These are the variables named in a configuration, XORL_DATASET_NUM_PROC, and the API keys of services, under the names
+that their clients use.
 """
 
 import os
@@ -20,14 +22,14 @@ def substitute(text: str, used: list[str], report: Callable[[str], None]) -> str
 
     def replacement(match: re.Match[str]) -> str:
         if match["broken"]:
-            report("holds an unfinished ${; write ${NAME} or ${NAME:-default}, or $${ for the text itself")
+            report("contains an incomplete ${; write ${NAME} or ${NAME:-default}, or $${ for a literal ${")
             return ""
         name, default = match["name"], match["default"]
         if not name:
             return "${"
         value = os.environ.get(name)
         if value is None and default is None:
-            report(f"the environment variable {name} is not set; set it, or write ${{{name}:-default}}")
+            report(f"the environment variable {name} is not set; set it or write ${{{name}:-default}}")
             return ""
         used.append(name)
         return value or default or ""
@@ -36,20 +38,20 @@ def substitute(text: str, used: list[str], report: Callable[[str], None]) -> str
 
 
 def dataset_num_proc() -> tuple[int, str]:
-    """Returns the number of processes that prepare data, and the origin of the number.
+    """Returns the number of processes that prepare data, and the origin of that number.
 
-    Raises ValueError if the variable is not a positive integer.
+    Raises ValueError if XORL_DATASET_NUM_PROC is not a positive integer.
     """
     text = os.environ.get(DATASET_NUM_PROC)
     if text:
         if not text.isdecimal() or int(text) < 1:
-            raise ValueError(f"the environment variable {DATASET_NUM_PROC} wants an integer >= 1, got {text!r}")
+            raise ValueError(f"the environment variable {DATASET_NUM_PROC} must be an integer >= 1, got {text!r}")
         return int(text), f"environment {DATASET_NUM_PROC}"
-    # A container or a scheduler may give this process fewer cores than the machine has.
+    # A container or scheduler may restrict this process to some of the machine's cores.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return cores, "default, the number of CPU cores"
 
 
 def service_key() -> str | None:
-    """Returns the key that clients of a service would send, or None."""
+    """Returns the API key that a client would send, or None."""
     return next((value for name in SERVICE_KEYS if (value := os.environ.get(name))), None)

@@ -1,7 +1,8 @@
-"""Groups of options that local training and the service share, and the closed sets of their values.
+"""Groups of options shared by local training and the service, and the allowed values of their enumerations.
 
 Each description is the option's documentation: its effect, its unit, and the meaning of null. This file only checks the
-type and range of single values; conflicts.py checks combinations, refusals.py what is not built yet.
+type and range of single values; conflicts.py checks combinations, and unsupported.py rejects values that are not
+implemented.
 """
 
 from typing import Annotated, Literal
@@ -36,7 +37,7 @@ Ratio = Annotated[float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
-    """A group of options: unknown names are errors, no value is silently converted, and values are immutable."""
+    """A group of options: unknown names are errors, values are never silently converted, instances are immutable."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=())
 
@@ -55,64 +56,65 @@ class ModelFields(Section):
 
     model_path: str | None = Field(
         default=None,
-        description="Hub id or local folder of the weights to start from. null means random initialisation, for which "
-        "config_path is needed.",
+        description="Hub id or local folder of the weights to start from. null means random initialization, which "
+        "requires config_path.",
     )
     config_path: str | None = Field(
-        default=None,
-        description="Hub id or local folder (or file) of the model's config.json. null means model_path.",
+        default=None, description="Hub id, local folder or file of the model's config.json. null means model_path."
     )
     tokenizer_path: str | None = Field(
         default=None,
-        description="Hub id or local folder of the tokenizer. null means config_path. Tokenized data needs none; when "
-        "there is one, exported models carry it.",
+        description="Hub id or local folder of the tokenizer. null means config_path. Tokenized data does not need a "
+        "tokenizer; if there is one, exported models include it.",
     )
     attn_implementation: AttentionBackend = Field(
         default="auto",
-        description="Attention kernel. auto uses the fastest one that can run here and logs which. A kernel that is "
-        "named here runs, or the run stops. eager is plain torch, sdpa and native are torch's own fused kernels, "
-        "flash_attention_2, 3 and 4 need their library and a GPU that it supports.",
+        description="Attention backend. auto picks the fastest one that can run here and logs the choice. A backend "
+        "named explicitly is used, or the run stops with an error. eager is plain torch; sdpa and native are torch's "
+        "own fused kernels; flash_attention_2, 3 and 4 need their library and a GPU that it supports.",
     )
     moe_implementation: ExpertBackend | None = Field(
         default=None,
-        description="Kernel of mixture-of-experts layers: eager (plain torch), triton (grouped matmul), native "
-        "(torch's grouped matmul) or quack. null takes the fastest that can run here.",
+        description="Kernel for mixture-of-experts layers: eager (plain torch), triton (grouped matmul), native "
+        "(torch's grouped matmul) or quack. null picks the fastest one that can run here.",
     )
     ep_dispatch: ExpertDispatch = Field(
         default="alltoall",
-        description="How tokens reach their experts on other GPUs: alltoall (collectives of torch) or deepep (the "
-        "DeepEP library over NVLink).",
+        description="How tokens are sent to experts on other GPUs: alltoall (torch collectives) or deepep (the DeepEP "
+        "library over NVLink).",
     )
     deepep_buffer_size_gb: float = Field(
-        default=2.0, gt=0, description="Size of the DeepEP NVLink buffer on each GPU, in GB. Used by deepep alone."
+        default=2.0, gt=0, description="Size of the DeepEP NVLink buffer on each GPU, in GB. Only used by deepep."
     )
     deepep_num_sms: int = Field(
         default=20,
         ge=2,
         multiple_of=2,
-        description="Streaming multiprocessors given to the kernels of DeepEP, an even number. Fewer leave more for "
-        "the computation they overlap with.",
+        description="Number of streaming multiprocessors for the DeepEP kernels; must be even. Fewer leave more for "
+        "the computation that they overlap with.",
     )
     deepep_async_combine: bool = Field(
-        default=False, description="Overlap the combine step of DeepEP with the computation of the next layer."
+        default=False, description="Overlap DeepEP's combine step with the computation of the next layer."
     )
     merge_qkv: bool = Field(
         default=True,
-        description="Keep the query, key and value projections as one matrix. Set false for tensor parallelism or an "
-        "adapter on one of them alone. Loading and exporting convert either way. Gate and up are one matrix always.",
+        description="Store the query, key and value projections as one matrix. Set it to false for tensor "
+        "parallelism, or to put an adapter on only one of them. Loading and exporting convert between the two forms. "
+        "The gate and up projections are always one matrix.",
     )
     basic_modules: list[str] = Field(
         default=[],
-        description="Modules that FSDP2 shards as units of their own, besides the decoder layers: class names, such as "
-        "GatedMLP, or last parts of module paths, such as mlp.",
+        description="Modules that FSDP2 shards as separate units in addition to the decoder layers: class names such "
+        "as GatedMLP, or the last parts of module paths such as mlp.",
     )
     foundation: dict[str, JsonValue] = Field(
         default={},
-        description="Entries of the model's config.json that replace what the file says, such as "
-        "{rms_norm_eps: 1e-5}, in training and in what is exported. One that changes nothing is an error.",
+        description="Entries that override the model's config.json, such as {rms_norm_eps: 1e-5}, both in training "
+        "and in the exported model. An entry that changes nothing is an error.",
     )
     encoders: dict[EncoderKind, EncoderConfig] = Field(
-        default={}, description="Encoders of other modalities by kind, each with model_path and maybe config_path."
+        default={},
+        description="Encoders of other modalities, by kind; each has a model_path and optionally a config_path.",
     )
 
 
@@ -121,29 +123,31 @@ class NumericsFields(Section):
 
     lm_head_fp32: bool = Field(
         default=True,
-        description="Keep the logits in fp32, as they are accumulated. false rounds them to the compute dtype before "
-        "the softmax, which is fp32 either way, as an inference engine may do. Needs enable_mixed_precision.",
+        description="Keep the logits in fp32, in which they are accumulated. false rounds them to the compute dtype "
+        "before the softmax (always fp32), as some inference engines do. Needs enable_mixed_precision.",
     )
     rmsnorm_native: bool = Field(
         default=False,
-        description="Compute RMS norms and the addition of the residual in plain torch, also under enable_compile; "
-        "each step rounds its result. false uses the fused kernel wherever it can run and is faster, which does both "
-        "in one pass.",
+        description="Compute RMS norms and residual additions in plain torch, even under enable_compile, rounding "
+        "after each operation. false uses the fused kernel, which does both in one pass, wherever it can run and is "
+        "faster.",
     )
     activation_native: bool = Field(
         default=False,
-        description="Compute silu(gate) * up in plain torch, also under enable_compile; each step rounds its result. "
-        "false uses the fused kernel wherever it can run and is faster. Other activations are always plain torch.",
+        description="Compute silu(gate) * up in plain torch, even under enable_compile, rounding after each "
+        "operation. false uses the fused kernel wherever it can run and is faster. Other activations always use plain "
+        "torch.",
     )
     rope_native: bool = Field(
         default=False,
-        description="Apply rotary positions to queries and keys in plain torch. false uses the fused kernel wherever "
-        "it can run and is faster; unless rmsnorm_native is true, it also computes the norms of queries and keys.",
+        description="Apply rotary position embeddings to queries and keys in plain torch. false uses the fused kernel "
+        "wherever it can run and is faster; unless rmsnorm_native is true, that kernel also computes the norms of "
+        "queries and keys.",
     )
     attention_cast_bf16: bool = Field(
         default=False,
-        description="Round queries and keys to bf16 after the rotation. Needs enable_mixed_precision: false; with it "
-        "they are in bf16 already.",
+        description="Round queries and keys to bf16 after the rotary embedding. Needs enable_mixed_precision: false; "
+        "with mixed precision they are bf16 already.",
     )
 
 
@@ -152,9 +156,9 @@ class LossFields(Section):
 
     ce_mode: CrossEntropyMode = Field(
         default="compiled",
-        description="How cross-entropy is computed: compiled (fused, from the hidden states, with the logits of a "
-        "chunk of tokens at a time) or eager (plain torch on the logits of all tokens at once, which take 4 bytes "
-        "times tokens times vocabulary, several times over).",
+        description="How cross-entropy is computed. compiled: fused, from the hidden states, with the logits of one "
+        "chunk of tokens at a time. eager: plain torch on the logits of all tokens at once, which takes several times "
+        "4 bytes x tokens x vocabulary size of memory.",
     )
 
 
@@ -163,54 +167,59 @@ class ParallelFields(Section):
 
     data_parallel_mode: DataParallelMode = Field(
         default="fsdp2",
-        description="How ranks share the data: none (one process), ddp (each rank holds the whole model) or fsdp2 "
-        "(parameters, gradients and optimizer state are sharded).",
+        description="How ranks share the data: none (a single process), ddp (each rank holds the whole model) or "
+        "fsdp2 (parameters, gradients and optimizer state are sharded).",
     )
     data_parallel_shard_size: DegreeOrRest = Field(
         default=-1,
-        description="Ranks that share one sharded copy of the model under fsdp2. -1 means all ranks that "
-        "data_parallel_replicate_size leaves.",
+        description="Number of ranks that share one sharded copy of the model under fsdp2. -1 uses all ranks left "
+        "over by data_parallel_replicate_size.",
     )
     data_parallel_replicate_size: DegreeOrRest = Field(
         default=-1,
-        description="Copies of the sharded model (HSDP when above 1); shard size times this is the data-parallel "
-        "size. -1 means what data_parallel_shard_size leaves, which is 1 when that is -1 too, and all ranks under ddp.",
+        description="Number of copies of the sharded model (HSDP if above 1); the data-parallel size is this times "
+        "data_parallel_shard_size. -1 uses all ranks left over by data_parallel_shard_size, which means 1 if that is "
+        "-1 too, and all ranks under ddp.",
     )
     tensor_parallel_size: AtLeastOne = Field(
-        default=1, description="Ranks that split each weight matrix between them. Above 1 needs merge_qkv: false."
+        default=1, description="Number of ranks that split each weight matrix. Above 1 needs merge_qkv: false."
     )
-    pipeline_parallel_size: AtLeastOne = Field(default=1, description="Pipeline stages that the layers are cut into.")
+    pipeline_parallel_size: AtLeastOne = Field(
+        default=1, description="Number of pipeline stages that the layers are divided into."
+    )
     pipeline_parallel_schedule: PipelineSchedule = Field(
         default="1F1B",
-        description="Order of micro-batches in the pipeline: 1F1B (less memory) or GPipe (all forwards first).",
+        description="Order of micro-batches in the pipeline: 1F1B (less memory) or GPipe (all forward passes first).",
     )
     pp_variable_seq_lengths: bool = Field(
         default=True,
-        description="Let pipeline stages agree on the longest micro-batch of each step, in place of padding all of "
-        "them to sample_packing_sequence_len.",
+        description="Pad the micro-batches of a step to the longest one, on which the pipeline stages agree, instead "
+        "of to sample_packing_sequence_len.",
     )
     expert_parallel_size: AtLeastOne = Field(
-        default=1, description="Ranks that share the experts of a mixture-of-experts model."
+        default=1, description="Number of ranks that share the experts of a mixture-of-experts model."
     )
     ulysses_parallel_size: AtLeastOne = Field(
-        default=1, description="Ranks that share a sequence by exchanging heads (Ulysses context parallelism)."
+        default=1,
+        description="Number of ranks that share a sequence by exchanging heads (Ulysses context parallelism).",
     )
     ringattn_parallel_size: AtLeastOne = Field(
-        default=1, description="Ranks that share a sequence by passing keys and values round (ring attention)."
+        default=1,
+        description="Number of ranks that share a sequence by passing keys and values around (ring attention).",
     )
     cp_fsdp_mode: ContextShardingMode = Field(
         default="all",
-        description="Which context-parallel axes FSDP2 shards parameters over as well: all, ulysses_only, ring_only "
-        "or none.",
+        description="Context-parallel axes over which FSDP2 also shards parameters: all, ulysses_only, ring_only or "
+        "none.",
     )
     reshard_after_forward: bool | None = Field(
         default=None,
-        description="Free gathered parameters after the forward pass of each unit and gather them again in the "
-        "backward pass: true saves memory (ZeRO-3), false saves communication (ZeRO-2). null follows "
+        description="Free the gathered parameters of each unit after its forward pass and gather them again in the "
+        "backward pass. true saves memory (ZeRO-3); false saves communication (ZeRO-2). null follows "
         "enable_full_shard.",
     )
     ep_outside: bool = Field(
-        default=False, description="Place the expert axis outside the mesh over which experts are sharded by FSDP2."
+        default=False, description="Place the expert axis outside the mesh over which FSDP2 shards the experts."
     )
 
 
@@ -219,26 +228,26 @@ class OptimizerFields(Section):
 
     optimizer: OptimizerName = Field(
         default="adamw",
-        description="Update rule: adamw, sgd, anyprecision_adamw (AdamW whose bf16 states and parameters are rounded "
-        "stochastically, so that they train as well as fp32 ones) or muon (orthogonalised updates of the layers' "
-        "matrices, anyprecision_adamw for the rest).",
+        description="Update rule: adamw, sgd, anyprecision_adamw (AdamW that rounds bf16 states and parameters "
+        "stochastically, so that they train as well as fp32 ones) or muon (orthogonalized updates for the layers' "
+        "matrices, anyprecision_adamw for all other parameters).",
     )
     optimizer_dtype: OptimizerDtype = Field(
         default="bf16",
-        description="Precision of the states of anyprecision_adamw and muon. adamw and sgd keep that of the "
+        description="Dtype of the optimizer states of anyprecision_adamw and muon. adamw and sgd use the dtype of the "
         "parameters.",
     )
     muon_lr: NonNegative = Field(
-        default=0.02, description="Peak learning rate of matrices under muon; its schedule has the shape of that of lr."
+        default=0.02, description="Peak learning rate of matrices under muon. It follows the same schedule as lr."
     )
     muon_momentum: float = Field(default=0.95, ge=0, lt=1, description="Momentum of muon.")
     muon_nesterov: bool = Field(default=True, description="Use Nesterov momentum in muon.")
-    muon_ns_steps: AtLeastOne = Field(default=5, description="Newton-Schulz iterations of each muon update.")
+    muon_ns_steps: AtLeastOne = Field(default=5, description="Number of Newton-Schulz iterations per muon update.")
     muon_adjust_lr_fn: MuonAdjustment | None = Field(
         default=None,
-        description="How muon scales the learning rate by a matrix's shape: original (sqrt(max(1, rows/columns))) or "
-        "match_rms_adamw (updates as large as those of AdamW, so that its lr and weight_decay serve). null means "
-        "original.",
+        description="How muon scales the learning rate by the shape of a matrix: original (sqrt(max(1, "
+        "rows/columns))) or match_rms_adamw (updates as large as AdamW's, so that its lr and weight_decay can be "
+        "reused). null means original.",
     )
 
 
@@ -247,45 +256,48 @@ class MemoryFields(Section):
 
     enable_mixed_precision: bool = Field(
         default=True,
-        description="Compute in bf16 with parameters, reductions and accumulation in fp32; false computes in fp32.",
+        description="Compute in bf16, with parameters, reductions and accumulation in fp32. false computes in fp32.",
     )
     enable_gradient_checkpointing: bool = Field(
-        default=True, description="Keep only the inputs of each layer and compute its activations again when needed."
+        default=True,
+        description="Keep only the inputs of each layer and recompute its activations in the backward pass.",
     )
     enable_reentrant: bool = Field(
-        default=False, description="Use torch's older, reentrant form of gradient checkpointing."
+        default=False, description="Use torch's older, reentrant implementation of gradient checkpointing."
     )
     enable_full_shard: bool = Field(
         default=True,
-        description="Under fsdp2, free gathered parameters between uses (ZeRO-3). false keeps them from the forward to "
-        "the backward pass (ZeRO-2), which is faster if the memory suffices.",
+        description="Under fsdp2, free gathered parameters between uses (ZeRO-3). false keeps them from the forward "
+        "to the backward pass (ZeRO-2), which is faster if the memory suffices.",
     )
     enable_forward_prefetch: bool = Field(
-        default=True, description="Under fsdp2, gather the next unit's parameters while one computes its forward pass."
+        default=True,
+        description="Under fsdp2, gather the parameters of the next unit during the forward pass of the current one.",
     )
     enable_activation_offload: bool = Field(
         default=False,
-        description="Move what the layers save for the backward pass to pinned host memory until it is needed. With "
-        "enable_gradient_checkpointing these are only the inputs of layers, which is little traffic; otherwise "
-        "everything. Needs a GPU.",
+        description="Move the activations saved for the backward pass to pinned host memory until they are needed. "
+        "With enable_gradient_checkpointing these are only the inputs of layers, which is little traffic; otherwise "
+        "all saved activations. Needs a GPU.",
     )
     enable_compile: bool = Field(
         default=False,
-        description="Compile each decoder layer with torch.compile, once for all equal layers and for packs of any "
-        "length. The first step waits for it; later runs find the result in ~/.cache/xorl (or XDG_CACHE_HOME). Needs a "
-        "C++ compiler on a CPU, a C compiler with a GPU.",
+        description="Compile each decoder layer with torch.compile, once for all identical layers and for packs of "
+        "any length. The first step waits for the compilation; later runs reuse the result from ~/.cache/xorl (or "
+        "XDG_CACHE_HOME). Needs a C++ compiler on a CPU, a C compiler with a GPU.",
     )
     init_device: InitDevice = Field(
         default="auto",
-        description="Where parameters are created: meta (each rank then makes only its own shards; fsdp2), cuda or "
-        "cpu. auto uses meta under fsdp2, otherwise the device that trains.",
+        description="Device on which parameters are created: meta (under fsdp2; each rank creates only its own "
+        "shards), cuda or cpu. auto uses meta under fsdp2, otherwise the training device.",
     )
     load_weights_mode: LoadWeightsMode = Field(
         default="broadcast",
-        description="Who reads the weights: broadcast (rank 0 reads and sends) or all_ranks (each rank reads its "
-        "share). auto and safetensors mean broadcast. dcp: model_path is a checkpoint of xorl, saved with either "
-        "ckpt_manager on any number of ranks, or a run's folder, whose newest is meant. Only its weights are read; the "
-        "run begins at step 0. Where config_path and tokenizer_path are null, both are as the checkpoint says.",
+        description="How weights are read: broadcast (rank 0 reads and sends them) or all_ranks (each rank reads its "
+        "share); auto and safetensors mean broadcast. dcp: model_path is an xorl checkpoint, saved with either "
+        "ckpt_manager on any number of ranks, or a run's folder, of which the newest checkpoint is used. Only the "
+        "weights are read, and the run starts at step 0. If config_path or tokenizer_path is null, the checkpoint "
+        "determines it.",
     )
 
 
@@ -294,7 +306,7 @@ class CheckpointFields(Section):
 
     ckpt_manager: CheckpointFormat = Field(
         default="dcp",
-        description="Form of checkpoints: dcp (each rank writes its shards) or torch (one gathered file).",
+        description="Checkpoint format: dcp (each rank writes its shards) or torch (one file with gathered tensors).",
     )
 
 
@@ -303,41 +315,42 @@ class LoraFields(Section):
 
     enable_lora: bool = Field(
         default=False,
-        description="Train low-rank adapters instead of the weights, which are then kept in the compute dtype.",
+        description="Train low-rank adapters on frozen base weights, which are kept in the compute dtype.",
     )
     lora_rank: AtLeastOne = Field(default=16, description="Rank of the adapters.")
     lora_alpha: float = Field(
-        default=16.0, gt=0, description="Scale of the adapters: they are multiplied by alpha/rank."
+        default=16.0, gt=0, description="Scale of the adapters: their output is multiplied by alpha/rank."
     )
     lora_target_modules: Literal["all-linear"] | list[str] | None = Field(
         default=None,
-        description="Layers that get an adapter, by the last parts of their names in the checkpoint, such as q_proj or "
-        "0.self_attn.q_proj; embed_tokens and lm_head can be named too. all-linear means every linear layer but the "
-        "head. null means the linear projections that the architecture names.",
+        description="Layers that get an adapter, by the last parts of their names in the checkpoint, such as q_proj "
+        "or 0.self_attn.q_proj; embed_tokens and lm_head can be listed too. all-linear means every linear layer "
+        "except the head. null means the linear projections that the architecture defines as targets.",
     )
     enable_qlora: bool = Field(
         default=False,
-        description="Keep the linear layers of the base quantized and train adapters over them (QLoRA). Implies "
-        "enable_lora. Weights are quantized as they are read; checkpoints that are quantized already are read as they "
-        "are.",
+        description="Quantize the linear layers of the base model and train adapters on them (QLoRA). Implies "
+        "enable_lora. Weights are quantized while they are read; checkpoints that are already quantized are used as "
+        "they are.",
     )
     quant_format: QuantFormat = Field(
         default="nvfp4",
         description="Format of quantized base weights: nvfp4 (4-bit float), block_fp8 (8-bit float in blocks) or nf4 "
-        "(4-bit normal float, as bitsandbytes has it). On a GPU the first two need compute capability 8.9 or more.",
+        "(4-bit normal float, as in bitsandbytes). On a GPU, nvfp4 and block_fp8 need compute capability 8.9 or "
+        "higher.",
     )
     quant_group_size: AtLeastOne | None = Field(
         default=None,
-        description="Weights of a row that share one quantization scale, or in block_fp8 the side of a block. null "
-        "means 16 for nvfp4, 128 for block_fp8, 64 for nf4.",
+        description="Number of weights in a row that share one quantization scale; for block_fp8, the side length of "
+        "a block. null means 16 for nvfp4, 128 for block_fp8 and 64 for nf4.",
     )
     merge_lora_interval: AtLeastZero = Field(
         default=0,
-        description="Merge the adapter into the base weights every so many optimizer steps (and quantize again under "
-        "qlora). 0 means never.",
+        description="Number of optimizer steps between merges of the adapter into the base weights, which "
+        "enable_qlora then quantizes again. 0 means never.",
     )
     reset_optimizer_on_merge: bool = Field(
-        default=False, description="Clear the optimizer state after each merge. Needs merge_lora_interval."
+        default=False, description="Clear the optimizer state after each merge. Needs merge_lora_interval above 0."
     )
 
 
@@ -345,5 +358,5 @@ class SeedFields(Section):
     """Seeding"""
 
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = Field(
-        default=42, description="Seed of initialisation, data order and everything else that is random."
+        default=42, description="Seed for initialization, data order and all other randomness."
     )

@@ -1,4 +1,4 @@
-"""Loads a configuration from a file and overrides, and checks it: the only entry point for configurations."""
+"""Loads a configuration from a file and overrides and validates it. All configurations are created here."""
 
 import difflib
 import re
@@ -9,29 +9,29 @@ from pathlib import Path
 from typing import Generic
 
 from xorl.config.conflicts import conflicts_in
-from xorl.config.document import Document, Node, node_of, read_document
+from xorl.config.document import Node, ParsedDocument, node_of, read_document
 from xorl.config.local import Config
 from xorl.config.options import all_options, entries_of
 from xorl.config.overrides import apply_overrides_, parse_overrides
 from xorl.config.problems import ConfigError, Origin, Problem
-from xorl.config.refusals import refused_in
 from xorl.config.resolve import resolve
 from xorl.config.schema import PLACEHOLDER, ConfigT, Schema
 from xorl.config.server import ServerConfig
-from xorl.config.server_conflicts import elsewhere, server_conflicts
-from xorl.config.server_refusals import server_refused
+from xorl.config.server_conflicts import server_conflicts, unknown_option_hint
 from xorl.config.server_training import resolve_server
+from xorl.config.server_unsupported import find_server_unsupported
+from xorl.config.unsupported import find_unsupported
 from xorl.config.validate import validate
 
-NO_LINE = 0  # of overrides
-# Of both kinds of configuration: users also pass a file to the wrong command.
+NO_LINE = 0  # the line number of overrides
+# The secret options of both kinds of configuration, because users also pass a file to the wrong command.
 SECRETS = [option.name for root in (Config, ServerConfig) for option in all_options(root).values() if option.is_secret]
 
 LOCAL = Schema(
     Config,
     tuple(Config.model_fields),
     conflicts=conflicts_in,
-    refused=refused_in,
+    find_unsupported=find_unsupported,
     resolve=resolve,
     placeholders={"train.output_dir": PLACEHOLDER, "data.datasets": [{"path": PLACEHOLDER}]},
 )
@@ -39,19 +39,19 @@ SERVER = Schema(
     ServerConfig,
     (),
     conflicts=server_conflicts,
-    refused=server_refused,
+    find_unsupported=find_server_unsupported,
     resolve=resolve_server,
     prefix="server.",
-    elsewhere=elsewhere,
+    unknown_option_hint=unknown_option_hint,
 )
 
 
 @dataclass(frozen=True)
-class Loaded(Generic[ConfigT]):
-    """A checked configuration.
+class ConfigWithOrigins(Generic[ConfigT]):
+    """A valid configuration, and where each of its values comes from.
 
-    `origins` maps every option to the origin of its value: `config.yaml:12`, `--train.lr`, `environment NAME` or
-    `default`. `path` is None for a configuration made in Python; `overrides` are the arguments as given.
+    `origins` maps each option to the origin of its value: `config.yaml:12`, `--train.lr`, `environment NAME` or
+    `default`. `path` is None for a configuration created in Python; `overrides` are the arguments as given.
     """
 
     config: ConfigT
@@ -65,7 +65,7 @@ class Loaded(Generic[ConfigT]):
 
     @contextmanager
     def citing(self) -> Iterator[None]:
-        """A context that adds the position in the file to a ValueError that begins with an option."""
+        """A context that adds the option's line in the file to a ValueError whose message starts with an option."""
         try:
             yield
         except ValueError as error:
@@ -82,58 +82,59 @@ class Loaded(Generic[ConfigT]):
         return self.origins.get(option, "")
 
 
-LoadedConfig = Loaded[Config]
-LoadedServerConfig = Loaded[ServerConfig]
+LoadedConfig = ConfigWithOrigins[Config]
+LoadedServerConfig = ConfigWithOrigins[ServerConfig]
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
-    """Reads the YAML file of a local run, applies `--section.field value` overrides, and checks the result.
+    """Reads the YAML file of a local run, applies `--section.field value` overrides and validates the result.
 
-    Raises ConfigError, which lists every problem with its place.
+    Raises ConfigError, which lists every problem with its location.
     """
     return _load(path, overrides, LOCAL)
 
 
 def load_server_config(path: Path, overrides: Sequence[str] = ()) -> LoadedServerConfig:
-    """Reads the YAML file of a service, applies `--server.field value` overrides, and checks the result.
+    """Reads the YAML file of a service, applies `--server.field value` overrides and validates the result.
 
-    Raises ConfigError, which lists every problem with its place.
+    Raises ConfigError, which lists every problem with its location.
     """
     return _load(path, overrides, SERVER)
 
 
 def config_from_mapping(data: Mapping[str, object], overrides: Sequence[str] = ()) -> LoadedConfig:
-    """Checks a configuration made in Python, by the same rules. Raises ConfigError."""
-    return _finish(Document(node_of(data, Origin("python", "python"))), None, overrides, "the configuration", LOCAL)
+    """Validates a configuration created in Python by the same rules. Raises ConfigError."""
+    return _finish(
+        ParsedDocument(node_of(data, Origin("python", "python"))), None, overrides, "the configuration", LOCAL
+    )
 
 
 def server_config_from_mapping(data: Mapping[str, object], overrides: Sequence[str] = ()) -> LoadedServerConfig:
-    """Checks a service's configuration made in Python, by the same rules. Raises ConfigError."""
-    return _finish(Document(node_of(data, Origin("python", "python"))), None, overrides, "the configuration", SERVER)
+    """Validates a service's configuration created in Python by the same rules. Raises ConfigError."""
+    return _finish(
+        ParsedDocument(node_of(data, Origin("python", "python"))), None, overrides, "the configuration", SERVER
+    )
 
 
-def _load(path: Path, overrides: Sequence[str], schema: Schema[ConfigT]) -> Loaded[ConfigT]:
+def _load(path: Path, overrides: Sequence[str], schema: Schema[ConfigT]) -> ConfigWithOrigins[ConfigT]:
     name = str(path)
     document = read_document(_text_of(path), name, SECRETS)
     root = document.root or Node(None, Origin("file", f"{name}:1", "", 1))
-    read = Document(root if not _is_unreadable(document) else None, document.problems)
-    return _finish(read, path, overrides, name, schema)
-
-
-def _is_unreadable(document: Document) -> bool:
-    return document.root is None and bool(document.problems)
+    is_unreadable = document.root is None and bool(document.problems)
+    parsed = ParsedDocument(None if is_unreadable else root, document.problems)
+    return _finish(parsed, path, overrides, name, schema)
 
 
 def _finish(
-    document: Document, path: Path | None, overrides: Sequence[str], name: str, schema: Schema[ConfigT]
-) -> Loaded[ConfigT]:
+    document: ParsedDocument, path: Path | None, overrides: Sequence[str], name: str, schema: Schema[ConfigT]
+) -> ConfigWithOrigins[ConfigT]:
     parsed, problems = parse_overrides(overrides, schema.prefix, SECRETS)
     problems = [*document.problems, *problems]
     if document.root is None:
         raise ConfigError(problems, name)
     problems += apply_overrides_(document.root, parsed)
     config, found = validate(document.root, schema)
-    # If a value could not be read, its placeholder is not reported.
+    # A value that could not be read has a placeholder, whose problems are not reported.
     unread = {(problem.path, problem.origin.line) for problem in problems}
     problems += [
         problem
@@ -146,7 +147,7 @@ def _finish(
         resolved, reasons = schema.resolve(config)
     except ValueError as error:
         raise ConfigError([Problem(Origin("environment", "environment"), "", str(error))], name) from error
-    return Loaded(resolved, _origins(resolved, document.root, reasons, schema.root), path, tuple(overrides))
+    return ConfigWithOrigins(resolved, _origins(resolved, document.root, reasons, schema.root), path, tuple(overrides))
 
 
 def _text_of(path: Path) -> str:
@@ -155,9 +156,9 @@ def _text_of(path: Path) -> str:
     except UnicodeDecodeError as error:
         line = path.read_bytes()[: error.start].count(b"\n") + 1
         origin = Origin("file", f"{path}:{line}", "", line)
-        raise ConfigError([Problem(origin, "", f"this is not UTF-8 text: {error.reason}")], str(path)) from error
+        raise ConfigError([Problem(origin, "", f"the file is not UTF-8 text: {error.reason}")], str(path)) from error
     except OSError as error:
-        message = f"cannot be read: {error.strerror or error}"
+        message = f"cannot read the file: {error.strerror or error}"
         if isinstance(error, FileNotFoundError) and path.parent.is_dir():
             others = [str(other) for other in path.parent.glob("*.y*ml")]
             near = difflib.get_close_matches(str(path), others, n=1)
@@ -166,7 +167,7 @@ def _text_of(path: Path) -> str:
 
 
 def _origins(config: ConfigT, root: Node, reasons: Mapping[str, str], kind: type[ConfigT]) -> dict[str, str]:
-    """Returns the origin of each option's value, by concrete path."""
+    """Returns the origin of each option's value, by its path in this configuration."""
     origins: dict[str, str] = {}
     for option in all_options(kind).values():
         paths = [f"{section}.{option.name}".removeprefix(".") for section, _ in entries_of(config, option.section)]

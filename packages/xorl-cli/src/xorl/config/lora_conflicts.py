@@ -1,4 +1,4 @@
-"""Conflicts between options of adapters and of quantised bases; the rest are in conflicts.py."""
+"""Conflicts between options of adapters and quantized bases; other conflicts are in conflicts.py."""
 
 from collections.abc import Callable, Iterator
 
@@ -6,7 +6,7 @@ from xorl.config.local import Config
 from xorl.config.problems import Conflict
 
 
-def _adapters_are_on(config: Config) -> Iterator[Conflict]:
+def _adapter_options_have_an_effect(config: Config) -> Iterator[Conflict]:
     lora = config.lora
     if lora.save_lora_only and not (lora.enable_lora or lora.enable_qlora):
         yield Conflict(
@@ -20,62 +20,63 @@ def _adapters_are_on(config: Config) -> Iterator[Conflict]:
     if lora.save_lora_only and config.model.model_path is None:
         yield Conflict(
             ("lora.save_lora_only", "model.model_path"),
-            "model_path is null, so the base has random weights that would be nowhere: set save_lora_only to false",
+            "model_path is null, so the random weights of the base would not be saved anywhere: set save_lora_only to "
+            "false",
         )
     if lora.save_lora_only and lora.merge_lora_interval:
         yield Conflict(
             ("lora.save_lora_only", "lora.merge_lora_interval"),
-            "merging changes the base weights, without which adapters saved alone mean nothing: set save_lora_only to "
+            "merging changes the base weights, so adapters saved alone would not match any base: set save_lora_only to "
             "false, or merge_lora_interval to 0",
         )
     if lora.lora_target_modules == []:
         yield Conflict(
             ("lora.lora_target_modules",),
-            "the list is empty: name layers, or leave the option out for those that the architecture names",
+            "the list is empty: list layers, or remove the option to use the targets of the architecture",
         )
 
 
-def _adapters_alone_stand_on_their_base_as_it_is(config: Config) -> Iterator[Conflict]:
-    for name in _writers_of_adapters_alone(config) if config.model.foundation else ():
+def _adapter_only_output_needs_an_unmodified_base(config: Config) -> Iterator[Conflict]:
+    for name in _adapter_only_options(config) if config.model.foundation else ():
         yield Conflict(
             ("model.foundation", f"lora.{name}"),
-            f"{name} writes adapters alone, and whoever puts them on their base reads its own config.json: edit a "
-            "copy of that and set model.config_path to its folder",
+            f"{name} writes only adapters, which other tools apply to the base with its own config.json: edit a copy "
+            "of that file and set model.config_path to its folder",
         )
 
 
-def _adapters_alone_stand_on_a_base_that_others_read(config: Config) -> Iterator[Conflict]:
-    for name in _writers_of_adapters_alone(config) if config.train.load_weights_mode == "dcp" else ():
+def _adapter_only_output_needs_a_readable_base(config: Config) -> Iterator[Conflict]:
+    for name in _adapter_only_options(config) if config.train.load_weights_mode == "dcp" else ():
         yield Conflict(
             ("train.load_weights_mode", f"lora.{name}"),
-            f"{name} writes adapters alone, and nobody else reads a checkpoint as their base: make a model of it "
-            "with `xorl export`, set model.model_path to that, and leave load_weights_mode at broadcast",
+            f"{name} writes only adapters, and other tools cannot read a checkpoint as their base: convert it with "
+            "`xorl export`, set model.model_path to the result, and load_weights_mode to broadcast",
         )
 
 
-def _writers_of_adapters_alone(config: Config) -> list[str]:
+def _adapter_only_options(config: Config) -> list[str]:
     options = {"save_lora_only": config.lora.save_lora_only, "sweep": bool(config.lora.sweep)}
     return [name for name, is_set in options.items() if is_set]
 
 
-def _quantized_weights_stay_as_they_are(config: Config) -> Iterator[Conflict]:
+def _quantized_bases_exclude_fp8_and_offload(config: Config) -> Iterator[Conflict]:
     if not config.lora.enable_qlora:
         return
     if config.train.fp8 != "none":
         yield Conflict(
             ("train.fp8", "lora.enable_qlora"),
-            "quantized layers multiply with their dequantized weights, in the compute dtype: leave train.fp8 at none",
+            "quantized layers compute with dequantized weights in the compute dtype: set train.fp8 to none",
         )
     if config.train.enable_cpu_offload:
         yield Conflict(
             ("train.enable_cpu_offload", "lora.enable_qlora"),
-            "quantized weights are kept on the device, where they take little: leave enable_cpu_offload at false",
+            "quantized weights are small and stay on the device: set enable_cpu_offload to false",
         )
 
 
 LORA_CHECKS: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
-    _adapters_are_on,
-    _adapters_alone_stand_on_their_base_as_it_is,
-    _adapters_alone_stand_on_a_base_that_others_read,
-    _quantized_weights_stay_as_they_are,
+    _adapter_options_have_an_effect,
+    _adapter_only_output_needs_an_unmodified_base,
+    _adapter_only_output_needs_a_readable_base,
+    _quantized_bases_exclude_fp8_and_offload,
 )

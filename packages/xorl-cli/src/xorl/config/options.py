@@ -1,7 +1,7 @@
-"""Every option as a flat list: path, group, type in words, default, meaning; and suggestions for misspelt names.
+"""A flat list of all options with path, group, type, default and description, and suggestions for misspelt names.
 
-Options of a list's entries are written `data.datasets[].path`. The default root is local training. The service's
-options are flat, so their paths are their names.
+Options of list entries are written `data.datasets[].path`. The default root is local training. The options of the
+service have no sections, so their paths are their names.
 """
 
 import difflib
@@ -26,10 +26,10 @@ ENTRIES = "data.datasets[]"
 ENTRY_LISTS = ("data.datasets", "data.test_datasets")
 MEMBERS = "lora.sweep[]"
 MEMBER_LIST = "lora.sweep"
-ENDPOINT_LIST = "inference_endpoints"  # of the service
-# The documented path of the options of entries, and the lists that contain such entries.
+ENDPOINT_LIST = "inference_endpoints"  # an option of the service
+# The list that contains the entries at each documented path.
 OWNERS = {ENTRIES: ENTRY_LISTS[0], MEMBERS: MEMBER_LIST, f"{ENDPOINT_LIST}[]": ENDPOINT_LIST}
-# Names in other trainers that are too different to guess.
+# Names in other trainers that are too different for a spelling suggestion.
 OTHER_NAMES = {
     "adapter": "enable_lora",
     "alpha": "lora_alpha",
@@ -66,7 +66,7 @@ BOUNDS: tuple[tuple[type[BaseMetadata], str, str], ...] = (
     (Lt, "lt", "<"),
     (MultipleOf, "multiple_of", "a multiple of"),
 )
-WORDS: dict[object, str] = {
+TYPE_NAMES: dict[object, str] = {
     str: "string",
     int: "integer",
     float: "number",
@@ -77,7 +77,7 @@ WORDS: dict[object, str] = {
 
 @dataclass(frozen=True)
 class Option:
-    """One option. `default` is YAML text, or None if the option is required."""
+    """An option. `default` is YAML text, or None if the option is required."""
 
     path: str
     group: str
@@ -96,30 +96,30 @@ class Option:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The allowed strings of a closed set; empty for other types."""
+        """The allowed strings of an enumeration; empty for other types."""
         return tuple(choice for choice in _literals(self.annotation) if isinstance(choice, str))
 
     @property
     def is_secret(self) -> bool:
-        """Whether its value is never displayed."""
+        """Whether the value must never be displayed."""
         return any(_is_secret(annotation) for annotation in (self.annotation, *get_args(self.annotation)))
 
 
 @cache
 def all_options(root: type[Section] = Config) -> dict[str, Option]:
-    """Returns every option by path, in the order of the documentation."""
+    """Returns every option by path, in documentation order."""
     return {option.path: option for option in _options_of(root, "")}
 
 
 def find_option(path: str, root: type[Section] = Config) -> Option | None:
     """Returns the option at a path; an index in a list of entries matches any entry."""
-    return all_options(root).get(general_path(path))
+    return all_options(root).get(documented_path(path))
 
 
-def general_path(path: str) -> str:
-    """Turns `data.test_datasets.0.path` into `data.datasets[].path`, and returns other paths unchanged.
+def documented_path(path: str) -> str:
+    """Returns the path under which an option is documented: `data.datasets[].path` for `data.test_datasets.0.path`.
 
-    The datasets of a sweep's members are such entries too.
+    The datasets of sweep members are documented there too. Paths outside lists are returned unchanged.
     """
     path = re.sub(r"^(data\.(test_)?|lora\.sweep\.\d+\.)datasets\.\d+(?=\.|$)", ENTRIES, path)
     path = re.sub(rf"^{ENDPOINT_LIST}\.\d+(?=\.|$)", f"{ENDPOINT_LIST}[]", path)
@@ -127,9 +127,9 @@ def general_path(path: str) -> str:
 
 
 def entries_of(config: Section, section: str) -> Iterator[tuple[str, Section]]:
-    """Yields (path, options) of every section that is documented as `section`: one, or each entry of its lists.
+    """Yields (path, options) for each section documented as `section`: the section itself, or every entry of its lists.
 
-    The section of flat options is the configuration itself, with an empty path.
+    For options without sections this is the configuration itself, with an empty path.
     """
     if not section:
         yield "", config
@@ -149,31 +149,32 @@ def entries_of(config: Section, section: str) -> Iterator[tuple[str, Section]]:
 
 
 def is_entry(path: str) -> bool:
-    """Whether a path is that of an entry of a list, and not of one of its options."""
-    return general_path(path) in OWNERS
+    """Whether a path names an entry of a list, not an option of an entry."""
+    return documented_path(path) in OWNERS
 
 
 def entry_type(path: str, root: type[Section] = Config) -> type[Section]:
-    """Returns the type of the entry at such a path (`is_entry`)."""
-    found = _entry_type(all_options(root)[OWNERS[general_path(path)]].annotation)
+    """Returns the type of the entry at a path for which `is_entry` holds."""
+    found = _entry_type(all_options(root)[OWNERS[documented_path(path)]].annotation)
     assert found is not None
     return found
 
 
 def sections(root: type[Section] = Config) -> tuple[str, ...]:
-    """Returns the places of options: the sections, and the entries of a list of datasets."""
+    """Returns all sections, including the documented paths of list entries."""
     return tuple(dict.fromkeys(option.section for option in all_options(root).values()))
 
 
 def suggestion(path: str, root: type[Section] = Config) -> tuple[str, str | None]:
     """Returns the message for an unknown option, and the path of the option that was probably meant.
 
-    Searches in this order: another trainer's name for an option of the same section, the same name elsewhere, another
-    trainer's name for an option elsewhere, a similar name in the same section, and a similar name elsewhere.
+    Tries in this order: another trainer's name for an option of the same section, the same name in another section,
+    another trainer's name for an option of another section, a similar name in the same section, and a similar name in
+    another section.
     """
     section, _, name = path.rpartition(".")
     options = all_options(root).values()
-    here = [option.name for option in options if option.section == general_path(section)]
+    here = [option.name for option in options if option.section == documented_path(section)]
     here += [] if section else root.model_fields
     elsewhere = {option.name: option for option in reversed(options)}
     near = difflib.get_close_matches(name, here, n=1, cutoff=0.65)
@@ -183,36 +184,38 @@ def suggestion(path: str, root: type[Section] = Config) -> tuple[str, str | None
         return _meant_here(section, other)
     if name in elsewhere:
         meant = elsewhere[name]
-        return f"unknown option here; {name} belongs in {_place(meant)}: {meant.path}", meant.path
+        return f"unknown option here; {name} belongs in {_location(meant)}: {meant.path}", meant.path
     if other in elsewhere:
         return _meant_elsewhere(elsewhere[other])
     if near:
         return _meant_here(section, near[0])
     if far:
         return _meant_elsewhere(elsewhere[far[0]])
-    command = " ".join(filter(None, ("xorl config docs", "" if root is Config else "--service", general_path(section))))
+    command = " ".join(
+        filter(None, ("xorl config docs", "" if root is Config else "--service", documented_path(section)))
+    )
     return (
-        f"unknown option; `{command}` lists those there are" if here else "unknown option; see `xorl config docs`",
+        f"unknown option; `{command}` lists the valid ones" if here else "unknown option; see `xorl config docs`",
         None,
     )
 
 
 def _meant_here(section: str, name: str) -> tuple[str, str]:
     path = f"{section}.{name}" if section else name
-    return f"unknown option; did you mean {path}?", general_path(path)
+    return f"unknown option; did you mean {path}?", documented_path(path)
 
 
 def _meant_elsewhere(option: Option) -> tuple[str, str]:
-    return f"unknown option; did you mean {option.path} (in {_place(option)})?", option.path
+    return f"unknown option; did you mean {option.path} (in {_location(option)})?", option.path
 
 
 def suggest_choice(option: Option, value: str) -> str | None:
-    """Returns the allowed value that is most similar to the given one."""
+    """Returns the allowed value most similar to the given one, or None."""
     near = difflib.get_close_matches(value.lower(), {choice.lower(): choice for choice in option.choices}, n=1)
     return next((choice for choice in option.choices if near and choice.lower() == near[0]), None)
 
 
-def _place(option: Option) -> str:
+def _location(option: Option) -> str:
     return f"the entries of {OWNERS[option.section]}" if option.section in OWNERS else f"section {option.section}"
 
 
@@ -232,14 +235,14 @@ def _options_of(section: type[Section], prefix: str) -> Iterator[Option]:
             description=info.description or "",
             annotation=info.annotation,
         )
-        # Those of nested lists, which are dataset entries, are documented at their first place.
+        # Nested lists contain dataset entries too, which are documented only once.
         if entry and path in OWNERS.values():
             entries = list(_options_of(entry, f"{path}[]."))
     yield from entries
 
 
 def _group(section: type[Section], name: str) -> str:
-    """Returns the title of the group of options that declares a field."""
+    """Returns the title of the group that declares a field."""
     owner = next(base for base in section.__mro__ if name in inspect.get_annotations(base))
     return owner.__doc__ or ""
 
@@ -249,7 +252,7 @@ def _default_text(info: FieldInfo) -> str | None:
 
 
 def yaml_text(value: object) -> str:
-    """Returns one line of YAML that parses to the value, quoted only where needed."""
+    """Returns one line of YAML that parses to the value, quoted only if necessary."""
     if isinstance(value, str):
         is_plain = re.fullmatch(r"[A-Za-z./][\w./ +@%=()-]*(?<! )", value) and resolve_scalar(value) == value
         return value if is_plain else json.dumps(value, ensure_ascii=False).replace("${", "$${")
@@ -263,7 +266,7 @@ def yaml_text(value: object) -> str:
 
 
 def type_text(annotation: object, metadata: Iterable[object] = ()) -> str:
-    """Returns a type in words, with its range: `integer >= 1 or null`."""
+    """Describes a type and its range in words, such as `integer >= 1 or null`."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if any(isinstance(item, MinLen) for item in metadata):
         return f"{type_text(annotation)} (not empty)"
@@ -287,7 +290,7 @@ def type_text(annotation: object, metadata: Iterable[object] = ()) -> str:
         for item in metadata
         if isinstance(item, kind)
     ]
-    return " ".join([WORDS.get(annotation, "mapping"), " and ".join(bounds)]).rstrip()
+    return " ".join([TYPE_NAMES.get(annotation, "mapping"), " and ".join(bounds)]).rstrip()
 
 
 def _is_secret(annotation: object) -> bool:
@@ -307,7 +310,7 @@ def _plural(annotation: object) -> str:
         return "strings"
     if get_origin(annotation) is Literal:
         return ", ".join(map(str, get_args(annotation)))
-    assert isinstance(annotation, type), "a list is of strings, of choices or of entries"
+    assert isinstance(annotation, type), "lists contain strings, choices or entries"
     name = (annotation.__doc__ or "").lower()
     return f"{name[:-1]}ies" if name.endswith("y") else f"{name}s"
 

@@ -1,4 +1,4 @@
-"""Problems of a configuration with their positions, and the report that shows all of them."""
+"""Problems in a configuration with their positions, and the error that reports all of them."""
 
 import re
 from collections.abc import Collection, Sequence
@@ -10,10 +10,10 @@ OriginKind = Literal["file", "override", "default", "environment", "python"]
 
 @dataclass(frozen=True)
 class Origin:
-    """The position of a value.
+    """Where a value comes from.
 
-    `where` is `config.yaml:12` or `--train.lr`; `text` is the line, or the override as typed; `line` is 0 for
-    everything but files.
+    `where` is `config.yaml:12` or `--train.lr`; `text` is the line, or the override as typed; `line` is 0 outside
+    files; `variables` are the environment variables in the value.
     """
 
     kind: OriginKind
@@ -28,7 +28,7 @@ class Origin:
         return f"{self.where}, environment {', '.join(self.variables)}"
 
     def shown(self) -> str:
-        """Returns the line with its number, or the override, for a report; empty if there is none."""
+        """Returns the numbered line, or the override, for a report; empty if there is neither."""
         if not self.text.strip():
             return ""
         return f"{self.line:>6} | {self.text.rstrip()}" if self.line else f"       | {self.text}"
@@ -36,7 +36,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem: its position, the option, and what is expected; `also` are other lines involved."""
+    """A problem with the option at `path`; `also` are other lines involved."""
 
     origin: Origin
     path: str
@@ -54,7 +54,7 @@ class Problem:
 
 
 def hide_secrets(text: str, names: Collection[str]) -> str:
-    """Masks the text after the name of a secret option in a line as typed, unless it is a `${NAME}`."""
+    """Masks the text after the name of a secret option in a line as typed, unless that text is a `${NAME}`."""
     if not names:
         return text
     name = rf"""\b(?:{"|".join(map(re.escape, names))})["']?"""
@@ -63,7 +63,7 @@ def hide_secrets(text: str, names: Collection[str]) -> str:
 
 
 class ConfigError(ValueError):
-    """An invalid configuration. `problems` lists everything that is wrong; str() is the whole report."""
+    """An invalid configuration. `problems` lists every problem; str() returns the full report."""
 
     def __init__(self, problems: Sequence[Problem], source: str) -> None:
         files = [problem for problem in problems if problem.origin.line]
@@ -80,7 +80,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Conflict:
-    """A conflict message and the options involved; it is reported at the first of them that was set."""
+    """A conflict between options; it is reported at the first of `paths` that was set."""
 
     paths: tuple[str, ...]
     message: str

@@ -1,4 +1,4 @@
-"""Fills in what depends on another option or on the machine, in a configuration that is known to be valid."""
+"""Fills in the defaults that depend on other options or on the machine, in a valid configuration."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,7 @@ GROUP_SIZES = {"nvfp4": 16, "block_fp8": 128, "nf4": 64}
 
 
 class Default(NamedTuple):
-    """The filled-in value of an option. reason: shown by `xorl config show`; "" shows none."""
+    """A default to fill in. `xorl config show` displays `reason` unless it is empty."""
 
     path: str
     value: object
@@ -19,7 +19,7 @@ class Default(NamedTuple):
 
 
 def resolve(config: Config) -> tuple[Config, dict[str, str]]:
-    """Returns the configuration with these defaults and the home folder filled in, and the reason for each default.
+    """Returns the configuration with these defaults filled in and ~ expanded, and the reason for each default.
 
     Raises ValueError if an environment variable has an invalid value.
     """
@@ -40,9 +40,9 @@ def _with_values(config: Config, values: Mapping[str, object]) -> Config:
 
 
 def _with_home_folder(config: Config) -> Config:
-    """With ~ at the beginning of a path replaced, which no shell does in a file or behind `--option=`.
+    """Expands ~ at the start of paths, which no shell does in a file or after `--option=`.
 
-    Other paths may also be ids of the Hub or URLs, and whoever reads them replaces it.
+    Options that may also hold Hub ids or URLs are expanded where they are read.
     """
     paths: dict[str, str | None] = {
         "model.config_path": config.model.config_path,
@@ -50,13 +50,13 @@ def _with_home_folder(config: Config) -> Config:
         "train.output_dir": config.train.output_dir,
         "train.profile_trace_dir": config.train.profile_trace_dir,
     }
-    at_home = {option: os.path.expanduser(path) for option, path in paths.items() if path and path.startswith("~")}
-    return _with_values(config, at_home)
+    expanded = {option: os.path.expanduser(path) for option, path in paths.items() if path and path.startswith("~")}
+    return _with_values(config, expanded)
 
 
 def _model_defaults(config: Config) -> Iterator[Default]:
     model = config.model
-    # A checkpoint has neither file: it records its model and the place of its tokenizer.
+    # A checkpoint contains neither file; it records the model's config and the path of the tokenizer.
     folder = None if config.train.load_weights_mode == "dcp" else model.model_path
     config_path = model.config_path or folder
     if model.config_path is None and folder is not None:

@@ -1,4 +1,4 @@
-"""Schema: the differences between the two kinds of configuration, local run and service."""
+"""Schema: the differences between the two kinds of configuration, local training and service."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,24 +16,28 @@ PLACEHOLDER = "-"
 
 @dataclass(frozen=True)
 class Schema(Generic[ConfigT]):
-    """One kind of configuration.
+    """A kind of configuration.
 
-    `sections` is empty if options are flat. `conflicts` and `refused` check values that are valid alone; `refused`
-    yields (path, message). `resolve` fills in defaults that depend on other options, with the reasons. `placeholders`
-    replace missing required options, so that the rest can be checked. On the command line options begin with `prefix`.
-    `elsewhere` returns where an unknown name belongs, if that is known.
+    Attributes:
+        sections: empty if the options have no sections.
+        conflicts: finds conflicts between values that are valid by themselves.
+        find_unsupported: yields (path, message) for values that are not supported.
+        resolve: fills in defaults that depend on other options, and returns the reasons for them.
+        placeholders: values for missing required options, so that the rest can still be checked.
+        prefix: precedes option names on the command line.
+        unknown_option_hint: explains where an unknown option belongs, if that is known.
     """
 
     root: type[ConfigT]
     sections: tuple[str, ...]
     conflicts: Callable[[ConfigT], Iterable[Conflict]]
-    refused: Callable[[ConfigT], Iterable[tuple[str, str]]]
+    find_unsupported: Callable[[ConfigT], Iterable[tuple[str, str]]]
     resolve: Callable[[ConfigT], tuple[ConfigT, dict[str, str]]]
     placeholders: Mapping[str, Plain] = field(default_factory=dict)
     prefix: str = ""
-    elsewhere: Callable[[str], str | None] = lambda name: None
+    unknown_option_hint: Callable[[str], str | None] = lambda name: None
 
     def suggestion(self, path: str) -> tuple[str, str | None]:
         """Returns the message for an unknown option, and the path of the option that was probably meant."""
-        told = self.elsewhere(path)
-        return (told, None) if told else suggestion(path, self.root)
+        hint = self.unknown_option_hint(path)
+        return (hint, None) if hint else suggestion(path, self.root)

@@ -1,6 +1,6 @@
-"""Maps the service's options to those of local training: the workers build what `xorl train` would build.
+"""Maps the service's options to those of local training, so that workers build what `xorl train` would build.
 
-This file defines which option corresponds to which, and which defaults depend on others.
+This file defines the correspondence between options, and the defaults that depend on other options.
 """
 
 import re
@@ -10,52 +10,52 @@ from xorl.config.local import Config, DataConfig, LoraConfig, ModelConfig, Train
 from xorl.config.resolve import resolve
 from xorl.config.server import MUON_REFERENCE_LR, ServerConfig
 
-# Options whose name in local training differs.
+# Options with a different name in local training.
 RENAMED = {"qlora_exclude_modules": "lora.exclude_modules"}
-# Options of the same name with a different meaning.
-OWN = {"load_checkpoint_path"}
-# Options whose value the workers need as given.
-SAID_AGAIN = {"load_weights_mode"}
+# Options with the same name but a different meaning in local training.
+SERVER_ONLY = {"load_checkpoint_path"}
+# Options that are not replaced by their resolved value, because the workers need the original one.
+KEPT_AS_GIVEN = {"load_weights_mode"}
 SECTIONS = {"model": ModelConfig, "train": TrainConfig, "lora": LoraConfig, "data": DataConfig}
 
 
 def local_path(option: str) -> str | None:
     """Returns the path of the corresponding option of local training, or None."""
-    if option in RENAMED or option in OWN:
+    if option in RENAMED or option in SERVER_ONLY:
         return RENAMED.get(option)
     return next((f"{name}.{option}" for name, section in SECTIONS.items() if option in section.model_fields), None)
 
 
-# From the path of an option of local training to the service's name for it.
-NAMES: dict[str, str] = {path: option for option in ServerConfig.model_fields if (path := local_path(option))}
+# Maps the paths of local options to the service's names.
+SERVER_NAMES: dict[str, str] = {path: option for option in ServerConfig.model_fields if (path := local_path(option))}
 
 
 def in_server_terms(text: str) -> str:
-    """Returns a message about options of local training with the service's names in it."""
-    return re.sub(r"\b(?:model|data|train|lora)\.\w+", lambda match: NAMES.get(match[0], match[0]), text)
+    """Replaces the paths of local options in a message by the service's names."""
+    return re.sub(r"\b(?:model|data|train|lora)\.\w+", lambda match: SERVER_NAMES.get(match[0], match[0]), text)
 
 
 def training_config(config: ServerConfig) -> Config:
-    """Returns the configuration with which local training builds the same model and optimizer.
+    """Returns the local configuration that builds the same model and optimizer.
 
-    It has no data and no schedule: a client provides both.
+    It has neither data nor a schedule, because clients provide both.
     """
-    return resolve(projected(config))[0]
+    return resolve(unresolved_local_config(config))[0]
 
 
-def projected(config: ServerConfig) -> Config:
-    """Returns the same without the defaults that depend on others."""
+def unresolved_local_config(config: ServerConfig) -> Config:
+    """Returns `training_config` without the defaults that depend on other options."""
     values: dict[str, dict[str, object]] = {name: {} for name in SECTIONS}
-    for path, option in NAMES.items():
+    for path, option in SERVER_NAMES.items():
         section, name = path.split(".")
         values[section][name] = getattr(config, option)
     if config.load_weights_mode == "dcp":
-        # For code that reads model_path; the checkpoint is loaded on top of it.
+        # The checkpoint is loaded separately; model_path does not name one.
         values["train"]["load_weights_mode"] = "broadcast"
     return Config(
         model=ModelConfig.model_validate(values["model"]),
         data=DataConfig.model_validate(values["data"] | {"datasets": [DatasetEntryConfig(path="dummy")]}),
-        # The client sends learning rate and clipping with each step.
+        # Clients send the learning rate and the clipping norm with each step.
         train=TrainConfig.model_validate(
             values["train"] | {"lr": MUON_REFERENCE_LR, "max_grad_norm": None, "use_wandb": False}
         ),
@@ -64,16 +64,16 @@ def projected(config: ServerConfig) -> Config:
 
 
 def resolve_server(config: ServerConfig) -> tuple[ServerConfig, dict[str, str]]:
-    """Returns the configuration with these defaults filled in, and the reason for each of them."""
-    local, told = resolve(projected(config))
+    """Returns the configuration with defaults that depend on other options filled in, and the reason for each."""
+    local, local_reasons = resolve(unresolved_local_config(config))
     values: dict[str, object] = {}
     reasons: dict[str, str] = {}
-    for path, option in NAMES.items():
+    for path, option in SERVER_NAMES.items():
         section, name = path.split(".")
         value = getattr(getattr(local, section), name)
-        if option not in SAID_AGAIN and value != getattr(config, option):
+        if option not in KEPT_AS_GIVEN and value != getattr(config, option):
             values[option] = value
-            reasons[option] = in_server_terms(told.get(path, ""))
+            reasons[option] = in_server_terms(local_reasons.get(path, ""))
 
     def follow(option: str, value: object, reason: str) -> None:
         values[option] = value

@@ -1,19 +1,19 @@
-"""Shows a checked configuration as YAML, with a comment on each value that gives its origin."""
+"""Formats a configuration as YAML, with the origin of each value as a comment."""
 
 from collections.abc import Iterator
 
 from pydantic import Secret
 
 from xorl.config.fields import Section
-from xorl.config.load import Loaded
+from xorl.config.load import ConfigWithOrigins
 from xorl.config.options import OWNERS, yaml_text
 from xorl.config.schema import ConfigT
 
-MAX_COMMENT_COLUMN = 56  # a longer value moves only its own comment
+MAX_COMMENT_COLUMN = 56  # longer lines do not move the comments of the others
 
 
-def show(loaded: Loaded[ConfigT], *, with_secrets: bool = False) -> str:
-    """Returns YAML that loads to the same configuration if `with_secrets`; otherwise secrets are masked."""
+def show(loaded: ConfigWithOrigins[ConfigT], *, with_secrets: bool = False) -> str:
+    """Returns YAML that loads to the same configuration; without `with_secrets`, secrets are masked."""
     rows = list(_rows(loaded.config, "", "", loaded.origins, with_secrets=with_secrets))
     column = max((len(text) for text, origin in rows if origin and len(text) < MAX_COMMENT_COLUMN), default=0)
     return "".join(f"{text:<{column}}  # {origin}\n" if origin else f"{text}\n" for text, origin in rows)
@@ -22,7 +22,7 @@ def show(loaded: Loaded[ConfigT], *, with_secrets: bool = False) -> str:
 def _rows(
     options: Section, path: str, indent: str, origins: dict[str, str], *, with_secrets: bool
 ) -> Iterator[tuple[str, str]]:
-    """Yields (line, origin) of each option; lines that hold no value have no origin."""
+    """Yields (line, origin) for each option; the origin is empty for lines without a value."""
     for name in type(options).model_fields:
         here, value = f"{path}{name}", getattr(options, name)
         if isinstance(value, Section):
@@ -37,6 +37,6 @@ def _rows(
                     yield text, origins[f"{here}.{index}.{field}"]
         else:
             if isinstance(value, Secret):
-                # str() of it is a row of stars.
+                # str(Secret) is a row of asterisks.
                 value = value.get_secret_value() if with_secrets else str(value)
             yield f"{indent}{name}: {yaml_text(value)}", origins[here]

@@ -1,4 +1,4 @@
-"""The members of a sweep as separate runs: their configurations, and the conflicts of a sweep."""
+"""The configurations of a sweep's members as separate runs, and the conflicts within a sweep."""
 
 import re
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from xorl.config.problems import Conflict
 
 
 def member_config(config: Config, member: SweepMemberConfig) -> Config:
-    """The configuration with which a separate run would train a member of the sweep."""
+    """Returns the configuration of a separate run that would train a member of the sweep."""
 
     def given(*names: str) -> dict[str, object]:
         return {name: getattr(member, name) for name in names if getattr(member, name) is not None}
@@ -26,30 +26,31 @@ def member_config(config: Config, member: SweepMemberConfig) -> Config:
 
 
 def sweep_conflicts(config: Config) -> Iterator[Conflict]:
-    """The conflicts among the members of a sweep, and with options of single values."""
+    """Yields conflicts between the members of a sweep, and between members and other options."""
     sweep, train = config.lora.sweep, config.train
     names = [member.name for member in sweep]
     for index, member in enumerate(sweep):
-        place = f"lora.sweep.{index}"
+        path = f"lora.sweep.{index}"
         if member.name in names[:index]:
-            yield Conflict((f"{place}.name",), f"there is a member {member.name} already: results have one folder each")
-        own = member_config(config, member)
+            message = f"there is already a member {member.name}: choose another name, since it names the results folder"
+            yield Conflict((f"{path}.name",), message)
+        run = member_config(config, member)
         if member.datasets == []:
-            yield Conflict((f"{place}.datasets",), "the list is empty: leave it out to train on data.datasets")
-        for conflict in (found for check in DATA_CHECKS for found in check(own) if member.datasets):
-            paths = tuple(re.sub(r"^data\.datasets\b", f"{place}.datasets", path) for path in conflict.paths)
-            if any(path.startswith(place) for path in paths):
+            yield Conflict((f"{path}.datasets",), "the list is empty: remove it to train on data.datasets")
+        for conflict in (found for check in DATA_CHECKS for found in check(run) if member.datasets):
+            paths = tuple(re.sub(r"^data\.datasets\b", f"{path}.datasets", other) for other in conflict.paths)
+            if any(other.startswith(path) for other in paths):
                 yield Conflict(paths, conflict.message)
-        if train.lr_decay_style != "constant" and train.lr_min > own.train.lr:
-            message = f"lr_min is {train.lr_min:g}, above this member's lr, which is {own.train.lr:g}"
-            yield Conflict((f"{place}.lr", "train.lr_min"), message)
-        if train.lr_start > own.train.lr:
-            message = f"lr_start is {train.lr_start:g}, above this member's lr, which is {own.train.lr:g}"
-            yield Conflict((f"{place}.lr", "train.lr_start"), message)
-        if own.lora.lora_target_modules == [] and member.lora_target_modules is not None:
-            yield Conflict((f"{place}.lora_target_modules",), "the list is empty: name layers, or leave the option out")
+        if train.lr_decay_style != "constant" and train.lr_min > run.train.lr:
+            message = f"lr_min ({train.lr_min:g}) is above the lr of this member ({run.train.lr:g})"
+            yield Conflict((f"{path}.lr", "train.lr_min"), message)
+        if train.lr_start > run.train.lr:
+            message = f"lr_start ({train.lr_start:g}) is above the lr of this member ({run.train.lr:g})"
+            yield Conflict((f"{path}.lr", "train.lr_start"), message)
+        if run.lora.lora_target_modules == [] and member.lora_target_modules is not None:
+            yield Conflict((f"{path}.lora_target_modules",), "the list is empty: list layers, or remove the option")
     if sweep and train.recompute_policy == "auto" and train.enable_gradient_checkpointing:
         yield Conflict(
             ("train.recompute_policy", "lora.sweep"),
-            "auto measures the micro-batches of one run: choose module or operation",
+            "auto only supports a single run: choose module or operation",
         )

@@ -1,7 +1,7 @@
-"""Validates a tree of values: returns a configuration, or a list of all problems.
+"""Validates a tree of values and returns a configuration, or a list of all problems.
 
-Values that are invalid on their own are left out before options are compared with each other. So both kinds of problem
-are reported at once, and none is a consequence of another.
+Values that are invalid by themselves are removed before options are compared with each other. Both kinds of problem are
+therefore reported together, and none is a consequence of another.
 """
 
 import copy
@@ -19,9 +19,9 @@ from xorl.config.options import (
     ENTRY_LISTS,
     MEMBER_LIST,
     Option,
+    documented_path,
     entry_type,
     find_option,
-    general_path,
     is_entry,
     suggest_choice,
     yaml_text,
@@ -29,11 +29,11 @@ from xorl.config.options import (
 from xorl.config.problems import Origin, Problem, hide_secrets
 from xorl.config.schema import PLACEHOLDER, ConfigT, Schema
 
-# Words that YAML 1.1 read as true and false, and that YAML 1.2 does not.
+# Booleans in YAML 1.1 that are strings in YAML 1.2.
 OLD_BOOLEANS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 KINDS = {str: " (a string)", list: " (a list)", dict: " (a mapping)"}
-SECTION_DEPTH = 2  # parts of the path of an option in a section
-MAX_SHOWN = 60  # characters of a value in a message
+SECTION_DEPTH = 2  # path components of an option in a section
+MAX_SHOWN = 60  # characters of a value shown in a message
 
 Path = tuple[str | int, ...]
 
@@ -44,10 +44,10 @@ def validate(root: Node, schema: Schema[ConfigT]) -> tuple[ConfigT | None, list[
     if data is None:
         data = {}
     if not isinstance(data, dict):
-        wanted = f"with the sections {', '.join(schema.sections)}" if schema.sections else "of options"
-        return None, [Problem(root.origin, "", f"wants a mapping {wanted}, got a list or a single value")]
+        expected = f"with the sections {', '.join(schema.sections)}" if schema.sections else "of options"
+        return None, [Problem(root.origin, "", f"expected a mapping {expected}, got a list or a single value")]
     for name in schema.sections:
-        # A section whose options are all commented out is an empty one.
+        # If all options of a section are commented out, YAML parses the section as null.
         if data.get(name) is None:
             data[name] = {}
     try:
@@ -61,7 +61,7 @@ def validate(root: Node, schema: Schema[ConfigT]) -> tuple[ConfigT | None, list[
         if not any(_is_touched(path, failing_options) for path in conflict.paths):
             message = _with_variables(conflict.message, root)
             problems.append(_conflict_problem(conflict.paths, message, config, root))
-    for path, message in schema.refused(config):
+    for path, message in schema.find_unsupported(config):
         if not _is_touched(path, failing_options):
             problems.append(Problem(root.nearest(_parts(path)).origin, path, _with_variables(message, root)))
     return (None if problems else config), problems
@@ -70,7 +70,7 @@ def validate(root: Node, schema: Schema[ConfigT]) -> tuple[ConfigT | None, list[
 def _problems_of(
     error: ValidationError, data: Plain, root: Node, schema: Schema[ConfigT]
 ) -> tuple[list[Problem], set[Path]]:
-    """Translates the errors of pydantic, one per option; also returns the paths that failed."""
+    """Translates Pydantic's errors, one per option; also returns the paths that failed."""
     kinds: dict[Path, str] = {}
     for detail in error.errors(include_url=False, include_context=False, include_input=False):
         path = _existing(detail["loc"], data, detail["type"])
@@ -90,28 +90,28 @@ def _problems_of(
             message = _type_message(path, data, root.as_written(), schema.root)
             problems.append(Problem(root.nearest(path).origin, _dotted(path), message))
     for path, kind in kinds.items():
-        # A name that is one letter off is only reported as that, not as a missing option too.
+        # A misspelt required option is not also reported as missing.
         if kind == "missing" and _dotted(path) not in meant:
             option = find_option(_dotted(path), schema.root)
             described = f": {option.description}" if option else ""
             origin = root.nearest(path).origin
-            # A section that only overrides mention is not reported for its missing options.
-            is_made = origin.kind == "override" and path[0] in schema.sections and len(path) == SECTION_DEPTH
-            origin = root.origin if is_made else origin
-            problems.append(Problem(origin, _dotted(path), f"has to be given{described}"))
+            # Do not blame an override for the missing options of a section that only overrides mention.
+            is_from_override = origin.kind == "override" and path[0] in schema.sections and len(path) == SECTION_DEPTH
+            origin = root.origin if is_from_override else origin
+            problems.append(Problem(origin, _dotted(path), f"required option is missing{described}"))
     return problems, set(kinds) | {_parts(option) for option in meant}
 
 
 def _beside(path: Path, option: str) -> str:
-    """Returns the path of an option that was meant by another one: beside it, if that is its section."""
+    """Returns the path of the option meant by an unknown one: next to it if that is the right section."""
     section, _, name = option.rpartition(".")
-    return _dotted((*path[:-1], name)) if general_path(_dotted(path[:-1])) == section else option
+    return _dotted((*path[:-1], name)) if documented_path(_dotted(path[:-1])) == section else option
 
 
 def _existing(location: Sequence[str | int], data: Plain, kind: str) -> Path:
-    """Returns the part of a pydantic location that exists in the data; the rest names members of unions.
+    """Returns the part of a Pydantic location that exists in the data; the rest names members of unions.
 
-    For a missing option the last part does not exist and is kept.
+    A missing option does not exist in the data, but its name is kept.
     """
     path: list[str | int] = []
     value: Plain = data
@@ -132,38 +132,38 @@ def _type_message(path: Path, data: Plain, written: Plain, root: type[Section]) 
     value = _at(path, data)
     option = find_option(_dotted(path), root)
     if option is not None and option.is_secret:
-        return f"wants {option.type} of another form; what it got is a secret, and not shown\n{option.description}"
+        return f"expected {option.type} in the form described below; the secret is not shown\n{option.description}"
     got = _shown(value, _at(path, written))
     is_expanded = _at(path, written) != value
     if option is None and is_entry(_dotted(path)):
         return _entry_message(path, value, got, root, is_expanded=is_expanded)
     if option is None:
-        # An element of a list or mapping: the option is further up.
+        # This is an element of a list or mapping, which is the option.
         prefixes = (_dotted(path[:end]) for end in range(len(path), 0, -1))
         owner = next((found for prefix in prefixes if (found := find_option(prefix, root))), None)
-        wanted = owner.type if owner else f"mapping of options (see `xorl config docs {_dotted(path)}`)"
+        expected = owner.type if owner else f"mapping of options (see `xorl config docs {_dotted(path)}`)"
         hint = _element_hint(owner, value) if owner and not is_expanded else ""
-        return f"wants {wanted}; got {got}{hint}"
+        return f"expected {expected}, got {got}{hint}"
     if isinstance(value, str) and value and option.type.startswith("string"):
-        return f"wants {option.type} of another form; got {got}\n{option.description}"
-    # A hint would reveal the value of a variable.
+        return f"expected {option.type} in the form described below, got {got}\n{option.description}"
+    # A hint would reveal the value of an environment variable.
     hint = "" if is_expanded and value != "" else _hint(option, value)
-    return f"wants {option.type}; got {got}{hint}"
+    return f"expected {option.type}, got {got}{hint}"
 
 
 def _entry_message(path: Path, value: Plain, got: str, root: type[Section], *, is_expanded: bool) -> str:
-    """The message for an invalid value at the place of an entry, such as one of data.datasets."""
+    """The message for an invalid entry of a list such as data.datasets."""
     entry = entry_type(_dotted(path), root)
     fields = entry.model_fields
     key = next(name for name, field in fields.items() if field.is_required())
     kind = (entry.__doc__ or "").lower()
     article = "an" if kind[0] in "aeiou" else "a"
     hint = f"\nwrite - {key}: {yaml_text(value)}" if isinstance(value, str) and not is_expanded else ""
-    return f"wants {article} {kind}, a mapping with {', '.join(fields)}; got {got}{hint}"
+    return f"expected {article} {kind}, a mapping with {', '.join(fields)}; got {got}{hint}"
 
 
 def _shown(value: Plain, written: Plain) -> str:
-    """A value as written, and its kind."""
+    """A value as written, followed by its kind."""
     text = f'"{written}"' if isinstance(written, str) else yaml_text(written).replace("$${", "${")
     if len(text) > MAX_SHOWN:
         text = f"{text[:MAX_SHOWN]}..."
@@ -172,7 +172,7 @@ def _shown(value: Plain, written: Plain) -> str:
 
 
 def _with_variables(message: str, root: Node) -> str:
-    """Puts `${NAME}` back where a message about several options quotes its value."""
+    """Replaces the values of variables with `${NAME}` in a message about several options."""
     found = {node.value: node.written for node in root.expanded() if isinstance(node.value, str) and node.written}
     for value in sorted(filter(None, found), key=len, reverse=True):
         message = re.sub(rf"(?<!\w){re.escape(value)}(?!\w)", lambda _, text=found[value]: text, message)
@@ -180,16 +180,16 @@ def _with_variables(message: str, root: Node) -> str:
 
 
 def _hint(option: Option, value: Plain) -> str:
-    """Returns the probable fix, on a line of its own."""
+    """Returns the probable fix, starting with a newline, or an empty string."""
     words = option.type
     if value in ("", []):
-        return "\nit is empty" if "not empty" in words else ""
+        return "\nthe value is empty" if "not empty" in words else ""
     if isinstance(value, str):
         near = suggest_choice(option, value)
         if near:
             return f"\ndid you mean {near}?"
         if "true or false" in words and value.lower() in OLD_BOOLEANS:
-            return f"\nin YAML 1.2 {value} is a string; write {OLD_BOOLEANS[value.lower()]}"
+            return f"\n{value} is a string in YAML 1.2; write {OLD_BOOLEANS[value.lower()]}"
         number = resolve_scalar(value.replace("_", ""))
         is_wanted_boolean = isinstance(number, bool) and "true or false" in words
         if is_wanted_boolean or (type(number) in (int, float) and re.search("integer|number", words)):
@@ -200,24 +200,24 @@ def _hint(option: Option, value: Plain) -> str:
         least = re.search(r"integer >= (-?\d+)", words)
         return f"\nwrite {int(value)}" if least and value >= int(least[1]) else ""
     elif isinstance(value, bool | int | float) and words.startswith("string"):
-        return f'\nput it in quotes: "{yaml_text(value)}"'
+        return f'\nadd quotes: "{yaml_text(value)}"'
     elif isinstance(value, str | int | float) and words.startswith("list"):
         return f"\nwrite [{yaml_text(value)}]"
     return ""
 
 
 def _element_hint(owner: Option, value: Plain) -> str:
-    """Returns the probable fix of an entry in the list or mapping `owner`."""
+    """Returns the probable fix for an element of the list or mapping `owner`."""
     if isinstance(value, str):
         near = suggest_choice(owner, value)
         return f"\ndid you mean {near}?" if near else ""
     if "of strings" in owner.type and isinstance(value, bool | int | float):
-        return f'\nput it in quotes: "{yaml_text(value)}"'
+        return f'\nadd quotes: "{yaml_text(value)}"'
     return ""
 
 
 def _conflict_problem(paths: Sequence[str], message: str, config: Section, root: Node) -> Problem:
-    """Cites the first option of a conflict that was set, and shows the positions of the others."""
+    """Cites the first option of a conflict that was set, and the positions of the others."""
     origins: dict[str, Origin] = {}
     for path in paths:
         node = root.nearest(_parts(path))
@@ -229,7 +229,7 @@ def _conflict_problem(paths: Sequence[str], message: str, config: Section, root:
 
 
 def _is_set(config: Section, path: str) -> bool:
-    """Whether an option was given, in any way."""
+    """Whether an option was set explicitly."""
     *parents, name = _parts(path)
     owner: object = config
     for part in parents:
@@ -238,12 +238,12 @@ def _is_set(config: Section, path: str) -> bool:
 
 
 def _is_touched(path: str, failing: Iterable[str]) -> bool:
-    """Whether an option, or anything above or below it, is invalid."""
+    """Whether an option, its parent or one of its elements is invalid."""
     return any(path == other or path.startswith(f"{other}.") or other.startswith(f"{path}.") for other in failing)
 
 
 def _without(data: Plain, failing: set[Path], schema: Schema[ConfigT]) -> Plain:
-    """Returns a copy without the invalid values, with placeholders for required options."""
+    """Returns a copy without the invalid values, and with placeholders for missing required options."""
     kept = copy.deepcopy(data)
     assert isinstance(kept, dict)
     for path in sorted(failing, key=len, reverse=True):
@@ -260,14 +260,14 @@ def _without(data: Plain, failing: set[Path], schema: Schema[ConfigT]) -> Plain:
         kept.setdefault(name, {})
     for required, placeholder in schema.placeholders.items():
         parent = _at(_parts(required)[:-1], kept)
-        assert isinstance(parent, dict), "what fails is left out, and sections are there"
+        assert isinstance(parent, dict), "invalid values were removed and all sections exist"
         parent.setdefault(required.rpartition(".")[2], copy.deepcopy(placeholder))
-    _name_entries_(kept)
+    _fill_required_in_entries_(kept)
     return kept
 
 
-def _name_entries_(data: Plain) -> None:
-    """Fills in placeholders for the required options of list entries."""
+def _fill_required_in_entries_(data: Plain) -> None:
+    """Fills in placeholders for missing required options of list entries."""
     members = _at(_parts(MEMBER_LIST), data)
     num_members = len(members) if isinstance(members, list) else 0
     required = {MEMBER_LIST: "name"} | dict.fromkeys(
@@ -282,7 +282,7 @@ def _name_entries_(data: Plain) -> None:
         entries = _at(_parts(path), data)
         for index, entry in enumerate(entries if isinstance(entries, list) else []):
             if isinstance(entry, dict):
-                # Names are compared with each other, so the placeholders must differ.
+                # Names are checked for duplicates, so the placeholders must be distinct.
                 entry.setdefault(key, f"placeholder{index}" if key == "name" else PLACEHOLDER)
 
 

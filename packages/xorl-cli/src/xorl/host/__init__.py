@@ -1,1 +1,1 @@
-"""Processes on one host: locks and temporary folders that outlive no process that uses them."""
+"""Locks and temporary folders that are shared by the processes of a run on one host and outlive killed ones."""

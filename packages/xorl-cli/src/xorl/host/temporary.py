@@ -1,7 +1,7 @@
-"""Private folders in the temporary one, for as long as processes use them.
+"""Private temporary folders that exist as long as any process uses them.
 
-Each has a note of who made it, on which all that use the folder keep a shared lock. So what killed processes left is
-told from what is in use, and the next one that makes a folder removes it.
+Each folder contains a note that names its creator, and every process that uses the folder holds a shared lock on the
+note. The next process that creates a folder therefore recognizes, and removes, folders left behind by killed processes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NOTE = "maker"
 
 
 class TemporaryFolder(NamedTuple):
-    """A folder that only this user may enter; it stays while a process has the file descriptor `lock` open."""
+    """A folder that only this user may enter. It is kept while any process has the file descriptor `lock` open."""
 
     path: Path
     lock: int
@@ -29,42 +29,44 @@ class TemporaryFolder(NamedTuple):
 
 @contextmanager
 def temporary_folder() -> Iterator[TemporaryFolder]:
-    """Yields a new folder and removes it afterwards; before, it removes what killed processes left."""
-    _remove_left_over()
-    maker = os.getpid()
+    """Yields a new folder and removes it on exit. Removes the folders of killed processes first."""
+    _remove_abandoned()
+    creator = os.getpid()
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     try:
         temporary = folder / f"{NOTE}.tmp"
         with temporary.open("w") as note:
-            _keep(note)
-            note.write(f"{maker} {socket.gethostname()}")
+            _lock_shared(note)
+            note.write(f"{creator} {socket.gethostname()}")
             note.flush()
             temporary.rename(folder / NOTE)
             yield TemporaryFolder(folder, note.fileno())
     finally:
-        # What it forks inherits this.
-        if os.getpid() == maker:
+        # Forked processes inherit this context, but must not remove the folder.
+        if os.getpid() == creator:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
-def kept(folder: Path) -> Iterator[int]:
-    """While entered, a folder that another process made stays; yields the id of that process."""
+def keep_folder(folder: Path) -> Iterator[int]:
+    """Keeps a temporary folder created by another process while entered; yields that process's id."""
     with (folder / NOTE).open() as note:
-        _keep(note)
+        _lock_shared(note)
         yield int(note.read().split()[0])
 
 
-def _keep(note: IO[str]) -> None:
-    with suppress(OSError):  # without locks, nothing that is left over can be locked either, and it stays
+def _lock_shared(note: IO[str]) -> None:
+    # On a file system without locks, abandoned folders cannot be locked either, so none is removed.
+    with suppress(OSError):
         fcntl.flock(note, fcntl.LOCK_SH)
 
 
-def _remove_left_over() -> None:
+def _remove_abandoned() -> None:
     for note in filter(Path.is_file, Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{NOTE}")):
-        # OSError: it is in use, it is another user's, or another process removes it. ValueError: it is no text.
+        # OSError: the folder is in use, belongs to another user, or is being removed by another process.
+        # ValueError: the note is not text.
         with suppress(OSError, ValueError), note.open("r+") as file:
-            # Some file systems that hosts share have locks of one host alone.
+            # On file systems shared between hosts, locks may only be visible on one host.
             if file.read().partition(" ")[2] == socket.gethostname():
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(note.parent, ignore_errors=True)

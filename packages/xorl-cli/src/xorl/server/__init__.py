@@ -1,1 +1,1 @@
-"""The service: training and sampling for clients, call by call. Nothing is imported here: few processes load torch."""
+"""The service: trains and samples for clients, call by call. Imports nothing, as most processes must not load torch."""

@@ -1,6 +1,7 @@
-"""Where the orchestrator finds the workers: one address by the configuration, or the one that they have published.
+"""How the orchestrator finds the workers: at an address that the configuration gives, or one that they published.
 
-Beyond this machine a channel has keys, which are made once and kept in output_dir, readable for this user alone.
+A channel that other machines can reach needs keys. They are generated once and kept in output_dir, readable only by
+this user.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from xorl.server.channel import ChannelKeys, check_address
 
 logger = logging.getLogger(__name__)
 
-SERVICE_FOLDER = "service"  # in output_dir: what the processes of the service tell each other
+SERVICE_FOLDER = "service"  # in output_dir: files that the service's processes share
 WORKERS_FILE = "workers.json"
 KEYS_FILE = "channel.keys"
-LOOK_EVERY_S = 0.2
+POLL_EVERY_S = 0.2
 ANY_HOST = ("0.0.0.0", "*", "[::]")
 
 
 def service_folder(config: ServerConfig) -> Path:
-    """`{output_dir}/service`, made where it is not there, for this user alone.
+    """`{output_dir}/service`, created for this user only if it does not exist.
 
-    Raises ValueError that names the option where it cannot be.
+    Raises ValueError, naming the option, if it cannot be created.
     """
     folder = Path(config.output_dir) / SERVICE_FOLDER
     try:
@@ -38,9 +39,9 @@ def service_folder(config: ServerConfig) -> Path:
 
 
 def bind_address(config: ServerConfig, folder: Path | None) -> str:
-    """Where the first worker listens: an ipc socket in this private folder where all workers are on one host.
+    """The address on which the first worker listens.
 
-    folder: None where they are on several hosts.
+    folder: a private folder for an ipc socket, if all workers run on one host; None if they run on several hosts.
     """
     if config.worker_bind_address != "auto":
         return config.worker_bind_address
@@ -50,9 +51,9 @@ def bind_address(config: ServerConfig, folder: Path | None) -> str:
 
 
 def channel_keys(config: ServerConfig, address: str) -> ChannelKeys | None:
-    """The keys that a channel at this address needs, made where there are none yet; None where it needs none.
+    """The keys for a channel at this address, generated if they do not exist yet; None if it needs none.
 
-    Raises ValueError that names the option where the address cannot be used.
+    Raises ValueError, naming the option, if the address cannot be used.
     """
     keys: ChannelKeys | None = None
     file = service_folder(config) / KEYS_FILE
@@ -73,49 +74,49 @@ def channel_keys(config: ServerConfig, address: str) -> ChannelKeys | None:
 
 
 def publish(config: ServerConfig, address: str) -> None:
-    """Tell a launcher that connects where the first worker, this process, listens, and whether with keys."""
+    """Publish the address on which this process, the first worker, listens, and whether it uses keys."""
     file = service_folder(config) / WORKERS_FILE
-    fresh = file.with_suffix(".tmp")
+    temporary = file.with_suffix(".tmp")
     has_keys = channel_keys(config, address) is not None
-    place = {"address": reachable(address, socket.gethostname()), "has_keys": has_keys}
-    fresh.write_text(json.dumps(place))
-    fresh.replace(file)
+    content = {"address": with_reachable_host(address, socket.gethostname()), "has_keys": has_keys}
+    temporary.write_text(json.dumps(content))
+    temporary.replace(file)
 
 
 def workers_file(config: ServerConfig) -> Path | None:
-    """Where workers that run already say how they are reached; None where the options do."""
-    is_told = config.engine_connect_host is not None or config.worker_bind_address != "auto"
-    return None if is_told else service_folder(config) / WORKERS_FILE
+    """The file in which running workers publish their address; None if the options give the address."""
+    is_configured = config.engine_connect_host is not None or config.worker_bind_address != "auto"
+    return None if is_configured else service_folder(config) / WORKERS_FILE
 
 
 def connect_address(config: ServerConfig, timeout_s: float) -> tuple[str, bool]:
-    """Where workers that run already are reached, and whether with keys: by the options, or by what they published.
+    """The address of workers that already run, and whether it uses keys: from the options, or as they published it.
 
-    What they published may be of earlier ones: look again (`published`) while nobody is reached there.
-    Raises ValueError where they publish nothing within timeout_s.
+    Earlier workers may have written the published address: read it again (`read_published`) if nobody answers there.
+    Raises ValueError if no address is published within timeout_s.
     """
     file = workers_file(config)
     if file is None:
         bound = bind_address(config, None)
-        return reached_from_here(config, bound), channel_keys(config, bound) is not None
+        return address_from_this_host(config, bound), channel_keys(config, bound) is not None
     deadline = time.monotonic() + timeout_s
     while not file.exists():
         if time.monotonic() > deadline:
             raise ValueError(
-                f"engine_connect_host: null, and no worker has written {file} within worker_connection_timeout, "
-                f"{timeout_s:g} s: start the workers with the same output_dir, or name the host of the first one"
+                f"engine_connect_host: null, and no worker has written {file} within worker_connection_timeout "
+                f"({timeout_s:g} s): start the workers with the same output_dir, or set the host of the first one"
             )
-        time.sleep(LOOK_EVERY_S)
-    place = json.loads(file.read_text())
-    return str(place["address"]), bool(place["has_keys"])
+        time.sleep(POLL_EVERY_S)
+    content = json.loads(file.read_text())
+    return str(content["address"]), bool(content["has_keys"])
 
 
-def published(file: Path) -> tuple[str, ChannelKeys | None] | None:
-    """The address and the keys by which the workers that wrote `file` last are reached; None where it says none."""
+def read_published(file: Path) -> tuple[str, ChannelKeys | None] | None:
+    """The address and keys of the workers that last wrote `file`; None if it is missing or unreadable."""
     try:
-        place = json.loads(file.read_text())
-        keys = ChannelKeys.load(file.with_name(KEYS_FILE)) if place["has_keys"] else None
-        address = str(place["address"])
+        content = json.loads(file.read_text())
+        keys = ChannelKeys.load(file.with_name(KEYS_FILE)) if content["has_keys"] else None
+        address = str(content["address"])
         check_address(address, keys)
     except FileNotFoundError:
         return None
@@ -125,13 +126,14 @@ def published(file: Path) -> tuple[str, ChannelKeys | None] | None:
     return address, keys
 
 
-def reached_from_here(config: ServerConfig, address: str) -> str:
-    """The address by which a process on this host reaches who listens at `address`."""
-    return reachable(address, config.engine_connect_host or "127.0.0.1", always=config.engine_connect_host is not None)
+def address_from_this_host(config: ServerConfig, address: str) -> str:
+    """The address to which a process on this host connects, given the address on which the workers listen."""
+    host = config.engine_connect_host
+    return with_reachable_host(address, host or "127.0.0.1", always=host is not None)
 
 
-def reachable(address: str, host: str, *, always: bool = False) -> str:
-    """A tcp address with `host` in place of one that stands for all interfaces; `always`, of any."""
+def with_reachable_host(address: str, host: str, *, always: bool = False) -> str:
+    """A tcp address with `host` in place of a wildcard such as 0.0.0.0; with `always`, in place of any host."""
     if not address.startswith("tcp://"):
         return address
     listening, _, port = address.removeprefix("tcp://").rpartition(":")

@@ -1,9 +1,9 @@
-"""Batching: the data of clients' calls to micro-batches of every data-parallel rank, and values per token back.
+"""Packs the data of clients' calls into micro-batches for every data-parallel rank, and maps per-token values back.
 
-Pure functions: every rank computes the same assignment from the same data, makes its own rows, and rank 0 knows
-which token of which rank belongs to which datum.
+Pure functions: every rank computes the same assignment from the same data and builds only its own rows. Rank 0 can
+therefore tell which datum each rank's tokens belong to.
 
-Shapes: n tokens of one datum, T tokens of a row (padding included), K targets at each token.
+Shapes: n tokens of one datum, T tokens of a row (padding included), K targets for each token.
 """
 
 from __future__ import annotations
@@ -16,25 +16,27 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from xorl.data import IGNORE, PAIR_COST, PackedBatch, padding_batch, split_step
+from xorl.data import PackedBatch
+from xorl.data.batch import IGNORE, padding_batch
 from xorl.data.packing import best_fit_decreasing
+from xorl.data.plan import PAIR_COST, split_step
 
 Bin = tuple[int, ...]
-"""The data of one micro-batch of one rank, by their numbers, in the order of the row; none is a row of padding."""
+"""The indices of the data in one micro-batch of one rank, in row order; an empty bin is a row of padding."""
 
-# A weight that a client leaves out is 1; no other input has a value that could be guessed.
+# A missing weight means 1. No other input has a neutral value.
 NEUTRAL: Mapping[str, float] = {"weights": 1.0}
 
 
 @dataclass(frozen=True)
 class Example:
-    """One datum as a loss takes it.
+    """One datum in the form that a loss takes.
 
     Attributes:
         tokens: [n] int64.
-        targets: [n] or [n, K] int64: what each token predicts, so shifted already; IGNORE where nothing is asked.
-        fields: what else the loss reads, by name: [n] or [n, K] fp32.
-        owner: whose it is. The data of an owner are neighbours in a row.
+        targets: [n] or [n, K] int64: the token that each token predicts (already shifted); IGNORE for no target.
+        fields: other inputs of the loss, by name: [n] or [n, K] fp32.
+        owner: the model that it belongs to. A row keeps the data of one owner together.
     """
 
     tokens: NDArray[np.int64]
@@ -50,7 +52,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Who computes what: `bins[rank][micro_batch]`, as many micro-batches on each rank."""
+    """Which rank computes which data: `bins[rank][micro_batch]`; every rank has the same number of micro-batches."""
 
     bins: tuple[tuple[Bin, ...], ...]
 
@@ -59,59 +61,59 @@ class Assignment:
         return len(self.bins[0])
 
     def order(self, rank: int) -> tuple[int, ...]:
-        """The data of a rank, one after the other as its rows have them."""
+        """The indices of a rank's data, in the order of its rows."""
         return tuple(index for members in self.bins[rank] for index in members)
 
 
 def check_examples(examples: Sequence[Example], *, bin_len: int, vocab_size: int) -> None:
-    """Raise ValueError, with the number of the datum, for what cannot be computed."""
+    """Raise ValueError, naming the datum's index, for data that cannot be computed."""
     wanted = {name for example in examples for name in example.fields} - NEUTRAL.keys()
     for index, example in enumerate(examples):
         num_tokens = len(example.tokens)
         if not 1 <= num_tokens <= bin_len:
             raise ValueError(
-                f"datum {index} has {num_tokens} tokens; it must have at least 1 and at most "
-                f"{bin_len} (sample_packing_sequence_len): cut it, or raise that option of the service"
+                f"datum {index} has {num_tokens} tokens, but must have from 1 to {bin_len} "
+                "(sample_packing_sequence_len): shorten it, or raise that option of the service"
             )
         _check_ids(f"datum {index}: tokens", example.tokens, vocab_size)
         targets = example.targets
         if targets.ndim not in (1, 2) or len(targets) != num_tokens or not targets.size:
             raise ValueError(
                 f"datum {index}: target_tokens has shape {list(targets.shape)}; it must be [{num_tokens}] or "
-                f"[{num_tokens}, K], for each of the {num_tokens} tokens what comes next"
+                f"[{num_tokens}, K]: the targets of each of the {num_tokens} tokens"
             )
         _check_ids(f"datum {index}: target_tokens", targets[targets != IGNORE], vocab_size)
         for name, values in example.fields.items():
             if values.shape != targets.shape:
                 raise ValueError(
-                    f"datum {index}: {name} has shape {list(values.shape)}, and target_tokens {list(targets.shape)}: "
-                    "they must be the same"
+                    f"datum {index}: {name} has shape {list(values.shape)}, but target_tokens has "
+                    f"{list(targets.shape)}: they must be the same"
                 )
             if not np.isfinite(values).all():
                 raise ValueError(f"datum {index}: {name} has values that are not finite")
         missing = wanted - example.fields.keys()
         if missing:
-            raise ValueError(f"datum {index} has no {min(missing)}, and others of the call have")
+            raise ValueError(f"datum {index} has no {min(missing)}, but other data of the call do: add it")
 
 
 def _check_ids(what: str, ids: NDArray[np.int64], vocab_size: int) -> None:
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if outside.size:
-        raise ValueError(f"{what} has {int(outside[0])}, which is no token of a vocabulary of {vocab_size}")
+        raise ValueError(f"{what} contains {int(outside[0])}, which is outside the vocabulary of {vocab_size} tokens")
 
 
 def assign(
     lengths: Sequence[int], *, num_ranks: int, bin_len: int, packs: bool = True, owners: Sequence[str] = ()
 ) -> Assignment:
-    """Deal data of `lengths`, each from 1 to bin_len tokens, to rows of at most bin_len tokens on `num_ranks` ranks.
+    """Assign data of `lengths`, each from 1 to bin_len tokens, to rows of at most bin_len tokens on `num_ranks` ranks.
 
-    Every rank gets as many rows, of which some may be empty. There are as few as best fit makes of them, and the data
-    are spread over them so that the rows that are computed at the same time, and all of a rank, cost about the same.
-    Without `packs` each datum has a row of its own. Data of a row are in the order of `owners`, then of their numbers.
-    A function of its arguments alone.
+    Every rank gets the same number of rows; some may be empty. Best-fit packing sets the number of rows. The data are
+    then spread over the rows to balance the cost of rows that run at the same time, and the total cost of each rank.
+    With packs=False, each row holds one datum. Within a row, data are ordered by owner (in the order of `owners`), then
+    by index. The result depends only on the arguments.
     """
     assert num_ranks >= 1, num_ranks
-    assert all(1 <= length <= bin_len for length in lengths), "checked before"
+    assert all(1 <= length <= bin_len for length in lengths), "check_examples has checked the lengths"
     sizes = np.asarray(lengths, dtype=np.int64)
     costs = sizes + PAIR_COST * sizes.astype(np.float64) ** 2
     if packs:
@@ -120,22 +122,23 @@ def assign(
         bins = _spread(sizes, costs, min(num_bins, len(sizes)), bin_len) or tight
     else:
         bins = [[index] for index in range(len(sizes))]
-    places = {owner: place for place, owner in enumerate(dict.fromkeys(owners))}
+    rank_of_owner = {owner: rank for rank, owner in enumerate(dict.fromkeys(owners))}
     ordered = [
-        tuple(sorted(members, key=lambda index: (places[owners[index]] if owners else 0, index))) for members in bins
+        tuple(sorted(members, key=lambda index: (rank_of_owner[owners[index]] if owners else 0, index)))
+        for members in bins
     ]
     dealt = split_step([costs[list(members)].sum() for members in ordered], dp_size=num_ranks, micro_batch_size=1)
     if not dealt.shape[1]:
         return Assignment((((),),) * num_ranks)
     return Assignment(
-        tuple(tuple(ordered[place] if place >= 0 else () for place in rows[:, 0].tolist()) for rows in dealt)
+        tuple(tuple(ordered[index] if index >= 0 else () for index in rows[:, 0].tolist()) for rows in dealt)
     )
 
 
 def _spread(
     sizes: NDArray[np.int64], costs: NDArray[np.float64], num_bins: int, bin_len: int
 ) -> list[list[int]] | None:
-    """Longest first, each into the cheapest of `num_bins` bins that has room; None where one finds no room."""
+    """Longest first, put each datum into the cheapest of `num_bins` bins with room; None if one does not fit."""
     room = np.full(num_bins, bin_len, dtype=np.int64)
     load = np.zeros(num_bins)
     bins: list[list[int]] = [[] for _ in range(num_bins)]
@@ -151,12 +154,12 @@ def _spread(
 
 @dataclass(frozen=True)
 class Layout:
-    """What all rows of a call have in common.
+    """The properties that all rows of a call share.
 
     Attributes:
-        num_targets: K, of the datum with most; 0 where all targets are [n].
-        fields: the names of what the loss reads besides, in every row.
-        pad_to_multiple_of: of a row's tokens.
+        num_targets: the largest K of any datum; 0 if all targets are [n].
+        fields: the names of the loss's other inputs, which every row has.
+        pad_to_multiple_of: the number of tokens of a row is padded to a multiple of this.
     """
 
     num_targets: int
@@ -172,17 +175,18 @@ class Layout:
 
 
 def rows_of(examples: Sequence[Example], members: Bin, layout: Layout) -> list[tuple[str, PackedBatch]]:
-    """One micro-batch: (owner, its tokens) along the row, padded once, at the end of the last; [] is all padding."""
+    """One micro-batch: (owner, its tokens) in row order, with padding after the last; an empty bin is all padding."""
     if not members:
         return [("", _padding(layout))]
     groups = [
-        (owner, [examples[index] for index in own])
-        for owner, own in groupby(members, key=lambda index: examples[index].owner)
+        (owner, [examples[index] for index in indices])
+        for owner, indices in groupby(members, key=lambda index: examples[index].owner)
     ]
     num_padding = -sum(len(examples[index].tokens) for index in members) % layout.pad_to_multiple_of
     last = len(groups) - 1
     return [
-        (owner, _row(own, layout, num_padding if place == last else 0)) for place, (owner, own) in enumerate(groups)
+        (owner, _row(data, layout, num_padding if position == last else 0))
+        for position, (owner, data) in enumerate(groups)
     ]
 
 
@@ -203,7 +207,7 @@ def _padding(layout: Layout) -> PackedBatch:
 
 
 def _row(examples: Sequence[Example], layout: Layout, num_padding: int) -> PackedBatch:
-    """Data joined, with a document of padding at the end where there is any."""
+    """Concatenated data; any padding is a document at the end."""
     lengths = [len(example.tokens) for example in examples]
     total = sum(lengths) + num_padding
     all_lengths = np.array([*lengths, num_padding] if num_padding else lengths, dtype=np.int64)
@@ -213,11 +217,11 @@ def _row(examples: Sequence[Example], layout: Layout, num_padding: int) -> Packe
     labels = np.full((total, *width), IGNORE, dtype=np.int64)
     extras = {name: np.zeros((total, *width), dtype=np.float32) for name in layout.fields}
     for example, stop in zip(examples, ends.tolist(), strict=False):
-        place = slice(stop - len(example.tokens), stop)
-        input_ids[place] = example.tokens
-        # A datum with fewer targets than others leaves the last ones unasked.
+        span = slice(stop - len(example.tokens), stop)
+        input_ids[span] = example.tokens
+        # If a datum has fewer targets than others, its last target columns stay IGNORE.
         targets = example.targets.reshape(len(example.tokens), -1) if width else example.targets
-        inner = (place, slice(targets.shape[1])) if width else place
+        inner = (span, slice(targets.shape[1])) if width else span
         labels[inner] = targets
         for name, values in extras.items():
             given = example.fields.get(name)
@@ -243,10 +247,10 @@ def in_datum_order(
     by_rank: Sequence[NDArray[np.float32]],
     shape_of: Callable[[Example], tuple[int, ...]],
 ) -> list[NDArray[np.float32]]:
-    """Values per token back to their data.
+    """Return each datum's per-token values, in the order of the data.
 
-    by_rank: of each rank, those of the tokens of its data (no padding) in the order of its rows: [tokens] or
-    [tokens, K]. shape_of: what a datum's values have the shape of, [n] or [n, k] with k of at most K.
+    by_rank: for each rank, the values of its data's tokens (no padding) in row order: [tokens] or [tokens, K].
+    shape_of: returns the shape of a datum's values, [n] or [n, k] with k <= K.
     """
     found: list[NDArray[np.float32] | None] = [None] * len(examples)
     for rank, values in enumerate(by_rank):
@@ -254,11 +258,11 @@ def in_datum_order(
         for index in assignment.order(rank):
             shape = shape_of(examples[index])
             stop = start + shape[0]
-            own = values[start:stop]
-            if own.ndim == 2:
-                own = own[:, : shape[1] if len(shape) == 2 else 1]
-            found[index] = np.ascontiguousarray(own).reshape(shape)
+            part = values[start:stop]
+            if part.ndim == 2:
+                part = part[:, : shape[1] if len(shape) == 2 else 1]
+            found[index] = np.ascontiguousarray(part).reshape(shape)
             start = stop
-        assert start == len(values), "a rank's tokens are those of its data"
-    assert all(values is not None for values in found), "each datum is on one rank"
+        assert start == len(values), "a rank returns one value for each token of its data"
+    assert all(values is not None for values in found), "each datum is on exactly one rank"
     return [values for values in found if values is not None]

@@ -1,6 +1,6 @@
-"""What ranks exchange beside the model: rank 0's bytes for all, every rank's values for rank 0, and failures.
+"""Collectives outside the model: broadcast rank 0's bytes, gather values on rank 0, and agree on failures.
 
-Everything travels by gloo, in host memory.
+All of them use gloo, in host memory.
 """
 
 from __future__ import annotations
@@ -23,40 +23,41 @@ from xorl.ckpt.ranks import all_gather_text
 
 logger = logging.getLogger(__name__)
 
-# How long a rank that has failed waits for the others to report. A rank that waits for it in a collective of the model
-# never reports: then this process exits, its launcher ends the rest, and the workers start anew.
+# How long a failed rank waits for the others to report. A rank that waits for it in a collective of the model never
+# reports. This process then exits, its launcher ends the other ranks, and the workers are restarted.
 GRACE_S = 60.0
 EXIT_CODE = 70
 
 
 class FailedElsewhere(RuntimeError):
-    """Another rank failed in what this one did."""
+    """Another rank failed in the operation that this rank completed."""
 
 
 @dataclass
 class Sum:
-    """A number that each rank adds to in the body of `all_or_none`; after it, what all of them have added."""
+    """A number that each rank sets in the body of `all_or_none`; afterwards, the sum over all ranks."""
 
     number: int = 0
 
 
 @contextmanager
 def all_or_none(what: str) -> Iterator[Sum]:
-    """Collective at its end: if the body raised on any rank, raise on every rank, its own error or FailedElsewhere.
+    """Run the body; if it raised on any rank, raise on every rank: the rank's own error, or FailedElsewhere.
 
-    If the ranks do not reach that end together, the process exits: nothing can go on after half a collective.
+    Collective on exit. If the ranks do not all reach it, the process exits, since a rank cannot leave a collective
+    that another has entered.
     """
     error: Exception | None = None
     total = Sum()
     try:
         yield total
-    except Exception as caught:  # noqa: BLE001 - a rank is a process: the others must be told, whatever it was
+    except Exception as caught:  # noqa: BLE001 - process boundary: the other ranks must learn of any error
         error = caught
     if dist.get_world_size() == 1:
         if error is not None:
             raise error
         return
-    watchdog = None if error is None else _end_unless_cancelled(what, error)
+    watchdog = None if error is None else _start_watchdog(what, error)
     sums = torch.tensor([error is not None, total.number], dtype=torch.int64)
     reports: list[str | None] = []
     try:
@@ -64,32 +65,32 @@ def all_or_none(what: str) -> Iterator[Sum]:
         num_failed, total.number = sums.tolist()
         if num_failed:
             reports = [json.loads(text) for text in all_gather_text(json.dumps(None if error is None else str(error)))]
-    except RuntimeError as parted:
-        # A rank is gone. That is no failure of the operation that a client should be told of.
-        _end(what, error or parted)
+    except RuntimeError as lost:
+        # A rank has died. This is not a failure of the operation, so the client must not get it as a result.
+        _exit_process(what, error or lost)
     if watchdog is not None:
         watchdog.cancel()
     if error is not None:
         raise error
     if num_failed:
-        told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(reports) if text is not None)
-        raise FailedElsewhere(f"{what} failed on other ranks: {told}")
+        reasons = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(reports) if text is not None)
+        raise FailedElsewhere(f"{what} failed on other ranks: {reasons}")
 
 
-def _end_unless_cancelled(what: str, error: Exception) -> threading.Timer:
-    watchdog = threading.Timer(GRACE_S, _end, (what, error))
+def _start_watchdog(what: str, error: Exception) -> threading.Timer:
+    watchdog = threading.Timer(GRACE_S, _exit_process, (what, error))
     watchdog.daemon = True
     watchdog.start()
     return watchdog
 
 
-def _end(what: str, error: Exception) -> NoReturn:
+def _exit_process(what: str, error: Exception) -> NoReturn:
     logger.critical("event=ranks_parted what=%s error=%r", what, error)
     os._exit(EXIT_CODE)
 
 
 def broadcast_bytes(data: bytes | None) -> bytes:
-    """Collective: the bytes of rank 0 (None elsewhere), on every rank."""
+    """Collective: return rank 0's bytes on every rank. data: None on the other ranks."""
     if dist.get_world_size() == 1:
         assert data is not None
         return data
@@ -108,13 +109,13 @@ def broadcast_bytes(data: bytes | None) -> bytes:
 
 
 def gather_rows(values: torch.Tensor, sizes: Sequence[int]) -> list[NDArray[np.float32]] | None:
-    """Collective: the rows [sizes[rank], ...] of every rank, on rank 0; None elsewhere. All know all sizes.
+    """Collective: on rank 0, return the rows [sizes[rank], ...] of every rank; elsewhere, None.
 
-    values: [sizes[this rank], ...] fp32 on any device.
+    values: [sizes[this rank], ...] fp32, on any device. sizes: the same on every rank.
     """
     own = values.cpu()
     rank = dist.get_rank()
-    assert len(own) == sizes[rank], "what a rank computes is what it was dealt"
+    assert len(own) == sizes[rank], "a rank computes the rows assigned to it"
     if dist.get_world_size() == 1:
         return [own.numpy()]
     padded = torch.zeros((max(*sizes, 1), *own.shape[1:]), dtype=torch.float32)
@@ -127,7 +128,7 @@ def gather_rows(values: torch.Tensor, sizes: Sequence[int]) -> list[NDArray[np.f
 
 
 def gather_numbers(numbers: Sequence[int]) -> list[list[int]]:
-    """Collective: the numbers of every rank, on every rank; as many on each."""
+    """Collective: return the numbers of every rank on every rank. All ranks pass the same count of numbers."""
     own = torch.tensor(numbers, dtype=torch.int64)
     received = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(received, own)

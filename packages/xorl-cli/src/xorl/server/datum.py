@@ -1,4 +1,4 @@
-"""Tensors as they travel between processes, and Datum, one sequence with what a loss needs of it. No torch here."""
+"""Array, a tensor in the form sent between processes, and Datum, one sequence with its loss inputs; without torch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ ITEM_BYTES: dict[Dtype, int] = {"int32": 4, "int64": 8, "float32": 4, "bfloat16"
 
 
 class Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor: row-major little-endian values.
+    """A tensor as row-major little-endian values.
 
-    Raises ValueError, also while it is decoded, where shape and data do not agree.
+    Raises ValueError, on construction and on decoding, if the data do not fit the shape.
     """
 
     dtype: Dtype
@@ -25,19 +25,19 @@ class Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if any(size < 0 for size in self.shape):
-            raise ValueError(f"a shape has sizes of 0 or more, got {list(self.shape)}")
-        wanted = math.prod(self.shape) * ITEM_BYTES[self.dtype]
-        if len(self.data) != wanted:
+            raise ValueError(f"the sizes of a shape must be at least 0, got {list(self.shape)}")
+        num_bytes = math.prod(self.shape) * ITEM_BYTES[self.dtype]
+        if len(self.data) != num_bytes:
             raise ValueError(
-                f"an array of shape {list(self.shape)} in {self.dtype} has {wanted} bytes, got {len(self.data)}"
+                f"an array of shape {list(self.shape)} in {self.dtype} has {num_bytes} bytes, got {len(self.data)}"
             )
 
     @classmethod
     def of(cls, values: NDArray[np.generic]) -> Array:
-        """An array of int32, int64 or float32 values; others raise ValueError."""
+        """Create an array from int32, int64 or float32 values; other dtypes raise ValueError."""
         dtype = values.dtype.name
         if dtype not in ("int32", "int64", "float32"):
-            raise ValueError(f"an array is made of int32, int64 or float32, got {dtype}")
+            raise ValueError(f"the dtype of an array must be int32, int64 or float32, got {dtype}")
         return cls(dtype, values.shape, np.ascontiguousarray(values).astype(values.dtype.newbyteorder("<")).tobytes())
 
     def numpy(self) -> NDArray[np.generic]:
@@ -49,13 +49,13 @@ class Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Datum(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One sequence: tokens int32 [T], and what its loss needs by name.
+    """One sequence: tokens int32 [T], and the inputs of its loss by name.
 
-    Arrays are [T], or [T, K] for several targets at each place: target_tokens (int64, already shifted by the client:
-    target_tokens[i] follows tokens[:i + 1]), weights, advantages, logprobs, clip_low_threshold and what else the
-    client calls its inputs, all dense and float32 but for tokens.
+    Arrays are [T], or [T, K] for K targets at each position: target_tokens (int64, already shifted by the client:
+    target_tokens[i] follows tokens[:i + 1]), weights, advantages, logprobs, clip_low_threshold and any other input
+    that the client names. All are dense; all but the tokens are float32.
 
-    Raises ValueError, also while it is decoded, where lengths do not agree.
+    Raises ValueError, on construction and on decoding, if the lengths differ.
     """
 
     tokens: Array
@@ -64,12 +64,12 @@ class Datum(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if self.tokens.dtype != "int32" or len(self.tokens.shape) != 1 or not self.tokens.shape[0]:
             raise ValueError(
-                f"the tokens of a datum are int32 [T] with T of at least 1, got {self.tokens.dtype} "
+                f"the tokens of a datum must be int32 [T] with T >= 1, got {self.tokens.dtype} "
                 f"{list(self.tokens.shape)}"
             )
         for name, array in self.arrays.items():
             if len(array.shape) not in (1, 2) or array.shape[0] != self.tokens.shape[0]:
                 raise ValueError(
-                    f"{name} of a datum of {self.tokens.shape[0]} tokens has a value, or a row of them, for each; "
-                    f"got shape {list(array.shape)}"
+                    f"{name} of a datum of {self.tokens.shape[0]} tokens must have one value, or one row of values, "
+                    f"for each token; got shape {list(array.shape)}"
                 )

@@ -1,8 +1,8 @@
 """Starts the service and keeps it running: `python -m xorl.server.launcher --mode auto --config config.yaml`.
 
-The launcher itself serves nothing. It starts the workers (as torchrun does), the orchestrator and the API, starts each
-again when it dies, and stops them in the order in which nothing is lost: first whoever takes requests, then the
-orchestrator, which saves, then the workers. `xorl serve` is the same command.
+The launcher starts the workers (as torchrun does), the orchestrator and the API, and restarts each when it dies. It
+stops them in an order that loses nothing: first the API, which takes requests, then the orchestrator, which saves the
+models, then the workers. `xorl serve` runs the same code.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from urllib.request import ProxyHandler, build_opener
 
 from pydantic import Secret
 
-from xorl.config import LoadedServerConfig, ServerConfig, load_server_config, num_workers
+from xorl.config import LoadedServerConfig, ServerConfig, load_server_config
 from xorl.config.overrides import split_overrides
-from xorl.config.server import TOKEN_PREFIX
+from xorl.config.server import TOKEN_PREFIX, num_workers
 from xorl.config.show import show
 from xorl.host.lock import lock_within
 from xorl.host.temporary import temporary_folder
 from xorl.server.addresses import (
     KEYS_FILE,
+    address_from_this_host,
     bind_address,
     channel_keys,
     connect_address,
-    reached_from_here,
     service_folder,
     workers_file,
 )
@@ -55,20 +55,20 @@ DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 5555  # to which xorl-client connects by default
 TOKEN_FILE = "api_token"
 LOCK_FILE = "lock"
-LOOK_EVERY_S = 0.1
+POLL_EVERY_S = 0.1
 HEALTH_EVERY_S = 0.5
-SAVE_S = 1800.0  # for the orchestrator to save every model
-STOP_S = 30.0
-ECHO_S = 1.0  # a terminal, timeout or uv sends a signal twice: to the launcher, and to its group
-LEFT_S = GRACE_S + 20.0  # for the processes of a launcher that was killed to end
+SAVE_TIMEOUT_S = 1800.0  # for the orchestrator to save every model
+STOP_TIMEOUT_S = 30.0
+DUPLICATE_SIGNAL_S = 1.0  # terminals, `timeout` and uv signal both the launcher and its process group
+LEFTOVER_TIMEOUT_S = GRACE_S + 20.0  # for the processes of a killed launcher to end
 CHILD = ("-u", "-m", "xorl.server.process")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is started, and where it is reached. num_workers 0: they run already.
+    """The processes to start and their addresses. num_workers is 0 if the workers already run.
 
-    workers_file: where those that come after them say how they are reached, if not at workers_address.
+    workers_file: the file in which restarted workers publish their address, if it can differ from workers_address.
     """
 
     config: ServerConfig
@@ -84,12 +84,12 @@ class Plan:
 
     @property
     def url(self) -> str:
-        """Where clients reach the API from this host."""
+        """The API's URL for clients on this host."""
         host = DEFAULT_HOST if self.api_host in ("0.0.0.0", "::") else self.api_host
         return f"http://{f'[{host}]' if ':' in host else host}:{self.api_port}"
 
-    def processes(self, *held: int) -> list[Supervised]:
-        """The processes in the order in which they start; file descriptors that are `held` stay open in them."""
+    def processes(self, *inherited_fds: int) -> list[Supervised]:
+        """The processes in the order in which they start; inherited_fds stay open in all of them."""
         keys = [] if self.keys_file is None else ["--keys", str(self.keys_file)]
         file = [] if self.workers_file is None else ["--workers-file", str(self.workers_file)]
         common = ["--config", str(self.config_file)]
@@ -99,12 +99,12 @@ class Plan:
                 *(sys.executable, *CHILD, "xorl.server.ranks", str(self.num_workers), "-m", "xorl.server.worker"),
                 *(*common, "--bind", self.workers_bind, *keys),
             ],
-            # Threads that wait for work should leave the cores to the other processes.
+            # Idle OpenMP threads must not spin on cores that the other processes need.
             environment={"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")},
-            # They take a while to start; and a request that kills them is given up after worker_max_retries.
+            # Workers start slowly, and a request that kills them is retried up to worker_max_retries times.
             quick_s=60.0,
             max_quick_deaths=self.config.worker_max_retries + 3,
-            held=held,
+            inherited_fds=inherited_fds,
         )
         orchestrator = Supervised(
             "orchestrator",
@@ -112,7 +112,7 @@ class Plan:
                 *(sys.executable, *CHILD, "xorl.server.orchestrator", *common),
                 *("--bind", self.orchestrator_address, "--workers", self.workers_address, *file, *keys),
             ],
-            held=held,
+            inherited_fds=inherited_fds,
         )
         api = Supervised(
             "API",
@@ -121,22 +121,22 @@ class Plan:
                 *("--orchestrator", self.orchestrator_address),
                 *("--host", self.api_host, "--port", str(self.api_port)),
             ],
-            held=held,
+            inherited_fds=inherited_fds,
         )
         return [*([workers] if self.num_workers else []), orchestrator, api]
 
 
 def serve(path: Path, overrides: Sequence[str], *, mode: Mode, api_host: str, api_port: int) -> int:
-    """Run the service of a configuration until a signal stops it; returns the exit code.
+    """Run the service until a signal stops it; returns the exit code.
 
-    Raises ValueError for what the user can correct, before anything is started.
+    Raises ValueError for errors that the user can fix, before any process starts.
     """
     loaded = load_server_config(path, overrides)
     begin_process("launcher", loaded.config.log_level, follows_parent=False)
     with ExitStack() as stack:
-        lock = stack.enter_context(hold_folder(service_folder(loaded.config)))
+        lock = stack.enter_context(lock_output_dir(service_folder(loaded.config)))
         check_listening("--api", api_host, api_port)
-        loaded, told = with_token(loaded, api_host)
+        loaded, token_file = with_token(loaded, api_host)
         folder = stack.enter_context(temporary_folder())
         check_model(loaded.config)
         config_file = folder.path / "config.yaml"
@@ -146,27 +146,27 @@ def serve(path: Path, overrides: Sequence[str], *, mode: Mode, api_host: str, ap
         plan = make_plan(loaded.config, config_file, gpus, mode=mode, api_host=api_host, api_port=api_port)
         lock.write(f"{os.getpid()} {plan.url}\n")
         lock.flush()
-        return _supervise(plan, plan.processes(lock.fileno(), folder.lock), told)
+        return _supervise(plan, plan.processes(lock.fileno(), folder.lock), token_file)
 
 
 def make_plan(
     config: ServerConfig, config_file: Path, num_gpus: int, *, mode: Mode, api_host: str, api_port: int
 ) -> Plan:
-    """Decide what to start. `config_file` holds the configuration, in a private folder where the sockets will be."""
+    """Decide what to start. `config_file` is the resolved configuration; sockets are created beside it."""
     folder = config_file.parent
     count = 0
     if mode == "auto":
         if config.engine_connect_host is not None and config.worker_bind_address == "auto":
             raise ValueError(
-                "engine_connect_host: with --mode auto the workers are on this host, and reached by ipc; leave it at "
-                "null, or set worker_bind_address too"
+                "engine_connect_host: with --mode auto the workers are on this host and are reached by ipc; leave it "
+                "at null, or also set worker_bind_address"
             )
         count = _count_workers(config, num_gpus)
         bind = bind_address(config, folder)
         if bind.startswith("tcp://"):
             host, _, port = bind.removeprefix("tcp://").rpartition(":")
             check_listening("worker_bind_address", host.strip("[]"), int(port))
-        address = reached_from_here(config, bind)
+        address = address_from_this_host(config, bind)
         has_keys = channel_keys(config, bind) is not None
     else:
         bind = ""
@@ -186,34 +186,40 @@ def make_plan(
 
 
 def check_listening(option: str, host: str, port: int) -> None:
-    """Raise ValueError that names the option (or `--api`, for the two of the API) where nobody can listen there."""
+    """Raise ValueError, naming the option, if this host cannot listen on host:port.
+
+    option: a configuration option, or `--api` for the flags --api-host and --api-port.
+    """
     host_option, port_option = ("--api-host", "--api-port") if option == "--api" else (option, option)
     if not 0 < port < 2**16:
-        raise ValueError(f"{port_option}: a port is 1 to 65535, got {port}")
+        raise ValueError(f"{port_option}: a port must be from 1 to 65535, got {port}")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except OSError as error:
-        raise ValueError(f"{host_option}: {host} is no address: {error}") from error
+        raise ValueError(f"{host_option}: {host} is not a valid address: {error}") from error
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(address)
         except PermissionError as error:
-            raise ValueError(f"{port_option}: port {port} needs more rights than this user has: {error}") from error
+            raise ValueError(
+                f"{port_option}: this user may not listen on port {port} ({error}); choose another port"
+            ) from error
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise ValueError(
-                    f"{port_option}: port {port} of {host} is in use: stop who listens there, or choose another"
+                    f"{port_option}: port {port} of {host} is in use: stop the process that listens there, or choose "
+                    "another port"
                 ) from error
-            raise ValueError(f"{host_option}: this machine cannot listen at {host}: {error}") from error
+            raise ValueError(f"{host_option}: this machine cannot listen on {host}: {error}") from error
 
 
 def with_token(loaded: LoadedServerConfig, api_host: str) -> tuple[LoadedServerConfig, str | None]:
-    """The configuration with the key that clients must send, and where it is kept if it was made here.
+    """The configuration with the key that clients must send, and the key's file if the key was generated.
 
-    On a loopback address there is none unless the configuration gives one.
+    A loopback address needs no key, unless the configuration sets one.
     """
     if loaded.config.api_token is not None or is_loopback(api_host):
         return loaded, None
@@ -221,7 +227,10 @@ def with_token(loaded: LoadedServerConfig, api_host: str) -> tuple[LoadedServerC
     if file.exists():
         token = file.read_text(encoding="ascii").strip()
         if not token.startswith(TOKEN_PREFIX):
-            raise ValueError(f"api_token: {file} holds no key that begins with {TOKEN_PREFIX}: remove it for a new one")
+            raise ValueError(
+                f"api_token: {file} does not contain a key that begins with {TOKEN_PREFIX}: remove it to generate a "
+                "new one"
+            )
     else:
         token = TOKEN_PREFIX + secrets.token_urlsafe(32)
         file.touch(mode=0o600)
@@ -230,30 +239,31 @@ def with_token(loaded: LoadedServerConfig, api_host: str) -> tuple[LoadedServerC
     return replace(loaded, config=config), str(file)
 
 
-def hold_folder(folder: Path) -> IO[str]:
-    """Holds output_dir for this service: two would each write what the other does not know of.
+def lock_output_dir(folder: Path) -> IO[str]:
+    """Lock output_dir for this service: two services would overwrite each other's files.
 
-    The processes of the service hold it with the launcher, and those of one that was killed are waited for. Raises
-    ValueError where another service runs.
+    The processes of the service inherit the lock. If a launcher was killed, this waits for its processes to end.
+    Raises ValueError if another service is running.
     """
     file = (folder / LOCK_FILE).open("a+", encoding="utf-8")
 
     def taken() -> str:
         holder = _holder(file)
-        who = "of another host, or just starting" if holder is None else f"process {holder.pid}, {holder.url}"
-        return f"output_dir: another service has {folder.parent} ({who})"
+        who = "on another host, or just starting" if holder is None else f"process {holder.pid}, {holder.url}"
+        return f"output_dir: another service has locked {folder.parent} ({who})"
 
     def may_end() -> bool:
         holder = _holder(file)
         return holder is not None and not is_running(holder.pid)
 
+    advice = "stop it, or choose another --server.output_dir"
     try:
-        lock_within(LEFT_S, file, taken, advice="stop it, or choose another --server.output_dir", may_end=may_end)
+        lock_within(LEFTOVER_TIMEOUT_S, file, taken, advice=advice, may_end=may_end)
     except OSError as error:
         file.close()
         raise ValueError(
-            f"output_dir: {folder.parent} cannot be locked ({error.strerror}), and two services in one folder would "
-            "each write what the other does not know of: choose a folder on a file system that has locks"
+            f"output_dir: {folder.parent} cannot be locked ({error.strerror}), so a second service could overwrite its "
+            "files: choose a folder on a file system that supports locks"
         ) from error
     except ValueError:
         file.close()
@@ -263,14 +273,14 @@ def hold_folder(folder: Path) -> IO[str]:
 
 
 class Holder(NamedTuple):
-    """Who has an output_dir: the launcher's process, and where its API is."""
+    """The holder of an output_dir's lock: the launcher's process id and the URL of its API."""
 
     pid: int
     url: str
 
 
 def _holder(file: IO[str]) -> Holder | None:
-    """What the lock says, if its holder has come to writing it."""
+    """The holder as written in the lock file; None if it has not written it yet."""
     file.seek(0)
     parts = file.read().split()
     return Holder(int(parts[0]), parts[1]) if len(parts) == len(Holder._fields) else None
@@ -280,69 +290,69 @@ def _count_workers(config: ServerConfig, gpus: int) -> int:
     count = num_workers(config, gpus)
     if gpus and count > gpus:
         raise ValueError(
-            f"data_parallel_shard_size x data_parallel_replicate_size: {count} workers, and this machine shows {gpus} "
-            "GPUs: make the sizes smaller, or start workers on several hosts and this with --mode connect"
+            f"data_parallel_shard_size x data_parallel_replicate_size: {count} workers, but this machine has {gpus} "
+            "GPUs: reduce the sizes, or start workers on several hosts and run this with --mode connect"
         )
     if count < gpus:
         logger.warning(
-            "event=gpus_idle workers=%d gpus=%d: the parallel sizes ask for fewer than there are; "
-            "data_parallel_shard_size: -1 takes all",
+            "event=gpus_idle workers=%d gpus=%d: the parallel sizes use fewer GPUs than there are; "
+            "data_parallel_shard_size: -1 uses all",
             count,
             gpus,
         )
     return count
 
 
-def _supervise(plan: Plan, processes: Sequence[Supervised], told: str | None) -> int:
-    """Start all processes, keep them running, and stop all when a signal comes or one of them fails for good."""
+def _supervise(plan: Plan, processes: Sequence[Supervised], token_file: str | None) -> int:
+    """Start all processes and keep them running until a signal arrives or one fails for good; then stop all."""
     stop = threading.Event()
-    hurry = threading.Event()
-    first: float | None = None
+    stop_now = threading.Event()
+    first_signal: float | None = None
 
-    def take(number: int, frame: object) -> None:
-        nonlocal first
+    def on_signal(number: int, frame: object) -> None:
+        nonlocal first_signal
         now = time.monotonic()
-        if first is None:
-            first = now
+        if first_signal is None:
+            first_signal = now
             stop.set()
-        elif now - first > ECHO_S:
-            hurry.set()
+        elif now - first_signal > DUPLICATE_SIGNAL_S:
+            stop_now.set()
 
-    previous = {number: signal.signal(number, take) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
     code = 0
     try:
         for process in processes:
             process.start()
-        ready = threading.Thread(target=_tell_when_ready, args=(plan, stop, told), name="xorl-ready", daemon=True)
+        ready = threading.Thread(target=_log_when_ready, args=(plan, stop, token_file), name="xorl-ready", daemon=True)
         ready.start()
-        while not stop.wait(LOOK_EVERY_S):
+        while not stop.wait(POLL_EVERY_S):
             for process in processes:
-                process.look_after()
+                process.restart_if_dead()
     except ProcessFailed as error:
         logger.error("event=giving_up %s", error)
         code = error.code if error.code == BAD_INPUT else 1
     finally:
         stop.set()
-        stop_all(processes, hurry)
+        stop_all(processes, stop_now)
         for number, handler in previous.items():
             signal.signal(number, handler)
     return code
 
 
-def stop_all(processes: Sequence[Supervised], hurry: threading.Event) -> None:
-    """Stop from the front to the back; a second signal stops at once."""
+def stop_all(processes: Sequence[Supervised], stop_now: threading.Event) -> None:
+    """Stop the processes in reverse order. Once `stop_now` is set, kill them without waiting."""
     logger.info("event=stopping")
     for process in reversed(processes):
         process.signal(signal.SIGTERM)
-        deadline = time.monotonic() + (SAVE_S if process.name == "orchestrator" else STOP_S)
-        while not process.wait(LOOK_EVERY_S) and time.monotonic() < deadline and not hurry.is_set():
+        deadline = time.monotonic() + (SAVE_TIMEOUT_S if process.name == "orchestrator" else STOP_TIMEOUT_S)
+        while not process.wait(POLL_EVERY_S) and time.monotonic() < deadline and not stop_now.is_set():
             pass
         process.kill()
     logger.info("event=stopped")
 
 
-def _tell_when_ready(plan: Plan, stop: threading.Event, told: str | None) -> None:
-    """Say once that training calls can be served, and how to make one."""
+def _log_when_ready(plan: Plan, stop: threading.Event, token_file: str | None) -> None:
+    """Wait until the service can take training calls, then log its URL and where the key is."""
     opener = build_opener(ProxyHandler({}))
     started = time.monotonic()
     while not stop.wait(HEALTH_EVERY_S):
@@ -355,7 +365,7 @@ def _tell_when_ready(plan: Plan, stop: threading.Event, told: str | None) -> Non
     else:
         return
     config = plan.config
-    key = f"key_in={told}" if told else "key=as_configured" if config.api_token else "key=none_needed"
+    key = f"key_in={token_file}" if token_file else "key=as_configured" if config.api_token else "key=none_needed"
     logger.info(
         "event=ready url=%s model=%s workers=%s after_s=%.1f %s",
         plan.url,
@@ -367,18 +377,20 @@ def _tell_when_ready(plan: Plan, stop: threading.Event, told: str | None) -> Non
 
 
 def parse_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The flags, and the overrides of the configuration."""
+    """Split arguments into the flags and the overrides of the configuration."""
     overrides, rest = split_overrides(arguments)
     parser = argparse.ArgumentParser(prog="python -m xorl.server.launcher", description=serve.__doc__)
     parser.add_argument("--config", type=Path, required=True, help="YAML file of the service")
-    parser.add_argument("--mode", choices=get_args(Mode), default="auto", help="start workers, or join running ones")
+    parser.add_argument(
+        "--mode", choices=get_args(Mode), default="auto", help="start workers, or connect to running ones"
+    )
     parser.add_argument("--api-host", default=DEFAULT_HOST, help="address that the API listens on")
     parser.add_argument("--api-port", type=int, default=DEFAULT_PORT, help="port of the API")
     return parser.parse_args(rest), overrides
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the launcher and returns its exit code."""
+    """Run the launcher and return its exit code."""
     flags, overrides = parse_arguments(sys.argv[1:] if arguments is None else arguments)
     try:
         return serve(flags.config, overrides, mode=flags.mode, api_host=flags.api_host, api_port=flags.api_port)

@@ -1,9 +1,9 @@
-"""The messages between the service's processes that carry operations and results.
+"""Messages between the service's processes that carry operations and results. `channel` transports them.
 
 API -> orchestrator: Submit, Poll, Cancel, and the queries in `queries`. Orchestrator -> worker: Work, answered by Done,
-and Cancel of a sample in it, answered by Ok while the work goes on.
-`channel` transports them. Whoever changes a message here, in `queries` or in `operations`, or what one means, raises
-PROTOCOL_VERSION.
+and Cancel of a sample within it, answered by Ok while the work continues.
+
+Raise PROTOCOL_VERSION when a message here, in `queries` or in `operations` changes its fields or its meaning.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ PROTOCOL_VERSION = 7
 
 
 class Health(Message, frozen=True):
-    """Ask how the workers are; the first message they get."""
+    """Ask for the workers' status; the first message sent to them."""
 
 
 class Shutdown(Message, frozen=True):
-    """Finish and exit."""
+    """Finish the current work and exit."""
 
 
 class HealthResult(Message, frozen=True):
     """Result of Health: the number of ranks, and the memory of each rank's GPU (empty without GPUs).
 
-    max_context_length: the tokens that the model has positions for.
+    max_context_length: the number of tokens that the model has positions for.
     """
 
     world_size: int
@@ -45,33 +45,36 @@ Result = ClientResult | HealthResult | ShutdownResult
 
 
 class Work(Message, frozen=True):
-    """Operations to run together: several ForwardBackward or several Sample, of any models; others only alone."""
+    """Operations to run together: several ForwardBackward or several Sample, of any models, or one other operation."""
 
     ids: list[str]
     operations: list[Operation]
 
     def __post_init__(self) -> None:
         if len(self.ids) != len(self.operations) or not self.ids:
-            raise ValueError(f"work has an id for each operation, got {len(self.ids)} and {len(self.operations)}")
+            raise ValueError(
+                f"work must have one id for each of at least one operation, got {len(self.ids)} ids and "
+                f"{len(self.operations)} operations"
+            )
         kinds = {type(operation) for operation in self.operations}
         if len(self.ids) > 1 and kinds not in ({ForwardBackward}, {Sample}):
-            raise ValueError("only ForwardBackward, and only Sample, may come together")
+            raise ValueError("only operations that are all ForwardBackward or all Sample can run together")
 
 
 class Done(Message, frozen=True):
-    """Answer to Work: the result of each operation, in their order."""
+    """Answer to Work: the result of each operation, in order."""
 
     ids: list[str]
     results: list[Result]
 
 
 class Submit(Message, frozen=True):
-    """Accept an operation. The answer Accepted means that it is in the journal and survives a crash.
+    """Accept an operation. The answer Accepted means that the operation is in the journal and survives a crash.
 
-    request_id: a random id that the API proposes; sent again (the API lost the answer), it means the same request.
-    key: the natural key, the same in every retry of the client; None if it has none. A key that is known already means
-    the same request if body_hash is the same too, and its id is answered; with another body_hash it is Rejected(400).
-    The keys of a model are forgotten when it is created anew.
+    request_id: a random id that the API proposes. Sent again, because the API lost the answer, it is the same request.
+    key: the natural key, the same in every retry of the client; None if there is none. A known key with the same
+    body_hash is a retry, answered with the id of the first request; with another body_hash it is Rejected(400).
+    Recreating a model clears its keys.
     seq_id: the number of the operation in its model's order; None puts it behind everything submitted so far.
     """
 
@@ -85,34 +88,34 @@ class Submit(Message, frozen=True):
 
 
 class Tombstone(Message, frozen=True):
-    """The API refused the request with this seq_id of the model, so it will never come. Answered by Ok."""
+    """The API refused the model's request with this seq_id, so it will never arrive. Answered by Ok."""
 
     model_id: str
     seq_id: int
 
 
 class Accepted(Message, frozen=True):
-    """Answer to Submit: the id to poll, which is the proposed one or, for a retry, that of the first request."""
+    """Answer to Submit: the id to poll. It is the proposed id or, for a retry, the id of the first request."""
 
     request_id: str
 
 
 class Rejected(Message, frozen=True):
-    """Answer to a Submit or a query that is refused: the HTTP status, and what the client can do."""
+    """Answer to a refused Submit or query: the HTTP status, the reason, and what the client can do."""
 
     status: int
     message: str
 
 
 class Poll(Message, frozen=True):
-    """Ask for the result of a request. Answered as soon as there is one, or after wait_s (at most 30)."""
+    """Ask for the result of a request. Answered once the request ends, or after wait_s (at most 30)."""
 
     request_id: str
     wait_s: float
 
 
 class Pending(Message, frozen=True):
-    """Answer to Poll: no result yet. position: how many requests, of all clients, are before it; None if it runs."""
+    """Answer to Poll: no result yet. position: the number of queued requests ahead, of all clients; None if running."""
 
     request_id: str
     queue_state: Literal["active", "paused_capacity", "paused_rate_limit"] = "active"
@@ -121,7 +124,7 @@ class Pending(Message, frozen=True):
 
 
 class Finished(Message, frozen=True):
-    """Answer to Poll: the result, which can be polled again for a while. dialect: of the client that submitted it."""
+    """Answer to Poll: the result, which can be polled again for a while. dialect: that of the submitting client."""
 
     request_id: str
     dialect: Dialect
@@ -129,16 +132,16 @@ class Finished(Message, frozen=True):
 
 
 class Unknown(Message, frozen=True):
-    """Answer to Poll: no such request. was_known: there was one, but its result is not kept any more."""
+    """Answer to Poll: no such request. was_known: it existed, but its result has been deleted."""
 
     request_id: str
     was_known: bool = False
 
 
 class Cancel(Message, frozen=True):
-    """End a sample, whether it waits or runs; its result is CANCELLED. Answered by Ok, also where it is over.
+    """End a queued or running sample; its result is CANCELLED. Answered by Ok, even if it has already ended.
 
-    Whatever belongs to a model's order runs on.
+    Requests in a model's order cannot be cancelled.
     """
 
     request_id: str
@@ -148,4 +151,4 @@ CANCELLED = Failure("user", 410, "the request was cancelled")
 
 
 class Ok(Message, frozen=True):
-    """Done, with nothing to say."""
+    """Success, without a result."""

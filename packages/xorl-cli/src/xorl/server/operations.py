@@ -1,8 +1,8 @@
-"""Operations that clients ask of models and samplers, and their results, as they are sent and kept in the journal.
+"""Operations on models and samplers, and their results, in the form that is sent and stored in the journal.
 
-Whoever changes one of them, or what it means, raises PROTOCOL_VERSION in `messages`, and JOURNAL_VERSION in
-`orchestrator.journal`, which keeps them on disk. A new field whose default means what older messages meant needs only
-the former.
+When one of them changes its fields or its meaning, raise PROTOCOL_VERSION in `messages` and JOURNAL_VERSION in
+`orchestrator.journal`, which stores them on disk. If the only change is a new field whose default keeps the meaning of
+older messages, raise PROTOCOL_VERSION alone.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from xorl.server.identifiers import CheckpointKind, CheckpointRef
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Base of everything that is sent: immutable, tagged with its class's name, and strict about unknown fields.
+    """Base of all messages: immutable, tagged with the class name, and strict about unknown fields.
 
-    Subclasses repeat `frozen` since type checkers need it.
+    Subclasses repeat `frozen` because type checkers need it.
     """
 
 
 class LoraSpec(Message, frozen=True):
-    """The adapter that a client asks for. None takes the service's own setting; train_* choose among target modules."""
+    """The adapter that a client requests. None means the service's setting; train_* select among the target modules."""
 
     rank: int | None = None
     alpha: float | None = None
@@ -35,11 +35,11 @@ class LoraSpec(Message, frozen=True):
 
 
 class CreateModel(Message, frozen=True):
-    """Make a model over the base: an adapter as `lora` says, or the one full model if the service trains full weights.
+    """Create a model over the base: the adapter `lora`, or the single full model if the service trains full weights.
 
-    The API sends what the client asked for; the orchestrator replaces `lora` by None if the service trains full
-    weights. With a `checkpoint` the model starts from it, with_optimizer also from its optimizer's state and step
-    count, and a `lora` of None means the adapter in the checkpoint.
+    The API sends what the client requested; the orchestrator sets `lora` to None if the service trains full weights.
+    With a `checkpoint`, the model starts from its weights, and with_optimizer also from its optimizer state and step
+    count; `lora` None then means the adapter in the checkpoint.
     """
 
     model_id: str
@@ -51,13 +51,13 @@ class CreateModel(Message, frozen=True):
 
 
 class UnloadModel(Message, frozen=True):
-    """Remove a model and free what it holds; its checkpoints stay."""
+    """Remove a model and free its memory; its checkpoints are kept."""
 
     model_id: str
 
 
 class ForwardBackward(Message, frozen=True):
-    """Add the gradient of the SUM of a loss over the data; with forward_only, compute the loss alone."""
+    """Accumulate the gradient of the SUM of a loss over the data; with forward_only, compute only the loss."""
 
     model_id: str
     data: list[Datum]
@@ -67,9 +67,10 @@ class ForwardBackward(Message, frozen=True):
 
 
 class OptimStep(Message, frozen=True):
-    """One step of AdamW, or of the service's optimizer of full weights, with the accumulated gradient, and clear it.
+    """Take one optimizer step with the accumulated gradient, then clear the gradient.
 
-    Weight decay is decoupled. grad_clip_norm: the global norm to clip to; 0 does not clip.
+    The optimizer is AdamW, or for full weights the service's. Weight decay is decoupled. grad_clip_norm: the global
+    norm to clip to; 0 disables clipping.
     """
 
     model_id: str
@@ -88,7 +89,10 @@ class AbortGradients(Message, frozen=True):
 
 
 class SaveWeights(Message, frozen=True):
-    """Save weights, optimizer and step count, to continue training from. ttl_s: when to delete it; None: never."""
+    """Save weights, optimizer state and step count, to continue training later.
+
+    ttl_s: delete the checkpoint after this many seconds; None keeps it.
+    """
 
     model_id: str
     name: str
@@ -98,7 +102,7 @@ class SaveWeights(Message, frozen=True):
 
 
 class LoadWeights(Message, frozen=True):
-    """Load a checkpoint of this or another model: weights, and with `optimizer` also the optimizer's state."""
+    """Load a checkpoint of this or another model: its weights, and with `optimizer` also its optimizer state."""
 
     model_id: str
     checkpoint: CheckpointRef
@@ -106,9 +110,9 @@ class LoadWeights(Message, frozen=True):
 
 
 class SaveWeightsForSampler(Message, frozen=True):
-    """Keep a model's weights to sample from: in a checkpoint of this name, or in memory if name is None.
+    """Save a model's weights to sample from: in a checkpoint of this name, or in memory if name is None.
 
-    sampler_id: the sampling session that will use them, if the client asked for one; required if name is None.
+    sampler_id: the sampling session that will use them, if the client requested one; required if name is None.
     """
 
     model_id: str
@@ -119,10 +123,10 @@ class SaveWeightsForSampler(Message, frozen=True):
 
 
 class SaveFullWeights(Message, frozen=True):
-    """Export a model for Hugging Face's libraries (kind external_weights).
+    """Export a model for Hugging Face libraries (kind external_weights).
 
-    is_merged: merge an adapter into the base; otherwise export the adapter alone, as PEFT's two files in fp32. For full
-    weights it makes no difference. dtype: of the weights of whole models.
+    is_merged: merge the adapter into the base; otherwise export only the adapter, as PEFT's two files in fp32. Ignored
+    for full weights. dtype: the dtype of an exported whole model.
     """
 
     model_id: str
@@ -137,13 +141,13 @@ class BaseSampler(Message, frozen=True):
 
 
 class SessionSampler(Message, frozen=True):
-    """Sample from the weights of a sampling session. The orchestrator replaces it before the workers see it."""
+    """Sample from the weights of a sampling session. The orchestrator resolves it before it reaches the workers."""
 
     sampling_session_id: str
 
 
 class NamedSampler(Message, frozen=True):
-    """Sample from the newest sampler checkpoint of that name. The orchestrator replaces it, too."""
+    """Sample from the newest sampler checkpoint of this name. The orchestrator resolves it, like SessionSampler."""
 
     name: str
 
@@ -165,13 +169,13 @@ SamplerRef = BaseSampler | SessionSampler | NamedSampler | SnapshotSampler | Che
 
 
 class Sample(Message, frozen=True):
-    """Continue a prompt num_samples times, and return log-probabilities. P tokens of the prompt.
+    """Continue a prompt num_samples times, and return log-probabilities. P: number of prompt tokens.
 
-    prompt: int32 [P]. max_tokens: None fills the context. top_k: None considers all tokens. seed: of the first sample;
-    sample i has seed + i; None draws one. stop_ids: single tokens. ignore_end: do not stop at the model's end token.
-    topk_*: how many of the most likely tokens to return at each position.
-    target_prompt_tokens: int64 [P - 1, K], further tokens whose log-probabilities to return at the positions 1, 2, ...
-    of the prompt; -1 asks for none.
+    prompt: int32 [P]. max_tokens: None fills the context. top_k: None considers all tokens. seed: the seed of the first
+    sample; sample i uses seed + i; None draws a seed. stop_ids: single tokens. ignore_end: do not stop at the model's
+    end token. topk_*: the number of most likely tokens to return at each position.
+    target_prompt_tokens: int64 [P - 1, K], more tokens whose log-probabilities to return at positions 1, 2, ... of the
+    prompt; -1 marks an empty cell.
     """
 
     sampler: SamplerRef
@@ -192,7 +196,7 @@ class Sample(Message, frozen=True):
 
 
 class Endpoint(Message, frozen=True):
-    """An inference endpoint: where it is, on how many GPUs, and whether weights are sent to it."""
+    """An inference server: its address, its number of GPUs, and whether to send weights to it after each step."""
 
     host: str
     port: int
@@ -201,7 +205,7 @@ class Endpoint(Message, frozen=True):
 
 
 class BlockFp8(Message, frozen=True):
-    """Linear layers in E4M3 with a scale for each block of 128 x 128, except for the modules in `exclude`."""
+    """Linear layers in E4M3 with one scale for each 128 x 128 block, except the modules in `exclude`."""
 
     exclude: tuple[str, ...] = ()
 
@@ -209,9 +213,9 @@ class BlockFp8(Message, frozen=True):
 class SyncWeights(Message, frozen=True):
     """Send a model's weights to inference endpoints.
 
-    The orchestrator fills in `endpoints`, `weight_version` and `quantization` if they are None. If no quantization is
-    set, weights are sent in the dtype that the model computes in. master_address, master_port: where the process group
-    of senders and receivers meets; "" and 0 choose.
+    The orchestrator fills in `endpoints`, `weight_version` and `quantization` if they are None. Without quantization,
+    weights are sent in the model's compute dtype. master_address, master_port: the rendezvous of the process group of
+    senders and receivers; "" and 0 choose one.
     """
 
     model_id: str
@@ -242,9 +246,10 @@ ClientOperation = ModelOperation | Sample
 
 
 class Failure(Message, frozen=True):
-    """Why there is no result; nothing was changed. status: the HTTP status, 4xx for the category `user`.
+    """The operation failed and changed nothing. status: the HTTP status, 4xx for the category `user`.
 
-    model_given_up: the workers do not hold the operation's model, as where it failed once it had begun to change it.
+    model_given_up: the workers no longer hold the operation's model, for example since the operation failed after it
+    had begun to change the model. The orchestrator rebuilds it.
     """
 
     category: Literal["user", "server"]
@@ -254,9 +259,9 @@ class Failure(Message, frozen=True):
 
 
 class ModelCreated(Message, frozen=True):
-    """Result of CreateModel. lora_rank is None for full weights. num_steps: optimizer steps of the loaded checkpoint.
+    """Result of CreateModel. lora_rank is None for full weights. num_steps: optimizer steps in the loaded checkpoint.
 
-    checkpoint_bytes: about how large a checkpoint of the model will be, by kind.
+    checkpoint_bytes: the approximate size of a checkpoint of the model, by kind.
     """
 
     model_id: str
@@ -273,10 +278,10 @@ class Unloaded(Message, frozen=True):
 
 
 class LossResult(Message, frozen=True):
-    """Result of ForwardBackward: fields by name (logprobs, elementwise_loss), each one array per datum, in order.
+    """Result of ForwardBackward: fields by name (logprobs, elementwise_loss), each with one array per datum, in order.
 
-    Arrays are float32, of the shape of the datum's target_tokens. metrics: named `name:reduction`, where reduction is
-    sum, mean, min or max; `loss:sum` is always there.
+    Arrays are float32, with the shape of the datum's target_tokens. metrics: named `name:reduction`, where reduction is
+    sum, mean, min or max; always includes `loss:sum`.
     """
 
     loss_fn_output_type: str
@@ -291,14 +296,14 @@ class OptimResult(Message, frozen=True):
 
 
 class GradientsAborted(Message, frozen=True):
-    """Result of AbortGradients. step: how many optimizer steps the model has taken."""
+    """Result of AbortGradients. step: the number of optimizer steps that the model has taken."""
 
     model_id: str
     step: int
 
 
 class Saved(Message, frozen=True):
-    """Result of the Save operations. checkpoint is None for weights kept in memory, which sampler_id names."""
+    """Result of the Save operations. checkpoint is None for weights kept in memory under sampler_id."""
 
     checkpoint: CheckpointRef | None
     sampler_id: str | None = None
@@ -314,7 +319,7 @@ class Loaded(Message, frozen=True):
     num_steps: int = 0
 
 
-# The log-probability of a cell that has no token, where an inference engine told of fewer.
+# The log-probability of an empty cell, if an inference engine returned fewer tokens.
 NO_LOGPROB = -99999.0
 
 
@@ -326,7 +331,7 @@ class TopLogprobs(Message, frozen=True):
 
 
 class SampledSequence(Message, frozen=True):
-    """One sample: tokens int32 [N], logprobs float32 [N], the versions of the weights at its first and last token."""
+    """One sample: tokens int32 [N], logprobs float32 [N]. versions: of the weights at its first and last token."""
 
     tokens: Array
     logprobs: Array
@@ -336,10 +341,10 @@ class SampledSequence(Message, frozen=True):
 
 
 class SampleResult(Message, frozen=True):
-    """Result of Sample: sequences in the order of their seeds. P tokens of the prompt.
+    """Result of Sample: sequences in the order of their seeds. P: number of prompt tokens.
 
-    prompt_logprobs: float32 [P], NaN at the first. topk_prompt_logprobs: of the P - 1 positions after the first.
-    target_prompt_logprobs: float32 [P - 1, K], NaN where none was asked for.
+    prompt_logprobs: float32 [P], NaN for the first token. topk_prompt_logprobs: for the P - 1 tokens after the first.
+    target_prompt_logprobs: float32 [P - 1, K], NaN in empty cells.
     """
 
     sequences: list[SampledSequence]
@@ -350,7 +355,7 @@ class SampleResult(Message, frozen=True):
 
 
 class EndpointSynced(Message, frozen=True):
-    """How a sync ended for one endpoint. weights: what it holds now; with mixed weights it stays paused."""
+    """The outcome of a sync for one endpoint. weights: those it holds now; with mixed weights it stays paused."""
 
     host: str
     port: int

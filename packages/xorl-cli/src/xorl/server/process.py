@@ -1,4 +1,4 @@
-"""What every process of the service does first: it logs in the same form, and ends when who started it has ended."""
+"""Setup shared by all processes of the service: the log format, and ending together with the parent process."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import time
 
 from xorl.config.server import LogLevel
 
-PARENT_VARIABLE = "XORL_PARENT"  # of the environment: the process that starts this one
+PARENT_VARIABLE = "XORL_PARENT"  # environment variable with the id of the parent process
 PARENT_CHECK_S = 0.5
-GRACE_S = 20.0  # to save what is on its way; a process that waits in a collective never sees the signal
+GRACE_S = 20.0  # between SIGTERM and SIGKILL, to finish saving; a process inside a collective does not handle SIGTERM
 
 
 def begin_process(name: str, log_level: LogLevel, *, follows_parent: bool = True) -> None:
-    """Sets up the logging of a process and, unless it is nobody's child, its end with its parent."""
+    """Set up logging and, with follows_parent, end this process when its parent ends."""
     logging.basicConfig(
         level=log_level,
         format=f"%(asctime)s level=%(levelname)s process={name} %(message)s",
         stream=sys.stderr,
         force=True,
     )
-    # At INFO these would log each request, and what the launcher says already.
+    # At INFO these log every request, and repeat messages of the launcher.
     for noisy in ("httpx", "httpcore", "asyncio", "uvicorn.error"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     if follows_parent:
@@ -33,9 +33,10 @@ def begin_process(name: str, log_level: LogLevel, *, follows_parent: bool = True
 
 
 def follow_parent() -> None:
-    """Ends this process when its parent ends: by SIGTERM, and after a while at once.
+    """When the parent process ends, end this one: with SIGTERM, and after GRACE_S with SIGKILL.
 
-    A parent that says who it is may have ended before this is called. What it says is not for this process's children.
+    PARENT_VARIABLE names the parent, since it may have ended before this call. It is removed from the environment so
+    that children do not inherit it.
     """
     parent = int(os.environ.pop(PARENT_VARIABLE, os.getppid()))
 
@@ -50,7 +51,7 @@ def follow_parent() -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether this host has a process of that id."""
+    """Whether a process with this id exists on this host."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -61,7 +62,7 @@ def is_running(pid: int) -> bool:
 
 
 def main() -> None:
-    """`python -m xorl.server.process MODULE ARGUMENT...`: runs another's module as a process of the service."""
+    """`python -m xorl.server.process MODULE ARGUMENT...`: runs a module as a process of the service."""
     del sys.argv[0]
     follow_parent()
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -1,6 +1,6 @@
-"""What the API asks the orchestrator directly, and the answers: sessions, models, checkpoints, endpoints, status.
+"""Queries that the orchestrator answers at once, and their answers: sessions, models, checkpoints, endpoints, status.
 
-A query that cannot be answered gets Rejected. Times are seconds since 1970.
+A query that cannot be answered gets Rejected. Times are in seconds since 1970.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from xorl.server.operations import BlockFp8, Endpoint, LoraSpec, Message
 
 
 class GetService(Message, frozen=True):
-    """What is served; answered by ServiceInfo."""
+    """Ask which model is served; answered by ServiceInfo."""
 
 
 class ServiceInfo(Message, frozen=True):
-    """The base model and how it is trained. tokenizer: a name or folder. ready: workers take work.
+    """The base model and how it is trained. tokenizer: a name or folder. ready: the workers accept work.
 
-    max_context_length: None until workers were ready, who know it.
+    max_context_length: None until the workers have reported it.
     """
 
     model_name: str
@@ -37,11 +37,11 @@ class ServiceInfo(Message, frozen=True):
 
 
 class GetStatus(Message, frozen=True):
-    """How the service is; answered by Status."""
+    """Ask for the service's status; answered by Status."""
 
 
 class SessionStatus(Message, frozen=True):
-    """A session, or a model without one."""
+    """The status of a session, or of a model without one."""
 
     session_id: str
     models: list[str]
@@ -50,7 +50,7 @@ class SessionStatus(Message, frozen=True):
 
 
 class ErrorSeen(Message, frozen=True):
-    """A request that failed, without any of its data."""
+    """A failed request, without its data."""
 
     time: float
     model_id: str | None
@@ -61,8 +61,8 @@ class ErrorSeen(Message, frozen=True):
 class Status(Message, frozen=True):
     """For the status page, `xorl serve status` and /metrics.
 
-    counters and gauges: by the name that Prometheus gets, of letters, digits and _, labels in their own text form:
-    `requests_total{operation="forward_backward"}`.
+    counters and gauges: keyed by Prometheus name (letters, digits and _), including any labels in Prometheus's text
+    form: `requests_total{operation="forward_backward"}`.
     """
 
     started: float
@@ -81,7 +81,7 @@ class Status(Message, frozen=True):
 
 
 class CreateSession(Message, frozen=True):
-    """Begin a session, of that id where the client has chosen one; answered by SessionCreated."""
+    """Begin a session, with the client's id if it gives one; answered by SessionCreated."""
 
     session_id: str | None = None
     tags: tuple[str, ...] = ()
@@ -90,40 +90,40 @@ class CreateSession(Message, frozen=True):
 
 
 class SessionCreated(Message, frozen=True):
-    """Of CreateSession; info_message is shown to the user by the client."""
+    """Answer to CreateSession. The client shows info_message to the user."""
 
     session_id: str
     info_message: str | None = None
 
 
 class Heartbeat(Message, frozen=True):
-    """The client of a session, or of a model without one, lives; Ok, or Rejected(410) when it has ended."""
+    """Keep a session, or a model without one, active; answered by Ok, or Rejected(410) if it has ended."""
 
     session_id: str
 
 
 class FinishSession(Message, frozen=True):
-    """The client has ended the session: its models are saved as when idle, and released. Ok."""
+    """End a session: its models are saved and released like idle ones. Answered by Ok."""
 
     session_id: str
     reason: str
 
 
 class GetSession(Message, frozen=True):
-    """Answered by SessionInfo."""
+    """Ask for a session; answered by SessionInfo."""
 
     session_id: str
 
 
 class ListSessions(Message, frozen=True):
-    """Answered by Sessions."""
+    """Ask for all sessions; answered by Sessions."""
 
     limit: int = 20
     offset: int = 0
 
 
 class SessionInfo(Message, frozen=True):
-    """A session and what was made in it."""
+    """A session with its models and samplers."""
 
     session_id: str
     created: float
@@ -137,20 +137,20 @@ class SessionInfo(Message, frozen=True):
 
 
 class Sessions(Message, frozen=True):
-    """Of ListSessions, newest first."""
+    """Answer to ListSessions, newest first."""
 
     sessions: list[SessionInfo]
     total: int
 
 
 class GetModel(Message, frozen=True):
-    """Answered by ModelInfo; Rejected(404) where there is no such model, 410 where it has been released."""
+    """Ask for a model; answered by ModelInfo, or Rejected(404) if it does not exist."""
 
     model_id: str
 
 
 class ModelInfo(Message, frozen=True):
-    """A model that is loaded. lora: None for full weights."""
+    """A model. lora: None for full weights."""
 
     model_id: str
     base_model: str
@@ -162,10 +162,10 @@ class ModelInfo(Message, frozen=True):
 
 
 class CreateSamplingSession(Message, frozen=True):
-    """Begin to sample from a checkpoint, or from the base where it is None; answered by SamplingSession.
+    """Begin sampling from a checkpoint, or from the base if it is None; answered by SamplingSession.
 
-    sampling_session_id: chosen by the API from the client's session and number, the natural key; None for a client
-    that has no sessions and samples by name.
+    sampling_session_id: the natural key, which the API builds from the client's session and number; None for a client
+    without sessions, which samples by name.
     """
 
     sampling_session_id: str | None
@@ -175,13 +175,13 @@ class CreateSamplingSession(Message, frozen=True):
 
 
 class GetSampler(Message, frozen=True):
-    """Answered by SamplingSession."""
+    """Ask for a sampling session; answered by SamplingSession."""
 
     sampling_session_id: str
 
 
 class SamplingSession(Message, frozen=True):
-    """What a sampling session samples from. name: under which NamedSampler finds it."""
+    """A sampling session and its weights. name: the name by which NamedSampler finds it."""
 
     sampling_session_id: str
     base_model: str
@@ -190,7 +190,7 @@ class SamplingSession(Message, frozen=True):
 
 
 class ListCheckpoints(Message, frozen=True):
-    """Of one model, or of all; answered by CheckpointList. limit None: all."""
+    """Ask for the checkpoints of one model, or of all; answered by CheckpointList. limit: None returns all."""
 
     model_id: str | None = None
     limit: int | None = None
@@ -198,7 +198,7 @@ class ListCheckpoints(Message, frozen=True):
 
 
 class CheckpointInfo(Message, frozen=True):
-    """A checkpoint that is there."""
+    """An existing checkpoint."""
 
     checkpoint: CheckpointRef
     created: float
@@ -208,33 +208,33 @@ class CheckpointInfo(Message, frozen=True):
 
 
 class CheckpointList(Message, frozen=True):
-    """Of ListCheckpoints, newest first."""
+    """Answer to ListCheckpoints, newest first."""
 
     checkpoints: list[CheckpointInfo]
     total: int
 
 
 class DeleteCheckpoint(Message, frozen=True):
-    """Ok, or Rejected(404)."""
+    """Delete a checkpoint; answered by Ok, or Rejected(404)."""
 
     checkpoint: CheckpointRef
 
 
 class SetCheckpointTtl(Message, frozen=True):
-    """Delete the checkpoint after so long from now; None, never. Ok, or Rejected(404)."""
+    """Delete a checkpoint ttl_s from now, or never if None; answered by Ok, or Rejected(404)."""
 
     checkpoint: CheckpointRef
     ttl_s: float | None
 
 
 class GetWeightsInfo(Message, frozen=True):
-    """Answered by WeightsInfo."""
+    """Ask which model a checkpoint holds; answered by WeightsInfo."""
 
     checkpoint: CheckpointRef
 
 
 class WeightsInfo(Message, frozen=True):
-    """What a checkpoint is of. lora: None for full weights."""
+    """The model that a checkpoint holds. lora: None for full weights."""
 
     base_model: str
     lora: LoraSpec | None
@@ -243,14 +243,14 @@ class WeightsInfo(Message, frozen=True):
 
 
 class ListTrainingRuns(Message, frozen=True):
-    """Models that are, or have left checkpoints; answered by TrainingRuns."""
+    """Ask for all models that exist or have checkpoints; answered by TrainingRuns."""
 
     limit: int = 20
     offset: int = 0
 
 
 class GetTrainingRun(Message, frozen=True):
-    """Answered by TrainingRun."""
+    """Ask for one training run; answered by TrainingRun."""
 
     model_id: str
 
@@ -268,14 +268,14 @@ class TrainingRun(Message, frozen=True):
 
 
 class TrainingRuns(Message, frozen=True):
-    """Of ListTrainingRuns, those active last first."""
+    """Answer to ListTrainingRuns, most recently active first."""
 
     runs: list[TrainingRun]
     total: int
 
 
 class AddEndpoint(Message, frozen=True):
-    """Ask an endpoint how it is and register it; answered by EndpointState."""
+    """Register an endpoint if it answers; answered by EndpointState."""
 
     endpoint: Endpoint
     group_name: str = "weight_sync_group"
@@ -285,18 +285,18 @@ class AddEndpoint(Message, frozen=True):
 
 
 class RemoveEndpoint(Message, frozen=True):
-    """Ok, or Rejected(404)."""
+    """Remove a registered endpoint; answered by Ok, or Rejected(404)."""
 
     host: str
     port: int
 
 
 class ListEndpoints(Message, frozen=True):
-    """Answered by Endpoints."""
+    """Ask for the registered endpoints in their last known state; answered by Endpoints."""
 
 
 class ConnectEndpoints(Message, frozen=True):
-    """Ask the registered endpoints how they are, now; answered by Endpoints."""
+    """Check the registered endpoints now and use those that answer; answered by Endpoints."""
 
     master_address: str = ""
     master_port: int = 0
@@ -304,17 +304,17 @@ class ConnectEndpoints(Message, frozen=True):
 
 
 class SetSyncQuantization(Message, frozen=True):
-    """How weights are sent from now on where a sync does not say it; None as the model has them. Answered by Ok."""
+    """Set the default quantization of weight syncs; None sends the model's dtype. Answered by Ok."""
 
     quantization: BlockFp8 | None
 
 
 class DisconnectEndpoints(Message, frozen=True):
-    """Use the registered endpoints no more until ConnectEndpoints; answered by Endpoints."""
+    """Stop using the registered endpoints until ConnectEndpoints; answered by Endpoints."""
 
 
 class EndpointState(Message, frozen=True):
-    """A registered endpoint. state: failed is one that may hold mixed weights, not used until it is removed."""
+    """A registered endpoint. state: a failed endpoint may hold mixed weights and is not used."""
 
     endpoint: Endpoint
     state: Literal["healthy", "unreachable", "disconnected", "failed"]
@@ -324,7 +324,7 @@ class EndpointState(Message, frozen=True):
 
 
 class Endpoints(Message, frozen=True):
-    """Of ListEndpoints, in the order in which they were added."""
+    """Registered endpoints, in the order in which they were added."""
 
     endpoints: list[EndpointState]
 

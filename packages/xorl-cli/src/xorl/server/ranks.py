@@ -1,7 +1,7 @@
-"""`python -m xorl.server.ranks N ARGUMENT...`: N ranks of `python ARGUMENT...` on this host, by torchrun's launcher.
+"""`python -m xorl.server.ranks N ARGUMENT...`: runs N ranks of `python ARGUMENT...` on this host, as torchrun does.
 
-Its exit code is that of the first rank that failed, where torchrun's command always ends with 1: whoever started it
-can tell bad input from a crash.
+Unlike torchrun, which always fails with 1, it returns the exit code of the first failed rank, so that the caller can
+tell bad input from a crash.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ BY_SIGNAL = 128
 
 
 def run(num_ranks: int, arguments: Sequence[str]) -> int:
-    """Start the ranks, wait for them, and return the exit code; a signal goes on to them."""
-    # Of an orderly end there is nothing to say, and of a failure the rank has said it.
+    """Start the ranks, forward signals to them, wait for them to end, and return the exit code."""
+    # A failed rank has already logged its error.
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     if num_ranks > 1:
-        # As torchrun does, so that ranks do not fight over cores.
+        # As torchrun does, so that ranks do not compete for cores.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     with temporary_folder() as folder:

@@ -1,4 +1,4 @@
-"""Processes that are kept running: started again when they die, and stopped in order, none left behind."""
+"""Supervised processes: restarted when they die, and stopped without leaving any behind."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from xorl.server.process import PARENT_VARIABLE
 
 logger = logging.getLogger(__name__)
 
-BAD_INPUT = 2  # the exit code of a process that no second start would help
+BAD_INPUT = 2  # the exit code of a process that would fail again if restarted
 FIRST_WAIT_S = 0.2
 LONGEST_WAIT_S = 5.0
 
 
 class ProcessFailed(RuntimeError):
-    """A process of the service died for good. `code` is its exit code."""
+    """A process of the service died and is not restarted. `code` is its exit code."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -29,9 +29,9 @@ class ProcessFailed(RuntimeError):
 
 @dataclass
 class Supervised:
-    """One process and how often it may die: for good after max_quick_deaths in a row within quick_s of its start.
+    """A process that is restarted when it dies, up to max_quick_deaths times in a row within quick_s of its start.
 
-    held: file descriptors that stay open in it.
+    inherited_fds: file descriptors that stay open in the process.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Supervised:
     environment: Mapping[str, str] = field(default_factory=dict)
     quick_s: float = 10.0
     max_quick_deaths: int = 5
-    held: tuple[int, ...] = ()
+    inherited_fds: tuple[int, ...] = ()
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
     num_restarts: int = 0
     _started: float = 0.0
@@ -48,54 +48,55 @@ class Supervised:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that runs, or None."""
+        """The id of the running process, or None."""
         return self.process.pid if self.process is not None and self.process.poll() is None else None
 
     def start(self) -> None:
-        """Start it, in a session of its own: a Ctrl-C in the terminal is for the supervisor alone."""
+        """Start the process in a new session, so that a Ctrl-C in the terminal reaches only the supervisor."""
         self.process = subprocess.Popen(
             self.command,
             stdin=subprocess.DEVNULL,
             env=os.environ | dict(self.environment) | {PARENT_VARIABLE: str(os.getpid())},
             start_new_session=True,
-            pass_fds=self.held,
+            pass_fds=self.inherited_fds,
         )
         self._started, self._start_at = time.monotonic(), None
         logger.info("event=started name=%s pid=%d", self.name, self.process.pid)
 
-    def look_after(self) -> None:
-        """Start it again, in a while, if it has died. Raises ProcessFailed where that would be in vain."""
+    def restart_if_dead(self) -> None:
+        """If the process has died, restart it after a delay. Raises ProcessFailed if that would not help."""
         now = time.monotonic()
         if self._start_at is not None:
             if now >= self._start_at:
                 self.num_restarts += 1
                 self.start()
             return
-        assert self.process is not None, "started before"
+        assert self.process is not None, "the process has not been started"
         code = self.process.poll()
         if code is None:
             return
         ran_s = now - self._started
         self._quick_deaths = self._quick_deaths + 1 if ran_s < self.quick_s else 1
-        logger.error("event=died name=%s pid=%d %s ran_s=%.1f", self.name, self.process.pid, how(code), ran_s)
+        reason = describe_exit(code)
+        logger.error("event=died name=%s pid=%d %s ran_s=%.1f", self.name, self.process.pid, reason, ran_s)
         if code == BAD_INPUT:
-            raise ProcessFailed(f"the {self.name} cannot start: its message is above", code)
+            raise ProcessFailed(f"the {self.name} cannot start: see its message above", code)
         if self._quick_deaths >= self.max_quick_deaths:
             raise ProcessFailed(
-                f"the {self.name} died {self._quick_deaths} times, each within {self.quick_s:g} s of its start, at "
-                f"last with {how(code)}",
+                f"the {self.name} died {self._quick_deaths} times, each within {self.quick_s:g} s of its start; the "
+                f"last exit was {reason}",
                 code,
             )
         self._start_at = now + min(FIRST_WAIT_S * 2 ** (self._quick_deaths - 1), LONGEST_WAIT_S)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal, if it runs."""
+        """Send a signal to the process if it is running, and do not restart it."""
         self._start_at = None
         if self.pid is not None and self.process is not None:
             self.process.send_signal(number)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for its end; returns whether it came."""
+        """Wait for the process to end; returns whether it has ended."""
         if self.process is None:
             return True
         try:
@@ -105,7 +106,7 @@ class Supervised:
         return True
 
     def kill(self) -> None:
-        """End it at once, with what it has started in its session."""
+        """Kill the process and everything it has started in its session."""
         if self.pid is None or self.process is None:
             return
         logger.warning("event=killed name=%s pid=%d", self.name, self.process.pid)
@@ -113,6 +114,6 @@ class Supervised:
         self.process.wait()
 
 
-def how(code: int) -> str:
-    """An exit code in words."""
+def describe_exit(code: int) -> str:
+    """An exit code as a log field: `code=1` or `signal=SIGKILL`."""
     return f"signal={signal.Signals(-code).name}" if code < 0 else f"code={code}"

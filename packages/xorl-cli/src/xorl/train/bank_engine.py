@@ -1,4 +1,4 @@
-"""BankEngine: the steps of training for many adapters that share one base model; `Engine` is for a single model."""
+"""BankEngine: training steps for many adapters that share one base model; `Engine` is for a single model."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xorl.core.loss import LossFn, LossOutput, TokenValues, metrics_between
-from xorl.core.parallel import ParallelModel, record_waits
+from xorl.core.loss import LossFn, LossOutput
+from xorl.core.loss.metrics import metrics_between
+from xorl.core.loss.output import TokenValues
+from xorl.core.parallel import ParallelModel
+from xorl.core.parallel.exposed import record_waits
 from xorl.data import PackedBatch
 from xorl.lora import Adam, AdapterBank
 from xorl.train.engine import OnOutput, StepLosses, Update, call_model, to_device
@@ -21,9 +24,9 @@ from xorl.train.observe.timing import StepTimer
 
 @dataclass(frozen=True)
 class MixedBatch:
-    """One micro-batch in which adapters have tokens: those of each are neighbours.
+    """A micro-batch with the tokens of several adapters; those of each adapter are contiguous.
 
-    parts: (adapter, its own micro-batch, padding and all) in the order of the row; `batch` is all of them in one.
+    parts: (adapter, its micro-batch, including padding) in the order of the row. batch: the parts joined.
     """
 
     parts: tuple[tuple[str, PackedBatch], ...]
@@ -31,15 +34,15 @@ class MixedBatch:
 
     @classmethod
     def of(cls, parts: Sequence[tuple[str, PackedBatch]]) -> MixedBatch:
-        """Join micro-batches of different adapters, at least one; all have the same extras."""
+        """Join at least one micro-batch, each of another adapter; all must have the same extras."""
         batches = [batch for _, batch in parts]
         starts = accumulate((len(batch.input_ids) for batch in batches), initial=0)
-        borders = [batch.cu_seqlens[1:] + start for batch, start in zip(batches, starts, strict=False)]
+        boundaries = [batch.cu_seqlens[1:] + start for batch, start in zip(batches, starts, strict=False)]
         joined = PackedBatch(
             input_ids=torch.cat([batch.input_ids for batch in batches]),
             labels=torch.cat([batch.labels for batch in batches]),
             positions=torch.cat([batch.positions for batch in batches]),
-            cu_seqlens=torch.cat([batches[0].cu_seqlens[:1], *borders]),
+            cu_seqlens=torch.cat([batches[0].cu_seqlens[:1], *boundaries]),
             lengths=tuple(length for batch in batches for length in batch.lengths),
             num_tokens=sum(batch.num_tokens for batch in batches),
             num_trained_tokens=sum(batch.num_trained_tokens for batch in batches),
@@ -54,10 +57,11 @@ class MixedBatch:
 
 
 class BankEngine:
-    """A placed, frozen model, and the bank of adapters on it.
+    """A parallelized, frozen model with a bank of adapters.
 
-    Gradients are sums over every token of every call since the last `optim_step` of an adapter, whatever the split
-    into calls, micro-batches and ranks, and whoever else is in them. flops: by adapter, of documents of given lengths.
+    An adapter's gradient is the sum over all its tokens since its last `optim_step`, independent of how these are split
+    into calls, micro-batches and ranks, and of the other adapters in them. flops: adapter, lengths of documents ->
+    floating-point operations to train on them.
     """
 
     def __init__(
@@ -81,21 +85,21 @@ class BankEngine:
         loss_fn: LossFn,
         names: Sequence[str],
         on_output: OnOutput | None = None,
-        whole: AbstractContextManager[object] | None = None,
+        context: AbstractContextManager[object] | None = None,
     ) -> dict[str, StepLosses]:
-        """Add each adapter's gradient of the summed loss over its tokens; returns the sums of each over all ranks.
+        """Add the gradient of the loss, summed over each adapter's tokens; returns each adapter's sums over all ranks.
 
-        Collective: every rank must bring the same number of micro-batches and the same `names`, in their order; these
-        are the adapters that any rank has tokens of. Where it fails on every rank, the model can compute again; who
-        goes on then puts `bank.gradients_kept` around it. `whole` is what else must not fail: it surrounds the passes.
-        `on_output` as for `Engine`.
+        Collective: every rank must pass the same number of micro-batches, and the same `names` in the same order: the
+        adapters that any rank has tokens of. After a failure on every rank the model is usable again; to continue with
+        the earlier gradients, call this within `bank.gradients_kept`. `context` is entered around the passes, but not
+        around the reduction of the losses. `on_output` as for `Engine`.
         """
         self.model.train()
         pending = list(batches)
         self.timer.start()
-        places = {name: place for place, name in enumerate(names)}
+        rows = {name: row for row, name in enumerate(names)}
         losses = torch.zeros(len(names), dtype=torch.float64, device=self.device)
-        with self._recovering(), whole or nullcontext():
+        with self._recovering(), context or nullcontext():
             for index, mixed in enumerate(pending):
                 self.bank.activate(mixed.runs)
                 output = call_model(self.model, mixed.batch, _isolating(loss_fn), self.device)
@@ -103,14 +107,15 @@ class BankEngine:
                 output.sum.backward()
                 self.timer.end_wait()
                 self.timer.mark("backward")
-                for (name, _), own in zip(mixed.runs, _by_run(output, mixed), strict=True):
-                    losses[places[name]] += own.double().sum()
+                per_run = output.per_token.split([num_tokens for _, num_tokens in mixed.runs])
+                for (name, _), loss in zip(mixed.runs, per_run, strict=True):
+                    losses[rows[name]] += loss.double().sum()
                 if on_output is not None:
                     on_output(index, output)
-        sums = torch.cat([losses[:, None], self._counts(pending, places)], dim=1)
+        sums = torch.cat([losses[:, None], self._counts(pending, rows)], dim=1)
         dist.all_reduce(sums, group=self.model.mesh.dp_group)
         self.timer.mark("comm")
-        return {name: StepLosses(*sums[place].unbind()) for name, place in places.items()}
+        return {name: StepLosses(*sums[row].unbind()) for name, row in rows.items()}
 
     @torch.no_grad()
     def forward(self, mixed: MixedBatch, loss_fn: LossFn) -> LossOutput:
@@ -128,10 +133,10 @@ class BankEngine:
         max_grad_norm: float | None,
         kind_of: Callable[[str], str] | None = None,
     ) -> Update:
-        """Divide one adapter's accumulated gradient by `divisor`, clip it, step and zero it; collective.
+        """Divide one adapter's accumulated gradient by `divisor`, clip it, take a step and clear it. Collective.
 
-        A divisor that is NaN changes nothing, as a gradient that is not finite. `kind_of` asks for norms by kind of
-        layer, which it tells of an adapted layer's name.
+        The step is skipped if the gradient is not finite or the divisor is NaN. `kind_of` (name of an adapted layer ->
+        kind of layer), if given, requests gradient norms by kind of layer.
         """
         outcome = self.bank.step(name, adam, divisor=divisor, max_norm=max_grad_norm, kind_of=kind_of)
         self.timer.mark("optimizer")
@@ -145,21 +150,21 @@ class BankEngine:
             self.model.recover()
             raise
 
-    def _counts(self, batches: Sequence[MixedBatch], places: Mapping[str, int]) -> Tensor:
+    def _counts(self, batches: Sequence[MixedBatch], rows: Mapping[str, int]) -> Tensor:
         """Trained tokens, tokens and FLOPs of this rank's micro-batches by adapter, on the device."""
-        counts = [[0.0, 0.0, 0.0] for _ in places]
+        counts = [[0.0, 0.0, 0.0] for _ in rows]
         for name, batch in (part for mixed in batches for part in mixed.parts):
-            row = counts[places[name]]
-            row[0] += batch.num_trained_tokens
-            row[1] += batch.num_tokens
-            row[2] += self._flops(name, batch.document_lengths)
+            count = counts[rows[name]]
+            count[0] += batch.num_trained_tokens
+            count[1] += batch.num_tokens
+            count[2] += self._flops(name, batch.document_lengths)
         return to_device(counts, self.device)
 
 
 def _isolating(loss_fn: LossFn) -> LossFn:
-    """`loss_fn`, in which tokens with values that are not finite have no loss to differentiate, and NaN to be seen.
+    """Wrap `loss_fn` so that tokens with non-finite hidden states have no gradient, and NaN as their loss.
 
-    The head's gradient is a sum over tokens of all adapters, in which zero times NaN would be everyone's.
+    The gradient of the head sums over the tokens of all adapters; there, zero times NaN would spread to all of them.
     """
 
     def isolated(hidden: Tensor, weight: Tensor, targets: Mapping[str, Tensor]) -> LossOutput:
@@ -170,23 +175,18 @@ def _isolating(loss_fn: LossFn) -> LossFn:
     return isolated
 
 
-def _with_nan(output: LossOutput, spoilt: Tensor) -> LossOutput:
-    """NaN in whatever `output` says of the `spoilt` tokens, [T] bool; its sum is what is differentiated, and stays."""
+def _with_nan(output: LossOutput, invalid: Tensor) -> LossOutput:
+    """Set all values of the `invalid` tokens, [T] bool, to NaN; `output.sum`, which is differentiated, stays."""
     logprobs, values = output.logprobs, output.values
-    output = output._replace(per_token=output.per_token.masked_fill(spoilt, torch.nan))
+    output = output._replace(per_token=output.per_token.masked_fill(invalid, torch.nan))
     if logprobs is not None:
         # [T] or [T, K]
-        rows = spoilt.view(-1, *[1] * (logprobs.dim() - 1))
+        rows = invalid.view(-1, *[1] * (logprobs.dim() - 1))
         output = output._replace(logprobs=logprobs.masked_fill(rows, torch.nan))
     if values is None:
         return output
-    # Some are booleans, which a fill would leave so.
-    means = {name: torch.where(spoilt, torch.nan, value) for name, value in values.means.items()}
-    ratio = None if values.ratio is None else values.ratio.masked_fill(spoilt, torch.nan)
+    # Some values are boolean, which masked_fill would keep.
+    means = {name: torch.where(invalid, torch.nan, value) for name, value in values.means.items()}
+    ratio = None if values.ratio is None else values.ratio.masked_fill(invalid, torch.nan)
     output = output._replace(values=TokenValues(values.trained, means, ratio))
-    return output._replace(metrics=metrics_between(output, 0, len(spoilt)))
-
-
-def _by_run(output: LossOutput, mixed: MixedBatch) -> tuple[Tensor, ...]:
-    """The losses of the tokens of each adapter in a row."""
-    return output.per_token.split([length for _, length in mixed.runs])
+    return output._replace(metrics=metrics_between(output, 0, len(invalid)))

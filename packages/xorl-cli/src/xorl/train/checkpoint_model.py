@@ -1,4 +1,4 @@
-"""The model in a checkpoint: what is noted of it, and its weights, for those who start from them or export them."""
+"""The model in a checkpoint: its recorded description, and its weights for new runs and exports."""
 
 from __future__ import annotations
 
@@ -12,40 +12,33 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from xorl.ckpt import (
-    JSON,
-    CheckpointError,
-    Manifest,
-    SavedParameters,
-    WeightRecipe,
-    WeightSource,
-    is_complete,
-    latest_checkpoint,
-    read_manifest,
-)
-from xorl.config import ModelConfig
+from xorl.ckpt import CheckpointError, WeightRecipe, WeightSource, read_manifest
+from xorl.ckpt.layout import JSON, Manifest, is_complete, latest_checkpoint
+from xorl.ckpt.saved_tensors import SavedParameters
+from xorl.config.local import ModelConfig
 from xorl.core.models import spec_for
 from xorl.kernels.quant import QuantFormat, QuantizedWeight, QuantScheme
-from xorl.lora import QUANTIZATION_KEY
+from xorl.lora.prequantized import QUANTIZATION_KEY
 from xorl.train.adapters.folder import is_adapter, is_same_base
 from xorl.train.architecture import Architecture
 
 logger = logging.getLogger(__name__)
 
-# The model's name in the state of a checkpoint (see Engine.state), and in what is noted beside it.
+# The model's key in the state of a checkpoint (see Engine.state) and in its manifest's info.
 MODEL = "model"
-_SHOWN = 5
+# How many differences a message lists.
+_MAX_LISTED = 5
 
 
 @dataclass(frozen=True)
-class ModelNote:
-    """What a checkpoint says of its model: see `describe_model`.
+class ModelDescription:
+    """A checkpoint's description of its model: see `describe_model`.
 
     Attributes:
-        architecture: without adapters, and not quantised.
+        architecture: without adapters or quantisation.
         merge_qkv: whether projections are merged.
-        base_path: the folder or Hub id that it began with, if it did with one.
-        scheme: how its base weights are kept quantised, where they are.
+        base_path: the folder or Hub id that training started from; None for random weights.
+        scheme: of quantised base weights; None if they are not quantised.
     """
 
     architecture: Architecture
@@ -54,7 +47,7 @@ class ModelNote:
     scheme: QuantScheme | None
 
     def weights_in(self, folder: Path) -> SavedParameters | None:
-        """The weights that a checkpoint with this note holds, under the names of transformers; None for not all."""
+        """The weights in the checkpoint, under the names of transformers; None if it does not hold all of them."""
         recipes = self.architecture.recipes(merge_qkv=self.merge_qkv)
         if not SavedParameters.holds(folder, MODEL, recipes):
             return None
@@ -63,9 +56,9 @@ class ModelNote:
 
 
 def describe_model(model: ModelConfig, architecture: Architecture, scheme: QuantScheme | None) -> dict[str, JSON]:
-    """What a checkpoint says of its model, so that it can be exported without the configuration of its run.
+    """The description of a model in its checkpoints, so that these can be exported without the run's configuration.
 
-    `scheme` is how quantised base weights are kept.
+    `scheme` is None unless the base weights are quantised.
     """
     tokenizer = architecture.tokenizer_folder
     return {
@@ -79,7 +72,7 @@ def describe_model(model: ModelConfig, architecture: Architecture, scheme: Quant
 
 
 def find_checkpoint(given: Path) -> Path | None:
-    """The checkpoint in this folder, or the newest of this run."""
+    """The checkpoint in this folder, or the newest of the run in it."""
     if is_complete(given):
         return given.absolute()
     newest = (latest_checkpoint(root) for root in (given, given / "checkpoints"))
@@ -88,23 +81,23 @@ def find_checkpoint(given: Path) -> Path | None:
 
 @dataclass(frozen=True)
 class StartingCheckpoint:
-    """A checkpoint with a whole model that another run begins with; `option` is how the user named it."""
+    """A checkpoint with a whole model that another run starts from; `option` is for error messages."""
 
     option: str
     folder: Path
     step: int
-    note: ModelNote
+    description: ModelDescription
 
     def require_model(self, architecture: Architecture, described_by: str) -> None:
-        """Raise ValueError that says what differs where this is the checkpoint of another model."""
-        _require_same(self.option, self.folder, self.note, architecture, described_by)
+        """Raise ValueError with the differences if this is the checkpoint of another model."""
+        _require_same(self.option, self.folder, self.description.architecture, architecture, described_by)
 
     def weights(self) -> WeightSource:
-        """Its weights under the names of transformers; collective, since the ranks share the work of hashing its files.
+        """The weights under the names of transformers. Collective, since the ranks share the hashing of the files.
 
-        Raises CheckpointError on every rank where it is damaged.
+        Raises CheckpointError on every rank if the checkpoint is damaged.
         """
-        weights = self.note.weights_in(self.folder)
+        weights = self.description.weights_in(self.folder)
         assert weights is not None, "checked when it was opened"
         try:
             weights.verify()
@@ -115,97 +108,96 @@ class StartingCheckpoint:
 
 
 def open_start(option: str, path: str, *, for_adapters: str) -> StartingCheckpoint:
-    """The checkpoint that `path` means, or the newest of the run's folder that it means, whose model is whole.
+    """The checkpoint at `path`, or the newest in a run's folder. Not collective.
 
-    Not collective: every rank looks. Raises ValueError that begins with `option` where there is none, or not a whole
-    model; `for_adapters` says what to do with an adapter.
+    Raises ValueError, beginning with `option`, if there is none or it lacks a whole model; `for_adapters` is the advice
+    for the checkpoint of an adapter.
     """
     given = Path(path).expanduser()
     folder = find_checkpoint(given)
     if folder is None:
-        found = "it is no folder here"
+        reason = "it is not a local folder"
         if given.is_dir():
-            found = "there is no metadata.json in it, and no checkpoint below it"
+            reason = "it has no metadata.json, and no checkpoint below it"
         if (given / "config.json").is_file():
-            found = "it is a Hugging Face folder, which other values of load_weights_mode read"
-        raise ValueError(f"{option}: {path} is no checkpoint of xorl and no run's folder with one: {found}")
+            reason = "it is a Hugging Face folder, which other values of load_weights_mode read"
+        raise ValueError(f"{option}: {path} is neither an xorl checkpoint nor the folder of a run with one: {reason}")
     try:
         manifest = read_manifest(folder)
-        note = read_note(folder, manifest)
+        description = read_description(folder, manifest)
     except ValueError as error:
         raise type(error)(f"{option}: {error}") from error
     if is_adapter(folder) or "sweep" in manifest.info:
-        raise ValueError(f"{option}: {folder} holds an adapter, and a whole model is wanted: {for_adapters}")
-    if note.weights_in(folder) is None:
+        raise ValueError(f"{option}: {folder} holds an adapter, not a whole model: {for_adapters}")
+    if description.weights_in(folder) is None:
         raise ValueError(f"{option}: {folder} does not hold all weights of its model")
-    return StartingCheckpoint(option, folder, manifest.step, note)
+    return StartingCheckpoint(option, folder, manifest.step, description)
 
 
 def require_resumable(folder: Path, manifest: Manifest, model: ModelConfig, architecture: Architecture) -> None:
     """Raise ValueError if a run would resume from the checkpoint of another model, or over another base.
 
-    Names and shapes of parameters are compared when they are loaded; this compares what they do not show.
+    This compares the properties that the names and shapes of parameters, which are checked on loading, do not show.
     """
     if MODEL not in manifest.info:
         return  # saved by other code, which recorded no model
-    note, option = read_note(folder, manifest), "train.load_checkpoint_path"
-    _require_same(option, folder, note, architecture, "the section model")
-    if note.weights_in(folder) is not None:
+    description, option = read_description(folder, manifest), "train.load_checkpoint_path"
+    _require_same(option, folder, description.architecture, architecture, "the section model")
+    if description.weights_in(folder) is not None:
         return
-    saved, base = note.base_path, model.model_path
+    saved, base = description.base_path, model.model_path
     is_same = saved == base if saved is None or base is None else is_same_base(saved, base)
     if not is_same:
         raise ValueError(
-            f"{option}: {folder} holds what was trained over {saved} without that model itself: set model.model_path "
-            f"to it again, now it is {base}, or begin a new run with lora.adapter_path"
+            f"{option}: {folder} was trained over {saved} and does not contain that base, but model.model_path is "
+            f"{base}; restore model.model_path, or start a new run with lora.adapter_path"
         )
 
 
-def _require_same(option: str, folder: Path, note: ModelNote, architecture: Architecture, described_by: str) -> None:
-    own = note.architecture
-    saved, wanted = asdict(own.config), asdict(architecture.config)
-    problems = [f"{name}: {saved[name]}, not {wanted[name]}" for name in saved if saved[name] != wanted[name]]
-    if own.spec.architecture != architecture.spec.architecture:
-        problems.insert(0, f"it is a {own.spec.architecture}, not a {architecture.spec.architecture}")
+def _require_same(option: str, folder: Path, saved: Architecture, expected: Architecture, described_by: str) -> None:
+    before, now = asdict(saved.config), asdict(expected.config)
+    problems = [f"{name}: {before[name]}, not {now[name]}" for name in before if before[name] != now[name]]
+    if saved.spec.architecture != expected.spec.architecture:
+        problems.insert(0, f"it is a {saved.spec.architecture}, not a {expected.spec.architecture}")
     if problems:
-        more = [f"... and {len(problems) - _SHOWN} more"] * (len(problems) > _SHOWN)
+        more = [f"... and {len(problems) - _MAX_LISTED} more"] * (len(problems) > _MAX_LISTED)
         raise ValueError(
             f"{option}: {folder} is of another model than {described_by} describes\n  "
-            + "\n  ".join([*problems[:_SHOWN], *more])
+            + "\n  ".join([*problems[:_MAX_LISTED], *more])
         )
 
 
-def read_note(folder: Path, manifest: Manifest) -> ModelNote:
-    """What `describe_model` noted. Raises ValueError where nothing is."""
-    noted = cast("Mapping[str, JSON] | None", manifest.info.get(MODEL))
-    if noted is None:
+def read_description(folder: Path, manifest: Manifest) -> ModelDescription:
+    """Read the description that `describe_model` recorded. Raises ValueError if there is none."""
+    recorded = cast("Mapping[str, JSON] | None", manifest.info.get(MODEL))
+    if recorded is None:
         raise ValueError(
-            f"{folder} does not say what its model is: it was saved by an older xorl, or by other code; export it "
-            "there, as a Hugging Face folder"
+            f"{folder} has no description of its model: it was saved by an older xorl or by other code; export it with "
+            "that code as a Hugging Face folder"
         )
     hf_config = {
         key: value
-        for key, value in cast(Mapping[str, object], noted["hf_config"]).items()
-        if key != QUANTIZATION_KEY  # what is exported is not
+        for key, value in cast(Mapping[str, object], recorded["hf_config"]).items()
+        if key != QUANTIZATION_KEY  # exported weights are not quantised
     }
     spec = spec_for(hf_config)
-    tokenizer = None if noted["tokenizer"] is None else Path(str(noted["tokenizer"]))
+    tokenizer = None if recorded["tokenizer"] is None else Path(str(recorded["tokenizer"]))
     if tokenizer is not None and not tokenizer.is_dir():
-        logger.warning("tokenizer=%s, which the checkpoint names, is not there any more", tokenizer)
+        logger.warning("tokenizer=%s, recorded in the checkpoint, no longer exists", tokenizer)
         tokenizer = None
-    template = cast("str | None", noted.get("chat_template"))
+    template = cast("str | None", recorded.get("chat_template"))
     architecture = Architecture(spec, spec.config_from_hf(hf_config), hf_config, tokenizer, template)
-    stored = cast("Mapping[str, JSON] | None", noted.get("quantization"))
+    stored = cast("Mapping[str, JSON] | None", recorded.get("quantization"))
     scheme = None
     if stored is not None:
         scheme = QuantScheme(cast(QuantFormat, stored["quant_format"]), cast(int, stored["group_size"]))
-    return ModelNote(architecture, bool(noted["merge_qkv"]), cast("str | None", noted["path"]), scheme)
+    return ModelDescription(architecture, bool(recorded["merge_qkv"]), cast("str | None", recorded["path"]), scheme)
 
 
 def _dequantized(
     scheme: QuantScheme, recipes: Mapping[str, WeightRecipe], name: str, read: Callable[[str], Tensor | None]
 ) -> Tensor | None:
-    """A parameter of a run with quantised base weights, dequantised to fp32 where it is one."""
+    """A parameter of a run with quantised base weights; quantised ones are dequantised to fp32."""
     saved = read(name)
     path = name.removesuffix(".weight")
     scales = read(f"{path}.weight_scale")

@@ -1,4 +1,4 @@
-"""When a run saves, what goes into its checkpoints, and how a run continues from one."""
+"""When a run saves, the contents of its checkpoints, and resuming from one."""
 
 from __future__ import annotations
 
@@ -12,16 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
 
-from xorl.ckpt import (
-    JSON,
-    Checkpointer,
-    CheckpointError,
-    CheckpointFailure,
-    Manifest,
-    SafetensorsSource,
-    agreed,
-    read_manifest,
-)
+from xorl.ckpt import Checkpointer, CheckpointError, CheckpointFailure, SafetensorsSource, read_manifest
+from xorl.ckpt.layout import JSON, Manifest
+from xorl.ckpt.ranks import fail_together
 from xorl.core.runtime import Runtime, rng_state, set_rng_state
 from xorl.lora import AdapterSpec
 from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE, AdapterConfig
@@ -35,13 +28,13 @@ from xorl.train.recorded_options import OPTIONS, differing_options, require_same
 
 logger = logging.getLogger(__name__)
 
-# The folder within a checkpoint that holds the exported model.
+# The folder of the exported model, in a checkpoint.
 EXPORT = "hf"
 
 
 @dataclass(frozen=True)
 class SavePoints:
-    """The steps after which a run saves: each `save_steps`, each `save_epochs` epochs (0: never), and the last."""
+    """The steps after which a run saves: every `save_steps`, every `save_epochs` epochs (0: never), and the last."""
 
     num_steps: int
     steps_per_epoch: int
@@ -49,17 +42,17 @@ class SavePoints:
     save_epochs: float
 
     def warn(self) -> None:
-        """Say so where saves were asked for by epochs alone, and a stream, which has none, goes on to its last step."""
+        """Log a warning if saves are only set by epochs, which a stream does not have."""
         by_steps = 0 < self.save_steps < self.num_steps
         if self.steps_per_epoch == 0 and self.save_epochs > 0 and self.num_steps > 1 and not by_steps:
             logger.warning(
-                "train.save_epochs: a stream has no epochs, so that this run saves after its last step=%d alone; set "
-                "train.save_steps to save before, or train.save_epochs: 0 to leave it at that",
+                "train.save_epochs: a stream has no epochs, so this run only saves after its last step=%d; set "
+                "train.save_steps to save earlier, or train.save_epochs: 0 to silence this warning",
                 self.num_steps,
             )
 
     def __call__(self, step: int) -> bool:
-        """Whether step `step`, counted from 1, is one of them."""
+        """Whether to save after `step` steps."""
         if step == self.num_steps or (self.save_steps and step % self.save_steps == 0):
             return True
         interval = self.save_epochs * self.steps_per_epoch
@@ -70,10 +63,13 @@ class Checkpoints:
     """A run's checkpoints under `{output_dir}/checkpoints`.
 
     Args:
-        model: what they say of the model (see `checkpoint_model.describe_model`).
-        options: what they say of the configuration (see `recorded_options`).
-        adapters: written into each of them; None where there are none.
-        trained_only: whether frozen parameters are left out.
+        due: decides after which steps to save.
+        model: the description of the model (see `checkpoint_model.describe_model`).
+        options: see `recorded_options`.
+        export: written at the end beside the last checkpoint; None exports nothing.
+        adapters: written into each checkpoint in PEFT's format; None for a model without adapters.
+        trained_only: leave out frozen parameters.
+        stream: None if the data is prepared.
     """
 
     def __init__(
@@ -96,7 +92,7 @@ class Checkpoints:
         self._runtime = runtime
         self._export = export
         self._data = data
-        self._noted = {MODEL: model, OPTIONS: options}
+        self._info = {MODEL: model, OPTIONS: options}
         self._adapters = adapters
         self._trained_only = trained_only
         self._stream = stream
@@ -107,49 +103,49 @@ class Checkpoints:
     def save(self, step: int) -> None:
         """Save the run after `step` steps. Collective."""
         start = time.perf_counter()
-        place: dict[str, str | int | list[list[int]] | list[int]] = {
+        data: dict[str, str | int | list[list[int]] | list[int]] = {
             **asdict(self._data),
             "position": step * self._data.bins_per_step,
         }
-        # Set on all ranks or on none: the configuration decides.
+        # The stream is set on all ranks or on none: the configuration decides.
         if self._stream is not None:
-            place |= self._stream.place()
+            data |= self._stream.state()
         try:
             self.last = self._checkpointer.save(
                 step,
                 self._engine.state(trained_only=self._trained_only),
-                info={"data": place, **self._noted},
+                info={"data": data, **self._info},
                 scalars={"step": step},
                 rng=rng_state(self._runtime.device),
-                write_further=None if self._adapters is None else self._adapters.write,
+                write_extra_files=None if self._adapters is None else self._adapters.write,
             )
         except CheckpointFailure as error:
-            raise CheckpointFailure(f"step {step}: {error}\n{self._way_on()}") from error
+            raise CheckpointFailure(f"step {step}: {error}\n{self._recovery_advice()}") from error
         logger.info("checkpoint=%s step=%d save_s=%.2f", self.last, step, time.perf_counter() - start)
         if self._stream is not None and self._runtime.is_main:
             self._stream.write_receipt()
 
     def export(self) -> None:
-        """Write the model for other tools beside the last checkpoint, if the run exports at all. Collective."""
+        """Export the model into the folder of the last checkpoint, if the run exports at all. Collective."""
         if self._export is None:
             return
         assert self.last is not None, "the last step is always saved"
-        with agreed("set a damaged export aside"):
+        with fail_together("set a damaged export aside"):
             if self._runtime.is_main:
                 _set_aside_damaged(self.last)
         self.exported = self.last / EXPORT
         if not self.exported.exists():
             self._export.write(self.exported)
 
-    def _way_on(self) -> str:
+    def _recovery_advice(self) -> str:
         if self.last is None:
-            return "This run has no checkpoint yet. Mend the cause and start it again"
-        return f"{self.last} is whole. Mend the cause and continue with --train.load_checkpoint_path auto"
+            return "This run has no checkpoint yet. Fix the cause and restart"
+        return f"{self.last} is complete. Fix the cause and continue with --train.load_checkpoint_path auto"
 
     def restore(self, path: Path) -> int:
-        """Load the checkpoint at `path` and return its step; parameters that are not in it stay. Collective.
+        """Load the checkpoint at `path` and return its step; parameters that it lacks keep their values. Collective.
 
-        Raises ValueError if its adapters were scaled differently, or stood on a base that was quantised otherwise.
+        Raises ValueError if its adapters were scaled differently or trained over a differently quantised base.
         """
         start = time.perf_counter()
         if self._adapters is not None and is_adapter(path):
@@ -158,41 +154,38 @@ class Checkpoints:
         manifest = read_manifest(path)
         trained_only = bool(frozen) and f"model.{frozen[0]}" not in manifest.tensors
         if trained_only:
-            require_same_base(path, manifest.info, self._noted)
+            require_same_base(path, manifest.info, self._info)
         try:
             loaded = self._checkpointer.load(path, self._engine.state(trained_only=trained_only))
         except CheckpointError as error:
-            others = self._other_options(path)
-            if not others:
+            adapters = None if self._adapters is None else self._adapters.config
+            differing = differing_options(path, manifest.info, self._info, adapters)
+            if not differing:
                 raise
-            told = f"train.load_checkpoint_path: {path} was saved with {'; '.join(others)}"
-            raise CheckpointError(f"{told}\n{error}") from error
+            message = f"train.load_checkpoint_path: {path} was saved with {'; '.join(differing)}"
+            raise CheckpointError(f"{message}\n{error}") from error
         if loaded.rng is not None:
             set_rng_state(loaded.rng, self._runtime.device)
         self.last = path
         logger.info("resumed=%s step=%d load_s=%.2f", path, loaded.step, time.perf_counter() - start)
         return loaded.step
 
-    def _other_options(self, path: Path) -> list[str]:
-        adapters = None if self._adapters is None else self._adapters.config
-        return differing_options(path, read_manifest(path).info, self._noted, adapters)
-
 
 def require_scale(path: Path, spec: AdapterSpec) -> None:
-    """Raise ValueError unless the adapters of a checkpoint are scaled as these are: no shape tells."""
+    """Raise ValueError unless a checkpoint's adapters have the scale of `spec`, which their shapes do not show."""
     saved = AdapterConfig.from_json(json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))).spec
     options = {"alpha": "lora_alpha", "use_rslora": "use_rslora", "alpha_pattern": "alpha_pattern"}
     for field, option in options.items():
         before, now = getattr(saved, field), getattr(spec, field)
         if before != now:
             raise ValueError(
-                f"lora.{option}: {now}, and the adapters of {path}, from which train.load_checkpoint_path goes on, "
-                f"were trained with {before}: set it back, or begin a new run"
+                f"lora.{option}: {now}, but the adapters in {path}, where train.load_checkpoint_path resumes, were "
+                f"trained with {before}; restore that value, or start a new run"
             )
 
 
 def is_exported(checkpoint: Path) -> bool:
-    """Whether the model for other tools, or the adapter, is in this checkpoint with all files of its weights."""
+    """Whether this checkpoint's folder has an exported model or adapter with all its weight files."""
     folder = checkpoint / EXPORT
     try:
         source = (
@@ -205,29 +198,26 @@ def is_exported(checkpoint: Path) -> bool:
 
 
 def _set_aside_damaged(checkpoint: Path) -> None:
-    """Move an export that is not whole out of the way: nothing is written into one, nor is any file lost."""
+    """Rename the folder of an incomplete export, so that a new one can be written and no file is lost."""
     folder = checkpoint / EXPORT
     if folder.exists() and not is_exported(checkpoint):
         aside = Path(tempfile.mkdtemp(prefix=f"{EXPORT}_damaged_", dir=checkpoint))
         folder.rename(aside)
-        logger.warning("export=%s has lost files of its weights; it is now %s and is made again", folder, aside)
+        logger.warning("export=%s lacks weight files; renamed to %s and exported again", folder, aside)
 
 
-def saved_data(manifest: Manifest) -> DataIdentity:
-    """The data that the run of a checkpoint was trained on. Raises CheckpointError for a checkpoint of a sweep."""
-    if "data" not in manifest.info:
-        raise CheckpointError(
-            "train.load_checkpoint_path: the checkpoint is of a sweep; continue it with the members of its lora.sweep"
-        )
-    saved = cast(dict[str, str | int], manifest.info["data"])
-    return DataIdentity(str(saved["order"]), int(saved["num_bins"]), int(saved["bins_per_step"]))
+def saved_data(manifest: Manifest) -> dict[str, DataIdentity]:
+    """The training data recorded in a checkpoint: by member for a sweep, else under the name ""."""
+    info = manifest.info
+    saved = cast(Mapping[str, Mapping[str, str | int]], {"": info["data"]} if "data" in info else info.get("sweep", {}))
+    return {
+        name: DataIdentity(str(data["order"]), int(data["num_bins"]), int(data["bins_per_step"]))
+        for name, data in saved.items()
+    }
 
 
-def saved_stream_positions(manifest: Manifest) -> list[list[int]] | None:
-    """Where the lanes of a stream stood in a checkpoint; None where it was trained on prepared data."""
-    return cast(dict[str, list[list[int]]], manifest.info["data"]).get("stream_positions")
-
-
-def saved_stream_tally(manifest: Manifest) -> list[int] | None:
-    """What had been counted of a stream in a checkpoint; None where nothing was."""
-    return cast(dict[str, list[int]], manifest.info["data"]).get("stream_tally")
+def saved_stream_state(manifest: Manifest) -> tuple[list[list[int]] | None, list[int] | None]:
+    """The positions of the lanes and the counts of samples from `StreamState.state`; None for those not recorded."""
+    data = cast(Mapping[str, JSON], manifest.info["data"])
+    positions = cast("list[list[int]] | None", data.get("stream_positions"))
+    return positions, cast("list[int] | None", data.get("stream_tally"))

@@ -1,4 +1,4 @@
-"""From the data section of a configuration to the loaders that a run reads."""
+"""Builds the data of a run from the data section of its configuration: prepared documents, plans and loaders."""
 
 from __future__ import annotations
 
@@ -13,32 +13,34 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from xorl.config import Config, DataConfig, DatasetEntryConfig
+from xorl.config import Config
+from xorl.config.entries import DatasetEntryConfig
+from xorl.config.local import DataConfig
 from xorl.core.mesh import Mesh
-from xorl.data import (
-    Bins,
-    DataPlan,
-    DatasetEntry,
-    PreparedDocuments,
-    PrepareOptions,
-    Receipt,
-    StepLoader,
-    load_tokenizer,
-    pack,
-    prepare,
-    rescale_accumulation,
-    special_ids,
-    split_documents,
-)
+from xorl.data import DataPlan, DatasetEntry, PrepareOptions, StepLoader, pack, prepare, split_documents
+from xorl.data.documents import PreparedDocuments
+from xorl.data.formats import load_tokenizer
 from xorl.data.formats.template import load_template
+from xorl.data.invariants import special_ids
+from xorl.data.packing import Bins
+from xorl.data.plan import rescale_accumulation
 from xorl.data.push import push_documents
-from xorl.data.stream import Stream, StreamLoader, StreamOptions, StreamPlan, Tally, judge_beginning, open_stream
+from xorl.data.receipt import Receipt
+from xorl.data.stream import (
+    Stream,
+    StreamLoader,
+    StreamOptions,
+    StreamPlan,
+    StreamTally,
+    check_first_samples,
+    open_stream,
+)
 from xorl.train.architecture import Architecture
 
 logger = logging.getLogger(__name__)
 
-# Of an epoch's bins: more is said aloud, less is in the receipt alone.
-_LEFT_OUT_WARNED = 0.05
+# Leaving out a larger fraction of an epoch's bins is logged as a warning; the receipt always records it.
+_MAX_LEFT_OUT = 0.05
 
 Plan: TypeAlias = DataPlan | StreamPlan
 Loader: TypeAlias = StepLoader | StreamLoader
@@ -52,7 +54,7 @@ class PackedDocuments:
     bins: Bins
 
     def receipt(self, plan: DataPlan | None = None) -> Receipt:
-        """What became of every sample, what the bins hold of it and, of what is trained on, how `plan` takes them."""
+        """What happened to every sample, the contents of the bins and, for training data, the steps of `plan`."""
         documents = self.documents
         packed = {
             "documents": len(documents),
@@ -72,7 +74,7 @@ class PackedDocuments:
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run trains on, and what it holds out (None: nothing)."""
+    """The training data of a run, and its held-out data, if any."""
 
     train: PackedDocuments | Stream
     held_out: PackedDocuments | None
@@ -80,9 +82,9 @@ class RunData:
 
 @dataclass(frozen=True)
 class DataIdentity:
-    """Identifies which documents every step trains on, wherever training stops.
+    """Identifies the documents of every step, independent of where training stops.
 
-    `order` is the hash of content, packing, seed and bins per step; the numbers are for messages and for rescaling.
+    `order` is a hash of the content, packing, seed and bins per step; the numbers are for messages and for rescaling.
     """
 
     order: str
@@ -97,12 +99,12 @@ class DataIdentity:
 
 @dataclass(frozen=True)
 class _Model:
-    """What the data has to fit of the model; `judged` as in PrepareOptions."""
+    """The properties of the model that the data must match; `strict` as in PrepareOptions."""
 
     vocab_size: int
     tokenizer_folder: Path | None
     special_ids: Mapping[str, tuple[int, ...]]
-    judged: bool
+    strict: bool
 
 
 def prepare_data(
@@ -111,20 +113,20 @@ def prepare_data(
     tokenizer_folder: Path | None = None,
     hf_config: Mapping[str, object] = MappingProxyType({}),
     *,
-    judged: bool = True,
+    strict: bool = True,
 ) -> RunData:
-    """Prepare, split and pack the data. Called before any process group exists: other ranks may wait for hours.
+    """Prepare, split and pack the data. Call it before the process group exists: one rank may take hours.
 
-    Text and conversations need `tokenizer_folder`, whose special tokens have to agree with the model's `hf_config`.
-    Without `judged`, data that would stop a run is only logged, and nothing is uploaded.
+    Text and conversations need `tokenizer_folder`, whose special tokens must agree with the model's `hf_config`.
+    Without `strict`, data that would stop a run is only logged, and nothing is uploaded.
     """
     data = config.data
-    model = _Model(vocab_size, tokenizer_folder, special_ids(hf_config), judged)
+    model = _Model(vocab_size, tokenizer_folder, special_ids(hf_config), strict)
     if data.streaming:
         tests = _prepare(config, "data.test_datasets", data.test_datasets, model) if data.test_datasets else None
         return RunData(_stream(config, model), None if tests is None else _pack(config, tests, held_out=True))
     documents = _prepare(config, "data.datasets", data.datasets, model)
-    if judged and data.push_dataset_to_hub is not None:
+    if strict and data.push_dataset_to_hub is not None:
         push_documents(
             documents,
             data.push_dataset_to_hub,
@@ -139,23 +141,23 @@ def prepare_data(
             if not part.num_trained.any():
                 raise ValueError(
                     f"data.val_set_size: none of the {len(part)} documents {name} has a trained token; choose another "
-                    "size, or remove the documents in which nothing is trained"
+                    "size, or remove the documents without trained tokens"
                 )
     elif data.test_datasets:
         held_out = _prepare(config, "data.test_datasets", data.test_datasets, model)
-        if data.skip_prepare_dataset and held_out.has_stores_of(documents):
+        if data.skip_prepare_dataset and held_out.has_same_stores(documents):
             raise ValueError(
-                f"data.skip_prepare_dataset: {data.dataset_prepared_path} holds one dataset, which would be trained on "
-                "and be data.test_datasets as well. Hold out a part of it with data.val_set_size"
+                f"data.skip_prepare_dataset: {data.dataset_prepared_path} holds a single dataset, which would be both "
+                "data.datasets and data.test_datasets. Hold out a part of it with data.val_set_size"
             )
     train = _pack(config, documents)
     return RunData(train, None if held_out is None else _pack(config, held_out, held_out=True))
 
 
 def with_chat_template(architecture: Architecture, data: DataConfig) -> Architecture:
-    """The architecture with the chat template that the training data names, if it names one.
+    """The architecture with the chat template of the training data, if its entries name exactly one.
 
-    If it names several, none of them is the one that the model expects, and the template stays as it is.
+    With several templates no single one is right, so the tokenizer's template is kept.
     """
     template = _chat_template_of(data, architecture.tokenizer_folder)
     return architecture if template is None else replace(architecture, chat_template=template)
@@ -167,7 +169,7 @@ def _chat_template_of(data: DataConfig, tokenizer_folder: Path | None) -> str | 
         return None
     if len(named) > 1:
         shown = ", ".join(sorted(name or "the tokenizer's own" for name in named))
-        logger.warning("chat_template: conversations are rendered by several (%s); exports keep the tokenizer's", shown)
+        logger.warning("chat_template: the data uses several templates (%s); exports keep the tokenizer's", shown)
         return None
     tokenizer = load_tokenizer(tokenizer_folder)
     return load_template("data.datasets[0].chat_template", named.pop(), tokenizer, with_tools=False).source
@@ -177,7 +179,7 @@ def plan_steps(config: Config, data: PackedDocuments | Stream, dp_size: int, res
     """The order of the bins over the whole run.
 
     A resumed run keeps the bins per step of its checkpoint: if the ranks or the options give another number,
-    `gradient_accumulation_steps` is changed to keep it.
+    `gradient_accumulation_steps` is adjusted.
     """
     train = config.train
     bins_per_step = train.micro_batch_size * train.gradient_accumulation_steps * dp_size
@@ -186,8 +188,8 @@ def plan_steps(config: Config, data: PackedDocuments | Stream, dp_size: int, res
             resumed_bins_per_step, micro_batch_size=train.micro_batch_size, dp_size=dp_size
         )
         logger.warning(
-            "train.gradient_accumulation_steps is %d in place of %d: a resumed run keeps the %d bins a step of its "
-            "checkpoint, whatever the ranks and train.micro_batch_size",
+            "train.gradient_accumulation_steps is %d instead of %d: a resumed run keeps the %d bins per step of its "
+            "checkpoint for any number of ranks and any train.micro_batch_size",
             accumulation,
             train.gradient_accumulation_steps,
             resumed_bins_per_step,
@@ -211,14 +213,14 @@ def plan_steps(config: Config, data: PackedDocuments | Stream, dp_size: int, res
 
 
 def _warn_of_left_out_bins(plan: DataPlan) -> None:
-    # A run that ends before its first epoch does has no incomplete step to leave out.
+    # A run that ends within its first epoch never reaches the incomplete step.
     is_cut_short = plan.max_steps is not None and plan.max_steps <= plan.steps_per_epoch
-    if is_cut_short or plan.left_out_bins <= _LEFT_OUT_WARNED * plan.num_bins:
+    if is_cut_short or plan.left_out_bins <= _MAX_LEFT_OUT * plan.num_bins:
         return
     logger.warning(
-        "data.dataloader_drop_last: true leaves %d of the %d bins out of each epoch%s, which do not fill a step of %d; "
-        "false trains them in a smaller last step, and a smaller step (train.micro_batch_size, "
-        "train.gradient_accumulation_steps) leaves out fewer",
+        "data.dataloader_drop_last: true leaves %d of the %d bins out of each epoch%s, since they do not fill a step "
+        "of %d; false trains them in a smaller last step, and smaller steps (train.micro_batch_size, "
+        "train.gradient_accumulation_steps) leave out fewer",
         plan.left_out_bins,
         plan.num_bins,
         "" if plan.shuffle else " (the same ones, as they are not shuffled)",
@@ -227,10 +229,10 @@ def _warn_of_left_out_bins(plan: DataPlan) -> None:
 
 
 def write_receipt(path: Path, data: RunData, plan: Plan, streamed: Receipt | None = None) -> None:
-    """Log and write what became of every sample: people ask what a model was trained on long after the run.
+    """Log and write what happened to every sample: people ask what a model was trained on long after the run.
 
-    It is written before the first step, and that of a stream, `streamed`, again with each checkpoint and at the end,
-    since samples are counted while they are read.
+    It is written before the first step. The receipt of a stream, `streamed`, is rewritten with each checkpoint and at
+    the end, since samples are counted while they are read.
     """
     stored: dict[str, object] = {}
     train_plan = plan if isinstance(plan, DataPlan) else None
@@ -239,7 +241,7 @@ def write_receipt(path: Path, data: RunData, plan: Plan, streamed: Receipt | Non
         if isinstance(part, PackedDocuments):
             receipt = part.receipt(own_plan)
         elif part is not None:
-            assert streamed is not None, "a stream's receipt is written once something was read"
+            assert streamed is not None, "the receipt of a stream must be passed"
             receipt = streamed
         else:
             continue
@@ -283,7 +285,7 @@ def build_loader(config: Config, data: PackedDocuments, plan: DataPlan, mesh: Me
 def build_stream_loader(
     config: Config, stream: Stream, plan: StreamPlan, mesh: Mesh, positions: Sequence[Sequence[int]] | None
 ) -> StreamLoader:
-    """The loader of this data-parallel rank's micro-batches; `positions` are those of the checkpoint to resume from."""
+    """The loader of this data-parallel rank's micro-batches; `positions` are from the checkpoint to resume from."""
     options = config.data
     return StreamLoader(
         stream,
@@ -300,9 +302,9 @@ def build_stream_loader(
 
 
 class StreamState:
-    """Where a run stands in its stream and what it has read of it, over all ranks.
+    """The positions of a run in its stream and the counts of the samples read, over all ranks.
 
-    `before` is what was counted until the checkpoint that the run goes on from; `write` takes the receipt.
+    `before` are the counts in the checkpoint that the run resumes from; `write` writes the receipt.
     """
 
     def __init__(
@@ -318,16 +320,17 @@ class StreamState:
         self._loader = loader
         self._group = mesh.dp_group
         self._device = device
-        self._before = Tally(stream, before)
-        self._tally = Tally(stream, before)
+        self._before = StreamTally(stream, before)
+        self._tally = StreamTally(stream, before)
         self._plan_hash = loader.plan.hash
         self._write = write
 
-    def place(self) -> dict[str, list[list[int]] | list[int]]:
-        """What a checkpoint keeps: where each lane stands, and what was counted since the first step; collective.
+    def state(self) -> dict[str, list[list[int]] | list[int]]:
+        """The position of each lane and the counts since the first step, for a checkpoint. Collective.
 
-        Each data-parallel rank knows its own lanes, and what it knows only grows. It has counted the bins that it was
-        handed, and each bin is handed to one of them, so that their sum counts nothing twice, shared lanes included.
+        Positions only grow, and each data-parallel rank knows those of its own lanes, so the maximum over ranks is
+        current. Each bin goes to one rank, which counts it, so the sum over ranks counts nothing twice, even if ranks
+        share a lane.
         """
         positions = torch.from_numpy(self._loader.positions()).to(self._device)
         dist.all_reduce(positions, op=dist.ReduceOp.MAX, group=self._group)
@@ -337,7 +340,7 @@ class StreamState:
         return {"stream_positions": positions.tolist(), "stream_tally": self._tally.values.tolist()}
 
     def write_receipt(self) -> None:
-        """Write the receipt of all samples that were counted up to the last `place()`."""
+        """Write the receipt of all samples counted up to the last call of `state`."""
         self._write(self._tally.receipt(self._plan_hash))
 
 
@@ -358,7 +361,7 @@ def _stream(config: Config, model: _Model) -> Stream:
         index_path=Path(data.dataset_prepared_path) / "streams",
         token=data.hf_use_auth_token,
     )
-    judge_beginning(stream, stops=model.judged)
+    check_first_samples(stream, strict=model.strict)
     for entry in stream.entries:
         num_bytes, blocks = entry.num_bytes, entry.num_blocks
         logger.info(
@@ -370,7 +373,7 @@ def _stream(config: Config, model: _Model) -> Stream:
 def _prepare(config: Config, option: str, entries: Sequence[DatasetEntryConfig], model: _Model) -> PreparedDocuments:
     data = config.data
     assert data.dataset_num_proc is not None, "resolved by the configuration"
-    # Runs on other shards are compared by what they hold out, which is the same for all.
+    # Test data is never sharded, so that runs on different shards can be compared.
     shard = (data.dataset_shard_num, data.dataset_shard_idx) if option == "data.datasets" else (None, None)
     options = PrepareOptions(
         bin_len=data.sample_packing_sequence_len,
@@ -387,7 +390,7 @@ def _prepare(config: Config, option: str, entries: Sequence[DatasetEntryConfig],
         dataset_shard_num=shard[0],
         dataset_shard_idx=shard[1],
         token=data.hf_use_auth_token,
-        judged=model.judged,
+        strict=model.strict,
     )
     columns = None if data.select_columns is None else tuple(data.select_columns)
     return prepare([_entry(entry, columns) for entry in entries], options, option=option)

@@ -1,4 +1,4 @@
-"""Engine: the steps of training (forward, backward, optimizer step), the same for the local loop and the service."""
+"""Engine: forward, backward and optimizer step, for the training loop as well as the service."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from xorl.core.loss import LossFn, LossOutput
-from xorl.core.optim import OptimizerState, WideAccumulation, gradient_scale
-from xorl.core.parallel import ParallelModel, record_waits
+from xorl.core.optim import Fp32Accumulation, OptimizerState, gradient_scale
+from xorl.core.parallel import ParallelModel
+from xorl.core.parallel.exposed import record_waits
 from xorl.data import PackedBatch
 from xorl.kernels.layout import SequenceLayout
 from xorl.lora import Adam
@@ -34,10 +35,10 @@ class StepLosses:
 
 @dataclass(frozen=True)
 class Update:
-    """What an optimizer step did: scalars on the device, the same on every rank.
+    """The result of an optimizer step: scalars on the device, the same on every rank.
 
-    grad_norm: of the divided gradient, before clipping. skipped: 1 if it was not finite, and nothing was changed.
-    norms: of the undivided gradient by kind of layer, if they were asked for.
+    grad_norm: of the divided gradient, before clipping. skipped: 1 if it was not finite, so that nothing changed.
+    norms: of the undivided gradient by kind of layer, if requested.
     """
 
     grad_norm: Tensor
@@ -46,9 +47,9 @@ class Update:
 
 
 class ModelState:
-    """A module's parameters and persistent buffers as they are placed, by name, for checkpoints.
+    """A module's parameters and persistent buffers by name, sharded as they are, for checkpoints.
 
-    `trained_only` leaves out the parameters that are frozen.
+    `trained_only` leaves out frozen parameters.
     """
 
     def __init__(self, module: nn.Module, *, trained_only: bool = False) -> None:
@@ -60,20 +61,20 @@ class ModelState:
         return self._tensors
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Copy `state` in; tensors that were loaded in place are left as they are."""
+        """Copy `state` into the module; tensors that were loaded in place are skipped."""
         for name, tensor in self._tensors.items():
             if state[name] is not tensor:
                 tensor.copy_(state[name])
 
 
 class Engine:
-    """A placed model and its optimizer, which must be one of `build_optimizer`: it scales gradients on the device.
+    """A parallelized model and its optimizer, made by `build_optimizer` so that it scales gradients on the device.
 
-    Gradients are sums over all tokens of all calls since the last `optim_step`, however these are split into calls,
-    micro-batches and ranks; only `optim_step` divides them. `timer` measures where the time of a step goes.
+    Gradients are sums over all tokens since the last `optim_step`, independent of how these are split into calls,
+    micro-batches and ranks; only `optim_step` divides them. `timer` measures the phases of a step.
 
     Args:
-        flops: lengths of documents -> floating-point operations of training on them.
+        flops: lengths of documents -> floating-point operations to train on them.
     """
 
     def __init__(
@@ -93,15 +94,15 @@ class Engine:
         self.timer = StepTimer(device)
         record_waits(model, self.timer)
         self._parameters = [p for p in model.module.parameters() if p.requires_grad]
-        self._accumulation = WideAccumulation(self._parameters)
+        self._accumulation = Fp32Accumulation(self._parameters)
 
     def forward_backward(
         self, batches: Iterable[PackedBatch], loss_fn: LossFn, on_output: OnOutput | None = None
     ) -> StepLosses:
         """Add the gradient of the loss, summed over the tokens of `batches` on all ranks.
 
-        Collective: every rank must pass the same number of micro-batches. `on_output` is called for each of them once
-        its backward pass is queued.
+        Collective: every rank must pass the same number of micro-batches. `on_output` is called for each micro-batch
+        once its backward pass is queued.
         """
         self.model.train()
         pending = list(batches)
@@ -132,8 +133,8 @@ class Engine:
     def optim_step(self, lr: float, divisor: Tensor | float) -> Update:
         """Divide the accumulated gradient by `divisor`, clip it, take an optimizer step, and clear the gradient.
 
-        lr is the learning rate of the schedule; each group of the optimizer multiplies it by its own scale. A gradient
-        that is not finite changes nothing: the optimizer reads the flag on the device, so the host need not wait.
+        lr is the schedule's learning rate; each parameter group multiplies it by its own scale. If the gradient is not
+        finite, the step is skipped; the optimizer reads that flag on the device, so the host need not wait.
         """
         return self._step(lr, divisor, self._max_grad_norm)
 
@@ -146,12 +147,12 @@ class Engine:
     ) -> Update:
         """`optim_step` with hyperparameters for this step alone. A `max_grad_norm` of None does not clip.
 
-        An optimizer takes those of `adam` that it has; all have lr and weight_decay. `kind_of` (name of a parameter ->
-        kind of layer), if given, asks for gradient norms by kind of layer.
+        The optimizer uses the hyperparameters of `adam` that it has; all have lr and weight_decay. `kind_of` (name of a
+        parameter -> kind of layer), if given, requests gradient norms by kind of layer.
         """
-        own = {"betas": adam.betas, "eps": adam.eps, "weight_decay": adam.weight_decay}
+        options = {"betas": adam.betas, "eps": adam.eps, "weight_decay": adam.weight_decay}
         for group in self.optimizer.param_groups:
-            group.update({key: value for key, value in own.items() if key in group})
+            group.update({key: value for key, value in options.items() if key in group})
         norms = {} if kind_of is None else self._norms(kind_of)
         total = torch.stack([*norms.values()]).square().sum().sqrt() if norms else None
         update = self._step(adam.lr, divisor, max_grad_norm, total)
@@ -165,8 +166,8 @@ class Engine:
     def gradients_kept(self) -> Iterator[None]:
         """Around `forward_backward`: if it raises, restore the earlier gradients and make the model usable again.
 
-        This costs a copy of the gradients, so it is for callers that cannot simply start anew. Either every rank must
-        fail or none: the others would wait for this one in a collective.
+        This costs a copy of the gradients, so it is for callers that cannot restart. Every rank must fail or none:
+        otherwise the others would wait in a collective.
         """
         earlier = [None if p.grad is None else p.grad.detach().clone() for p in self._parameters]
         try:
@@ -176,7 +177,7 @@ class Engine:
             for parameter, gradient in zip(self._parameters, earlier, strict=True):
                 parameter.grad = None
                 if parameter.dtype != torch.float32:
-                    # Several micro-batches add up in fp32 (`WideAccumulation`), one is in the parameter's dtype.
+                    # Several micro-batches accumulate in fp32 (`Fp32Accumulation`); one keeps the parameter's dtype.
                     parameter.grad_dtype = parameter.dtype if gradient is None else gradient.dtype
                 parameter.grad = gradient
             raise
@@ -187,7 +188,7 @@ class Engine:
         for name, parameter in self.model.module.named_parameters():
             if parameter.requires_grad:
                 by_kind.setdefault(kind_of(name), []).append(parameter)
-        return {kind: gradient_scale(own, 1.0, None)[0] for kind, own in by_kind.items()}
+        return {kind: gradient_scale(group, 1.0, None)[0] for kind, group in by_kind.items()}
 
     def _step(
         self, lr: float, divisor: Tensor | float, max_grad_norm: float | None, norm: Tensor | None = None
@@ -196,18 +197,19 @@ class Engine:
         skipped = (~torch.isfinite(norm)).float()
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
-        # The two attributes that torch's gradient scaler sets: the optimizer divides as it reads, so no pass does it.
+        # The attributes that torch's gradient scaler sets: the optimizer scales gradients as it reads them, which saves
+        # a pass over them.
         self.optimizer.grad_scale = scale  # pyright: ignore[reportAttributeAccessIssue]
         self.optimizer.found_inf = skipped  # pyright: ignore[reportAttributeAccessIssue]
         self.optimizer.step()
         self.model.drop_gathered()
         self.optimizer.zero_grad(set_to_none=True)
         self.timer.mark("optimizer")
-        # Gradients in host memory have their norm there too.
+        # The norm of gradients in host memory is there as well.
         return Update(norm.to(self.device), skipped.to(self.device))
 
     def state(self, *, trained_only: bool = False) -> dict[str, ModelState | OptimizerState]:
-        """The parts of a checkpoint, by name; `trained_only` leaves frozen parameters out."""
+        """The parts of a checkpoint, by name; `trained_only` leaves out frozen parameters."""
         module = self.model.module
         return {
             "model": ModelState(module, trained_only=trained_only),

@@ -1,4 +1,4 @@
-"""Evaluation on held-out data: sums over all tokens of all ranks, divided once."""
+"""Evaluation on held-out data: sums over the tokens of all ranks, divided once."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from xorl.data import PackedBatch, StepLoader
 
 @dataclass(frozen=True)
 class EvalPoints:
-    """The steps after which a run evaluates: none (0), each `eval_steps` (None: no others), and the last."""
+    """The steps after which a run evaluates: 0, every `eval_steps` (None: no others), and the last."""
 
     num_steps: int
     eval_steps: int | None
 
     def __call__(self, step: int) -> bool:
-        """Whether step `step`, counted from 1, is one of them."""
+        """Whether to evaluate after `step` steps."""
         return step in (0, self.num_steps) or (self.eval_steps is not None and step % self.eval_steps == 0)
 
 
 class Scorer(Protocol):
-    """What an evaluation needs of an engine."""
+    """The part of an engine that an evaluation uses."""
 
     @property
     def model(self) -> ParallelModel: ...
@@ -40,17 +40,34 @@ class Scorer(Protocol):
     def forward(self, batch: PackedBatch, loss_fn: LossFn) -> LossOutput: ...
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """The held-out data of a run and when to score it.
+
+    is_owed: the step that the run starts from is still to be evaluated.
+    """
+
+    loader: StepLoader
+    score_fn: LossFn
+    due: EvalPoints
+    is_owed: bool
+
+    def scores(self, scorer: Scorer, check: Callable[[], None] | None) -> dict[str, float]:
+        """See `evaluate`. Collective."""
+        return evaluate(scorer, self.loader, self.score_fn, check)
+
+
 def evaluate(
     engine: Scorer, loader: StepLoader, score_fn: LossFn = score_tokens, check: Callable[[], None] | None = None
 ) -> dict[str, float]:
-    """Score the whole held-out set once. Collective. `score_fn` is `score_tokens`, perhaps with options bound.
+    """Score the whole held-out set once. Collective. `score_fn` is `score_tokens`, possibly with options bound.
 
-    `check` is called now and then, on every rank as often, and may raise an exception that ends it.
+    `check` is called before each batch, the same number of times on every rank; it may raise to end the evaluation.
 
     Returns eval_loss (nats, mean over trained tokens), eval_token_accuracy (fraction of trained tokens that are the
     model's first choice), eval_accuracy (fraction of documents whose trained tokens are all the model's first choice,
-    so that greedy decoding would get them right) and eval_num_tokens. Both fractions are NaN if the loss is: a token
-    whose logits are NaN has no first choice.
+    so that greedy decoding would get them right) and eval_num_tokens. Both fractions are NaN if the loss is NaN, since
+    NaN logits have no first choice.
     """
     sums = torch.zeros(5, dtype=torch.float64, device=engine.device)
     for _, batches in loader.steps():

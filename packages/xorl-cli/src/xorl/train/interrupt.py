@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT end a run at a step that all ranks agree on, so that it can be saved first."""
+"""Ends a run on SIGTERM or SIGINT at a step that all ranks agree on, so that it can be saved first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REPEATED_S = 3.0
 
 
 class Interrupted(Exception):
-    """A signal came while something was done that can be done again."""
+    """A signal interrupted work that can be repeated, such as an evaluation."""
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(f"signal {signal_number}")
@@ -21,10 +21,10 @@ class Interrupted(Exception):
 
 
 class Interruption:
-    """Catches the first signal while entered. A second one, at least REPEATED_S later, acts as usual.
+    """Catches the first signal while entered. A second one, at least REPEATED_S later, has its usual effect.
 
-    One that comes sooner counts as the same: who ends a job often signals both its launcher, which signals the ranks,
-    and the ranks.
+    An earlier second signal is ignored: schedulers often signal both the ranks and their launcher, which passes the
+    signal on to the ranks.
     """
 
     def __init__(self) -> None:
@@ -41,13 +41,13 @@ class Interruption:
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         if error_type is None:
-            self._finish()  # after an error, the other ranks may never come
+            self._finish()  # after an error, the other ranks may never reach the exchange
         self._restore()
 
     def agreed(self) -> int:
-        """The signal that any rank had received one step ago, or 0; the same on every rank. Collective.
+        """The signal that any rank had received by the previous call, or 0; the same on every rank. Collective.
 
-        The exchange that is started at one step is read at the next, so no rank waits for it.
+        Each call starts an exchange that the next call reads, so no rank waits for it.
         """
         signal_number = self._finish()
         self._flag = torch.tensor([self._received], dtype=torch.int32)
@@ -55,7 +55,7 @@ class Interruption:
         return signal_number
 
     def check(self) -> None:
-        """Raise Interrupted once a signal is agreed upon; to be called now and then in what takes long. Collective."""
+        """Raise Interrupted once the ranks agree on a signal. Call it regularly during long work. Collective."""
         if signal_number := self.agreed():
             raise Interrupted(signal_number)
 

@@ -1,4 +1,4 @@
-"""From the model section of a configuration to a placed model with its weights."""
+"""Builds a model from the model section of a configuration: architecture, placement on the ranks, and weights."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from xorl.ckpt import CheckpointError, SafetensorsSource, WeightSource, load_weights, source_shapes
-from xorl.config import LoraConfig, ModelConfig, TrainConfig
+from xorl.ckpt import CheckpointError, SafetensorsSource, WeightSource, load_weights
+from xorl.ckpt.reader import source_shapes
 from xorl.config.fields import LoadWeightsMode
+from xorl.config.local import LoraConfig, ModelConfig, TrainConfig
 from xorl.core.mesh import Mesh
-from xorl.core.models import DROPOUT_KEYS, Decoder, DecoderConfig, spec_for
-from xorl.core.nn import FusedKernel, LayerKernels, choose_kernels
-from xorl.core.parallel import (
-    ParallelModel,
-    ParallelPolicy,
-    Recompute,
-    local_part,
-    parallelize,
-    require_possible,
-)
+from xorl.core.models import Decoder, DecoderConfig, spec_for
+from xorl.core.models.hf_config import DROPOUT_KEYS
+from xorl.core.nn import LayerKernels
+from xorl.core.nn.kernels import FusedKernel, choose_kernels
+from xorl.core.parallel import ParallelModel, ParallelPolicy, local_part, parallelize
+from xorl.core.parallel.activations import Recompute
+from xorl.core.parallel.apply import check_parallelizable
 from xorl.kernels.attention import ATTENTION, AttentionRequest, resolve_attention
-from xorl.kernels.quant import fp8_refusal
-from xorl.lora import adapters, init_adapters, num_parameters, quantized_rows
+from xorl.kernels.quant.fp8 import fp8_refusal
+from xorl.lora import adapters, init_adapters
+from xorl.lora.quantized import num_parameters, quantized_rows
 from xorl.train.adapters.folder import AdapterFolder, check_name, check_shapes, load_adapter
 from xorl.train.adapters.inject import add_adapters, starting_adapter
 from xorl.train.architecture import CONFIG_PATTERNS, Architecture, folder_of, read_config
@@ -45,23 +44,22 @@ logger = logging.getLogger(__name__)
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16})
 
-# How the user names what a model starts from.
+# Option names for error messages.
 MODEL_PATH = "model.model_path"
 ATTENTION_OPTION = "model.attn_implementation"
 
 
 def read_architecture(config: ModelConfig, load_weights_mode: LoadWeightsMode = "broadcast") -> Architecture:
-    """Find config.json by `model.config_path`, and put the entries of `model.foundation` in their places.
+    """Read config.json from `model.config_path`, and apply the entries of `model.foundation`.
 
-    With dcp `model.model_path` is a checkpoint, which says what its model is, and the file may be left out. Raises
-    ValueError for a model that is not known, for a file of another model than the checkpoint's, and for entries that
-    change nothing.
+    With dcp, `model.model_path` is a checkpoint that describes its model, so the file is optional. Raises ValueError
+    for an unknown model, for a file that describes another model than the checkpoint's, and for entries without effect.
     """
-    start = _start_of(config) if load_weights_mode == "dcp" else None
+    start = _starting_checkpoint(config) if load_weights_mode == "dcp" else None
     path = config.config_path or (config.model_path if start is None else None)
     if path is None:
         assert start is not None, "the configuration was checked"
-        architecture, file = start.note.architecture, start.folder
+        architecture, file = start.description.architecture, start.folder
     else:
         option = "model.config_path" if path != config.model_path else MODEL_PATH
         folder = Path(path).parent if Path(path).is_file() else folder_of(option, path, CONFIG_PATTERNS)
@@ -72,15 +70,15 @@ def read_architecture(config: ModelConfig, load_weights_mode: LoadWeightsMode = 
     if config.tokenizer_path not in (None, path):
         folder = folder_of("model.tokenizer_path", config.tokenizer_path, CONFIG_PATTERNS)
         architecture = replace(architecture, tokenizer_folder=folder)
-    return _with_entries(architecture, config.foundation, file) if config.foundation else architecture
+    return _with_foundation(architecture, config.foundation, file) if config.foundation else architecture
 
 
-def at_one_checkpoint(config: ModelConfig) -> ModelConfig:
-    """The same, with the checkpoint to start from named by its own folder, since a run may soon have a newer one."""
-    return config.model_copy(update={"model_path": str(_start_of(config).folder)})
+def pin_checkpoint(config: ModelConfig) -> ModelConfig:
+    """Replace `model.model_path` by the folder of its newest checkpoint: that run may write a newer one meanwhile."""
+    return config.model_copy(update={"model_path": str(_starting_checkpoint(config).folder)})
 
 
-def _start_of(config: ModelConfig) -> StartingCheckpoint:
+def _starting_checkpoint(config: ModelConfig) -> StartingCheckpoint:
     assert config.model_path is not None, "the configuration was checked"
     return open_start(
         MODEL_PATH,
@@ -90,13 +88,14 @@ def _start_of(config: ModelConfig) -> StartingCheckpoint:
     )
 
 
-def _with_entries(architecture: Architecture, entries: Mapping[str, object], file: Path) -> Architecture:
-    """The architecture of a config.json in which `entries` replace or join what `file` says."""
+def _with_foundation(architecture: Architecture, entries: Mapping[str, object], file: Path) -> Architecture:
+    """The architecture after `entries` replace or extend those of its config.json, which is `file`."""
     hf_config = {**architecture.hf_config, **entries}
-    asked = [f"{name}: {entries[name]}" for name in DROPOUT_KEYS if entries.get(name)]
-    if asked:
-        told = "models train without dropout here; set it to 0, or leave it out"
-        raise ValueError(f"model.foundation: {', '.join(asked)}: {told}")
+    dropout = [f"{name}: {entries[name]}" for name in DROPOUT_KEYS if entries.get(name)]
+    if dropout:
+        raise ValueError(
+            f"model.foundation: {', '.join(dropout)}: models train without dropout here; set it to 0, or leave it out"
+        )
     try:
         spec = spec_for(hf_config)
         config = spec.config_from_hf(hf_config)
@@ -106,17 +105,17 @@ def _with_entries(architecture: Architecture, entries: Mapping[str, object], fil
         try:
             matters = spec.config_from_hf({key: value for key, value in hf_config.items() if key != name}) != config
         except ValueError:
-            matters = True  # without it, it is no model
+            matters = True  # the configuration is invalid without it
         if not matters:
             raise ValueError(
-                f"model.foundation: {name} is no entry of {file}, and changes nothing that {spec.architecture} computes"
+                f"model.foundation: {name} is not in {file} and has no effect on {spec.architecture}; check the name"
             )
     return replace(architecture, spec=spec, config=config, hf_config=hf_config)
 
 
 @dataclass(frozen=True)
 class KeptDtypes:
-    """The dtypes of parameters: adapters are fp32, frozen parameters beside them may be in half precision."""
+    """The dtypes in which parameters are stored: adapters are fp32, the frozen base may be in half precision."""
 
     trained: torch.dtype
     frozen: torch.dtype
@@ -124,12 +123,12 @@ class KeptDtypes:
     @classmethod
     def of(cls, train: TrainConfig, lora: LoraConfig) -> KeptDtypes:
         assert train.param_dtype is not None, "resolved by the configuration"
-        own = DTYPES[train.param_dtype]
-        return cls(torch.float32 if lora.enable_lora else own, own)
+        dtype = DTYPES[train.param_dtype]
+        return cls(torch.float32 if lora.enable_lora else dtype, dtype)
 
 
 def head_options_of(model: ModelConfig, train: TrainConfig) -> dict[str, bool]:
-    """The options of losses and scores that say how logits are computed."""
+    """The options of losses and scores for the computation of logits."""
     return {"logits_fp32": model.lm_head_fp32, "whole_logits": train.ce_mode == "eager"}
 
 
@@ -142,12 +141,15 @@ def build_model(
     device: torch.device,
     fill_: Callable[[nn.Module], None] | None = None,
 ) -> ParallelModel:
-    """Build, place and fill the model; collective if it is placed on several ranks. `fill_` replaces its weights.
+    """Build and parallelize the model and load its weights; collective if it is placed on several ranks.
 
-    Parameters are created on the meta device and placed before they get memory, so no rank ever holds more than its
-    part. With `train.init_device` cpu or cuda they are filled first, whole, on that device.
+    `fill_` sets the weights instead of loading them. Parameters are created on the meta device and sharded before they
+    get memory, so no rank ever holds more than its part. With `train.init_device` cpu or cuda, each rank first fills
+    the whole model on that device.
     """
-    assert train.recompute_policy != "auto" or not train.enable_gradient_checkpointing, "decided before"
+    assert train.recompute_policy != "auto" or not train.enable_gradient_checkpointing, (
+        "replaced by choose_recomputation"
+    )
     _require_device(train, device)
     if train.fp8 != "none":
         emulated = " emulated=true (slower than bf16: a CPU has no fp8)" if device.type == "cpu" else ""
@@ -198,10 +200,10 @@ def _kernels(config: DecoderConfig, model: ModelConfig, train: TrainConfig, devi
 def check_model(
     architecture: Architecture, model: ModelConfig, train: TrainConfig, lora: LoraConfig, device: torch.device
 ) -> Decoder:
-    """`sketch_model`, and all checks for a run on `device` that need no weights.
+    """Build `sketch_model` and check everything about a run on `device` that needs no weights.
 
-    Raises what `build_model` would raise later. It allocates nothing on the device and imports no kernels, since the
-    data is prepared after it, by processes that fork.
+    Raises the errors that `build_model` would raise later. It allocates nothing on the device and imports no kernels,
+    since the data is prepared afterwards by processes that fork.
     """
     sketch = sketch_model(architecture, model, train, lora)
     _require_device(train, device)
@@ -211,21 +213,21 @@ def check_model(
         ATTENTION.check(model.attn_implementation, _attention_request(architecture.config, train, device))
     except RuntimeError as error:
         raise ValueError(f"{ATTENTION_OPTION}: {error}") from error
-    require_possible(sketch, _policy(model, train), device.type)
+    check_parallelizable(sketch, _policy(model, train), device.type)
     return sketch
 
 
 def sketch_model(architecture: Architecture, model: ModelConfig, train: TrainConfig, lora: LoraConfig) -> Decoder:
     """The model that `build_model` would build, but on the meta device and with plain kernels.
 
-    So what its shapes alone tell is known before data is prepared: ValueError names the option for adapters, quantised
-    weights and layers that do not fit the model.
+    Its shapes are enough to check adapters, quantised weights and layer counts before data is prepared; ValueError
+    names the option that does not fit the model.
     """
     num_layers = architecture.config.num_layers
     if train.recompute_num_layers is not None and train.recompute_num_layers > num_layers:
         raise ValueError(
-            f"train.recompute_num_layers: {train.recompute_num_layers}, and the model has {num_layers} layers: "
-            "give fewer, or leave it out for all"
+            f"train.recompute_num_layers: {train.recompute_num_layers} exceeds the {num_layers} layers of the model; "
+            "use fewer, or leave it out for all"
         )
     with torch.device("meta"):
         module = architecture.spec.build(architecture.config, merge_qkv=model.merge_qkv)
@@ -236,9 +238,9 @@ def sketch_model(architecture: Architecture, model: ModelConfig, train: TrainCon
 def _adapt_(
     module: Decoder, architecture: Architecture, model: ModelConfig, train: TrainConfig, lora: LoraConfig
 ) -> tuple[AdapterFolder | None, Quantization | None]:
-    """Put adapters, dtypes and quantised layers into a model on the meta device.
+    """Add adapters to a model on the meta device, set its dtypes and quantise its base.
 
-    Returns the adapter to start from and how the base is quantised, or None for either.
+    Returns the adapter to start from and the quantisation of the base; either may be None.
     """
     start = starting_adapter(lora)
     if start is not None:
@@ -270,9 +272,9 @@ def _fill(
     quantization: Quantization | None,
     device: torch.device,
 ) -> None:
-    """Give the parameters, sharded or whole, their first values.
+    """Initialise the parameters, sharded or whole.
 
-    The base is loaded from `model.model_path`, or drawn by the seed; adapters are loaded from `start`, or drawn.
+    The base is loaded from `model.model_path`, or drawn from the seed; adapters are loaded from `start`, or drawn.
     """
     fill_base(module, architecture, model, train, quantization, device)
     if found := adapters(module):
@@ -293,19 +295,19 @@ def fill_base(
     device: torch.device,
     source: WeightSource | None = None,
 ) -> None:
-    """Give the base's parameters, sharded or whole, their first values, or those of `source`. Collective.
+    """Initialise the parameters of the base, sharded or whole. Collective.
 
-    `source` has the names of transformers.
+    `source`, with the weight names of transformers, replaces `model.model_path`.
     """
     if model.model_path is None and source is None:
         targets = quantized_rows(module)
         module.init_weights(train.seed, local_part=local_part, device=device, targets=targets)
         logger.info("weights=random seed=%d parameters=%d", train.seed, num_parameters(module))
         return
-    assert train.load_weights_mode not in ("auto", "safetensors"), "these names are resolved before"
+    assert train.load_weights_mode not in ("auto", "safetensors"), "resolved by the configuration"
     option = f"{MODEL_PATH}: " if source is None else ""
     if source is None and train.load_weights_mode == "dcp":
-        source = _start_of(model).weights()
+        source = _starting_checkpoint(model).weights()
     elif source is None:
         assert model.model_path is not None
         folder = folder_of(MODEL_PATH, model.model_path)
@@ -314,7 +316,7 @@ def fill_base(
         except ValueError as error:
             raise ValueError(f"{MODEL_PATH}: {error}") from error
     recipes = architecture.recipes(merge_qkv=model.merge_qkv)
-    # A checkpoint's parameters can only be read whole, not by rows, so only one rank reads them.
+    # The parameters of a checkpoint can only be read whole, so one rank reads and broadcasts them.
     mode = "broadcast" if train.load_weights_mode == "dcp" else train.load_weights_mode
     try:
         report = load_weights(*base_targets(module, recipes, source, quantization), mode=mode)
@@ -337,13 +339,13 @@ def _attention_request(config: DecoderConfig, train: TrainConfig, device: torch.
 
 
 def _require_device(train: TrainConfig, device: torch.device) -> None:
-    """Raise ValueError that names the option for what such a device cannot do."""
+    """Raise ValueError for options that `device` does not support."""
     if train.init_device == "cuda" and device.type != "cuda":
         raise ValueError("train.init_device: cuda, but torch finds no GPU here; use auto, meta or cpu")
     for option in ("enable_cpu_offload", "enable_activation_offload"):
         if device.type == "cpu" and getattr(train, option):
             raise ValueError(
-                f"train.{option}: the model trains on the CPU, so all is in host memory already; leave it at false"
+                f"train.{option}: the model trains on the CPU, so everything is in host memory already; set it to false"
             )
     if train.fp8 != "none" and (refusal := fp8_refusal(device)) is not None:
         raise ValueError(f"train.fp8: {train.fp8} cannot run here: {refusal}; use none")
@@ -368,7 +370,7 @@ def _policy(model: ModelConfig, train: TrainConfig) -> ParallelPolicy:
 
 def _recompute(train: TrainConfig) -> Recompute:
     if not train.enable_gradient_checkpointing or train.recompute_policy == "auto":
-        return "none"  # auto is only decided when the model is built
+        return "none"  # auto is resolved before the model is built; until then, checks assume no recomputation
     if train.recompute_policy == "operation":
         return "operation"
     return "layer" if train.recompute_modules is None else tuple(train.recompute_modules)

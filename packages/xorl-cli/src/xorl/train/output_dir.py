@@ -1,4 +1,4 @@
-"""The folder that a run writes to: its lock, and the checkpoint in it from which the run continues."""
+"""The output folder of a run or a sweep: its lock, the files in it, and the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -11,25 +11,28 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from xorl.ckpt import Checkpointer, CheckpointError, is_complete
-from xorl.ckpt.layout import LATEST, prepare_root, step_of
-from xorl.config import TrainConfig
-from xorl.core import runtime
+from xorl.ckpt import Checkpointer, CheckpointError
+from xorl.ckpt.layout import LATEST, is_complete, prepare_root, step_of
+from xorl.config.local import TrainConfig
+from xorl.core.runtime import global_rank
 from xorl.host.lock import lock_within
 
 logger = logging.getLogger(__name__)
 
 OPTION = "train.output_dir"
+# The receipt says what happened to every sample; the metrics have a line for each step and evaluation. Each member of
+# a sweep has both in MEMBERS/NAME.
+RECEIPT, METRICS, MEMBERS = "data_receipt.json", "metrics.jsonl", "sweep"
 LOCK_FILE = ".lock"
-# For the ranks of a run whose launcher was killed, which notice, save and end, and for the loaders of a killed rank.
-LEFT_S = 30.0
+# Long enough for the ranks of a killed launcher to notice, save and end, and for the loaders of a killed rank to end.
+LOCK_TIMEOUT_S = 30.0
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Hold the lock of `folder`: two runs in it would delete each other's checkpoints and cut each other's metrics.
+def locked(folder: Path) -> Iterator[None]:
+    """Lock `folder`: two runs in it would delete each other's checkpoints and truncate each other's metrics.
 
-    Raises ValueError if another run holds it. A file system without locks only gets a warning.
+    Raises ValueError if another run holds the lock. On a file system without locks it only logs a warning.
     """
     prepare_root(folder, OPTION)
     path = folder / LOCK_FILE
@@ -39,14 +42,14 @@ def held(folder: Path) -> Iterator[None]:
         raise ValueError(f"{OPTION}: {path} cannot be written ({error.strerror})") from error
     with file:
         _lock(file, folder)
-        with suppress(OSError):  # on a full disk, the next one is not told who this is
+        with suppress(OSError):  # on a full disk, messages of other runs cannot name this one
             file.truncate(0)
             file.write(f"process {os.getpid()} on {platform.node()}".encode())
         try:
             yield
         finally:
-            with suppress(OSError):  # where there are no locks
-                fcntl.flock(file, fcntl.LOCK_UN)  # processes that were forked meanwhile have the file open, too
+            with suppress(OSError):  # the file system may not support locks
+                fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough: forked processes have the file open as well
 
 
 def _lock(file: IO[bytes], folder: Path) -> None:
@@ -56,32 +59,27 @@ def _lock(file: IO[bytes], folder: Path) -> None:
         return f"{OPTION}: another run writes to {folder} ({holder})"
 
     try:
-        lock_within(LEFT_S, file, taken, advice="wait for it, stop it, or choose another folder")
+        lock_within(LOCK_TIMEOUT_S, file, taken, advice="wait for it, stop it, or choose another folder")
     except OSError as error:
         logger.warning("%s: %s cannot be locked (%s); start one run at a time there", OPTION, folder, error)
 
 
-def begin(train: TrainConfig) -> tuple[Path, Checkpointer, Path | None]:
-    """The start of a run, before any data: (output_dir, its checkpoints, the checkpoint to resume from or None).
+def open_output_dir(train: TrainConfig) -> tuple[Checkpointer, Path | None]:
+    """Create the folders a run writes to; returns its checkpoints and the checkpoint to resume from, or None.
 
-    Raises ValueError for what the user can correct.
+    Raises ValueError if a folder cannot be written or the checkpoint cannot be used.
     """
-    if train.enable_full_determinism:
-        runtime.enable_determinism()
-    elif not train.allow_cuda_launch_blocking:
-        runtime.refuse_launch_blocking()
     prepare_root(output_dir := Path(train.output_dir), OPTION)
-    if train.enable_profiling and (runtime.global_rank() == 0 or not train.profile_rank0_only):
+    if train.enable_profiling and (global_rank() == 0 or not train.profile_rank0_only):
         prepare_root(Path(train.profile_trace_dir), "train.profile_trace_dir")
     checkpointer = Checkpointer(output_dir / "checkpoints", manager=train.ckpt_manager, root_option=OPTION)
-    return output_dir, checkpointer, resume_from(checkpointer, train.load_checkpoint_path)
+    return checkpointer, resume_from(checkpointer, train.load_checkpoint_path)
 
 
 def resume_from(checkpointer: Checkpointer, option: str | None) -> Path | None:
-    """The checkpoint that `train.load_checkpoint_path` asks for; None starts from scratch.
+    """The checkpoint selected by `train.load_checkpoint_path`; None starts from scratch.
 
-    Raises CheckpointError if the run would later reach the steps of checkpoints that it did not write: a checkpoint is
-    never overwritten.
+    Raises CheckpointError if the run would later reach the step of an existing checkpoint, which is never overwritten.
     """
     latest = checkpointer.latest()
     if option == "auto":
@@ -101,12 +99,12 @@ def resume_from(checkpointer: Checkpointer, option: str | None) -> Path | None:
 
 
 def _require_none_ahead(root: Path, resumed: Path | None) -> None:
-    """Raises CheckpointError now for a folder that the run would only collide with at its step, hours later."""
-    begun = 0 if resumed is None else step_of(resumed) or 0
+    """Raise CheckpointError now for folders that the run would otherwise only collide with hours later."""
+    start_step = 0 if resumed is None else step_of(resumed) or 0
     for folder in root.glob("global_step_*"):
-        if (step_of(folder) or 0) > begun:
+        if (step_of(folder) or 0) > start_step:
             reason = f"is newer than what {root / LATEST} names" if is_complete(folder) else "is not complete"
             raise CheckpointError(
-                f"{OPTION}: {folder} {reason}, and this run would come to its step and never overwrites a checkpoint: "
+                f"{OPTION}: {folder} {reason}, and this run would reach its step but cannot overwrite a checkpoint: "
                 "move it away"
             )

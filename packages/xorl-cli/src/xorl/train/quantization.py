@@ -1,4 +1,4 @@
-"""From the options of QLoRA to quantised base weights in a model, and their values into them."""
+"""Quantises the base weights of a model according to the QLoRA options."""
 
 from __future__ import annotations
 
@@ -9,30 +9,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from xorl.ckpt import RowTarget, WeightRecipe, WeightSource
-from xorl.config import LoraConfig
+from xorl.ckpt import WeightRecipe, WeightSource
+from xorl.ckpt.load import RowTarget
+from xorl.config.local import LoraConfig
 from xorl.core.models import Decoder
 from xorl.kernels.quant import QuantScheme, quant_refusal
-from xorl.lora import (
-    base_parameters,
-    quantizable_linears,
-    quantize_linears,
-    quantized_linears,
-    quantized_rows,
-    read_quantization,
-    stored_parameters,
-    stored_recipes,
-    stored_source,
-)
+from xorl.lora.inject import base_parameters
+from xorl.lora.prequantized import read_quantization, stored_parameters, stored_recipes, stored_source
+from xorl.lora.quantized import quantizable_linears, quantize_linears, quantized_linears, quantized_rows
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """How base weights are kept, which are not, and whether the checkpoint has them so already.
+    """How base weights are quantised, and which are not.
 
-    `exclude` are names and patterns; those that come from a checkpoint's config may name what a model has not.
+    Attributes:
+        exclude: names and patterns of the layers that are not quantised.
+        is_stored: the checkpoint's weights are quantised already.
+        is_explicit: `exclude` is the user's; otherwise it is from the checkpoint's config and may name unknown layers.
     """
 
     scheme: QuantScheme
@@ -42,9 +38,9 @@ class Quantization:
 
 
 def read_options(lora: LoraConfig, hf_config: Mapping[str, object]) -> Quantization | None:
-    """What `lora` asks for, or None where base weights are not quantised.
+    """The quantisation that `lora` selects; None if base weights are not quantised.
 
-    Raises ValueError that names the option for what this checkpoint cannot be used with.
+    Raises ValueError for options that do not suit the weights described by `hf_config`.
     """
     try:
         stored = read_quantization(hf_config)
@@ -55,7 +51,7 @@ def read_options(lora: LoraConfig, hf_config: Mapping[str, object]) -> Quantizat
             raise ValueError(
                 f"model.model_path: the weights are quantised ({_described(stored.scheme)}); train adapters over them "
                 f"with lora.enable_qlora: true and lora.quant_format: {stored.scheme.quant_format}, or start from the "
-                "model that was quantised"
+                "original model"
             )
         return None
     assert lora.quant_group_size is not None, "resolved by the configuration"
@@ -66,24 +62,24 @@ def read_options(lora: LoraConfig, hf_config: Mapping[str, object]) -> Quantizat
         return Quantization(scheme, tuple(lora.exclude_modules or ()), is_stored=False, is_explicit=True)
     if scheme.quant_format != stored.scheme.quant_format:
         raise ValueError(
-            f"lora.quant_format: {scheme.quant_format}, and the checkpoint is quantised ({_described(stored.scheme)}): "
-            f"set it to {stored.scheme.quant_format}, or start from the model that was quantised"
+            f"lora.quant_format: {scheme.quant_format}, but the checkpoint is quantised ({_described(stored.scheme)}): "
+            f"set it to {stored.scheme.quant_format}, or start from the original model"
         )
     if scheme != stored.scheme:
         raise ValueError(
-            f"lora.quant_group_size: {scheme.group_size}, and the checkpoint is quantised "
+            f"lora.quant_group_size: {scheme.group_size}, but the checkpoint is quantised "
             f"({_described(stored.scheme)}): set it to {stored.scheme.group_size}"
         )
     if lora.exclude_modules is not None:
         raise ValueError(
-            "lora.exclude_modules: the checkpoint is quantised already, and its config names the modules that are not: "
-            "leave it out"
+            "lora.exclude_modules: the checkpoint is quantised already, and its config lists the excluded modules; "
+            "leave the option out"
         )
     return Quantization(scheme, stored.exclude, is_stored=True, is_explicit=False)
 
 
 def require_device(quantization: Quantization, device: torch.device) -> None:
-    """Raise ValueError that names the option where `device` cannot compute with such weights."""
+    """Raise ValueError if `device` cannot compute with such weights."""
     quant_format = quantization.scheme.quant_format
     if (refusal := quant_refusal(quant_format, device)) is not None:
         raise ValueError(f"lora.quant_format: {quant_format} cannot run here: {refusal}")
@@ -94,7 +90,7 @@ def _described(scheme: QuantScheme) -> str:
 
 
 def quantize_base(module: Decoder, quantization: Quantization) -> None:
-    """Let the linear layers of a model without memory keep their frozen weights quantised, in place."""
+    """Quantise the frozen linear layers of a model on the meta device, in place."""
     named = quantizable_linears(
         module, quantization.exclude, "lora.exclude_modules", ignore_unknown=not quantization.is_explicit
     )
@@ -110,7 +106,7 @@ def base_targets(
     source: WeightSource,
     quantization: Quantization | None,
 ) -> tuple[dict[str, Tensor | RowTarget], Mapping[str, WeightRecipe], WeightSource]:
-    """What takes a checkpoint's weights, how they are made, and of what: parameters, or what quantises their rows."""
+    """The arguments of `load_weights`: targets, recipes and source. Quantised weights need their own of each."""
     parameters: dict[str, Tensor | RowTarget] = dict(base_parameters(module))
     if quantization is None:
         return parameters, recipes, source
@@ -126,12 +122,12 @@ def base_targets(
 
 
 def scheme_of(module: nn.Module) -> QuantScheme | None:
-    """How the base weights of a model are kept quantised, if they are."""
+    """The scheme of a model's quantised base weights; None if they are not quantised."""
     return next((layer.scheme for layer in quantized_linears(module).values()), None)
 
 
 def log_quantized(module: Decoder) -> None:
-    """Say how much memory the base takes, over all ranks."""
+    """Log the memory of a quantised base over all ranks."""
     layers = quantized_linears(module)
     if not layers:
         return

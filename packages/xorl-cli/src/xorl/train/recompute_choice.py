@@ -20,11 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from xorl.config import Config, LoraConfig, TrainConfig
+from xorl.config import Config
+from xorl.config.local import LoraConfig, TrainConfig
 from xorl.core.loss import LossFn, cross_entropy
 from xorl.core.mesh import Mesh
 from xorl.core.models import Decoder, DecoderConfig
-from xorl.core.parallel import ParallelModel, has_copy_engines
+from xorl.core.parallel import ParallelModel
+from xorl.core.parallel.fsdp import has_copy_engines
 from xorl.core.runtime import rng_state, set_rng_state
 from xorl.kernels.layout import SequenceLayout
 from xorl.train.adapters.inject import adapter_spec, add_adapters

@@ -1,4 +1,4 @@
-"""The options that decide which tensors a checkpoint holds: recorded in it, and compared when a run resumes."""
+"""The options that determine the tensors of a checkpoint: recorded in it, and compared when a run resumes."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
-from xorl.ckpt import JSON
+from xorl.ckpt.layout import JSON
 from xorl.config import Config
 from xorl.lora.peft import CONFIG_FILE, AdapterConfig
 from xorl.train.adapters.folder import is_adapter
 from xorl.train.checkpoint_model import MODEL
 
-# Where a manifest has them.
+# Their key in a manifest's info.
 OPTIONS = "options"
-# What adapter_config.json says under names of its own.
-_OF_ADAPTERS = {
+# Keys of adapter_config.json and the options they come from.
+_ADAPTER_OPTIONS = {
     "r": "lora.lora_rank",
     "target_modules": "lora.lora_target_modules",
     "use_dora": "lora.use_dora",
     "rank_pattern": "lora.rank_pattern",
     "modules_to_save": "lora.modules_to_save",
 }
-# How a base is quantised: no tensor tells, where a checkpoint has adapters alone.
-_OF_BASES = ("lora.enable_qlora", "lora.quant_format", "lora.quant_group_size", "lora.exclude_modules")
+# The quantisation of the base, which the tensors of a checkpoint with adapters alone do not show.
+_BASE_OPTIONS = ("lora.enable_qlora", "lora.quant_format", "lora.quant_group_size", "lora.exclude_modules")
 
 
 def recorded_options(config: Config) -> dict[str, JSON]:
-    """Those that neither the note of the model nor the files of the adapters tell."""
+    """The options that neither the model's description nor the adapters' files record."""
     train, lora = config.train, config.lora
     options: dict[str, JSON] = {
         "train.optimizer": train.optimizer,
@@ -48,9 +48,9 @@ def recorded_options(config: Config) -> dict[str, JSON]:
 def differing_options(
     folder: Path, saved: Mapping[str, JSON], now: Mapping[str, JSON], adapters: AdapterConfig | None
 ) -> list[str]:
-    """What the checkpoint in `folder` records otherwise than this run would, as `option: value, now value`.
+    """The options of the checkpoint in `folder` that differ from this run's, as `option: value, now value`.
 
-    `saved` and `now` are what the manifests say (`Manifest.info`), and `adapters` are this run's.
+    `saved` is the checkpoint's `Manifest.info`, and `now` that of this run; `adapters` are this run's.
     """
     content = cast("dict[str, JSON]", json.loads((folder / CONFIG_FILE).read_text())) if is_adapter(folder) else None
     before = _by_name(saved, content)
@@ -63,15 +63,15 @@ def differing_options(
 
 
 def require_same_base(folder: Path, saved: Mapping[str, JSON], now: Mapping[str, JSON]) -> None:
-    """Raise ValueError where the adapters of a checkpoint without their base would go on over another quantisation.
+    """Raise ValueError if adapters from a checkpoint without a base were trained over another quantisation.
 
-    `folder`, `saved` and `now` are those of `differing_options`.
+    The arguments are those of `differing_options`.
     """
-    others = [told for told in differing_options(folder, saved, now, None) if told.startswith(_OF_BASES)]
-    if others:
+    differing = [text for text in differing_options(folder, saved, now, None) if text.startswith(_BASE_OPTIONS)]
+    if differing:
         raise ValueError(
             f"train.load_checkpoint_path: {folder} holds adapters that were trained over a base with "
-            f"{'; '.join(others)}: set it back, or begin a new run with lora.adapter_path"
+            f"{'; '.join(differing)}: restore the option, or start a new run with lora.adapter_path"
         )
 
 
@@ -79,7 +79,7 @@ def _by_name(info: Mapping[str, JSON], adapter: Mapping[str, JSON] | None) -> di
     model = cast("Mapping[str, JSON]", info.get(MODEL, {}))
     options: dict[str, JSON] = {"lora.enable_lora": adapter is not None}
     if adapter is not None:
-        options |= {option: adapter.get(key) for key, option in _OF_ADAPTERS.items()}
+        options |= {option: adapter.get(key) for key, option in _ADAPTER_OPTIONS.items()}
     if "merge_qkv" in model:
         options["model.merge_qkv"] = model["merge_qkv"]
     return {**options, **cast("Mapping[str, JSON]", info.get(OPTIONS, {}))}

@@ -17,14 +17,15 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from xorl.config import Config, TrainConfig
+from xorl.config import Config
 from xorl.config.fields import ParameterDtype
+from xorl.config.local import TrainConfig
 from xorl.core.mesh import Mesh, ParallelDims
 from xorl.core.models import Decoder
 from xorl.core.nn.fp8 import Fp8Linear, convert_linears
 from xorl.core.parallel.copy_engine import WINDOW_BYTES
-from xorl.kernels.quant import E4M3
-from xorl.lora import stored_parameters
+from xorl.kernels.quant.fp8 import E4M3
+from xorl.lora.prequantized import stored_parameters
 from xorl.train.architecture import Architecture
 from xorl.train.model import DTYPES, KeptDtypes, sketch_model
 

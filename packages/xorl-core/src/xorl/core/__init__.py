@@ -1,1 +1,1 @@
-"""Models, losses, optimizers, and their place on ranks. Nothing is imported here: each part is reached by its name."""
+"""Models, losses, optimizers and parallelism. Import from the subpackages; this package exports nothing itself."""

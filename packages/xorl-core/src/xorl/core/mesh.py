@@ -1,6 +1,6 @@
-"""ParallelDims, the degrees of parallelism, and Mesh, the processes arranged by them.
+"""Degrees of parallelism (`ParallelDims`), and the device mesh built from them (`Mesh`).
 
-An axis that is not used has size 1 but exists, so no caller has to ask whether an axis exists.
+Unused axes exist with size 1, so callers never need to check whether an axis exists.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 DataParallelMode = Literal["none", "ddp", "fsdp2"]
 
-# Outermost first: the innermost axes communicate the most, and connect ranks that are neighbours.
+# Outermost first. The innermost axes communicate the most, so they connect neighbouring ranks.
 AXES = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp")
 
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """How many ways each axis divides the work; the product is the number of processes."""
+    """The size of each parallel axis; their product is the number of processes."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -41,7 +41,7 @@ class ParallelDims:
 
     @property
     def dp(self) -> int:
-        """The number of data-parallel ranks, each of which reads data of its own."""
+        """The number of data-parallel ranks; each reads different data."""
         return self.dp_replicate * self.dp_shard
 
     @classmethod
@@ -57,10 +57,10 @@ class ParallelDims:
         ulysses: int = 1,
         tp: int = 1,
     ) -> ParallelDims:
-        """Turn the options into degrees for `world_size` processes.
+        """Resolve the options to axis sizes for `world_size` processes.
 
-        A size of -1 takes what is left: for `shard_size` under fsdp2 all of it, for `replicate_size` 1, unless
-        `shard_size` is given. Raises ValueError, which names the options, if the product is not the world size.
+        A size of -1 is inferred. Under fsdp2, `shard_size` then takes all remaining ranks, and `replicate_size` is 1
+        unless `shard_size` is given. Raises ValueError, naming the options, if the product is not the world size.
         """
         for option, size in (("shard", shard_size), ("replicate", replicate_size)):
             if size < 1 and size != -1:
@@ -74,7 +74,7 @@ class ParallelDims:
         dp_size = world_size // others
         if mode == "none" and dp_size > 1:
             raise ValueError(
-                f"train.data_parallel_mode none runs one data-parallel rank, and {dp_size} were started: "
+                f"train.data_parallel_mode none runs one data-parallel rank, but {dp_size} were started: "
                 "use ddp or fsdp2, or start one process"
             )
         if mode == "ddp":
@@ -94,20 +94,20 @@ class ParallelDims:
             raise ValueError(
                 f"{dp_size} data-parallel ranks ({world_size} processes / {others}) are not "
                 f"train.data_parallel_replicate_size {replicate} x train.data_parallel_shard_size {shard}: "
-                "change the sizes (-1 takes what is left) or the number of processes"
+                "change the sizes (-1 infers a size) or the number of processes"
             )
         return cls(pp=pp, dp_replicate=replicate, dp_shard=shard, ring=ring, ulysses=ulysses, tp=tp)
 
 
 class Mesh:
-    """The processes of the job arranged along `AXES`, with the views that the rest of the code asks for.
+    """The processes of the job arranged along `AXES`, and the submeshes and groups used by data parallelism.
 
-    Needs an initialised default process group of `dims.world_size` processes. Building it is collective.
+    Requires an initialised default process group of `dims.world_size` processes. Construction is collective.
     """
 
     def __init__(self, dims: ParallelDims, device_type: str) -> None:
         if dist.get_world_size() != dims.world_size:
-            raise ValueError(f"{dims} needs {dims.world_size} processes, and {dist.get_world_size()} were started")
+            raise ValueError(f"{dims} needs {dims.world_size} processes, but {dist.get_world_size()} were started")
         self.dims = dims
         self.device_type = device_type
         sizes = tuple(getattr(dims, axis) for axis in AXES)
@@ -116,12 +116,12 @@ class Mesh:
 
     @property
     def dp_rank(self) -> int:
-        """Which part of the data this process reads, in [0, dp_size)."""
+        """The index of the data shard that this process reads, in [0, dp_size)."""
         return self._dp.get_local_rank()
 
     @property
     def dp_size(self) -> int:
-        """How many parts the data is read in."""
+        """The number of data shards."""
         return self.dims.dp
 
     @property
@@ -131,7 +131,7 @@ class Mesh:
 
     @property
     def fsdp(self) -> DeviceMesh:
-        """The mesh parameters are sharded over: one axis, or (replicate, shard) under HSDP."""
+        """The mesh that parameters are sharded over: one axis, or (replicate, shard) under HSDP."""
         if self.dims.dp_replicate > 1:
             return self.device_mesh["dp_replicate", "dp_shard"]
         return self.device_mesh["dp_shard"]

@@ -1,4 +1,4 @@
-"""The process: its place in the job, its device, process group, random seeds, determinism and garbage collection.
+"""Process set-up: rank, device, process group, random seeds, determinism and garbage collection.
 
 The only module that reads torchrun's environment variables.
 """
@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Runtime:
-    """Where this process stands in the job. `device` is where its tensors live."""
+    """The rank of this process, and the `device` that holds its tensors."""
 
     rank: int
     local_rank: int
@@ -47,34 +47,34 @@ def global_rank() -> int:
 
 
 def world_size() -> int:
-    """How many processes the job was started with, 1 without torchrun."""
+    """The number of processes in the job, 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def num_hosts() -> int:
-    """The number of hosts of the job, each of which runs the same number of processes."""
+    """The number of hosts in the job. All hosts run the same number of processes."""
     return world_size() // int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size())))
 
 
-def own_device_type() -> Literal["cpu", "cuda"]:
-    """The kind of device on which `init` will put this process. Does not touch the device."""
+def default_device_type() -> Literal["cpu", "cuda"]:
+    """The device type that `init` chooses under "auto". Does not initialise the device."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def init(device_type: Literal["auto", "cpu", "cuda"] = "auto", *, timeout_s: float = 1800.0) -> Runtime:
     """Choose the device and join the default process group (NCCL on GPUs, gloo on CPU); collective.
 
-    A process that torchrun did not start becomes a group of one, so that no later code needs a special case.
+    Without torchrun the process joins a group of size one, so later code needs no special case.
     Raises RuntimeError if the host has fewer GPUs than processes.
     """
     if device_type == "auto":
-        device_type = own_device_type()
+        device_type = default_device_type()
     device = torch.device("cpu")
     if device_type == "cuda":
         use_expandable_segments()
         if local_rank() >= torch.cuda.device_count():
             raise RuntimeError(
-                f"local rank {local_rank()} has no GPU: this host shows {torch.cuda.device_count()}; "
+                f"local rank {local_rank()} has no GPU: only {torch.cuda.device_count()} are visible on this host; "
                 "start fewer processes with --nproc-per-node"
             )
         device = torch.device("cuda", local_rank())
@@ -92,19 +92,19 @@ def init(device_type: Literal["auto", "cpu", "cuda"] = "auto", *, timeout_s: flo
 
 
 def use_expandable_segments() -> None:
-    """Let CUDA's memory segments grow and shrink, unless the user has set torch's own variables for its allocator.
+    """Enable expandable segments in the CUDA allocator, unless the environment configures the allocator.
 
-    Micro-batches differ in length, and segments of fixed size end up in pieces too small for the next one. Later calls
-    than the first allocation concern new segments alone.
+    Micro-batches differ in length, so segments of fixed size would fragment. After the first allocation, the setting
+    affects only new segments.
     """
     if not os.environ.get("PYTORCH_ALLOC_CONF") and not os.environ.get("PYTORCH_CUDA_ALLOC_CONF"):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def missing_compiler(device_type: str) -> str | None:
-    """The compiler that torch.compile needs for this kind of device and that is missing; None if it is there."""
+    """A message about the compiler that torch.compile needs on this device type; None if it is installed."""
     if device_type == "cuda":
-        # Triton builds the code that launches its kernels.
+        # Triton compiles its kernel launchers.
         names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
         language = "C"
     else:
@@ -112,14 +112,14 @@ def missing_compiler(device_type: str) -> str | None:
         language = "C++"
     if any(shutil.which(name) for name in names):
         return None
-    return f"torch.compile needs a {language} compiler, and there is no {' or '.join(names)}"
+    return f"torch.compile needs a {language} compiler, but {' or '.join(names)} was not found"
 
 
 def use_compile_cache(torch_default: str) -> Path:
-    """Keep compiled code, by version, in a folder that outlives the process and a reboot; returns the folder.
+    """Cache compiled code in a persistent folder, one for each version of torch and Python; returns the folder.
 
-    TORCHINDUCTOR_CACHE_DIR is torch's own variable: a folder that the user has set there stays. Torch sets it too, to
-    `torch_default`, a temporary folder, as soon as it looks for one.
+    A folder that the user set in TORCHINDUCTOR_CACHE_DIR is kept. Torch itself sets that variable to `torch_default`,
+    a temporary folder, on first use; that value is replaced.
     """
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, "", torch_default):
         root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -130,14 +130,14 @@ def use_compile_cache(torch_default: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
-            f"train.enable_compile: compiled code cannot be kept in {folder} ({error.strerror}); set "
-            "TORCHINDUCTOR_CACHE_DIR to a folder that can be written"
+            f"train.enable_compile: cannot create the compile cache {folder} ({error.strerror}); set "
+            "TORCHINDUCTOR_CACHE_DIR to a writable folder"
         ) from error
     return folder
 
 
 def shutdown() -> None:
-    """Leave the process group, all ranks together: a rank that leaves early aborts peers still in a collective."""
+    """Destroy the process group after a barrier: a rank that leaves early aborts peers still in a collective."""
     if dist.is_initialized():
         dist.barrier(device_ids=[torch.cuda.current_device()] if torch.cuda.is_initialized() else None)
         gc.collect()
@@ -145,7 +145,7 @@ def shutdown() -> None:
 
 
 def all_ranks_agree(text: str) -> bool:
-    """Whether all ranks pass the same text; all get the same answer. Collective."""
+    """Whether all ranks pass the same text. The result is the same on every rank. Collective."""
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
     extremes = torch.tensor([digest, -digest])
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
@@ -153,14 +153,14 @@ def all_ranks_agree(text: str) -> bool:
 
 
 def on_any_rank(flag: bool) -> bool:
-    """Whether `flag` is set on some rank; all get the same answer. Collective."""
+    """Whether `flag` is set on any rank. The result is the same on every rank. Collective."""
     flags = torch.tensor([flag], dtype=torch.int32)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX)
     return bool(flags.item())
 
 
 def seed_everything(seed: int, rank: int = 0) -> None:
-    """Seed Python, NumPy and torch on every device; ranks draw from different streams."""
+    """Seed Python, NumPy and torch on every device, with a different seed on each rank."""
     random.seed(seed + rank)
     np.random.seed((seed + rank) % 2**32)
     torch.manual_seed(seed + rank)
@@ -175,16 +175,16 @@ def rng_state(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def set_rng_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Continue the streams that `rng_state` saved."""
+    """Restore the states that `rng_state` returned."""
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
 def enable_determinism() -> None:
-    """Make every operation of torch reproducible to the bit, at a cost in speed.
+    """Make all torch operations bitwise reproducible, at a cost in speed.
 
-    cuBLAS and CUDA read these variables when they start, so this must run before the first CUDA call.
+    Call it before the first CUDA call: cuBLAS and CUDA read these variables at initialisation.
     """
     os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
@@ -194,18 +194,18 @@ def enable_determinism() -> None:
 
 
 def refuse_launch_blocking() -> None:
-    """Raise ValueError if CUDA_LAUNCH_BLOCKING is set: it slows training down for no reason the user sees."""
+    """Raise ValueError if CUDA_LAUNCH_BLOCKING is set, because it slows training down silently."""
     if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
         raise ValueError(
-            "CUDA_LAUNCH_BLOCKING is set and makes every GPU kernel wait for the one before: "
+            "CUDA_LAUNCH_BLOCKING is set, so every GPU kernel waits for the previous one: "
             "unset it, or allow it with train.allow_cuda_launch_blocking: true"
         )
 
 
 class GarbageCollection:
-    """Collects Python's garbage every `gc_steps` steps, on all ranks at the same step, and never in between.
+    """Runs Python's garbage collector every `gc_steps` steps, on all ranks at the same step, and never in between.
 
-    Automatic collections stall one rank at a time, and all others wait for that rank in the next collective.
+    Automatic collections stall one rank at a time, and all other ranks wait for it in the next collective.
     """
 
     def __init__(self, gc_steps: int, empty_cache_steps: int) -> None:
@@ -219,7 +219,7 @@ class GarbageCollection:
         return self
 
     def step(self, step: int) -> None:
-        """Collect and empty the CUDA cache when `step` is due."""
+        """Collect garbage and empty the CUDA cache if either is due at `step`."""
         if self._gc_steps > 0 and step % self._gc_steps == 0:
             gc.collect()
         if self._empty_cache_steps > 0 and step % self._empty_cache_steps == 0 and torch.cuda.is_initialized():

@@ -1,4 +1,4 @@
-"""PackedBatch: the contract between data and training. One micro-batch of packed documents on one flat token axis.
+"""PackedBatch: one micro-batch of packed documents on one flat token axis, the interface between data and training.
 
 Shapes: T tokens (padding included), N documents (the padding document included).
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-# The label that every loss of PyTorch ignores by default.
+# The label that PyTorch's losses ignore by default.
 IGNORE = -100
 
 
@@ -20,9 +20,9 @@ class PackedBatch:
     """`micro_batch_size` bins concatenated to one row and padded once; labels are already shifted.
 
     `labels[t]` is the token that position t predicts, IGNORE at a document's last position. The padding, if any, is the
-    last document: its labels are IGNORE and `num_tokens` leaves it out. `extras` hold one value per token, aligned
-    with `input_ids` (not shifted), 0 in the padding. Where a loss takes several labels at each token, labels and extras
-    are [T, K].
+    last document: its labels are IGNORE and `num_tokens` does not count it. `extras` have one value per token, aligned
+    with `input_ids` (not shifted), 0 in the padding. For losses with several labels per token, labels and extras are
+    [T, K].
     """
 
     input_ids: Tensor  # [T] int64
@@ -36,7 +36,7 @@ class PackedBatch:
 
     @property
     def document_lengths(self) -> tuple[int, ...]:
-        """Lengths without the padding document."""
+        """The lengths without the padding document."""
         return self.lengths if self.num_tokens == len(self.input_ids) else self.lengths[:-1]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
@@ -57,7 +57,7 @@ class PackedBatch:
 
 
 def padding_batch(length: int, extras: tuple[str, ...] = ()) -> PackedBatch:
-    """A batch of one padding document of `length` tokens: what a rank runs when a short step leaves it without bins."""
+    """A batch of one padding document of `length` tokens, for a rank that has no bins in a short step."""
     assert length >= 1, f"a padding batch needs at least one token, not {length}"
     return PackedBatch(
         input_ids=torch.zeros(length, dtype=torch.int64),

@@ -1,36 +1,37 @@
-"""Choosing the Format of a dataset entry: checks its options and builds the object that reads its rows."""
+"""Chooses the Format of a dataset entry: recognises `type: auto`, checks the options and builds the format."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from xorl.data.entry import DatasetEntry
 from xorl.data.errors import DataError
 from xorl.data.formats import (
-    SHAPES,
+    COLUMN_SETS,
+    MESSAGE_COLUMNS,
     ChatFormat,
     Format,
-    FormatName,
     PromptCompletionFormat,
     TextFormat,
     TextTokenizer,
     TokenizedFormat,
     load_tokenizer,
-    recognise,
 )
-from xorl.data.invariants import Allowed
-from xorl.data.readers import Piece
+from xorl.data.invariants import AllowedLosses
+from xorl.data.readers import Chunk
 
 logger = logging.getLogger(__name__)
 
-# The names that `columns` accepts and the values that `train_on` accepts, by type; the first target is the default.
+FormatName = Literal["tokenized", "chat", "prompt_completion", "text"]
+
+# By type: the names that `columns` accepts, and the values that `train_on` accepts. The first target is the default.
 COLUMN_KEYS: dict[FormatName, tuple[str, ...]] = {
     "tokenized": (),
     "chat": ("messages", "tools", "system"),
-    "prompt_completion": tuple(name for parts, answer in SHAPES for name in (*parts, answer)),
+    "prompt_completion": tuple(name for parts, answer in COLUMN_SETS for name in (*parts, answer)),
     "text": ("text",),
 }
 TARGETS: dict[FormatName, tuple[str, ...]] = {
@@ -41,15 +42,15 @@ TARGETS: dict[FormatName, tuple[str, ...]] = {
 }
 
 
-class Sample(Protocol):
-    """The parts of a source that recognising its type needs."""
+class RowSource(Protocol):
+    """A source whose rows can be read to recognise their type."""
 
-    def pieces(self, selected: Sequence[str] | None) -> Iterator[Piece]: ...
+    def chunks(self, selected: Sequence[str] | None) -> Iterator[Chunk]: ...
 
 
-def allowed_losses(entry: DatasetEntry) -> Allowed:
+def allowed_losses(entry: DatasetEntry) -> AllowedLosses:
     """The losses that the options of `entry` allow."""
-    return Allowed(explicit_limit=entry.max_seq_len is not None, overflow_fraction=entry.overflow_limit)
+    return AllowedLosses(explicit_limit=entry.max_seq_len is not None, overflow_fraction=entry.overflow_limit)
 
 
 def choose_format(
@@ -58,10 +59,10 @@ def choose_format(
     bin_len: int,
     vocab_size: int | None,
     option: str,
-    source: Sample | None = None,
+    source: RowSource | None = None,
     tokenizer_folder: Path | None = None,
 ) -> Format:
-    """The format of `entry`, which stands at `option` in the configuration; `bin_len` is the longest document.
+    """Returns the format of `entry`, whose path in the configuration is `option`; `bin_len` limits document lengths.
 
     `source` is read only for type auto; every type but tokenized needs `tokenizer_folder`. Raises DataError for options
     that the type does not have, or for an unusable tokenizer or template.
@@ -76,15 +77,17 @@ def choose_format(
     columns = dict(entry.column_names)
     if kind == "text":
         if not tokenizer.eos_text:
-            logger.warning("prepare dataset=%s: the tokenizer has no eos_token, so documents do not end", entry.path)
+            logger.warning(
+                "prepare dataset=%s: the tokenizer has no eos_token, so documents have no end token", entry.path
+            )
         return TextFormat(limit, entry.overflow, limit_option, tokenizer, columns, vocab_size)
     if kind == "prompt_completion":
         train_on = "all" if entry.train_on == "all" else "completion"
         if not tokenizer.eos_text:
-            raise DataError(f"model.tokenizer_path: the tokenizer has no eos_token, which ends a {kind} sample")
+            raise DataError(f"model.tokenizer_path: the tokenizer has no eos_token, which {kind} samples end with")
         return PromptCompletionFormat(limit, entry.overflow, limit_option, tokenizer, train_on, columns, vocab_size)
     target = entry.train_on if entry.train_on in ("last_turn", "all") else "assistant"
-    form = ChatFormat(
+    chat = ChatFormat(
         limit,
         entry.overflow,
         limit_option,
@@ -96,50 +99,66 @@ def choose_format(
         columns=columns,
         vocab_size=vocab_size,
     )
-    form.check_template()
-    return form
+    chat.check_template()
+    return chat
 
 
-def _kind(entry: DatasetEntry, option: str, source: Sample | None) -> FormatName:
+def _kind(entry: DatasetEntry, option: str, source: RowSource | None) -> FormatName:
     if entry.type != "auto":
         return entry.type
     if source is None:
         raise DataError(
-            f"{option}.type: auto looks at the data, which data.skip_prepare_dataset forbids; name the type that it is"
+            f"{option}.type: auto reads the data, which data.skip_prepare_dataset forbids; set the actual type"
         )
-    rows = next((rows for piece in source.pieces(None) if (rows := piece.rows())), None)
+    rows = next((rows for chunk in source.chunks(None) if (rows := chunk.rows())), None)
     if rows is None:
         raise DataError(f"{option}: {entry.path} is empty: it has no samples")
     try:
-        kind = recognise(rows[0])
+        kind = _recognise(rows[0])
     except DataError as error:
         raise DataError(f"{option}.type: auto: {entry.path}: {error}") from error
     logger.info("prepare dataset=%s type=auto recognised=%s columns=%s", entry.path, kind, ",".join(rows[0]))
     return kind
 
 
+def _recognise(columns: Iterable[str]) -> FormatName:
+    names = set(columns)
+    if "input_ids" in names:
+        return "tokenized"
+    if names & set(MESSAGE_COLUMNS):
+        return "chat"
+    if any({parts[0], answer} <= names for parts, answer in COLUMN_SETS):
+        return "prompt_completion"
+    if "text" in names:
+        return "text"
+    raise DataError(
+        f"the columns {', '.join(sorted(names)) or '(none)'} are not known: want input_ids, messages or conversations, "
+        "prompt and completion, instruction and output, question and answer, or text. Set type and columns"
+    )
+
+
 def _check_options(entry: DatasetEntry, kind: FormatName, option: str) -> None:
     if entry.train_on is not None and entry.train_on not in TARGETS[kind]:
-        wanted = ", ".join(TARGETS[kind]) or "nothing: labels say it"
-        raise DataError(f"{option}.train_on: {entry.train_on} means nothing for type {kind}, which takes {wanted}")
+        wanted = ", ".join(TARGETS[kind]) or "none, because the labels select the trained tokens"
+        raise DataError(f"{option}.train_on: {entry.train_on} is not valid for type {kind}; valid values: {wanted}")
     if entry.chat_template is not None and kind != "chat":
-        raise DataError(f"{option}.chat_template: type {kind} has no template; leave it out")
+        raise DataError(f"{option}.chat_template: type {kind} has no template; remove it")
     if entry.chat_template_kwargs and kind != "chat":
-        raise DataError(f"{option}.chat_template_kwargs: type {kind} has no template; leave it out")
+        raise DataError(f"{option}.chat_template_kwargs: type {kind} has no template; remove it")
     unknown = [name for name in entry.column_names if name not in COLUMN_KEYS[kind]]
     if unknown:
-        wanted = ", ".join(COLUMN_KEYS[kind]) or "nothing: data.select_columns chooses among token columns"
-        raise DataError(f"{option}.columns: {unknown[0]!r} means nothing for type {kind}, which takes {wanted}")
+        wanted = ", ".join(COLUMN_KEYS[kind]) or "none; data.select_columns selects token columns"
+        raise DataError(f"{option}.columns: {unknown[0]!r} is not valid for type {kind}; valid names: {wanted}")
     if kind == "prompt_completion" and entry.column_names:
-        shapes = [{*parts, answer} for parts, answer in SHAPES]
-        if not any(set(entry.column_names) <= shape for shape in shapes):
+        column_sets = [{*parts, answer} for parts, answer in COLUMN_SETS]
+        if not any(set(entry.column_names) <= names for names in column_sets):
             raise DataError(
-                f"{option}.columns: {', '.join(entry.column_names)} mix shapes; name prompt and completion, or "
-                "instruction, input and output, or question and answer"
+                f"{option}.columns: {', '.join(entry.column_names)} do not belong together; name prompt and "
+                "completion, or instruction, input and output, or question and answer"
             )
 
 
 def _tokenizer(folder: Path | None, kind: FormatName, option: str) -> TextTokenizer:
     if folder is None:
-        raise DataError(f"model.tokenizer_path: {option} is of type {kind}, which needs a tokenizer; name its folder")
+        raise DataError(f"model.tokenizer_path: {option} is of type {kind}, which needs a tokenizer; set its folder")
     return load_tokenizer(folder)

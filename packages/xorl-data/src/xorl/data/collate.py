@@ -1,6 +1,6 @@
-"""Collating: documents to one PackedBatch.
+"""Collates documents to one PackedBatch.
 
-Labels are shifted here, inside each document, so that no other code needs to know where documents begin.
+Labels are shifted here, within each document, so no other code needs the document boundaries for it.
 Shapes: T tokens (padding included), N documents (the padding document included).
 """
 
@@ -17,7 +17,7 @@ from xorl.data.batch import IGNORE, PackedBatch, padding_batch
 
 @dataclass(frozen=True)
 class Document:
-    """One document as training data: `labels` are not shifted, IGNORE where a token is not trained."""
+    """One document as training data. `labels` are not shifted, and are IGNORE where a token is not trained."""
 
     input_ids: np.ndarray
     labels: np.ndarray
@@ -27,9 +27,9 @@ class Document:
 def collate(
     documents: Sequence[Document], *, pad_to_multiple_of: int = 1, extra_names: tuple[str, ...] = ()
 ) -> PackedBatch:
-    """Concatenates all documents in order to one row, padded at its end to a multiple of `pad_to_multiple_of`.
+    """Concatenates all documents in order to one row, padded at the end to a multiple of `pad_to_multiple_of`.
 
-    The padding is a document of its own. Without documents, returns a padding batch of that length.
+    The padding is a separate document. Without documents, returns a padding batch of `pad_to_multiple_of` tokens.
     """
     if not documents:
         return padding_batch(pad_to_multiple_of, extra_names)
@@ -45,7 +45,7 @@ def collate(
     ends = np.cumsum(all_lengths)
     labels = np.full(total, IGNORE, dtype=np.int64)
     labels[: num_tokens - 1] = unshifted[1:]
-    # A document's last position predicts nothing: the next token belongs to another document.
+    # The last position of a document has no label, because the next token belongs to another document.
     labels[ends - 1] = IGNORE
     positions = np.arange(total, dtype=np.int64) - np.repeat(ends - all_lengths, all_lengths)
     extras = {}

@@ -1,4 +1,4 @@
-"""PreparedDocuments: random access to the merged documents in their final order, and selecting parts of them."""
+"""PreparedDocuments: random access to the merged documents in their final order; merging and splitting them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from itertools import accumulate
 import numpy as np
 
 from xorl.data.errors import DataError
+from xorl.data.hashing import digest, permutation
 from xorl.data.mixture import Share, drawn_rows, num_drawn
 from xorl.data.receipt import Receipt
-from xorl.data.shuffle import digest, permutation
 from xorl.data.sources import shard_range
 from xorl.data.store import DocumentStore
 
@@ -19,8 +19,8 @@ from xorl.data.store import DocumentStore
 class PreparedDocuments:
     """The documents of one or more stores in one order.
 
-    `rows` [N] are document numbers, counted through all stores one after the other; `fingerprint` identifies content
-    and order. Cheap to pickle and to fork: the stores travel by reference.
+    `rows` [N] are document numbers, counted through all stores in turn. `fingerprint` identifies content and order.
+    Cheap to pickle and to fork, because stores are pickled by reference.
     """
 
     def __init__(
@@ -45,32 +45,32 @@ class PreparedDocuments:
         return store.document(row)
 
     def extras(self, index: int) -> dict[str, np.ndarray]:
-        """The per-token columns that the entries selected besides ids and labels, float32."""
+        """The additional per-token columns that the entries selected, float32."""
         if not self.extra_names:
             return {}
         store, row = self._locate(index)
         return store.extras(row)
 
     def select(self, indices: np.ndarray, fingerprint: str) -> PreparedDocuments:
-        """The documents `indices`, in that order. The receipt still covers all documents."""
+        """The documents `indices` in that order. The receipt still covers all documents."""
         return PreparedDocuments(self._stores, self._rows[indices], fingerprint=fingerprint, receipt=self.receipt)
 
     def distinct(self) -> tuple[np.ndarray, np.ndarray]:
-        """The distinct documents, as their numbers in the stores, and the first place of each; sorted by place."""
-        rows, places = np.unique(self._rows, return_index=True)
-        order = np.argsort(places, kind="stable")
-        return rows[order], places[order]
+        """The distinct documents, as their numbers in the stores, and the first index of each; sorted by index."""
+        rows, indices = np.unique(self._rows, return_index=True)
+        order = np.argsort(indices, kind="stable")
+        return rows[order], indices[order]
 
-    def has_stores_of(self, other: PreparedDocuments) -> bool:
-        """Whether both come from stores of the same content, whatever the selection or order."""
+    def has_same_stores(self, other: PreparedDocuments) -> bool:
+        """Whether both read stores of the same content, regardless of selection and order."""
         return [store.key for store in self._stores] == [store.key for store in other._stores]
 
-    def are_among(self, rows: np.ndarray) -> np.ndarray:
-        """[N] bool: whether the document at each place is one of `rows`, which are numbers in the stores."""
+    def row_mask(self, rows: np.ndarray) -> np.ndarray:
+        """[N] bool: whether each document is one of `rows`, given as numbers in the stores."""
         return np.isin(self._rows, rows)
 
     def datasets(self) -> np.ndarray:
-        """[N]: the dataset of the document at each place, as its index in the receipt."""
+        """[N]: the dataset of each document, as its index in the receipt."""
         return np.searchsorted(self._starts, self._rows, side="right") - 1
 
     def _locate(self, index: int) -> tuple[DocumentStore, int]:
@@ -92,7 +92,7 @@ def merge(
     num_shards: int | None,
     shard_index: int | None,
 ) -> PreparedDocuments:
-    """Merges all stores' documents by their shares: shuffles each, concatenates, shuffles again, takes a shard."""
+    """Merges the documents of all stores by their shares: shuffles each, concatenates, shuffles, takes a shard."""
     sizes = [len(store.lengths) for store in stores]
     drawn = num_drawn(sizes, shares)
     parts = []
@@ -108,11 +108,11 @@ def merge(
     if shuffle_merged:
         rows = rows[permutation(len(rows), "merged", seed, *keys)]
     if num_shards is not None:
-        assert shard_index is not None, "prepare asks for both"
+        assert shard_index is not None, "prepare requires both"
         start, stop = shard_range(len(rows), num_shards, shard_index)
         if start == stop:
             raise DataError(
-                f"data.dataset_shard_num: {num_shards} shards of {len(rows)} documents leave this one empty"
+                f"data.dataset_shard_num: {num_shards} shards of {len(rows)} documents leave shard {shard_index} empty"
             )
         rows = rows[start:stop]
     shuffled = shuffle_before_merging or shuffle_merged
@@ -133,22 +133,23 @@ def merge(
 def split_documents(
     documents: PreparedDocuments, val_set_size: int | float, seed: int
 ) -> tuple[PreparedDocuments, PreparedDocuments]:
-    """(training, held out): `val_set_size` documents, or that fraction of them, drawn by `seed`; both keep order.
+    """Splits into (training, held out), both in the original order.
 
-    A document that a mixture repeats counts once, and is held out once or trained on, never both.
+    `seed` draws the held-out documents: `val_set_size` of them, or that fraction. A document that a mixture repeats
+    counts once and is either held out, once, or trained on.
     """
-    rows, first_places = documents.distinct()
+    rows, first_indices = documents.distinct()
     total = len(rows)
-    fraction = isinstance(val_set_size, float)
-    num_held_out = max(1, round(total * val_set_size)) if fraction else val_set_size
-    valid = 0 < val_set_size < 1 if fraction else val_set_size > 0
+    is_fraction = isinstance(val_set_size, float)
+    num_held_out = max(1, round(total * val_set_size)) if is_fraction else val_set_size
+    valid = 0 < val_set_size < 1 if is_fraction else val_set_size > 0
     if isinstance(val_set_size, bool) or not valid or num_held_out >= total:
         raise DataError(
-            f"data.val_set_size: {val_set_size} of {total} documents cannot be held out; want a whole number from 1 to "
-            f"{total - 1}, or a fraction above 0 and below 1 that leaves some to train on"
+            f"data.val_set_size: {val_set_size} of {total} documents cannot be held out; want an integer from 1 to "
+            f"{total - 1}, or a fraction between 0 and 1 that leaves documents to train on"
         )
     drawn = permutation(total, "held out", seed, documents.fingerprint)[:num_held_out]
-    held_out = np.sort(first_places[drawn])
-    rest = np.flatnonzero(~documents.are_among(rows[drawn]))
+    held_out = np.sort(first_indices[drawn])
+    rest = np.flatnonzero(~documents.row_mask(rows[drawn]))
     names = [digest(part, documents.fingerprint, num_held_out, seed) for part in ("training", "held out")]
     return documents.select(rest, names[0]), documents.select(held_out, names[1])

@@ -1,4 +1,4 @@
-"""The download cache: each file once, keyed by address, size and version, complete or to be continued later."""
+"""The download cache: one copy of each file, keyed by URL, size and version. Interrupted downloads are resumed."""
 
 from __future__ import annotations
 
@@ -14,30 +14,27 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import xxhash
-
 from xorl.data.errors import DataError, DataFailure
+from xorl.data.hashing import HASH_BLOCK_BYTES, digest, hash_file
 from xorl.data.lock import exclusive
 from xorl.data.remote import RemoteFile, Storage, TransferError
-from xorl.data.shuffle import digest
 from xorl.data.store import fsync
 
 logger = logging.getLogger(__name__)
 
-# Consecutive attempts without progress, and the wait before each: 0.5 s, 1 s, 2 s, ...
+# Consecutive attempts without progress; the wait between them doubles: 0.5 s, 1 s, 2 s, ...
 ATTEMPTS = 6
 FIRST_WAIT_S = 0.5
 _REPORT_EVERY_S = 10.0
 _PARALLEL = 8
 _RECORD = "download.json"
-_HASH_BLOCK_BYTES = 16 << 20
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Download:
-    """A complete local copy of a remote file, and its xxh3_128 when it was downloaded."""
+    """A complete local copy of a remote file; `content` is its xxh3_128 at the time of the download."""
 
     path: Path
     url: str
@@ -45,36 +42,36 @@ class Download:
 
 
 def fetch_all(files: Sequence[RemoteFile], storage: Storage, root: Path, option: str) -> list[Download]:
-    """Local copies of `files`, in order, below the folder `root`; existing ones are reused.
+    """Downloads `files` into the folder `root` and returns their local copies in order; existing copies are reused.
 
-    Raises DataError for a file that is not available, DataFailure where the network or the disk fails. What was
-    downloaded by then is kept, and the next call continues from there.
+    Raises DataError for a file that is not available, DataFailure if the network or the disk fails. After a failure,
+    the next call resumes from the bytes already downloaded.
     """
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError(f"data.dataset_prepared_path: {root} cannot be made: {error.strerror}") from error
+        raise DataError(f"data.dataset_prepared_path: {root} cannot be created: {error.strerror}") from error
     with ThreadPoolExecutor(min(_PARALLEL, max(1, len(files)))) as pool:
-        waiting = [pool.submit(_fetch, file, storage, root, option) for file in files]
+        futures = [pool.submit(_fetch, file, storage, root, option) for file in files]
         try:
-            return [future.result() for future in waiting]
+            return [future.result() for future in futures]
         finally:
             pool.shutdown(cancel_futures=True)
 
 
 def with_retries(action: Callable[[], Result], url: str) -> Result:
-    """Returns `action()`, retrying while it raises TransferError; DataFailure when it keeps failing."""
+    """Returns `action()`, retrying on TransferError. Raises DataFailure after ATTEMPTS attempts."""
     for attempt in range(ATTEMPTS):
         try:
             return action()
         except TransferError as error:
             if attempt == ATTEMPTS - 1:
                 raise DataFailure(f"{error} ({ATTEMPTS} attempts)") from error
-            _wait(attempt, url, error)
+            _back_off(attempt, url, error)
     raise AssertionError("the last attempt returns or raises")
 
 
-def _wait(attempt: int, url: str, error: TransferError) -> None:
+def _back_off(attempt: int, url: str, error: TransferError) -> None:
     wait_s = FIRST_WAIT_S * 2**attempt
     logger.warning("download url=%s phase=retry wait_s=%.1f reason=%s", url, wait_s, error)
     time.sleep(wait_s)
@@ -86,17 +83,19 @@ def _fetch(file: RemoteFile, storage: Storage, root: Path, option: str) -> Downl
     if not (folder / _RECORD).is_file():
         with exclusive(root / f".{key}.lock", f"download url={file.url}"):
             if not (folder / _RECORD).is_file():
-                _load(file, storage, folder, option)
+                _download(file, storage, folder, option)
     record = json.loads((folder / _RECORD).read_text())
     path = folder / record["name"]
     actual = path.stat().st_size if path.is_file() else None
     if actual != record["size"]:
         state = "is missing" if actual is None else f"has {actual} bytes"
-        raise DataError(f"{path} {state}; it was downloaded with {record['size']} bytes. Remove {folder}")
+        raise DataError(
+            f"{path} {state}, but it was downloaded with {record['size']} bytes; remove {folder} to download it again"
+        )
     return Download(path, file.url, record["xxh3_128"])
 
 
-def _load(file: RemoteFile, storage: Storage, folder: Path, option: str) -> None:
+def _download(file: RemoteFile, storage: Storage, folder: Path, option: str) -> None:
     partial_folder = folder.with_name(f".{folder.name}.part")
     path = partial_folder / (file.name or "file")
     try:
@@ -104,7 +103,7 @@ def _load(file: RemoteFile, storage: Storage, folder: Path, option: str) -> None
         _transfer(file, storage, path)
         size = path.stat().st_size
         _verify(file, storage, path, option)
-        record = {"url": file.url, "name": path.name, "size": size, "xxh3_128": _xxh3(path)}
+        record = {"url": file.url, "name": path.name, "size": size, "xxh3_128": hash_file(path)}
         fsync(path)
         (partial_folder / _RECORD).write_text(json.dumps(record, indent=1) + "\n")
         fsync(partial_folder / _RECORD)
@@ -113,44 +112,45 @@ def _load(file: RemoteFile, storage: Storage, folder: Path, option: str) -> None
         fsync(folder.parent)
     except TransferError as error:
         raise DataFailure(
-            f"{option}: the download of {error}; what there is of it is kept, and the next start goes on from there"
+            f"{option}: the download failed: {error}; the partial file is kept, and the next start resumes it"
         ) from error
     except OSError as error:
-        if (folder / _RECORD).is_file():  # another process took this one for dead and was faster
+        if (folder / _RECORD).is_file():  # another process took this one for dead and completed the download
             return
         raise DataFailure(
-            f"{file.url} cannot be written to {partial_folder}: {error}; data.dataset_prepared_path names its place"
+            f"{file.url} cannot be written to {partial_folder}: {error}; "
+            "data.dataset_prepared_path sets the parent folder"
         ) from error
 
 
 def _transfer(file: RemoteFile, storage: Storage, path: Path) -> None:
-    """Appends the missing bytes to `path`, retrying as long as attempts make progress."""
+    """Appends the missing bytes to `path`, retrying until ATTEMPTS attempts in a row make no progress."""
     if file.version is None or (path.exists() and file.size is not None and path.stat().st_size > file.size):
-        path.unlink(missing_ok=True)  # nothing shows that it is the same file
+        path.unlink(missing_ok=True)  # the partial file may belong to another version
     with path.open("ab") as output:
         failures = 0
         progress = _Progress(file, output.tell())
         while file.size is None or output.tell() < file.size:
             try:
-                begins, blocks = storage.read(file, output.tell())
-                if begins != output.tell():
+                offset, blocks = storage.read(file, output.tell())
+                if offset != output.tell():
                     output.seek(0)
                     output.truncate()
                 for block in blocks:
                     output.write(block)
-                    progress.at(output.tell())
+                    progress.update(output.tell())
                 if file.size is None:
                     return
                 if output.tell() < file.size:
                     raise TransferError(f"{file.url} ended after {output.tell()} of {file.size} bytes")
             except TransferError as error:
                 output.flush()
-                # A server without ranges starts over each time: only bytes beyond the furthest attempt are progress.
+                # Without range support each attempt starts over, so only bytes beyond the furthest one are progress.
                 failures = 0 if output.tell() > progress.furthest else failures + 1
                 progress.furthest = max(progress.furthest, output.tell())
                 if failures == ATTEMPTS or file.size is None:
                     raise
-                _wait(max(0, failures - 1), file.url, error)
+                _back_off(max(0, failures - 1), file.url, error)
 
 
 class _Progress:
@@ -160,7 +160,7 @@ class _Progress:
         self._started = self._reported = time.monotonic()
         self.furthest = start
 
-    def at(self, num_bytes: int) -> None:
+    def update(self, num_bytes: int) -> None:
         now = time.monotonic()
         if now - self._reported < _REPORT_EVERY_S:
             return
@@ -176,29 +176,21 @@ def _verify(file: RemoteFile, storage: Storage, path: Path, option: str) -> None
     size = path.stat().st_size
     problem = None
     if file.size is not None and size != file.size:
-        problem = f"came with {size} bytes in place of {file.size}"
+        problem = f"has {size} bytes after the download, the server reported {file.size}"
     elif file.md5 is not None and _md5(path) != file.md5:
-        problem = f"came with another MD5 than its server names ({file.md5})"
+        problem = f"has another MD5 than the server reported ({file.md5})"
     else:
         now = with_retries(partial(storage.stat, file.url), file.url)
         if now is None or (now.size, now.version) != (file.size, file.version):
-            problem = "was changed on its server while it was downloaded"
+            problem = "changed on the server during the download"
     if problem is not None:
         shutil.rmtree(path.parent)
-        raise DataError(f"{option}: {file.url} {problem}; start again")
+        raise DataError(f"{option}: {file.url} {problem}; the copy was deleted, start again to download it")
 
 
 def _md5(path: Path) -> str:
     hasher = hashlib.md5(usedforsecurity=False)
     with path.open("rb") as source:
-        while block := source.read(_HASH_BLOCK_BYTES):
-            hasher.update(block)
-    return hasher.hexdigest()
-
-
-def _xxh3(path: Path) -> str:
-    hasher = xxhash.xxh3_128()
-    with path.open("rb", buffering=0) as source:
-        while block := source.read(_HASH_BLOCK_BYTES):
+        while block := source.read(HASH_BLOCK_BYTES):
             hasher.update(block)
     return hasher.hexdigest()

@@ -17,10 +17,10 @@ ENTRY_TYPES: tuple[EntryType, ...] = get_args(EntryType)
 
 @dataclass(frozen=True)
 class DatasetEntry:
-    """One entry of `data.datasets` or `data.test_datasets`; each field means what the option of the same name means.
+    """One entry of `data.datasets` or `data.test_datasets`; each field is the option of the same name.
 
-    `columns` is `data.select_columns`: None reads input_ids, labels and attention_mask where they exist; other names
-    become per-token extras. `column_names` is the entry's own `columns`.
+    `columns` is `data.select_columns`: None reads input_ids, and labels and attention_mask if they exist; other names
+    become per-token extras. `column_names` is the entry's `columns` option.
     """
 
     path: str
@@ -46,7 +46,7 @@ class DatasetEntry:
 
 
 def check_entry(entry: DatasetEntry, option: str) -> None:
-    """Raises DataError for invalid options of an entry, alone or in combination."""
+    """Raises DataError for invalid or conflicting options of an entry."""
     if entry.type not in ENTRY_TYPES:
         raise DataError(f"{option}.type: {entry.type!r} is not one of {', '.join(ENTRY_TYPES)}")
     if entry.ds_type is not None and entry.ds_type not in FILE_TYPES:
@@ -55,7 +55,7 @@ def check_entry(entry: DatasetEntry, option: str) -> None:
         raise DataError(f"{option}.overflow: {entry.overflow!r} is not one of {', '.join(OVERFLOWS)}")
     if entry.columns is not None and "input_ids" not in entry.columns:
         raise DataError(
-            f"data.select_columns: {list(entry.columns)} leaves out input_ids, without which nothing is left"
+            f"data.select_columns: {list(entry.columns)} does not include input_ids, which every dataset needs; add it"
         )
     if (entry.shards is None) != (entry.shards_idx is None):
         raise DataError(f"{option}: shards and shards_idx go together, got {entry.shards} and {entry.shards_idx}")

@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face Hub, through the `datasets` library and its cache; imported only when needed."""
+"""Datasets of the Hugging Face Hub, loaded with the `datasets` library; imported only when needed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from datasets.exceptions import DatasetNotFoundError, DatasetsError
 
 from xorl.data.entry import DatasetEntry
 from xorl.data.errors import DataError, DataFailure
-from xorl.data.readers import Piece, table_pieces
-from xorl.data.shuffle import JSON, digest
-from xorl.data.sources import hash_files
+from xorl.data.hashing import JSON, digest, hash_files
+from xorl.data.readers import Chunk, table_chunks
 
 
 @dataclass(frozen=True)
 class HubSource:
-    """One split of a Hub dataset, as `datasets` holds it in its cache."""
+    """One split of a Hub dataset, in the cache of `datasets`."""
 
     name: str
     split: str
@@ -37,25 +36,25 @@ class HubSource:
     def identity(self) -> JSON:
         files = [Path(file["filename"]) for file in self.dataset.cache_files]
         content = hash_files(files) if files else digest(self.dataset.to_list())
-        # A slice such as train[:10%] shares its cache files with the whole split.
+        # A slice such as train[:10%] shares its cache files with the whole split, so the files are not enough.
         return {"files": content, "split": self.split, "rows": len(self.dataset)}
 
-    def pieces(self, selected: Sequence[str] | None) -> Iterator[Piece]:
-        yield from table_pieces(self._table(), f"{self.name} (split {self.split})")
+    def chunks(self, selected: Sequence[str] | None) -> Iterator[Chunk]:
+        yield from table_chunks(self._table(), f"{self.name} (split {self.split})")
 
     def _table(self) -> pa.Table:
         rows = self.dataset.with_format("arrow")[:]
-        assert isinstance(rows, pa.Table), "the arrow format gives tables"
+        assert isinstance(rows, pa.Table), "the arrow format returns tables"
         return rows
 
 
 def load_hub_source(entry: DatasetEntry, *, option: str, token: str | bool | None) -> HubSource:
-    """Downloads the dataset if it is not in the cache.
+    """Returns the dataset, downloading it if it is not in the cache.
 
     Raises DataError if the dataset, its config or its split does not exist, DataFailure if the Hub cannot be reached.
     """
     split = entry.split or "train"
-    with _explained(entry.path, split, option):
+    with _translated_errors(entry.path, split, option):
         dataset = datasets.load_dataset(
             entry.path,
             entry.name,
@@ -64,14 +63,14 @@ def load_hub_source(entry: DatasetEntry, *, option: str, token: str | bool | Non
             data_files=_listed(entry.data_files),
             token=token,
         )
-    assert isinstance(dataset, datasets.Dataset), "a single split was asked for"
+    assert isinstance(dataset, datasets.Dataset), "a single split was requested"
     return HubSource(entry.path, split, dataset)
 
 
 def hub_urls(entry: DatasetEntry, *, option: str, token: str | bool | None) -> list[str]:
     """The URLs of the files of one split of a Hub dataset, without downloading them. Raises as load_hub_source does."""
     split = entry.split or "train"
-    with _explained(entry.path, split, option):
+    with _translated_errors(entry.path, split, option):
         builder = datasets.load_dataset_builder(
             entry.path, entry.name, revision=entry.revision, data_files=_listed(entry.data_files), token=token
         )
@@ -86,8 +85,8 @@ def _listed(data_files: str | Sequence[str] | None) -> str | list[str] | None:
 
 
 @contextmanager
-def _explained(path: str, split: str, option: str) -> Iterator[None]:
-    """Translates the errors of `datasets` to ours."""
+def _translated_errors(path: str, split: str, option: str) -> Iterator[None]:
+    """Translates exceptions of `datasets` to DataError and DataFailure."""
     try:
         yield
     except DatasetNotFoundError as error:
@@ -99,5 +98,5 @@ def _explained(path: str, split: str, option: str) -> Iterator[None]:
             f"{option}.path: {path} is not a path on this machine, and the Hugging Face Hub cannot be reached: {error}"
         ) from error
     except (ValueError, FileNotFoundError, DatasetsError) as error:
-        # Config and split errors of `datasets` list the existing ones.
+        # These errors already list the existing configs and splits.
         raise DataError(f"{option}: {path} (split {split}) cannot be loaded: {error}") from error

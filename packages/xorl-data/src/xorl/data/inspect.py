@@ -1,4 +1,4 @@
-"""Inspecting documents: their tokens as stretches of text, trained or not, special or not."""
+"""Shows documents as segments of text that are trained or not, and special tokens or not."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from xorl.data.formats import TextTokenizer
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Consecutive tokens of one kind as text. `special` stretches hold one special token."""
+class TextSegment:
+    """The text of consecutive tokens of the same kind. A `special` segment is one special token."""
 
     text: str
     trained: bool
     special: bool = False
 
 
-def stretches(ids: np.ndarray, labels: np.ndarray, tokenizer: TextTokenizer | None) -> list[Stretch]:
+def text_segments(ids: np.ndarray, labels: np.ndarray, tokenizer: TextTokenizer | None) -> list[TextSegment]:
     """A document [T] as text; without a tokenizer, as ids.
 
-    Labels are not shifted: a trained token is predicted from those before it, so the first token never is trained.
+    `labels` are not shifted. The first token is never trained, since no token before it predicts it.
     """
     trained = labels != IGNORE
     if len(trained):
         trained[0] = False
     special = np.zeros(len(ids), dtype=bool) if tokenizer is None else np.isin(ids, tokenizer.special_ids)
-    # A special token stands alone; consecutive tokens of one kind are joined.
+    # Each special token is a separate segment; other consecutive tokens of the same kind are joined.
     starts = np.flatnonzero(
         np.concatenate([[True], (trained[1:] != trained[:-1]) | special[1:] | special[:-1]]) if len(ids) else []
     )
     ends = [*starts[1:].tolist(), len(ids)]
     return [
-        Stretch(_text(ids[start:end], tokenizer), bool(trained[start]), bool(special[start]))
+        TextSegment(_text(ids[start:end], tokenizer), bool(trained[start]), bool(special[start]))
         for start, end in zip(starts.tolist(), ends, strict=False)
     ]
 
 
-def trained_texts(parts: list[Stretch]) -> Iterator[str]:
-    """Only the trained text, one string for each run of it."""
+def trained_texts(parts: list[TextSegment]) -> Iterator[str]:
+    """Yields the trained text, one string per run of trained segments."""
     text = ""
     for part in parts:
         if part.trained:

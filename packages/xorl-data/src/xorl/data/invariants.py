@@ -1,6 +1,6 @@
-"""The checks that stop a run before its first step: data that trains on nothing, on the wrong tokens, or loses parts.
+"""Checks that stop a run before its first step if its data trains no tokens or the wrong ones, or loses too many.
 
-receipt.py counts; this file judges the counts.
+The counts themselves are defined in receipt.py.
 """
 
 from __future__ import annotations
@@ -11,89 +11,94 @@ from dataclasses import dataclass
 
 from xorl.data.errors import DataError
 from xorl.data.formats import EncodedDocuments, Format, TextTokenizer, id_problem
-from xorl.data.readers import Piece
+from xorl.data.readers import Chunk
 from xorl.data.receipt import Counts
 
 logger = logging.getLogger(__name__)
 
-# A few samples without any trained token are waste; more than this indicates a wrong mask or a missing label column.
+# A few samples without trained tokens are harmless; more than this indicates a wrong mask or a missing label column.
 _UNTRAINED_LIMIT = 0.01
-# The same for samples whose prompt is trained although only the answer should be.
+# The limit for samples whose prompt is trained although only the answer should be.
 _ALL_TRAINED_LIMIT = 0.01
-# The same for samples whose labels differ from their own tokens.
+# The limit for samples whose labels differ from the tokens at the same positions.
 _MISALIGNED_LIMIT = 0.01
-# The share that may overflow without an explicit limit: beyond it, a length that is too short is more likely than odd
-# rows.
+# The fraction that may overflow without an explicit limit. Above it, the length is probably set too short.
 _OVERFLOW_LIMIT = 0.01
 _SPECIAL = ("bos", "eos", "pad")
 
 
 @dataclass(frozen=True)
-class Allowed:
-    """The losses that an entry allows: `explicit_limit` says that max_seq_len was set on purpose.
+class AllowedLosses:
+    """The losses that an entry allows. `explicit_limit`: the entry sets max_seq_len, so truncation is intended.
 
-    `overflow_fraction` (overflow_limit) of the samples and of the tokens may overflow; None is the default.
+    `overflow_fraction` (overflow_limit) of the samples and of the tokens may overflow; None means the default.
     """
 
     explicit_limit: bool = False
     overflow_fraction: float | None = None
 
 
-def judge(counts: Counts, name: str, form: Format, option: str, allowed: Allowed, *, stops: bool) -> None:
-    """Runs check_counts and warn_of_counts. Without `stops`, logs what would stop a run instead of raising.
+def validate_counts(
+    counts: Counts, name: str, fmt: Format, option: str, allowed: AllowedLosses, *, strict: bool
+) -> None:
+    """Runs check_counts and warn_of_counts. Without `strict`, logs the error that would stop a run.
 
-    Still raises DataError if nothing is left to look at.
+    Raises DataError in any case if there are no documents.
     """
     try:
-        check_counts(counts, name, form, option, allowed)
+        check_counts(counts, name, fmt, option, allowed)
     except DataError as error:
-        if stops or not counts.documents:
+        if strict or not counts.documents:
             raise
-        logger.warning("this stops a run: %s", error)
+        logger.warning("this would stop a run: %s", error)
     warn_of_counts(counts, name)
 
 
-def check_counts(counts: Counts, name: str, form: Format, option: str, allowed: Allowed) -> None:
-    """Raises DataError for counts that cannot be intended, of the dataset `name` at `option`."""
+def check_counts(counts: Counts, name: str, fmt: Format, option: str, allowed: AllowedLosses) -> None:
+    """Raises DataError if the counts of the dataset `name`, configured at `option`, are implausible."""
     if counts.samples == 0:
         raise DataError(f"{option}: {name} is empty: it has no samples")
     if counts.documents == 0:
         raise DataError(
-            f"{option}: nothing is left of {name}: of {counts.samples} samples {counts.dropped} are longer than "
-            f"{form.limit_option} = {form.limit} (overflow: {form.overflow}) and {counts.empty} are empty"
+            f"{option}: {name} has no documents: of {counts.samples} samples {counts.dropped} are longer than "
+            f"{fmt.limit_option} = {fmt.limit} (overflow: {fmt.overflow}) and {counts.empty} are empty"
         )
-    _check_trained(counts, name, form, option, allowed)
-    _check_overflow(counts, name, form, option, allowed)
-    if form.masks_prompts and counts.all_trained > _ALL_TRAINED_LIMIT * counts.samples:
+    _check_trained(counts, name, fmt, option, allowed)
+    _check_overflow(counts, name, fmt, option, allowed)
+    if fmt.masks_prompts and counts.all_trained > _ALL_TRAINED_LIMIT * counts.samples:
         raise DataError(
             f"{option}: in {counts.all_trained} of the {counts.samples} samples of {name} every token is trained, the "
-            f"prompt included, more than {_ALL_TRAINED_LIMIT:.0%}. Look at the data with `xorl data inspect`; where "
-            f"that is what you want, set {option}.train_on: all"
+            f"prompt included, more than {_ALL_TRAINED_LIMIT:.0%}. Look at the data with `xorl data inspect`; if this "
+            f"is intended, set {option}.train_on: all"
         )
     if counts.misaligned > _MISALIGNED_LIMIT * counts.samples:
         shifted = 2 * counts.shifted >= counts.misaligned
-        what = "are the tokens after their places: they were shifted already, which training does itself"
+        problem = (
+            "equal the next token: they are already shifted, which training does itself"
+            if shifted
+            else "differ from the token at the same position"
+        )
         raise DataError(
-            f"{option}: in {counts.misaligned} of the {counts.samples} samples of {name} most labels "
-            f"{what if shifted else 'are not the tokens at their places'}. Give labels that are aligned with input_ids "
-            "(-100 where a token is not trained), or leave the column out by data.select_columns: [input_ids]"
+            f"{option}: in {counts.misaligned} of the {counts.samples} samples of {name} most labels {problem}. "
+            "Provide labels that are aligned with input_ids (-100 where a token is not trained), or ignore the column "
+            "with data.select_columns: [input_ids]"
         )
 
 
 def warn_of_counts(counts: Counts, name: str) -> None:
-    """Logs what is unusual but does not stop a run."""
+    """Logs unusual counts that do not stop a run."""
     if counts.untrained:
         logger.warning("prepare dataset=%s untrained_samples=%d%s", name, counts.untrained, _why_untrained(counts))
     if counts.unwritten_reasoning:
         logger.warning(
-            "prepare dataset=%s unwritten_reasoning=%d: they have reasoning of which the template writes none",
+            "prepare dataset=%s unwritten_reasoning=%d: the template omits the reasoning of these conversations",
             name,
             counts.unwritten_reasoning,
         )
     if counts.unended_turns:
         logger.warning(
-            "prepare dataset=%s unended_turns=%d: the template writes no special token after them, so the model is not "
-            "taught to stop there",
+            "prepare dataset=%s unended_turns=%d: the template writes no special token after these turns, so the model "
+            "does not learn to stop there",
             name,
             counts.unended_turns,
         )
@@ -101,9 +106,9 @@ def warn_of_counts(counts: Counts, name: str) -> None:
 
 def _why_untrained(counts: Counts) -> str:
     reasons = [
-        f"{number} of them {what}"
-        for number, what in (
-            (counts.untrained_by_overflow, "had some before they were cut for length"),
+        f"{number} of them {reason}"
+        for number, reason in (
+            (counts.untrained_by_overflow, "lost theirs when they were cut for length"),
             (counts.empty, "are empty"),
         )
         if number
@@ -111,7 +116,7 @@ def _why_untrained(counts: Counts) -> str:
     return f" ({', '.join(reasons)})" if reasons else ""
 
 
-def _check_trained(counts: Counts, name: str, form: Format, option: str, allowed: Allowed) -> None:
+def _check_trained(counts: Counts, name: str, fmt: Format, option: str, allowed: AllowedLosses) -> None:
     why = _why_untrained(counts)
     if counts.trained_tokens == 0:
         raise DataError(
@@ -120,67 +125,67 @@ def _check_trained(counts: Counts, name: str, form: Format, option: str, allowed
         )
     unexplained = counts.untrained - (counts.untrained_by_overflow if allowed.explicit_limit else 0)
     if unexplained > _UNTRAINED_LIMIT * counts.samples:
-        remedies = ["Remove them, or look at how labels are made"]
+        remedies = ["Remove these samples, or check how the labels are computed"]
         if counts.untrained_by_overflow:
-            remedies.append(f"raise {form.limit_option} ({form.limit})")
-            remedies.append(f"where cutting is what you want, set {option}.max_seq_len")
+            remedies.append(f"raise {fmt.limit_option} ({fmt.limit})")
+            remedies.append(f"if truncation is intended, set {option}.max_seq_len")
         raise DataError(
             f"{option}: {counts.untrained} of the {counts.samples} samples of {name} have no trained token{why}, "
             f"more than {_UNTRAINED_LIMIT:.0%}. {'; '.join(remedies)}"
         )
 
 
-def _check_overflow(counts: Counts, name: str, form: Format, option: str, allowed: Allowed) -> None:
+def _check_overflow(counts: Counts, name: str, fmt: Format, option: str, allowed: AllowedLosses) -> None:
     limit = allowed.overflow_fraction
     if limit is None:
-        # Truncation at an explicit length is intended; splitting loses nothing if every token is trained.
-        truncation = form.overflow == "truncate" and allowed.explicit_limit
-        is_plain = form.overflow == "split" and counts.trained_tokens >= counts.tokens - counts.documents
+        # Truncation to an explicit length is intended; splitting loses no tokens if every token is trained.
+        truncation = fmt.overflow == "truncate" and allowed.explicit_limit
+        is_plain = fmt.overflow == "split" and counts.trained_tokens >= counts.tokens - counts.documents
         limit = 1.0 if truncation or is_plain else _OVERFLOW_LIMIT
     touched = counts.truncated + counts.dropped + counts.split
     tokens, total = counts.lost_tokens + counts.split_tokens, counts.tokens + counts.lost_tokens
     if touched <= limit * counts.samples and tokens <= limit * total:
         return
-    verb, fate = {
+    verb, effect = {
         "truncate": ("cut", "lost"),
         "drop": ("dropped", "lost"),
-        "split": ("split", "torn apart"),
-    }[form.overflow]
-    on_purpose = f"set {option}.max_seq_len to cut at it on purpose, or "
+        "split": ("split", "separated"),
+    }[fmt.overflow]
+    truncate_hint = f"set {option}.max_seq_len if truncation is intended, or "
     raise DataError(
-        f"{option}: {touched} of the {counts.samples} samples of {name} are longer than {form.limit_option} = "
-        f"{form.limit} and would be {verb}, and with them {tokens} of {total} tokens {fate}: more than {limit:.2%}. "
-        f"Raise the length; or {on_purpose if form.overflow == 'truncate' and not allowed.explicit_limit else ''}set "
+        f"{option}: {touched} of the {counts.samples} samples of {name} are longer than {fmt.limit_option} = "
+        f"{fmt.limit} and would be {verb}, and {tokens} of {total} tokens {effect}: more than {limit:.2%}. "
+        f"Raise the length; or {truncate_hint if fmt.overflow == 'truncate' and not allowed.explicit_limit else ''}set "
         f"{option}.overflow_limit to the fraction you accept"
     )
 
 
 def check_extras(columns: Sequence[tuple[str, tuple[str, ...]]]) -> None:
-    """Raises DataError unless all entries (option, per-token columns) have the same extras: a batch needs all."""
+    """Raises DataError unless all entries (option, per-token columns) have the same extras, as batches require."""
     for option, names in columns:
         if names != columns[0][1]:
-            (poor, _), (rich, extra) = sorted(((option, names), columns[0]), key=lambda pair: len(pair[1]))
+            (without, _), (having, extra) = sorted(((option, names), columns[0]), key=lambda pair: len(pair[1]))
             raise DataError(
-                f"data.select_columns: {', '.join(extra)}, one number per token, are there for {rich} and not for "
-                f"{poor}, whose tokens would have none; leave them out, or give every dataset such columns"
+                f"data.select_columns: {having} has the per-token columns {', '.join(extra)}, and {without} does not; "
+                "deselect them, or add them to every dataset"
             )
 
 
 def check_largest_id(largest: tuple[int, int], name: str, vocab_size: int | None) -> None:
-    """Raises DataError if (largest id, its row) is outside the vocabulary."""
+    """Raises DataError if `largest`, the largest id and its row, is outside the vocabulary."""
     if vocab_size is not None and largest[0] >= vocab_size:
         raise DataError(f"{name}, row {largest[1]} (the first is 0): {id_problem(largest[0], 'a sample', vocab_size)}")
 
 
-def check_ids(encoded: EncodedDocuments, piece: Piece, form: Format) -> None:
-    """Raises DataError if a piece has an id outside the vocabulary."""
-    if form.vocab_size is not None and encoded.largest_id >= form.vocab_size:
-        place = piece.place(encoded.largest_id_row)
-        raise DataError(f"{place}: {id_problem(encoded.largest_id, 'a sample', form.vocab_size)}")
+def check_ids(encoded: EncodedDocuments, chunk: Chunk, fmt: Format) -> None:
+    """Raises DataError if a chunk contains an id outside the vocabulary."""
+    if fmt.vocab_size is not None and encoded.largest_id >= fmt.vocab_size:
+        location = chunk.location(encoded.largest_id_row)
+        raise DataError(f"{location}: {id_problem(encoded.largest_id, 'a sample', fmt.vocab_size)}")
 
 
 def special_ids(hf_config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
-    """The special token ids in a model's config.json: one or several for each name, none if it does not set it."""
+    """The special token ids in a model's config.json: one or several per name; names that are not set are missing."""
     found: dict[str, tuple[int, ...]] = {}
     for name in _SPECIAL:
         value = hf_config.get(f"{name}_token_id")
@@ -192,19 +197,20 @@ def special_ids(hf_config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
 
 
 def check_special_tokens(tokenizer: TextTokenizer, model: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises DataError if tokenizer and config.json name different special tokens.
+    """Raises DataError if the tokenizer and config.json name different special tokens.
 
-    The model would never stop, or begin with a token it does not know. A token that one of them does not set is no
-    conflict.
+    With different tokens the model would never stop, or start with a token it does not know. A token that only one of
+    them sets is not a conflict.
     """
     for name in _SPECIAL:
-        own, wanted = tokenizer.id_of(f"{name}_token"), model.get(name)
-        if own is None or not wanted or own in wanted:
+        tokenizer_id, wanted = tokenizer.id_of(f"{name}_token"), model.get(name)
+        if tokenizer_id is None or not wanted or tokenizer_id in wanted:
             continue
         shown = wanted[0] if len(wanted) == 1 else list(wanted)
         raise DataError(
             f"model.tokenizer_path: the {name}_token of the tokenizer in {tokenizer.folder} is "
-            f"{tokenizer.special[f'{name}_token']!r}, id {own}, but the model's config.json says {name}_token_id "
-            f"{shown} ({', '.join(repr(tokenizer.core.id_to_token(token)) for token in wanted)}). Use the model's own "
-            f"tokenizer, or set {name}_token_id to what the data is to use in a copy of config.json (model.config_path)"
+            f"{tokenizer.special[f'{name}_token']!r}, id {tokenizer_id}, but the model's config.json has "
+            f"{name}_token_id {shown} ({', '.join(repr(tokenizer.core.id_to_token(token)) for token in wanted)}). Use "
+            f"the model's tokenizer, or set {name}_token_id to the tokenizer's id in a copy of config.json "
+            "(model.config_path)"
         )

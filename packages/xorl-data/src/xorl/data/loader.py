@@ -1,7 +1,7 @@
 """StepLoader: the micro-batches of each optimizer step for one data-parallel rank, starting at any step.
 
-Workers are stateless: they receive the bins of a micro-batch and return the batch. The plan alone determines the order,
-so neither the number of workers nor a restart changes anything.
+Workers are stateless: they receive the bins of a micro-batch and return the batch. The order depends only on the plan,
+not on the number of workers or on restarts.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from xorl.data.batch import PackedBatch
 from xorl.data.collate import Document, collate
 from xorl.data.packing import Bins, StartMethod
 from xorl.data.plan import PAIR_COST, DataPlan, bin_costs, split_step
-from xorl.data.workers import begin, leave_sigterm, unchanged
+from xorl.data.workers import identity, ignore_sigterm, iterate
 
 
 class Documents(Protocol):
-    """The interface of prepared documents that the loader uses."""
+    """The part of PreparedDocuments that the loader needs."""
 
     lengths: np.ndarray
     extra_names: tuple[str, ...]
@@ -32,11 +32,11 @@ class Documents(Protocol):
 
 
 class StepLoader:
-    """The micro-batches of `dp_rank` among `dp_size`, step by step.
+    """The micro-batches of rank `dp_rank` of `dp_size`, step by step.
 
-    Every rank gets the same number of micro-batches in a step (a padding batch if a short step leaves it without bins);
-    micro-batches at the same index have similar cost on all ranks. `pair_cost` weighs attention against the rest (see
-    bin_costs). `pin_memory` applies if CUDA is available, `prefetch_factor` if there are workers.
+    Every rank gets the same number of micro-batches in a step; if a short step has too few bins, some are padding
+    batches. Micro-batches at the same index have similar costs on all ranks; `pair_cost` weighs attention against the
+    rest (see bin_costs). `pin_memory` requires CUDA and is ignored without it, `prefetch_factor` requires workers.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class StepLoader:
         return self._plan.num_steps
 
     def steps(self, start: int = 0) -> Iterator[tuple[int, list[PackedBatch]]]:
-        """(step, its micro-batches) from step `start` on, without reading the steps before it.
+        """Yields (step, its micro-batches), beginning with step `start`, without reading the steps before it.
 
         Workers start with the first step and end with the iterator, also if it is closed early.
         """
@@ -82,33 +82,32 @@ class StepLoader:
             self._batches,
             batch_size=None,
             sampler=_Sampler(self, start),
-            collate_fn=unchanged,
-            worker_init_fn=leave_sigterm,
+            collate_fn=identity,
+            worker_init_fn=ignore_sigterm,
             num_workers=self._num_workers,
             prefetch_factor=self._prefetch_factor,
             pin_memory=self._pin_memory,
             multiprocessing_context=self._start_method,
-            # A generator of its own: the iterator would otherwise draw from the global one, whose state a resume
-            # restores.
+            # Otherwise the iterator would draw from the global generator, whose state is part of a checkpoint.
             generator=torch.Generator(),
         )
-        batches = begin(loader)
+        batches = iterate(loader)
         for step in range(start, self.num_steps):
             yield step, [next(batches) for _ in range(self.num_micro_batches(step))]
 
     def num_micro_batches(self, step: int) -> int:
-        """The number of micro-batches of each rank in `step`."""
+        """The number of micro-batches per rank in `step`."""
         return -(-len(self._plan.bins_of_step(step)) // (self._dp_size * self._micro_batch_size))
 
     def bins_of_micro_batches(self, step: int) -> list[np.ndarray]:
-        """The bins of each of this rank's micro-batches in `step`; empty if other ranks have the last ones."""
+        """The bins of each of this rank's micro-batches in `step`; a padding batch has none."""
         bins = self._plan.bins_of_step(step)
-        dealt = split_step(self._costs[bins], dp_size=self._dp_size, micro_batch_size=self._micro_batch_size)
-        return [bins[positions[positions >= 0]] for positions in dealt[self._dp_rank]]
+        split = split_step(self._costs[bins], dp_size=self._dp_size, micro_batch_size=self._micro_batch_size)
+        return [bins[indices[indices >= 0]] for indices in split[self._dp_rank]]
 
 
 class _Sampler:
-    """Yields the bins of each micro-batch, in the order of steps."""
+    """Yields the bins of each micro-batch in step order."""
 
     def __init__(self, loader: StepLoader, start: int) -> None:
         self._loader = loader
@@ -120,7 +119,7 @@ class _Sampler:
 
 
 class _MicroBatches(Dataset[PackedBatch]):
-    """Turns bins into a batch: runs in the workers."""
+    """Collates bins to a batch, in the workers."""
 
     def __init__(self, documents: Documents, bins: Bins, pad_to_multiple_of: int) -> None:
         self._documents = documents

@@ -1,6 +1,8 @@
-"""A lock file with a heartbeat, one process at a time, for every file system; a dead holder is replaced.
+"""A lock file with a heartbeat that works on every file system and replaces a dead holder.
 
-It uses no kernel lock: network file systems may not have them, or may keep them long after a node is gone.
+It uses no kernel locks: network file systems may not support them, or keep them long after a node is gone. It also
+does not use the package filelock, whose SoftFileLease (4.2) takes over a stale lock only by an atomic exchange of two
+file names, which NFS and many other network file systems refuse, so that waiting for a dead node would never end.
 """
 
 from __future__ import annotations
@@ -20,32 +22,32 @@ from xorl.data.errors import DataFailure
 
 logger = logging.getLogger(__name__)
 
-BEAT_S = 5.0
-# Network file systems may show a heartbeat up to a minute late.
+HEARTBEAT_S = 5.0
+# On network file systems a heartbeat may become visible up to a minute late.
 STALE_S = 120.0
 REPORT_EVERY_S = 30.0
 _POLL_S = 0.2
-# Every heartbeat rewrites the record in place: with a fixed size, others always read a complete one.
+# Each heartbeat overwrites the record in place; the fixed size ensures that others always read a complete record.
 _RECORD_BYTES = 1024
 
 
 @contextmanager
-def exclusive(path: Path, what: str) -> Iterator[None]:
-    """Holds the lock file `path`; while waiting, logs who holds it. `what` is its name in the log.
+def exclusive(path: Path, label: str) -> Iterator[None]:
+    """Holds the lock file `path`; logs the current holder while waiting. `label` names the lock in the log.
 
-    A holder that died on this machine is replaced at once, one on another machine when its heartbeat has not changed
-    for STALE_S. A holder that was only suspended may then not be alone: work under the lock must be published by a
-    rename, which fails for the second process. Raises DataFailure if the file cannot be created.
+    A holder that died on this machine is replaced at once, a holder on another machine after STALE_S without a
+    heartbeat. A holder that was only suspended may then run beside its replacement, so work under the lock must be
+    published by a rename, which fails for the second process. Raises DataFailure if the file cannot be created.
     """
-    held = _acquire(path, what)
+    held = _acquire(path, label)
     try:
         yield
     finally:
         held.release()
 
 
-def forget_dead(path: Path) -> None:
-    """Removes the lock file `path` if its holder died on this machine after publishing but before releasing it."""
+def remove_if_dead(path: Path) -> None:
+    """Removes the lock file `path` if its holder died on this machine, after publishing but before the release."""
     record = _read(path)
     if record and _has_died(record):
         _remove(path, record)
@@ -64,7 +66,7 @@ class _Held:
 
     def _beat(self) -> None:
         beats = 0
-        while not self._stop.wait(BEAT_S):
+        while not self._stop.wait(HEARTBEAT_S):
             beats += 1
             with suppress(OSError):  # the next write reports a full disk
                 os.pwrite(self._descriptor, _record(beats), 0)
@@ -79,7 +81,7 @@ class _Held:
         os.close(self._descriptor)
 
 
-def _acquire(path: Path, what: str) -> _Held:
+def _acquire(path: Path, label: str) -> _Held:
     started = time.monotonic()
     reported: float | None = None
     seen, seen_at = b"", started
@@ -92,17 +94,17 @@ def _acquire(path: Path, what: str) -> _Held:
         if record != seen:
             seen, seen_at = record, now
         if record and (_has_died(record) or now - seen_at > STALE_S):
-            logger.warning("%s phase=takeover of=%s", what, _holder(record))
+            logger.warning("%s phase=takeover of=%s", label, _holder(record))
             _remove(path, record)
             continue
         if reported is None or now - reported > REPORT_EVERY_S:
             reported = now
-            logger.info("%s phase=wait holder=%s waited_s=%.0f", what, _holder(record), now - started)
+            logger.info("%s phase=wait holder=%s waited_s=%.0f", label, _holder(record), now - started)
         time.sleep(_POLL_S)
 
 
 def _try(path: Path) -> _Held | None:
-    """Takes the lock if it is free: publishes the complete record by a hard link, which fails if one exists."""
+    """Takes the lock if it is free: hard-links the complete record to `path`, which fails if `path` exists."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(6)}")
     try:
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
@@ -111,7 +113,7 @@ def _try(path: Path) -> _Held | None:
             os.fsync(descriptor)
             os.link(temporary, path)
         except (FileExistsError, FileNotFoundError):
-            # Held by another process, which may even have removed this file.
+            # Another process holds the lock; it may also have deleted our temporary file.
             os.close(descriptor)
             return None
         except BaseException:
@@ -120,14 +122,14 @@ def _try(path: Path) -> _Held | None:
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:
-        raise DataFailure(f"{path} cannot be made: {error}") from error
+        raise DataFailure(f"the lock file {path} cannot be created: {error}") from error
     for leftover in path.parent.glob(f"{path.name}.*"):
-        leftover.unlink(missing_ok=True)  # of processes that died while trying
+        leftover.unlink(missing_ok=True)  # from processes that died in this function
     return _Held(path, descriptor)
 
 
 def _remove(path: Path, record: bytes) -> None:
-    """Removes a dead holder's file, unless another process was faster."""
+    """Removes a dead holder's file, unless another process has already replaced it."""
     aside = path.with_name(f"{path.name}.{secrets.token_hex(6)}")
     with suppress(OSError):
         path.rename(aside)
@@ -139,7 +141,13 @@ def _remove(path: Path, record: bytes) -> None:
 
 def _record(beats: int) -> bytes:
     pid = os.getpid()
-    values = {"pid": pid, "host": socket.gethostname(), "machine": _machine(), "born": _born(pid), "beats": beats}
+    values = {
+        "pid": pid,
+        "host": socket.gethostname(),
+        "machine": _machine_id(),
+        "born": _start_time(pid),
+        "beats": beats,
+    }
     return json.dumps({**values, "at": time.ctime()}).encode().ljust(_RECORD_BYTES)
 
 
@@ -164,14 +172,14 @@ def _holder(record: bytes) -> str:
 
 
 def _has_died(record: bytes) -> bool:
-    """Whether the holder ran on this machine, in this process namespace, and is gone."""
+    """Whether the holder ran on this machine, in this pid namespace, and has exited."""
     values = _values(record)
-    pid, machine = values.get("pid"), _machine()
-    return machine is not None and values.get("machine") == machine and values.get("born") != _born(pid)
+    pid, machine = values.get("pid"), _machine_id()
+    return machine is not None and values.get("machine") == machine and values.get("born") != _start_time(pid)
 
 
-def _machine() -> str | None:
-    """Identifies this boot of this machine and its process id namespace; None if they cannot be read."""
+def _machine_id() -> str | None:
+    """Identifies the current boot of this machine and the pid namespace; None if they cannot be read."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -179,11 +187,11 @@ def _machine() -> str | None:
         return None
 
 
-def _born(pid: object) -> str | None:
-    """The start time of a process in kernel ticks, since process ids are reused; None if there is no such process."""
+def _start_time(pid: object) -> str | None:
+    """The start time of a process in clock ticks, because pids are reused; None if the process does not run."""
     with suppress(OSError, IndexError):
-        # The name, in parentheses, may contain anything; the state is the first field after it, the start time the
-        # 20th.
+        # The process name, in parentheses, may contain any character. The state is the first field after it, the start
+        # time the 20th.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if fields[0] in "ZX" else fields[19]
     return None

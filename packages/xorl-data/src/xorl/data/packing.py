@@ -1,4 +1,4 @@
-"""Packing: document lengths to bins of bounded length. Pure functions of their arguments."""
+"""Packs documents, given by their lengths, into bins of bounded length. Pure functions of their arguments."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import numpy as np
 import xxhash
 
 from xorl.data.errors import DataError
-from xorl.data.shuffle import permutation
+from xorl.data.hashing import permutation
 
 PackingMethod = Literal["sequential", "multipack", "none"]
 StartMethod = Literal["fork", "spawn", "forkserver"]
 
-# More open bins fill better and reorder more; the gain beyond 64 is below a thousandth.
+# More open bins improve the fill and reorder more; beyond 64 the fill improves by less than 0.1 %.
 _OPEN_BINS = 64
 _WORD_BITS = 1024
 
@@ -70,14 +70,13 @@ def pack(
 ) -> Bins:
     """Packs documents of `lengths` (each from 1 to `bin_len` tokens) into bins of at most `bin_len` tokens.
 
-    `sequential` keeps the order as far as a window of open bins allows: each document goes to the open bin that it
-    fills best. `strict_order` (with any method) never goes back: a document that does not fit closes the bin.
-    `multipack` is best-fit decreasing within each `group_size` documents, its bins shuffled by `seed`; with a
-    `start_method`, `num_proc` processes pack the groups, otherwise this one does. `none` gives every document its own
-    bin.
+    `sequential` is best fit into a window of open bins, which bounds the reordering. `strict_order`, with any method,
+    keeps the order: a document that does not fit closes the bin. `multipack` is best-fit decreasing within groups of
+    `group_size` documents, with the bins shuffled by `seed`; with a `start_method`, `num_proc` processes pack the
+    groups. `none` puts every document into a separate bin.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
-    assert not len(lengths) or (lengths.min() >= 1 and lengths.max() <= bin_len), "preparing bounds every document"
+    assert not len(lengths) or (lengths.min() >= 1 and lengths.max() <= bin_len), "preparation limits every length"
     if strict_order and method != "none":
         bins = _next_fit(lengths, bin_len)
     elif method == "sequential":
@@ -114,10 +113,10 @@ def _windowed_best_fit(lengths: list[int], bin_len: int) -> list[list[int]]:
 
 
 class OpenBins:
-    """Online best fit: documents come one by one, and each goes into the open bin that it fills best.
+    """Online best fit: each document goes into the open bin with the least sufficient room.
 
-    A bin is emitted when it is full. If a new bin would exceed the number of open bins, the fullest one is emitted:
-    later documents can fill it least. Bins are numbered in the order in which they were opened.
+    A bin is emitted when it is full. If a new bin would exceed the number of open bins, the fullest one is emitted,
+    because it is the least likely to fit another document. Bins are numbered in the order in which they were opened.
     """
 
     def __init__(self, bin_len: int, num_open: int = _OPEN_BINS) -> None:
@@ -125,35 +124,35 @@ class OpenBins:
         self._num_open = num_open
         self._num_bins = 0
         self._members: dict[int, list[int]] = {}
-        # (room left, bin), ascending: the first with enough room is the best fit, the older one of equals.
+        # (room left, bin), ascending: the first with enough room is the best fit; of equal ones, the oldest.
         self._rooms: list[tuple[int, int]] = []
 
     def add(self, index: int, length: int) -> list[tuple[int, list[int]]]:
-        """Puts document `index` into a bin; returns the bins (number, members) that it emits, none to two."""
+        """Puts document `index` into a bin. Returns the emitted bins as (number, members): zero to two."""
         rooms = self._rooms
-        leaving: list[tuple[int, list[int]]] = []
+        emitted: list[tuple[int, list[int]]] = []
         at = bisect_left(rooms, (length, -1))
         if at < len(rooms):
             room, number = rooms.pop(at)
             self._members[number].append(index)
         else:
             if len(rooms) == self._num_open:
-                leaving.append(self._leave(rooms.pop(0)[1]))
+                emitted.append(self._emit(rooms.pop(0)[1]))
             room, number = self._bin_len, self._num_bins
             self._num_bins += 1
             self._members[number] = [index]
         if room > length:
             insort(rooms, (room - length, number))
         else:
-            leaving.append(self._leave(number))
-        return leaving
+            emitted.append(self._emit(number))
+        return emitted
 
     def flush(self) -> list[tuple[int, list[int]]]:
-        """The bins that are still open, in opening order."""
+        """Emits the bins that are still open, in the order in which they were opened."""
         self._rooms = []
-        return [self._leave(number) for number in sorted(self._members)]
+        return [self._emit(number) for number in sorted(self._members)]
 
-    def _leave(self, number: int) -> tuple[int, list[int]]:
+    def _emit(self, number: int) -> tuple[int, list[int]]:
         return number, self._members.pop(number)
 
 
@@ -176,7 +175,7 @@ def _pack_groups(
 
 
 def best_fit_decreasing(lengths: np.ndarray, bin_len: int) -> list[list[int]]:
-    """Longest first, each into the open bin that it fills best. Each bin's documents are put back in order."""
+    """Packs the longest documents first, each into the bin with the least sufficient room. Sorts each bin by index."""
     rooms = _Rooms(bin_len)
     bins: list[list[int]] = []
     by_room: dict[int, list[int]] = {}
@@ -204,7 +203,7 @@ def best_fit_decreasing(lengths: np.ndarray, bin_len: int) -> list[list[int]]:
 
 
 class _Rooms:
-    """A set of integers up to `largest` that finds its smallest member from a given number on: a two-level bitmap."""
+    """A set of integers from 0 to `largest` as a two-level bitmap, which finds the smallest member >= a value."""
 
     def __init__(self, largest: int) -> None:
         self._words = [0] * (largest // _WORD_BITS + 1)

@@ -1,8 +1,7 @@
 """The plan: which bins each optimizer step trains on, and how a step's bins are split over ranks and micro-batches.
 
-The order of bins depends on (fingerprint, seed, epoch) alone. So one integer, the step, is the whole position in the
-data, on any number of ranks and workers. Splitting is a second, separate function: it decides which rank computes, not
-what.
+The order of bins depends only on (fingerprint, seed, epoch), so the step number is the complete position in the data,
+for any number of ranks and workers. Splitting a step over ranks is a separate function, which does not affect its bins.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ import numpy as np
 
 from xorl.data.documents import PreparedDocuments
 from xorl.data.errors import DataError
+from xorl.data.hashing import digest, permutation
 from xorl.data.packing import Bins
-from xorl.data.shuffle import digest, permutation
 
-# Cost of len^2 relative to the cost of a token. Per layer, causal attention takes 2 * D multiply-adds for each of len^2
-# / 2 pairs, and the linear layers take about 12 * D^2 for each token, so 1 / (12 * D), here for D = 2048.
+# The cost of len^2 relative to the cost of a token. Per layer, causal attention takes 2 * D multiply-adds for each of
+# the len^2 / 2 pairs, and the linear layers take about 12 * D^2 per token: 1 / (12 * D), here for D = 2048.
 PAIR_COST = 1 / (12 * 2048)
 
 
@@ -27,8 +26,9 @@ PAIR_COST = 1 / (12 * 2048)
 class DataPlan:
     """The global order of bins, cut into optimizer steps of `bins_per_step` bins.
 
-    Each epoch has an order of its own (`shuffle`), or the packed order. `drop_last` leaves out the incomplete step at
-    the end of an epoch; otherwise that step is short. `max_steps` overrides `num_epochs` in both directions.
+    With `shuffle`, each epoch has a different order; otherwise all have the packed order. `drop_last` drops the
+    incomplete step at the end of an epoch; otherwise that step is short. `max_steps` overrides `num_epochs`, also to
+    train for longer.
     """
 
     num_bins: int
@@ -51,9 +51,9 @@ class DataPlan:
             raise DataError("there are no bins to train on")
         if self.drop_last and self.num_bins < self.bins_per_step:
             raise DataError(
-                f"train.gradient_accumulation_steps: one optimizer step takes {self.bins_per_step} bins (times "
-                f"train.micro_batch_size and the data-parallel size), and the data fills {self.num_bins}, so that "
-                "data.dataloader_drop_last: true leaves no step: lower one of these, lower "
+                f"train.gradient_accumulation_steps: one optimizer step takes {self.bins_per_step} bins (this option "
+                f"times train.micro_batch_size times the data-parallel size), but the data fills only {self.num_bins}, "
+                "so data.dataloader_drop_last: true leaves no step; lower one of these, lower "
                 "data.sample_packing_sequence_len, add data, or set data.dataloader_drop_last: false"
             )
 
@@ -70,7 +70,7 @@ class DataPlan:
         drop_last: bool = True,
         shuffle: bool = True,
     ) -> DataPlan:
-        """The plan over `bins` of `documents`; its fingerprint identifies the content of every bin."""
+        """The plan over `bins` of `documents`, with a fingerprint of the content of every bin."""
         return cls(
             num_bins=len(bins),
             bins_per_step=bins_per_step,
@@ -84,7 +84,7 @@ class DataPlan:
 
     @classmethod
     def one_pass(cls, documents: PreparedDocuments, bins: Bins, *, bins_per_step: int) -> DataPlan:
-        """The plan of an evaluation: every bin once, in packed order; the last step may be short."""
+        """A plan for evaluation: every bin once, in packed order; the last step may be short."""
         return cls.over(documents, bins, bins_per_step=bins_per_step, drop_last=False, shuffle=False)
 
     @property
@@ -93,7 +93,7 @@ class DataPlan:
 
     @property
     def left_out_bins(self) -> int:
-        """The bins left out of each epoch; different ones in each with `shuffle`."""
+        """The number of bins that each epoch drops; with `shuffle`, different ones each time."""
         return max(0, self.num_bins - self.steps_per_epoch * self.bins_per_step)
 
     @property
@@ -102,12 +102,12 @@ class DataPlan:
 
     @property
     def hash(self) -> str:
-        """Identifies the order: equal hashes train on the same documents at every step, wherever training stops."""
+        """Identifies the order: plans with equal hashes have the same documents at every step of both."""
         seed = self.seed if self.shuffle else 0
         return digest("plan", self.fingerprint, self.num_bins, self.bins_per_step, seed, self.drop_last, self.shuffle)
 
     def bins_of_step(self, step: int) -> np.ndarray:
-        """The bins of optimizer step `step` (from 0), in global order, int64; constant cost for every step."""
+        """The bins of optimizer step `step` (from 0) in global order, int64. The cost does not depend on the step."""
         assert 0 <= step < self.num_steps, f"step {step} is not in 0..{self.num_steps - 1}"
         epoch, index = divmod(step, self.steps_per_epoch)
         start = index * self.bins_per_step
@@ -126,30 +126,29 @@ def _order_of_epoch(num_bins: int, fingerprint: str, seed: int, epoch: int) -> n
 
 def bin_costs(lengths: np.ndarray, bins: Bins, pair_cost: float = PAIR_COST) -> np.ndarray:
     """The training cost of each bin in tokens, [num_bins]: sum(len) + pair_cost * sum(len^2) over its documents."""
-    own = lengths[bins.indices].astype(np.float64)
-    return np.add.reduceat(own + pair_cost * own**2, bins.offsets[:-1]) if len(bins) else np.empty(0)
+    packed = lengths[bins.indices].astype(np.float64)
+    return np.add.reduceat(packed + pair_cost * packed**2, bins.offsets[:-1]) if len(bins) else np.empty(0)
 
 
 def split_step(costs: Sequence[float] | np.ndarray, *, dp_size: int, micro_batch_size: int) -> np.ndarray:
-    """Splits one step's bins: [dp_size, num_micro_batches, micro_batch_size] positions into `costs`, -1 for none.
+    """Splits one step's bins: [dp_size, num_micro_batches, micro_batch_size] indices into `costs`, -1 for none.
 
-    Bins of similar cost go to the same micro-batch index on all ranks, because ranks wait for each other there. The
-    ranks take turns at choosing first, so that their sums are similar too. A function of its arguments alone.
+    Bins of similar cost go to the same micro-batch index on all ranks, because ranks wait for each other after each
+    micro-batch. The ranks take turns receiving the most expensive bin, which also balances their sums.
     """
     assert min(dp_size, micro_batch_size) >= 1, (dp_size, micro_batch_size)
     descending = np.argsort(-np.asarray(costs, dtype=np.float64), kind="stable")
     num_micro_batches = -(-len(descending) // (dp_size * micro_batch_size))
     rounds = np.full((num_micro_batches * micro_batch_size, dp_size), -1, dtype=np.int64)
     rounds.reshape(-1)[: len(descending)] = descending
-    # Forward, back, back, forward, ...: the Thue-Morse sequence, since plain alternation favours one side in every
-    # pair.
-    back = [index.bit_count() % 2 == 1 for index in range(len(rounds))]
-    rounds[back] = rounds[back, ::-1]
+    # Reverses rounds by the Thue-Morse sequence, because plain alternation favours the same side in every pair.
+    reversed_rounds = [index.bit_count() % 2 == 1 for index in range(len(rounds))]
+    rounds[reversed_rounds] = rounds[reversed_rounds, ::-1]
     return np.ascontiguousarray(rounds.reshape(num_micro_batches, micro_batch_size, dp_size).transpose(2, 0, 1))
 
 
 def rescale_accumulation(bins_per_step: int, *, micro_batch_size: int, dp_size: int) -> int:
-    """The gradient_accumulation_steps that keep `bins_per_step` on `dp_size` ranks; DataError if no value does."""
+    """The gradient_accumulation_steps that keep `bins_per_step` on `dp_size` ranks. DataError if there is none."""
     per_round = micro_batch_size * dp_size
     if bins_per_step % per_round == 0:
         return bins_per_step // per_round
@@ -158,8 +157,8 @@ def rescale_accumulation(bins_per_step: int, *, micro_batch_size: int, dp_size: 
     micro_batches = f"train.micro_batch_size {_listed(micro_sizes)} on this size" if micro_sizes else ""
     ranks = f"data-parallel size {_listed(sizes)} with train.micro_batch_size {micro_batch_size}" if sizes else ""
     raise DataError(
-        f"train.load_checkpoint_path: its run has {bins_per_step} bins a step, which data-parallel size {dp_size} "
-        f"with train.micro_batch_size {micro_batch_size} does not divide ({bins_per_step} / {per_round}); what works: "
+        f"train.load_checkpoint_path: its run has {bins_per_step} bins per step, which is not a multiple of "
+        f"data-parallel size {dp_size} times train.micro_batch_size {micro_batch_size} = {per_round}; use "
         + (" or ".join(filter(None, (ranks, micro_batches))) or "train.micro_batch_size 1 on a size that divides it")
     )
 

@@ -1,7 +1,7 @@
-"""Prepares documents from dataset entries, through a cache that is addressed by content and published atomically.
+"""Prepares documents from dataset entries, with a content-addressed cache whose folders are published atomically.
 
-Runs before any process group exists, so it never uses torch.distributed: one process prepares, others on the same file
-system wait for its lock, and all of them memory-map the result.
+It runs before any process group exists, so it does not use torch.distributed: one process prepares, others on the same
+file system wait for its lock, and all of them memory-map the result.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from xorl.data.documents import PreparedDocuments, merge
 from xorl.data.entry import DatasetEntry
 from xorl.data.errors import DataError, DataFailure
 from xorl.data.formats import EncodedDocuments, Format, TokenizedFormat
+from xorl.data.hashing import JSON, digest
 from xorl.data.invariants import (
-    Allowed,
+    AllowedLosses,
     check_counts,
     check_extras,
     check_largest_id,
     check_special_tokens,
-    judge,
+    validate_counts,
 )
-from xorl.data.lock import exclusive, forget_dead
+from xorl.data.lock import exclusive, remove_if_dead
 from xorl.data.mixture import Share, check_repetitions, check_shares
 from xorl.data.published import find_prepared, open_direct
-from xorl.data.readers import Piece
+from xorl.data.readers import Chunk
 from xorl.data.receipt import Counts, DatasetReceipt, Receipt
-from xorl.data.shuffle import JSON, digest
 from xorl.data.sources import DOWNLOADS, DUMMY, ShardedSource, Source, count_rows, load_source
 from xorl.data.store import (
     FORMAT_VERSION,
@@ -58,7 +58,7 @@ from xorl.data.store import (
 
 logger = logging.getLogger(__name__)
 
-# Below this size, starting processes takes longer than reading; text is tokenized at a few MB/s, ids are read at 80.
+# Below these sizes, starting processes takes longer than encoding: ids are read at 80 MB/s, text is tokenized at a few.
 _PARALLEL_BYTES = 64 << 20
 _PARALLEL_TEXT_BYTES = 4 << 20
 _LARGE_BYTES = 1 << 30
@@ -67,11 +67,11 @@ _REPORT_EVERY_S = 10.0
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """The options of `data` that preparing uses. `bin_len` (sample_packing_sequence_len) is the longest document.
+    """The options of `data` that preparation uses. `bin_len` (sample_packing_sequence_len) limits document lengths.
 
-    `vocab_size` None leaves ids unchecked; `dummy` needs it. Text and conversations need `tokenizer_folder`; its
-    special tokens must agree with `model_special_ids`, the result of invariants.special_ids. `token` is passed to
-    `datasets` for the Hub. Without `judged`, counts that would stop a run are only logged, so that the data can be
+    With `vocab_size` None, ids are not checked; `dummy` requires it. Text and conversations require `tokenizer_folder`;
+    its special tokens must agree with `model_special_ids`, the result of invariants.special_ids. `token` is passed to
+    `datasets` for the Hub. Without `strict`, counts that would stop a run are only logged, so that the data can be
     inspected.
     """
 
@@ -90,15 +90,15 @@ class PrepareOptions:
     dataset_shard_idx: int | None = None
     dummy_documents: int = 4096
     token: str | bool | None = None
-    judged: bool = True
+    strict: bool = True
 
 
 def prepare(
     entries: Sequence[DatasetEntry], options: PrepareOptions, *, option: str = "data.datasets"
 ) -> PreparedDocuments:
-    """The documents of `entries`, merged in the order that `options` ask for; a second call loads the cached result.
+    """Returns the documents of `entries`, merged in the order given by `options`; a second call loads the cache.
 
-    `option` is the place of the entries in the configuration, for messages. Raises DataError for unusable data or
+    `option` is the path of the entries in the configuration, for error messages. Raises DataError for unusable data or
     options, DataFailure if the environment fails.
     """
     _check_options(entries, options, option)
@@ -129,7 +129,7 @@ def _check_options(entries: Sequence[DatasetEntry], options: PrepareOptions, opt
         raise DataError(f"data.sample_packing_sequence_len: {options.bin_len}, want at least 1")
     num, index = options.dataset_shard_num, options.dataset_shard_idx
     if (num is None) != (index is None):
-        raise DataError(f"data.dataset_shard_num and data.dataset_shard_idx go together, got {num} and {index}")
+        raise DataError(f"set both data.dataset_shard_num and data.dataset_shard_idx, got {num} and {index}")
     if num is not None and index is not None and not 0 <= index < num:
         raise DataError(f"data.dataset_shard_idx: {index} is not in 0..{num - 1} (data.dataset_shard_num: {num})")
     check_shares([Share(entry.weight, entry.num_epochs) for entry in entries], option)
@@ -137,7 +137,7 @@ def _check_options(entries: Sequence[DatasetEntry], options: PrepareOptions, opt
         if entry.max_seq_len is not None and not 1 <= entry.max_seq_len <= options.bin_len:
             raise DataError(
                 f"{option}[{number}].max_seq_len: {entry.max_seq_len}, want 1 to {options.bin_len}, the bin length "
-                "(data.sample_packing_sequence_len), since a longer sample fits no bin"
+                "(data.sample_packing_sequence_len), because a longer sample would not fit into a bin"
             )
 
 
@@ -149,7 +149,7 @@ def _prepare_entry(entry: DatasetEntry, options: PrepareOptions, option: str) ->
     source = None
     if not options.skip_prepare:
         source = load_source(entry, option=option, token=options.token, downloads=downloads)
-    form = choose_format(
+    fmt = choose_format(
         entry,
         bin_len=options.bin_len,
         vocab_size=options.vocab_size,
@@ -157,25 +157,25 @@ def _prepare_entry(entry: DatasetEntry, options: PrepareOptions, option: str) ->
         source=source,
         tokenizer_folder=options.tokenizer_folder,
     )
-    if form.tokenizer is not None:
-        check_special_tokens(form.tokenizer, options.model_special_ids)
-    if form.writes_the_day:
+    if fmt.tokenizer is not None:
+        check_special_tokens(fmt.tokenizer, options.model_special_ids)
+    if fmt.uses_current_date:
         logger.warning(
-            "prepare dataset=%s: the chat template writes the day of preparing; %s.chat_template_kwargs: "
-            "{strftime_now: 2026-01-31} would keep to one",
+            "prepare dataset=%s: the chat template writes the current date; set %s.chat_template_kwargs: "
+            "{strftime_now: 2026-01-31} to fix the date",
             entry.path,
             option,
         )
     parts = _parts_of(entry)
     if source is None:
-        folders = [find_prepared(options.prepared_path, _request(part, form), option) for part in parts]
+        folders = [find_prepared(options.prepared_path, _request(part, fmt), option) for part in parts]
         return _open_stores(
-            [FlatStore(folder) for folder in folders], entry, form, option, cached=True, judged=options.judged
+            [FlatStore(folder) for folder in folders], entry, fmt, option, cached=True, strict=options.strict
         )
     if source.num_bytes > _LARGE_BYTES:
         logger.info("prepare dataset=%s phase=hash gib=%.1f", source.name, source.num_bytes / 2**30)
-    stores, cached = _prepare_parts(source, parts, form, options, option)
-    store, receipt = _open_stores(stores, entry, form, option, cached=cached, judged=options.judged)
+    stores, cached = _prepare_parts(source, parts, fmt, options, option)
+    store, receipt = _open_stores(stores, entry, fmt, option, cached=cached, strict=options.strict)
     took = time.monotonic() - started
     line = "prepare dataset=%s cached=%s time_s=%.1f folder=%s"
     logger.info(line, source.name, str(cached).lower(), took, ",".join(str(part.folder) for part in stores))
@@ -183,7 +183,7 @@ def _prepare_entry(entry: DatasetEntry, options: PrepareOptions, option: str) ->
 
 
 def _parts_of(entry: DatasetEntry) -> list[DatasetEntry]:
-    """The parts into which `preprocess_shards` splits an entry: each is prepared, published and cached by itself."""
+    """The parts into which `preprocess_shards` splits an entry; each is prepared, published and cached separately."""
     num = entry.preprocess_shards
     if num is None:
         return [entry]
@@ -191,69 +191,68 @@ def _parts_of(entry: DatasetEntry) -> list[DatasetEntry]:
 
 
 def _prepare_parts(
-    source: Source, parts: Sequence[DatasetEntry], form: Format, options: PrepareOptions, option: str
+    source: Source, parts: Sequence[DatasetEntry], fmt: Format, options: PrepareOptions, option: str
 ) -> tuple[list[FlatStore], bool]:
-    """The published stores of all parts, and whether all of them existed before."""
+    """Returns the published stores of all parts, and whether all of them were already cached."""
     identity = source.identity()
-    whole = digest(FORMAT_VERSION, identity, form.fingerprint())
+    dataset_key = digest(FORMAT_VERSION, identity, fmt.fingerprint())
     num_rows: int | None = None
     stores: list[FlatStore] = []
     all_cached = True
     for index, part in enumerate(parts):
-        own, own_key = source, whole
+        part_source, key = source, dataset_key
         if len(parts) > 1:
-            own = ShardedSource(source, len(parts), index, num_rows)
+            part_source = ShardedSource(source, len(parts), index, num_rows)
             shard = {"source": identity, "shards": len(parts), "shards_idx": index}
-            own_key = digest(FORMAT_VERSION, shard, form.fingerprint())
-        # The order of documents does not depend on the number of files: this is no part of the store's key.
-        folder = options.prepared_path / (digest(own_key, options.num_files) if options.num_files > 1 else own_key)
+            key = digest(FORMAT_VERSION, shard, fmt.fingerprint())
+        # num_files is part of the folder's name but not of the key, since it does not affect the documents' order.
+        folder = options.prepared_path / (digest(key, options.num_files) if options.num_files > 1 else key)
         lock = options.prepared_path / f".{folder.name}.lock"
         if (folder / MANIFEST).is_file():
-            forget_dead(lock)
+            remove_if_dead(lock)
         else:
             _make_root(options.prepared_path)
-            with exclusive(lock, f"prepare dataset={own.name}"):
+            with exclusive(lock, f"prepare dataset={part_source.name}"):
                 if not (folder / MANIFEST).is_file():
                     all_cached = False
-                    if isinstance(own, ShardedSource) and len(parts) > 1 and num_rows is None:
-                        num_rows = count_rows(source, form.selected)
-                        own = replace(own, num_rows=num_rows)
-                    _publish(own, form, folder, (own_key, whole), part, option, options)
+                    if isinstance(part_source, ShardedSource) and len(parts) > 1 and num_rows is None:
+                        num_rows = count_rows(source, fmt.selected)
+                        part_source = replace(part_source, num_rows=num_rows)
+                    _publish(part_source, fmt, folder, (key, dataset_key), part, option, options)
         stores.append(FlatStore(folder))
     return stores, all_cached
 
 
 def _prepared_directly(entry: DatasetEntry, options: PrepareOptions) -> tuple[DocumentStore, DatasetReceipt] | None:
-    """The dataset at data.dataset_prepared_path itself, in place of all entries; None if that is a root of several."""
+    """Opens data.dataset_prepared_path as a dataset that replaces all entries; None if it is a folder of several."""
     path = options.prepared_path
-    form = TokenizedFormat(
+    fmt = TokenizedFormat(
         options.bin_len, "error", "data.sample_packing_sequence_len", entry.columns, options.vocab_size
     )
-    store = open_direct(path, form, entry.split)
+    store = open_direct(path, fmt, entry.split)
     if store is None:
         return None
     logger.info("prepare dataset=%s phase=skip", path)
-    held = store.manifest if isinstance(store, FlatStore) else store
-    largest = (held.largest_id, held.largest_id_row)
-    accepted = Allowed(explicit_limit=True, overflow_fraction=1.0)
-    judge(held.counts, str(path), form, "data.dataset_prepared_path", accepted, stops=options.judged)
-    check_largest_id(largest, str(path), form.vocab_size)
-    return store, DatasetReceipt(str(path), held.counts, cached=True)
+    summary = store.manifest if isinstance(store, FlatStore) else store
+    allowed = AllowedLosses(explicit_limit=True, overflow_fraction=1.0)
+    validate_counts(summary.counts, str(path), fmt, "data.dataset_prepared_path", allowed, strict=options.strict)
+    check_largest_id((summary.largest_id, summary.largest_id_row), str(path), fmt.vocab_size)
+    return store, DatasetReceipt(str(path), summary.counts, cached=True)
 
 
-def _request(entry: DatasetEntry, form: Format) -> dict[str, JSON]:
+def _request(entry: DatasetEntry, fmt: Format) -> dict[str, JSON]:
     files = (
         entry.data_files if entry.data_files is None or isinstance(entry.data_files, str) else list(entry.data_files)
     )
     fields = ("path", "type", "name", "split", "revision", "ds_type", "shards", "shards_idx")
-    return {**{field: getattr(entry, field) for field in fields}, "data_files": files, **form.fingerprint()}
+    return {**{field: getattr(entry, field) for field in fields}, "data_files": files, **fmt.fingerprint()}
 
 
 def _dummy(entry: DatasetEntry, options: PrepareOptions, option: str) -> tuple[DocumentStore, DatasetReceipt]:
     if options.vocab_size is None:
-        raise DataError(f"{option}.path: dummy makes random token ids and needs the model's vocab_size")
+        raise DataError(f"{option}.path: dummy generates random token ids, so it needs the model's vocab_size")
     length = entry.max_seq_len or options.bin_len
-    # Dummy entries differ by their place in the configuration, so no two are alike.
+    # The seed includes the entry's path in the configuration, so that two dummy entries differ.
     store = SyntheticStore(options.dummy_documents, length, options.vocab_size, f"{options.seed} {option}")
     num, tokens, trained = len(store.lengths), int(store.lengths.sum()), int(store.num_trained.sum())
     counts = Counts(samples=num, kept=num, documents=num, tokens=tokens, trained_tokens=trained)
@@ -261,15 +260,15 @@ def _dummy(entry: DatasetEntry, options: PrepareOptions, option: str) -> tuple[D
 
 
 def _open_stores(
-    stores: Sequence[FlatStore], entry: DatasetEntry, form: Format, option: str, *, cached: bool, judged: bool
+    stores: Sequence[FlatStore], entry: DatasetEntry, fmt: Format, option: str, *, cached: bool, strict: bool
 ) -> tuple[DocumentStore, DatasetReceipt]:
     counts, row = Counts(), 0
     for store in stores:
         manifest = store.manifest
-        check_largest_id((manifest.largest_id, row + manifest.largest_id_row), entry.path, form.vocab_size)
+        check_largest_id((manifest.largest_id, row + manifest.largest_id_row), entry.path, fmt.vocab_size)
         row += manifest.counts.samples
         counts += manifest.counts
-    judge(counts, _part_name(entry), form, option, allowed_losses(entry), stops=judged)
+    validate_counts(counts, _part_name(entry), fmt, option, allowed_losses(entry), strict=strict)
     return stores[0] if len(stores) == 1 else PartedStore(stores), DatasetReceipt(entry.path, counts, cached)
 
 
@@ -279,21 +278,18 @@ def _part_name(entry: DatasetEntry) -> str:
     return f"{entry.path} (shard {entry.shards_idx} of {entry.shards})"
 
 
-# Publishing
-
-
 def _publish(
     source: Source,
-    form: Format,
+    fmt: Format,
     folder: Path,
     keys: tuple[str, str],
     entry: DatasetEntry,
     option: str,
     options: PrepareOptions,
 ) -> None:
-    """Encodes everything into a temporary sibling of `folder` and renames it. The caller holds the lock.
+    """Encodes `source` into a temporary folder and renames that to `folder`. The caller holds the lock.
 
-    `keys` are the store's own key and that of its dataset; they are equal if the store is the whole dataset.
+    `keys` are the key of the store and the key of its dataset; they are equal if the store is the whole dataset.
     """
     for leftover in folder.parent.glob(f".{folder.name}.tmp-*"):
         logger.info("prepare dataset=%s phase=clean leftover=%s", source.name, leftover)
@@ -301,15 +297,15 @@ def _publish(
     temporary = folder.parent / f".{folder.name}.tmp-{secrets.token_hex(4)}"
     writer: FlatStoreWriter | None = None
     try:
-        writer = FlatStoreWriter(temporary, form.extras)
-        counts, largest = _write_all(source, form, writer, options.num_proc)
-        # A part is only checked for what makes it useless: unusual counts are judged over all parts.
-        if not counts.documents or (options.judged and keys[0] == keys[1]):
-            check_counts(counts, _part_name(entry), form, option, allowed_losses(entry))
+        writer = FlatStoreWriter(temporary, fmt.extras)
+        counts, largest = _write_all(source, fmt, writer, options.num_proc)
+        # A part must not be empty; all other counts are checked later, summed over all parts.
+        if not counts.documents or (options.strict and keys[0] == keys[1]):
+            check_counts(counts, _part_name(entry), fmt, option, allowed_losses(entry))
         writer.finish(
             key=keys[0],
             name=source.name,
-            request=_request(entry, form),
+            request=_request(entry, fmt),
             created=time.time(),
             counts=counts,
             largest_id=largest,
@@ -324,7 +320,7 @@ def _publish(
             return
         raise DataFailure(
             f"the prepared dataset cannot be written to {temporary}: {error}; "
-            "data.dataset_prepared_path names its place"
+            "data.dataset_prepared_path sets the parent folder"
         ) from error
     finally:
         if writer is not None:
@@ -332,25 +328,25 @@ def _publish(
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _write_all(source: Source, form: Format, writer: FlatStoreWriter, num_proc: int) -> tuple[Counts, tuple[int, int]]:
+def _write_all(source: Source, fmt: Format, writer: FlatStoreWriter, num_proc: int) -> tuple[Counts, tuple[int, int]]:
     counts, largest = Counts(), (-1, -1)
     labelled: tuple[bool, str] | None = None
     num_bytes, total_bytes = 0, source.num_bytes
     started = reported = time.monotonic()
     # Closed explicitly if an error leaves the loop: the traceback would keep the pool's processes alive.
-    with closing(_encode_all(source, form, num_proc)) as encoded:
-        for piece, documents in encoded:
+    with closing(_encode_all(source, fmt, num_proc)) as encoded:
+        for chunk, documents in encoded:
             if not documents.counts.samples:
                 continue
             if labelled is None:
-                labelled = documents.has_labels, piece.place(0)
+                labelled = documents.has_labels, chunk.location(0)
             elif labelled[0] != documents.has_labels:
-                raise _mixed_labels(piece.place(0), labelled[1], documents.has_labels)
+                raise _mixed_labels(chunk.location(0), labelled[1], documents.has_labels)
             if documents.largest_id > largest[0]:
                 largest = documents.largest_id, counts.samples + documents.largest_id_row
             writer.append(documents)
             counts += documents.counts
-            num_bytes += piece.num_bytes
+            num_bytes += chunk.num_bytes
             now = time.monotonic()
             if now - reported > _REPORT_EVERY_S:
                 reported, rate = now, num_bytes / (now - started)
@@ -361,30 +357,30 @@ def _write_all(source: Source, form: Format, writer: FlatStoreWriter, num_proc: 
 
 
 def _mixed_labels(here: str, there: str, labelled_here: bool) -> DataError:
-    labelled, bare = (here, there) if labelled_here else (there, here)
+    labelled, unlabelled = (here, there) if labelled_here else (there, here)
     return DataError(
-        f"the rows from {labelled} on have labels, those from {bare} on have none; give every row labels (-100 where a "
-        "token is not trained), or leave the column out by data.select_columns: [input_ids]"
+        f"the rows from {labelled} on have labels, the rows from {unlabelled} on have none; give every row labels "
+        "(-100 where a token is not trained), or ignore the column with data.select_columns: [input_ids]"
     )
 
 
-def _encode_all(source: Source, form: Format, num_proc: int) -> Generator[tuple[Piece, EncodedDocuments], None, None]:
-    """Encodes all pieces in order; in `num_proc` processes if the source is large enough to gain from it."""
-    pieces = source.pieces(form.selected)
-    is_text = form.tokenizer is not None
+def _encode_all(source: Source, fmt: Format, num_proc: int) -> Generator[tuple[Chunk, EncodedDocuments], None, None]:
+    """Encodes all chunks in order, in `num_proc` processes if the source is large enough."""
+    chunks = source.chunks(fmt.selected)
+    is_text = fmt.tokenizer is not None
     worthwhile = source.num_bytes >= (_PARALLEL_TEXT_BYTES if is_text else _PARALLEL_BYTES)
     if num_proc <= 1 or not worthwhile or not (source.parallel or is_text):
-        for piece in pieces:
-            yield piece, form.encode(piece)
+        for chunk in chunks:
+            yield chunk, fmt.encode(chunk)
         return
     # Forking is cheap here: no CUDA context and no process group exists yet. macOS cannot fork safely.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    pending: deque[tuple[Piece, Future[EncodedDocuments]]] = deque()
+    pending: deque[tuple[Chunk, Future[EncodedDocuments]]] = deque()
     with ProcessPoolExecutor(num_proc, mp_context=context, initializer=_become_worker) as pool:
         try:
-            for piece in pieces:
-                pending.append((piece, pool.submit(form.encode, piece)))
-                # Limits the pieces in memory when writing is slower than encoding.
+            for chunk in chunks:
+                pending.append((chunk, pool.submit(fmt.encode, chunk)))
+                # Limits the chunks in memory when writing is slower than encoding.
                 if len(pending) > 2 * num_proc:
                     first, future = pending.popleft()
                     yield first, future.result()
@@ -393,7 +389,7 @@ def _encode_all(source: Source, form: Format, num_proc: int) -> Generator[tuple[
                 yield first, future.result()
         except BrokenProcessPool as error:
             raise DataFailure(
-                "a preparing process died, most likely for lack of memory; lower data.dataset_num_proc "
+                f"a worker process died during preparation, probably out of memory; lower data.dataset_num_proc "
                 f"({num_proc}) and start again"
             ) from error
         finally:
@@ -401,9 +397,9 @@ def _encode_all(source: Source, form: Format, num_proc: int) -> Generator[tuple[
 
 
 def _become_worker() -> None:
-    """Leaves interrupts to the parent, and exits with the parent: an orphan would hold the lock forever."""
+    """Initializes a worker: ignores interrupts, which the parent handles, and exits when the parent does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The garbage collector would write to, and so copy, every page shared with the parent.
+    # The garbage collector would write to every page shared with the parent, and so copy it.
     gc.freeze()
     parent = multiprocessing.parent_process()
     assert parent is not None, "runs in a child process"
@@ -420,6 +416,6 @@ def _make_root(root: Path) -> None:
         root.mkdir(parents=True, exist_ok=True)
         writable = os.access(root, os.W_OK)
     except OSError as error:
-        raise DataError(f"data.dataset_prepared_path: {root} cannot be made: {error.strerror}") from error
+        raise DataError(f"data.dataset_prepared_path: {root} cannot be created: {error.strerror}") from error
     if not writable:
-        raise DataError(f"data.dataset_prepared_path: {root} cannot be written to")
+        raise DataError(f"data.dataset_prepared_path: {root} is not writable")

@@ -1,4 +1,4 @@
-"""Finds earlier prepared documents, for `skip_prepare_dataset`: nothing here reads the samples' source."""
+"""Finds documents that were prepared earlier, for `skip_prepare_dataset`, without reading their source."""
 
 from __future__ import annotations
 
@@ -8,43 +8,48 @@ from pathlib import Path
 
 from xorl.data.errors import DataError
 from xorl.data.formats import TokenizedFormat
+from xorl.data.hashing import JSON, digest
 from xorl.data.saved import SavedStore, is_saved_folder, saved_files
-from xorl.data.shuffle import JSON, digest
 from xorl.data.sources import hash_files
-from xorl.data.store import MANIFEST, FlatStore, Manifest
+from xorl.data.store import MANIFEST, FlatStore, StoreManifest
 
 _PATH = "data.dataset_prepared_path"
 
 
-def open_direct(path: Path, form: TokenizedFormat, split: str | None) -> FlatStore | SavedStore | None:
-    """The dataset at `path` itself: a published folder or one of datasets.save_to_disk. None if it is neither.
+def open_direct(path: Path, fmt: TokenizedFormat, split: str | None) -> FlatStore | SavedStore | None:
+    """Opens `path` if it is itself a dataset: a published folder or one of datasets.save_to_disk. None if it is not.
 
-    DataError if it does not exist, or holds a document longer than `form.limit`.
+    Raises DataError if it does not exist, or has a document longer than `fmt.limit`.
     """
     if not path.is_dir():
-        raise DataError(f"{_PATH}: {path} is not a folder, and data.skip_prepare_dataset asks to load from it")
+        raise DataError(
+            f"{_PATH}: {path} is not a folder, but data.skip_prepare_dataset loads the prepared data from it"
+        )
     if is_saved_folder(path):
         files = saved_files(path, split, option=_PATH)
-        return SavedStore(files, form, digest("saved", hash_files(files), list(form.wanted)))
+        return SavedStore(files, fmt, digest("saved", hash_files(files), list(fmt.wanted)))
     if not (path / MANIFEST).is_file():
         return None
     store = FlatStore(path)
-    if store.manifest.longest > form.limit:
+    if store.manifest.longest > fmt.limit:
         raise DataError(
-            f"{_PATH}: {path} holds a document of {store.manifest.longest} tokens, more than {form.limit_option} = "
-            f"{form.limit}; raise it, or set data.skip_prepare_dataset: false"
+            f"{_PATH}: {path} has a document of {store.manifest.longest} tokens, more than {fmt.limit_option} = "
+            f"{fmt.limit}; raise {fmt.limit_option}, or set data.skip_prepare_dataset: false"
         )
     return store
 
 
 def find_prepared(root: Path, request: Mapping[str, JSON], option: str) -> Path:
-    """The newest published folder below `root` prepared for `request`; else a DataError lists what is there."""
-    found: list[tuple[Path, Manifest]] = []
+    """Returns the newest folder below `root` that was prepared for `request`.
+
+    If there is none, raises a DataError that lists the existing ones.
+    """
+    found: list[tuple[Path, StoreManifest]] = []
     for path in sorted(root.glob(f"*/{MANIFEST}")):
         try:
-            found.append((path.parent, Manifest.read(path.parent)))
+            found.append((path.parent, StoreManifest.read(path.parent)))
         except DataError:
-            # Of another format version: it cannot be loaded.
+            # Written in another format version, so it cannot be loaded.
             continue
     matching = [(manifest.created, folder) for folder, manifest in found if manifest.request == request]
     if matching:
@@ -55,6 +60,6 @@ def find_prepared(root: Path, request: Mapping[str, JSON], option: str) -> Path:
         for folder, manifest in found
     ]
     raise DataError(
-        f"{option}: {root} holds nothing prepared for {request['path']} with these options, and "
-        "data.skip_prepare_dataset forbids preparing it. It holds:\n" + ("\n".join(lines) or "  nothing")
+        f"{option}: {root} has no prepared dataset for {request['path']} with these options, and "
+        "data.skip_prepare_dataset forbids preparing one. It has:\n" + ("\n".join(lines) or "  nothing")
     )

@@ -1,4 +1,4 @@
-"""Uploading prepared documents to the Hub, as Parquet files that read as the tokenized format."""
+"""Uploads prepared documents to the Hub, as Parquet files in the tokenized format."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalToken
 
 from xorl.data.documents import PreparedDocuments
 from xorl.data.errors import DataError, DataFailure
+from xorl.data.hashing import digest
 from xorl.data.lock import exclusive
-from xorl.data.shuffle import digest
 from xorl.data.sources import shard_range
 
 logger = logging.getLogger(__name__)
 
 _OPTION = "data.push_dataset_to_hub"
-# Documents per write to Parquet.
+# Documents per Parquet row group.
 _GROUP = 1000
 
 
@@ -36,10 +36,10 @@ def push_documents(
     token: str | bool | None,
     num_files: int = 1,
 ) -> None:
-    """Uploads `documents` in their order to the dataset repository `repo_id`; a new repository is private.
+    """Uploads `documents` in order to the dataset repository `repo_id`, which is created as private if it is missing.
 
-    Uploads once per content and repository: one process does it and records it in a file below `prepared_path`. Raises
-    DataError if the Hub refuses, DataFailure if the Hub or the disk fails.
+    Each content is uploaded once per repository: one process uploads, and records it in a file below `prepared_path`.
+    Raises DataError if the Hub rejects the upload, DataFailure if the network or the disk fails.
     """
     key = digest("pushed", documents.fingerprint, repo_id, num_files)
     done = prepared_path / "pushed" / f"{key}.json"
@@ -63,9 +63,9 @@ def push_documents(
         except (LocalTokenNotFoundError, HFValidationError) as error:
             raise DataError(f"{_OPTION}: {repo_id}: {error}") from error
         except HfHubHTTPError as error:
-            raise DataError(f"{_OPTION}: the Hub does not take {repo_id}: {error}") from error
+            raise DataError(f"{_OPTION}: the Hub rejects the upload to {repo_id}: {error}") from error
         except OSError as error:
-            raise DataFailure(f"{_OPTION}: {repo_id} cannot be written: {error}") from error
+            raise DataFailure(f"{_OPTION}: the upload to {repo_id} failed: {error}") from error
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -84,9 +84,9 @@ def _write(documents: PreparedDocuments, folder: Path, num_files: int) -> None:
                 writer.write_table(table)
 
 
-def _tables(documents: PreparedDocuments, places: range, schema: pa.Schema) -> Iterator[pa.Table]:
-    for first in range(places.start, places.stop, _GROUP):
-        group = range(first, min(first + _GROUP, places.stop))
+def _tables(documents: PreparedDocuments, indices: range, schema: pa.Schema) -> Iterator[pa.Table]:
+    for first in range(indices.start, indices.stop, _GROUP):
+        group = range(first, min(first + _GROUP, indices.stop))
         offsets = np.concatenate([[0], np.cumsum(documents.lengths[group.start : group.stop])]).astype(np.int32)
         pairs = [documents.document(index) for index in group]
         columns = [np.concatenate([pair[part] for pair in pairs]) for part in range(2)]

@@ -1,7 +1,7 @@
-"""Reads local files piece by piece, never whole: JSON lines, JSON arrays, text, CSV, Parquet and Arrow.
+"""Reads local files chunk by chunk, never whole: JSON lines, JSON arrays, text, CSV, Parquet and Arrow.
 
-A piece has two views of its rows: `table` is the fast one (None if the bytes are irregular), `rows` the plain one,
-which raises a DataError naming file and line for what cannot be read. The formats interpret the rows.
+A chunk has two views of its rows: `table` is fast but None if the bytes are irregular; `rows` reads everything, or
+raises a DataError with file and line. The formats interpret the rows.
 """
 
 from __future__ import annotations
@@ -39,38 +39,38 @@ SUFFIXES: dict[str, FileType] = {
 COMPRESSIONS = (".gz", ".bz2", ".zst", ".xz")
 Row = dict[str, object]
 
-# The columns that a tokenized row may have without being selected by name.
+# The columns of tokenized rows that are read if no columns are selected.
 COLUMNS = ("input_ids", "labels", "attention_mask")
 
-# Large enough to make a piece's fixed cost negligible, small enough that a few per process fit into any memory.
-PIECE_BYTES = 8 << 20
-# A JSON array element longer than this means that the file is not what its name says.
+# Large enough to make the fixed cost per chunk negligible, small enough to hold several chunks per process in memory.
+CHUNK_BYTES = 8 << 20
+# An element of a JSON array that is longer than this indicates that the file is not a JSON array.
 _LONGEST_ELEMENT = 256 << 20
 _SPACE = re.compile(r"[ \t\r\n]*")
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")
 
 
-class Piece(Protocol):
-    """A run of consecutive rows of one source."""
+class Chunk(Protocol):
+    """Consecutive rows of one source."""
 
     @property
     def num_bytes(self) -> int: ...
 
     def table(self, columns: Sequence[str]) -> pa.Table | None:
-        """The existing ones of the rows' `columns`; None if only `rows` can read them."""
+        """Those of `columns` that exist; None if only `rows` can read the chunk."""
         ...
 
     def rows(self) -> list[Row]: ...
 
-    def place(self, row: int) -> str:
-        """The place of row number `row` of the piece, for messages: 'train.jsonl, line 12'."""
+    def location(self, row: int) -> str:
+        """The location of the chunk's row number `row`, for error messages: 'train.jsonl, line 12'."""
         ...
 
     def num_rows(self) -> int: ...
 
 
 def file_type(path: PurePath) -> FileType | None:
-    """The type for a file's suffix, ignoring compression; None if unknown."""
+    """The type for a file's suffix, ignoring a compression suffix; None if unknown."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in COMPRESSIONS:
         kind = SUFFIXES.get(suffixes[-2]) if len(suffixes) > 1 else None
@@ -78,29 +78,29 @@ def file_type(path: PurePath) -> FileType | None:
     return SUFFIXES.get(suffixes[-1]) if suffixes else None
 
 
-def read_pieces(path: Path, ds_type: FileType, selected: Sequence[str] | None = None) -> Iterator[Piece]:
-    """The pieces of one file, in order, created lazily.
+def read_chunks(path: Path, ds_type: FileType, selected: Sequence[str] | None = None) -> Iterator[Chunk]:
+    """Yields the chunks of one file in order.
 
-    `selected` are the columns that will be used (None: COLUMNS); others are not read where that is possible.
+    `selected` are the columns that will be used (None: COLUMNS); file formats with columns skip the others.
     """
     try:
         match ds_type:
             case "json":
-                yield from _json_pieces(path, selected)
+                yield from _json_chunks(path, selected)
             case "text":
-                yield from _line_pieces(path, as_json=False)
+                yield from _line_chunks(path, as_json=False)
             case "csv":
-                yield from _csv_pieces(path)
+                yield from _csv_chunks(path)
             case "parquet":
-                yield from _parquet_pieces(path, selected)
+                yield from _parquet_chunks(path, selected)
             case "arrow":
-                yield from _arrow_pieces(path)
+                yield from _arrow_chunks(path)
     except (pa.ArrowException, UnicodeDecodeError, OSError, EOFError, lzma.LZMAError) as error:
         raise DataError(f"{path}: cannot be read as {ds_type}: {error}") from error
 
 
 @dataclass(frozen=True)
-class LinesPiece:
+class LinesChunk:
     """Whole lines of a JSON lines or text file: bytes [start, stop), or `data` if the file is compressed or remote."""
 
     path: Path
@@ -119,7 +119,7 @@ class LinesPiece:
         if not self.as_json:
             return None
         data = self._bytes()
-        # Fields of other columns are skipped unparsed; a selected column that no row has comes back all null.
+        # Other fields are skipped without parsing; a selected column that no row has is returned as all null.
         types = {"input_ids": pa.int32(), "labels": pa.int32(), "attention_mask": pa.int8()}
         schema = pa.schema([(name, pa.list_(types.get(name, pa.float32()))) for name in columns])
         try:
@@ -130,17 +130,17 @@ class LinesPiece:
             )
         except pa.ArrowInvalid:
             return None
-        # The reader silently accepts two objects on one line, or one object on two lines.
+        # Arrow silently accepts two objects on one line, or one object on two lines.
         return table if table.num_rows == self._count_lines(data) else None
 
     def rows(self) -> list[Row]:
         return [self._row(line, index) for index, line in enumerate(self._lines(self._bytes()))]
 
-    def place(self, row: int) -> str:
+    def location(self, row: int) -> str:
         lines = (number for number, line in enumerate(self._bytes().split(b"\n")) if line.strip())
         offset = next(number for index, number in enumerate(lines) if index == row)
         if self.url is not None and self.first_line is None:
-            return f"{self.url}, line {offset + 1} from byte {self.start} on"
+            return f"{self.url}, line {offset + 1} after byte {self.start}"
         return f"{self.url or self.path}, line {self._first_line() + offset}"
 
     def num_rows(self) -> int:
@@ -166,11 +166,11 @@ class LinesPiece:
     def _first_line(self) -> int:
         if self.first_line is not None:
             return self.first_line
-        # Counted only if a message needs it: the lines before this piece may be many gigabytes.
+        # Counted only for an error message: there may be many gigabytes before this chunk.
         with self.path.open("rb") as file:
             remaining, line = self.start, 1
             while remaining:
-                block = file.read(min(remaining, PIECE_BYTES))
+                block = file.read(min(remaining, CHUNK_BYTES))
                 remaining -= len(block)
                 line += block.count(b"\n")
         return line
@@ -181,17 +181,17 @@ class LinesPiece:
             text = line.decode()
             row: object = json.loads(text) if self.as_json else {"text": text.removesuffix("\r")}
         except UnicodeDecodeError as error:
-            raise DataError(f"{self.place(index)} is not UTF-8: {error.reason} at byte {error.start}") from error
+            raise DataError(f"{self.location(index)} is not UTF-8: {error.reason} at byte {error.start}") from error
         except (json.JSONDecodeError, RecursionError) as error:
             reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-            raise DataError(f"{self.place(index)} is not JSON: {reason}: {_excerpt(text)}") from error
+            raise DataError(f"{self.location(index)} is not JSON: {reason}: {_excerpt(text)}") from error
         if not isinstance(row, dict):
-            raise DataError(f"{self.place(index)} holds {type(row).__name__}, want one JSON object: {_excerpt(text)}")
+            raise DataError(f"{self.location(index)} is {type(row).__name__}, want one JSON object: {_excerpt(text)}")
         return {**row}
 
 
 @dataclass(frozen=True)
-class LoadedPiece:
+class LoadedChunk:
     """Rows already in memory (or memory-mapped), as an Arrow table or as plain rows."""
 
     source: str
@@ -215,16 +215,16 @@ class LoadedPiece:
                     row[field.name] = _without_nulls(row[field.name])
         return rows
 
-    def place(self, row: int) -> str:
+    def location(self, row: int) -> str:
         return f"{self.source}, {self.unit} {self.first + row} (the first is 0)"
 
     def num_rows(self) -> int:
         return len(self.content)
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        # Arrow pickles the whole array behind a slice; its stream format writes only the slice.
+        # Pickling a slice of an Arrow array pickles the whole array; the stream format writes only the slice.
         content = self.content if isinstance(self.content, list) else _stream_of(self.content)
-        return _loaded_piece, (self.source, self.unit, self.first, self.num_bytes, content)
+        return _loaded_chunk, (self.source, self.unit, self.first, self.num_bytes, content)
 
 
 def _struct_depth(kind: pa.DataType) -> int:
@@ -236,7 +236,7 @@ def _struct_depth(kind: pa.DataType) -> int:
 
 
 def _without_nulls(value: object) -> object:
-    """Drops null fields: a struct has the fields of all rows, such as the arguments of other calls."""
+    """Drops null fields: a struct column gives each row the fields of all rows, such as arguments of other calls."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
@@ -249,89 +249,89 @@ def _stream_of(table: pa.Table) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
-def _loaded_piece(source: str, unit: str, first: int, num_bytes: int, content: bytes | list[Row]) -> LoadedPiece:
-    """Unpickles a LoadedPiece."""
+def _loaded_chunk(source: str, unit: str, first: int, num_bytes: int, content: bytes | list[Row]) -> LoadedChunk:
+    """Unpickles a LoadedChunk."""
     table = content if isinstance(content, list) else pa.ipc.open_stream(content).read_all()
-    return LoadedPiece(source, unit, first, num_bytes, table)
+    return LoadedChunk(source, unit, first, num_bytes, table)
 
 
 @dataclass(frozen=True)
 class RowRange:
-    """The rows [start, stop) of another piece: for shards that begin or end inside a piece."""
+    """The rows [start, stop) of another chunk, for shards that begin or end inside it."""
 
-    piece: Piece
+    chunk: Chunk
     start: int
     stop: int
 
     @property
     def num_bytes(self) -> int:
-        return self.piece.num_bytes
+        return self.chunk.num_bytes
 
     def table(self, columns: Sequence[str]) -> pa.Table | None:
-        table = self.piece.table(columns)
+        table = self.chunk.table(columns)
         return None if table is None else table.slice(self.start, self.stop - self.start)
 
     def rows(self) -> list[Row]:
-        return self.piece.rows()[self.start : self.stop]
+        return self.chunk.rows()[self.start : self.stop]
 
-    def place(self, row: int) -> str:
-        return self.piece.place(self.start + row)
+    def location(self, row: int) -> str:
+        return self.chunk.location(self.start + row)
 
     def num_rows(self) -> int:
         return self.stop - self.start
 
 
-def table_pieces(table: pa.Table, source: str, first: int = 0) -> Iterator[LoadedPiece]:
-    """Slices of `table` of about PIECE_BYTES each, without copying; `first` numbers its first row."""
-    step = max(1, int(table.num_rows * PIECE_BYTES / max(1, table.nbytes)))
+def table_chunks(table: pa.Table, source: str, first: int = 0) -> Iterator[LoadedChunk]:
+    """Slices `table` into chunks of about CHUNK_BYTES without copying; `first` is the number of its first row."""
+    step = max(1, int(table.num_rows * CHUNK_BYTES / max(1, table.nbytes)))
     for start in range(0, table.num_rows, step):
         part = table.slice(start, step)
-        yield LoadedPiece(source, "row", first + start, part.nbytes, part)
+        yield LoadedChunk(source, "row", first + start, part.nbytes, part)
 
 
-def _json_pieces(path: Path, selected: Sequence[str] | None) -> Iterator[Piece]:
+def _json_chunks(path: Path, selected: Sequence[str] | None) -> Iterator[Chunk]:
     with _decompressed(path) as stream:
         head = b" "
         while head and not head.strip(b" \t\r\n\xef\xbb\xbf"):
             head = stream.read(4096)
     if head.lstrip(b" \t\r\n\xef\xbb\xbf").startswith(b"["):
-        yield from _array_pieces(path, selected)
+        yield from _array_chunks(path, selected)
     else:
-        yield from _line_pieces(path, as_json=True)
+        yield from _line_chunks(path, as_json=True)
 
 
 def _decompressed(path: Path) -> pa.NativeFile:
     """The content of a file, decompressed by its suffix."""
-    if path.suffix.lower() == ".xz":  # Arrow does not support this one
+    if path.suffix.lower() == ".xz":  # not supported by Arrow
         return pa.PythonFile(lzma.open(path), mode="r")
     return pa.input_stream(str(path))
 
 
-def _line_pieces(path: Path, *, as_json: bool) -> Iterator[Piece]:
+def _line_chunks(path: Path, *, as_json: bool) -> Iterator[Chunk]:
     if path.suffix.lower() in COMPRESSIONS:
-        yield from _compressed_line_pieces(path, as_json=as_json)
+        yield from _compressed_line_chunks(path, as_json=as_json)
         return
     size = path.stat().st_size
     with path.open("rb") as file:
         start = 0
         while start < size:
-            file.seek(min(start + PIECE_BYTES, size))
+            file.seek(min(start + CHUNK_BYTES, size))
             file.readline()
             stop = file.tell()
-            yield LinesPiece(path, as_json, start, stop)
+            yield LinesChunk(path, as_json, start, stop)
             start = stop
 
 
-def _compressed_line_pieces(path: Path, *, as_json: bool) -> Iterator[Piece]:
+def _compressed_line_chunks(path: Path, *, as_json: bool) -> Iterator[Chunk]:
     with _decompressed(path) as stream:
-        yield from line_pieces_of(stream, path, as_json=as_json)
+        yield from line_chunks_of(stream, path, as_json=as_json)
 
 
-def line_pieces_of(stream: pa.NativeFile, path: Path, *, as_json: bool, url: str | None = None) -> Iterator[LinesPiece]:
-    """The lines of a file that can only be read from its beginning; `path` or `url` names it in messages."""
+def line_chunks_of(stream: pa.NativeFile, path: Path, *, as_json: bool, url: str | None = None) -> Iterator[LinesChunk]:
+    """The lines of a file that can only be read from the start; `path` or `url` names it in error messages."""
     start, line, rest = 0, 1, b""
     while True:
-        block = stream.read(PIECE_BYTES)
+        block = stream.read(CHUNK_BYTES)
         data, newline, tail = (rest + block).rpartition(b"\n")
         if not block:
             data, tail = rest, b""
@@ -340,52 +340,52 @@ def line_pieces_of(stream: pa.NativeFile, path: Path, *, as_json: bool, url: str
             continue
         data, rest = data + newline, tail
         if data:
-            yield LinesPiece(path, as_json, start, start + len(data), data, line, url)
+            yield LinesChunk(path, as_json, start, start + len(data), data, line, url)
         start, line = start + len(data), line + data.count(b"\n")
         if not block:
             return
 
 
-def _array_pieces(path: Path, selected: Sequence[str] | None) -> Iterator[Piece]:
+def _array_chunks(path: Path, selected: Sequence[str] | None) -> Iterator[Chunk]:
     rows: list[Row] = []
     size = first = 0
     for number, (element, num_chars) in enumerate(_array_elements(path)):
         if not isinstance(element, dict):
-            raise DataError(_no_object(path, number, element, selected))
+            raise DataError(_not_an_object(path, number, element, selected))
         rows.append(element)
         size += num_chars
-        if size >= PIECE_BYTES:
-            yield LoadedPiece(str(path), "element", first, size, rows)
+        if size >= CHUNK_BYTES:
+            yield LoadedChunk(str(path), "element", first, size, rows)
             rows, size, first = [], 0, number + 1
     if rows:
-        yield LoadedPiece(str(path), "element", first, size, rows)
+        yield LoadedChunk(str(path), "element", first, size, rows)
 
 
-def _no_object(path: Path, number: int, element: object, selected: Sequence[str] | None) -> str:
-    """The error for an array element that is no object; in a file of lines, the array is probably its first line."""
-    is_of_lines = ".jsonl" in path.suffixes or ".ndjson" in path.suffixes
-    place = "line 1 begins a list, whose element" if is_of_lines else "element"
+def _not_an_object(path: Path, number: int, element: object, selected: Sequence[str] | None) -> str:
+    """The error for an array element that is not an object; in a JSON lines file, line 1 is probably a list."""
+    is_json_lines = ".jsonl" in path.suffixes or ".ndjson" in path.suffixes
+    location = "line 1 is a list, whose element" if is_json_lines else "element"
     wanted = f"its columns ({', '.join(selected)})" if selected else "input_ids"
-    ids = "" if selected else "; a file with one list of ids a line is read with ds_type: text"
-    row = "one object a line" if is_of_lines else "an object"
-    return f"{path}, {place} {number} (the first is 0) is {type(element).__name__}, want {row} with {wanted}{ids}"
+    hint = "" if selected else "; to read one list of ids per line, set ds_type: text"
+    row = "one object per line" if is_json_lines else "an object"
+    return f"{path}, {location} {number} (the first is 0) is {type(element).__name__}, want {row} with {wanted}{hint}"
 
 
 def _array_elements(path: Path) -> Iterator[tuple[object, int]]:
-    """The elements of a top-level JSON array with their lengths, decoded one by one while the file is read."""
+    """Yields the elements of a top-level JSON array and their lengths in characters, without loading the whole file."""
     decoder = json.JSONDecoder()
-    # Invalid UTF-8 becomes characters that text cannot contain, so that the element with them can be named.
+    # Invalid UTF-8 is read as lone surrogates, so that the error can name the element with them.
     with _decompressed(path) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape") as file:
-        text = file.read(PIECE_BYTES)
+        text = file.read(CHUNK_BYTES)
         start = _skip_space(text, text.index("[") + 1)
         if text.startswith("]", start):
             return
         for number in count():
             while isinstance(found := _decode_element(decoder, text, start), str):
-                # The element may continue beyond what was read: it is an error only at the end of the file, or at our
-                # limit.
+                # The element may continue beyond the text read so far, so it is an error only at the end of the file
+                # or at our limit.
                 text, start = text[start:], 0
-                block = file.read(max(PIECE_BYTES, len(text))) if len(text) < _LONGEST_ELEMENT else ""
+                block = file.read(max(CHUNK_BYTES, len(text))) if len(text) < _LONGEST_ELEMENT else ""
                 if not block:
                     raise DataError(f"{path}, element {number} (the first is 0) is not JSON: {found}")
                 text += block
@@ -396,12 +396,14 @@ def _array_elements(path: Path) -> Iterator[tuple[object, int]]:
             start = after + 1
             if text[after] == "]":
                 if _skip_space(text, start) < len(text) or file.read(1):
-                    raise DataError(f"{path}: want one JSON array, or one object a line; more follows the array's end")
+                    raise DataError(
+                        f"{path}: there is text after the end of the JSON array; want one array, or one object per line"
+                    )
                 return
 
 
 def _decode_element(decoder: json.JSONDecoder, text: str, start: int) -> tuple[object, int, int] | str:
-    """(the element at `start`, its end, the position of the comma or bracket after it), or the error."""
+    """Returns (the element at `start`, its end, the offset of the comma or bracket after it), or an error message."""
     try:
         element, end = decoder.raw_decode(text, _skip_space(text, start))
     except json.JSONDecodeError as error:
@@ -420,14 +422,14 @@ def _skip_space(text: str, start: int) -> int:
     return match.end()
 
 
-def _csv_pieces(path: Path) -> Iterator[Piece]:
+def _csv_chunks(path: Path) -> Iterator[Chunk]:
     parse = pa_csv.ParseOptions(newlines_in_values=True)
-    read = pa_csv.ReadOptions(use_threads=False, block_size=PIECE_BYTES)
+    read = pa_csv.ReadOptions(use_threads=False, block_size=CHUNK_BYTES)
     if path.stat().st_size == 0:
         return
     with _decompressed(path) as file, pa_csv.open_csv(file, read_options=read, parse_options=parse) as reader:
         names = reader.schema.names
-    # As strings: the reader would take a column whose first rows hold one id each for numbers.
+    # All columns are read as strings: Arrow would infer numbers if the first rows of a column have one id each.
     convert = pa_csv.ConvertOptions(column_types={name: pa.string() for name in names}, strings_can_be_null=False)
     first = 0
     with (
@@ -436,36 +438,36 @@ def _csv_pieces(path: Path) -> Iterator[Piece]:
     ):
         for batch in reader:
             if batch.num_rows:
-                yield LoadedPiece(str(path), "row", first, batch.nbytes, pa.Table.from_batches([batch]))
+                yield LoadedChunk(str(path), "row", first, batch.nbytes, pa.Table.from_batches([batch]))
             first += batch.num_rows
 
 
-def _parquet_pieces(path: Path, selected: Sequence[str] | None) -> Iterator[Piece]:
+def _parquet_chunks(path: Path, selected: Sequence[str] | None) -> Iterator[Chunk]:
     with pa_parquet.ParquetFile(path) as file:
-        yield from parquet_pieces(file, str(path), selected, range(file.metadata.num_row_groups))
+        yield from parquet_chunks(file, str(path), selected, range(file.metadata.num_row_groups))
 
 
-def parquet_pieces(
+def parquet_chunks(
     file: pa_parquet.ParquetFile, source: str, selected: Sequence[str] | None, groups: range
-) -> Iterator[LoadedPiece]:
-    """The rows of consecutive row groups; `source` names the file in messages."""
+) -> Iterator[LoadedChunk]:
+    """The rows of consecutive row groups; `source` names the file in error messages."""
     metadata = file.metadata
     names = file.schema_arrow.names
-    # If a column is missing, all are read, so that the error message can list them.
+    # If a column is missing, all columns are read, so that the error message can list them.
     complete = all(name in names for name in selected or ("input_ids",))
     wanted = [name for name in selected or COLUMNS if name in names] if complete else None
     num_bytes = sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
-    step = max(1, min(65536, int(metadata.num_rows * PIECE_BYTES / max(1, num_bytes))))
+    step = max(1, min(65536, int(metadata.num_rows * CHUNK_BYTES / max(1, num_bytes))))
     first = sum(metadata.row_group(group).num_rows for group in range(groups.start))
     for batch in file.iter_batches(batch_size=step, row_groups=list(groups), columns=wanted):
-        yield LoadedPiece(source, "row", first, batch.nbytes, pa.Table.from_batches([batch]))
+        yield LoadedChunk(source, "row", first, batch.nbytes, pa.Table.from_batches([batch]))
         first += batch.num_rows
 
 
-def _arrow_pieces(path: Path) -> Iterator[Piece]:
+def _arrow_chunks(path: Path) -> Iterator[Chunk]:
     first = 0
     for batch in arrow_batches(path):
-        yield from table_pieces(pa.Table.from_batches([batch]), str(path), first)
+        yield from table_chunks(pa.Table.from_batches([batch]), str(path), first)
         first += batch.num_rows
 
 

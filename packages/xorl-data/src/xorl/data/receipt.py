@@ -1,4 +1,4 @@
-"""Receipt: counts of what happened to every sample from its source to the bins, printable and JSON-ready."""
+"""Receipt: the counts of samples, documents and tokens from the sources to the bins, for the log and as JSON."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import asdict, dataclass, field, fields, replace
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts over one dataset. A sample is a row of the source; a document is what training sees.
+    """Counts over one dataset. A sample is a row of the source; a document is a training sequence made from it.
 
-    `untrained` samples have no trained token; `untrained_by_overflow` counts those of them that had one before
-    truncation or splitting removed it. `all_trained` samples have labels and mask none of them. `lost_tokens` were cut
-    off or dropped for length, `split_tokens` belong to samples that were split for it, and `masked_tokens` were left
-    out because their attention_mask is 0. In `misaligned` samples most labels differ from the token at their own place;
-    in `shifted`, a subset, they are the token after it. `unwritten_reasoning` counts conversations whose reasoning the
-    template omits entirely. `straddling_tokens` hold both trained and untrained text; `unended_turns` are trained chat
-    turns without a special token at their end.
+    `untrained` samples have no trained token; `untrained_by_overflow` are those of them that had one before truncation
+    or splitting removed it. `all_trained` samples have labels, none of which is masked. `lost_tokens` were truncated or
+    dropped because of length, `split_tokens` belong to samples that were split because of length, and `masked_tokens`
+    were removed because their attention_mask is 0. In `misaligned` samples most labels differ from the token at the
+    same position; in `shifted` samples, a subset, they equal the next token. `unwritten_reasoning` counts conversations
+    whose reasoning the template omits entirely. `straddling_tokens` contain both trained and untrained text.
+    `unended_turns` are trained chat turns without a special token at the end.
     """
 
     samples: int = 0
@@ -55,9 +55,9 @@ class Counts:
 
 @dataclass(frozen=True)
 class DatasetReceipt:
-    """The counts of one dataset entry; `cached` says whether an earlier preparation was reused.
+    """The counts of one dataset entry. `cached`: an earlier preparation was reused.
 
-    `drawn` is the number of its documents in an epoch, if a mixture uses another number than there are.
+    `drawn` is the number of documents that an epoch draws, if a mixture does not use each document once.
     """
 
     name: str
@@ -68,11 +68,11 @@ class DatasetReceipt:
 
 @dataclass(frozen=True)
 class Receipt:
-    """The counts of all datasets, completed by `with_bins` after the documents are packed and planned.
+    """The counts of all datasets; `with_bins` adds the bins after packing.
 
-    `packed` has the contents of the bins by name, as far as known: documents, tokens and trained tokens. They differ
-    from the sums of the counts if a part is held out or drawn more than once. `steps` has the bins per step, the steps
-    per epoch, and the bins left out of each epoch; held-out data has none.
+    `packed` has the known totals of the bins: documents, tokens and trained tokens. They differ from the sums of the
+    counts if documents are held out or drawn more than once. `steps` has the bins per step, the steps per epoch, and
+    the bins that each epoch drops; held-out data has none of these.
     """
 
     datasets: tuple[DatasetReceipt, ...]
@@ -87,21 +87,21 @@ class Receipt:
         return sum((dataset.counts for dataset in self.datasets), Counts())
 
     def with_bins(self, *, num_bins: int, fill: float, plan_hash: str | None, packed: Mapping[str, int]) -> Receipt:
-        """Adds the bins; held-out data has no plan."""
+        """Adds the bins; `plan_hash` is None for held-out data."""
         return replace(self, num_bins=num_bins, fill=fill, plan_hash=plan_hash, packed=packed)
 
     def with_steps(self, *, bins_per_step: int, steps_per_epoch: int, left_out_bins: int) -> Receipt:
-        """Adds how the bins are cut into steps."""
+        """Adds the division of the bins into steps."""
         steps = {"bins_per_step": bins_per_step, "steps_per_epoch": steps_per_epoch, "left_out_bins": left_out_bins}
         return replace(self, steps=steps)
 
     def with_drawn(self, drawn: Sequence[int]) -> Receipt:
-        """Adds the number of documents of each dataset in an epoch."""
+        """Adds the number of documents that an epoch draws from each dataset."""
         pairs = zip(self.datasets, drawn, strict=True)
         return replace(self, datasets=tuple(replace(dataset, drawn=num) for dataset, num in pairs))
 
     def lines(self) -> list[str]:
-        """One line per dataset, then the total if there are several, then the bins: key=value."""
+        """key=value lines: one per dataset, the total if there are several, and the bins."""
         lines = [
             f"dataset={d.name} {d.counts} cached={str(d.cached).lower()}"
             + ("" if d.drawn is None else f" drawn={d.drawn}")

@@ -1,7 +1,7 @@
-"""Remote files: object stores through fsspec, web addresses through urllib; listing, and reading from an offset.
+"""Lists remote files and reads them from an offset: object stores through fsspec, web servers through urllib.
 
-downloads.py caches downloads. Web addresses do not use fsspec: if a server does not support ranges, its reader silently
-takes the whole file for the requested part, and a continued download would be wrong.
+downloads.py is the cache. Web servers are not read through fsspec: if a server does not support ranges, fsspec silently
+returns the whole file for the requested range, which would corrupt a resumed download.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import fsspec
 
 from xorl.data.errors import DataError
 
-# The package extra that reads each scheme; None needs none.
+# The extra of xorl-data that each scheme needs; None: no extra.
 SCHEMES: dict[str, str | None] = {
     "s3": "s3",
     "gs": "gcs",
@@ -36,7 +36,7 @@ _READ_BYTES = 8 << 20
 _FORBIDDEN = {401, 403}
 _MISSING = {404, 410}
 # Errors that a retry cannot fix.
-_FINAL = {400, 405, 407, 411, 414, 451}
+_PERMANENT = {400, 405, 407, 411, 414, 451}
 
 
 class TransferError(OSError):
@@ -45,7 +45,7 @@ class TransferError(OSError):
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file as its server describes it: `version` changes with the content (ETag or time), `md5` is in hex."""
+    """A file as described by its server. `version` (ETag or time) changes with the content; `md5` is hexadecimal."""
 
     url: str
     size: int | None
@@ -54,23 +54,23 @@ class RemoteFile:
 
     @property
     def name(self) -> str:
-        """The last part of its path, without a web address's query."""
+        """The last component of the path, without the query of a web URL."""
         return _path_of(self.url).rstrip("/").rpartition("/")[2]
 
 
 class Storage(Protocol):
-    """Access to URLs of one scheme. All methods raise DataError for a missing file, TransferError for other errors."""
+    """Access to URLs of one scheme. Methods raise TransferError for temporary errors and DataError for all others."""
 
     def stat(self, url: str) -> RemoteFile | None:
-        """The file at `url`; None if there is none (it may be a folder)."""
+        """The file at `url`; None if there is no file, but possibly a folder."""
         ...
 
     def find(self, url: str) -> list[RemoteFile]:
-        """The files that match a pattern, or all files below a folder, by name."""
+        """The files that match a pattern, or all files below a folder, sorted by name."""
         ...
 
     def read(self, file: RemoteFile, start: int, stop: int | None = None) -> tuple[int, Iterator[bytes]]:
-        """The offset of the first byte (`start`, or 0 if the server supports no ranges) and the bytes, up to `stop`."""
+        """The bytes from `start` to `stop` and the offset of the first one: 0 if the server does not support ranges."""
         ...
 
 
@@ -80,9 +80,9 @@ def is_url(path: str) -> bool:
 
 
 def storage_of(url: str, option: str, token: str | bool | None = None) -> Storage:
-    """The storage for `url`; `token` is for the Hub (hf://).
+    """Returns the storage for `url`; `token` is for the Hub (hf://).
 
-    Raises DataError for an unknown scheme, and for one whose extra is not installed, naming the extra.
+    Raises DataError for an unknown scheme, or if the extra for the scheme is not installed.
     """
     scheme = url.split("://", 1)[0].lower()
     if scheme not in SCHEMES:
@@ -94,14 +94,14 @@ def storage_of(url: str, option: str, token: str | bool | None = None) -> Storag
         system, _ = fsspec.url_to_fs(url, **({"token": token} if scheme == "hf" else {}))
     except ImportError as error:
         raise DataError(
-            f"{option}: {url} needs the extra {SCHEMES[scheme]} of xorl-data, which is not installed ({error}): "
+            f"{option}: {url} needs the extra {SCHEMES[scheme]} of xorl-data, which is not installed ({error}); run "
             f"pip install 'xorl-data[{SCHEMES[scheme]}]'"
         ) from error
     return FsspecStorage(system, scheme, option)
 
 
 class FsspecStorage:
-    """An object store. Credentials and endpoints come from the store's own library and environment."""
+    """An object store. Its client library reads credentials and endpoints from their usual files and variables."""
 
     def __init__(self, system: Any, scheme: str, option: str) -> None:  # noqa: ANN401 - fsspec has no types
         self._system = system
@@ -115,8 +115,8 @@ class FsspecStorage:
         except FileNotFoundError:
             return None
         except Exception as error:
-            raise self._explained(url, error) from error
-        return self._described(url, info) if info.get("type") == "file" else None
+            raise self._translated(url, error) from error
+        return self._remote_file(url, info) if info.get("type") == "file" else None
 
     def find(self, url: str) -> list[RemoteFile]:
         path = self._system._strip_protocol(url)
@@ -129,14 +129,14 @@ class FsspecStorage:
         except FileNotFoundError:
             return []
         except Exception as error:
-            raise self._explained(url, error) from error
+            raise self._translated(url, error) from error
         files = {name: info for name, info in found.items() if info.get("type") == "file" and not name.endswith("/")}
-        return [self._described(self._url(name), files[name]) for name in sorted(files)]
+        return [self._remote_file(self._url(name), files[name]) for name in sorted(files)]
 
     def read(self, file: RemoteFile, start: int, stop: int | None = None) -> tuple[int, Iterator[bytes]]:
         end = file.size if stop is None else stop
         if end is None:
-            raise DataError(f"{self._option}: {file.url}: its store does not tell its size")
+            raise DataError(f"{self._option}: the store does not report the size of {file.url}; use a copy")
         return start, self._blocks(file.url, start, end)
 
     def _blocks(self, url: str, start: int, end: int) -> Iterator[bytes]:
@@ -146,7 +146,7 @@ class FsspecStorage:
             try:
                 block = self._system.cat_file(path, start=start, end=stop)
             except Exception as error:
-                raise self._explained(url, error) from error
+                raise self._translated(url, error) from error
             if not block:
                 raise TransferError(f"{url} ended at byte {start} of {end}")
             yield block
@@ -155,19 +155,19 @@ class FsspecStorage:
     def _url(self, name: str) -> str:
         return name if is_url(name) else f"{self._scheme}://{name}"
 
-    def _described(self, url: str, info: dict[str, Any]) -> RemoteFile:
+    def _remote_file(self, url: str, info: dict[str, Any]) -> RemoteFile:
         keys = ("ETag", "etag", "blob_id", "LastModified", "last_modified", "updated", "mtime")
         version = next((str(info[key]) for key in keys if info.get(key)), None)
         md5 = info.get("md5Hash") or (info.get("content_settings") or {}).get("content_md5")
         return RemoteFile(url, info.get("size"), version, _md5_hex(md5))
 
-    def _explained(self, url: str, error: Exception) -> Exception:
+    def _translated(self, url: str, error: Exception) -> Exception:
         if isinstance(error, FileNotFoundError):
             return DataError(f"{self._option}: {url} does not exist")
         if isinstance(error, PermissionError) or "credential" in f"{type(error).__name__} {error}".lower():
             return DataError(
-                f"{self._option}: {url} may not be read: {error}; set up the credentials of {self._scheme}:// as its "
-                "own tools take them (their environment variables or files)"
+                f"{self._option}: access to {url} is denied: {error}; set up the credentials for {self._scheme}:// in "
+                "the environment variables or files of its usual tools"
             )
         return TransferError(f"{url}: {type(error).__name__}: {error}")
 
@@ -186,8 +186,8 @@ class HttpStorage:
             if status.code in _MISSING:
                 return None
             if status.code not in {403, 405, 501}:
-                raise self._explained(url, status) from status
-        # Some servers, and addresses signed for reading alone, do not support HEAD: requesting one byte gives the same.
+                raise self._translated(url, status) from status
+        # Some servers, and URLs signed for GET only, reject HEAD. Requesting a single byte returns the same headers.
         try:
             with self._open(url, {"Range": "bytes=0-0"}) as response:
                 span = response.headers.get("Content-Range", "")
@@ -196,12 +196,12 @@ class HttpStorage:
         except _HttpStatus as status:
             if status.code in _MISSING:
                 return None
-            raise self._explained(url, status) from status
+            raise self._translated(url, status) from status
 
     def find(self, url: str) -> list[RemoteFile]:
         raise DataError(
-            f"{self._option}: {url} is no file, and a web server cannot be asked what it holds; name the files one by "
-            "one in data_files"
+            f"{self._option}: {url} is not a file, and a web server cannot list a folder; list the files one by one in "
+            "data_files"
         )
 
     def read(self, file: RemoteFile, start: int, stop: int | None = None) -> tuple[int, Iterator[bytes]]:
@@ -211,13 +211,13 @@ class HttpStorage:
         try:
             response = self._open(file.url, headers)
         except _HttpStatus as status:
-            raise self._explained(file.url, status) from status
+            raise self._translated(file.url, status) from status
         version = _version(response.headers)
         if file.version is not None and version is not None and version != file.version:
             response.close()
-            raise DataError(f"{self._option}: {file.url} was changed on its server while it was read; start again")
-        begins = start if response.status == 206 else 0
-        return begins, self._blocks(file.url, response)
+            raise DataError(f"{self._option}: {file.url} changed on the server during the run; start again")
+        offset = start if response.status == 206 else 0
+        return offset, self._blocks(file.url, response)
 
     def _blocks(self, url: str, response: http.client.HTTPResponse) -> Iterator[bytes]:
         with response:
@@ -231,9 +231,9 @@ class HttpStorage:
                 yield block
 
     def _open(self, url: str, headers: dict[str, str], method: str = "GET") -> http.client.HTTPResponse:
-        # Compressed in transit, a file would have other bytes and no ranges.
-        wanted = {"Accept-Encoding": "identity", "User-Agent": "xorl-data", **headers}
-        request = urllib.request.Request(url, headers=wanted, method=method)
+        # With compression in transit, ranges would refer to other bytes.
+        all_headers = {"Accept-Encoding": "identity", "User-Agent": "xorl-data", **headers}
+        request = urllib.request.Request(url, headers=all_headers, method=method)
         try:
             return urllib.request.urlopen(request, timeout=TIMEOUT_S)
         except urllib.error.HTTPError as error:
@@ -242,12 +242,12 @@ class HttpStorage:
         except (OSError, http.client.HTTPException) as error:
             raise TransferError(f"{url}: {type(error).__name__}: {error}") from error
 
-    def _explained(self, url: str, status: _HttpStatus) -> Exception:
+    def _translated(self, url: str, status: _HttpStatus) -> Exception:
         if status.code in _MISSING:
             return DataError(f"{self._option}: {url} does not exist ({status})")
         if status.code in _FORBIDDEN:
-            return DataError(f"{self._option}: {url} may not be read ({status})")
-        if status.code in _FINAL:
+            return DataError(f"{self._option}: access to {url} is denied ({status})")
+        if status.code in _PERMANENT:
             return DataError(f"{self._option}: {url} cannot be read ({status})")
         return TransferError(f"{url}: {status}")
 
@@ -273,7 +273,7 @@ def _from_headers(url: str, headers: http.client.HTTPMessage, size: str | None) 
 
 
 def _md5_hex(value: str | bytes | None) -> str | None:
-    """Converts a digest from base64 (or bytes) to hex; None for anything else."""
+    """Converts an MD5 from base64 (or bytes) to hex; None for anything else."""
     with suppress(ValueError, TypeError):
         raw = base64.b64decode(value, validate=True) if isinstance(value, str) else bytes(value or b"")
         return raw.hex() if len(raw) == 16 else None

@@ -1,4 +1,4 @@
-"""Statistics as text lines, and as one HTML page that includes its plots."""
+"""Formats statistics as text lines or as one HTML page with plots."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def text_report(statistics: Sequence[DatasetStatistics], receipt: Receipt, fill:
 
 
 def html_report(title: str, statistics: Sequence[DatasetStatistics], receipt: Receipt, fill: Histogram) -> str:
-    """The report as one self-contained page: no script, no other file."""
+    """The report as one self-contained page, without scripts or other files."""
     body = [f"<h1>{html.escape(title)}</h1>"]
     for dataset in statistics:
         rows = "".join(f"<tr><th>{html.escape(n)}</th><td>{html.escape(v)}</td></tr>" for n, v in _rows(dataset))
@@ -88,32 +88,32 @@ def _fraction(value: float | None, looked: str) -> str:
     return "the tokenizer has none" if value is None else f"{value:.1%} {looked}"
 
 
-def _bars(histogram: Histogram, form: str) -> list[str]:
-    most = max(histogram.counts, default=0)
+def _bars(histogram: Histogram, fmt: str) -> list[str]:
+    max_count = max(histogram.counts, default=0)
     lines = []
     for low, high, count in zip(histogram.edges, histogram.edges[1:], histogram.counts, strict=False):
         if count:
-            label = f"{form.format(low)}-{form.format(high)}"
-            lines.append(f"    {label:>15} {'#' * max(1, round(40 * count / most))} {count:,}")
+            label = f"{fmt.format(low)}-{fmt.format(high)}"
+            lines.append(f"    {label:>15} {'#' * max(1, round(40 * count / max_count))} {count:,}")
     return lines
 
 
-def _plot(histogram: Histogram, form: str, label: str) -> str:
+def _plot(histogram: Histogram, fmt: str, label: str) -> str:
     counts = histogram.counts
-    most, step = max([1, *counts]), _WIDTH / max(1, len(counts))
+    max_count, step = max([1, *counts]), _WIDTH / max(1, len(counts))
     bars = []
     for index, count in enumerate(counts):
-        height = _HEIGHT * count / most
-        low, high = form.format(histogram.edges[index]), form.format(histogram.edges[index + 1])
+        height = _HEIGHT * count / max_count
+        low, high = fmt.format(histogram.edges[index]), fmt.format(histogram.edges[index + 1])
         bars.append(
             f'<rect x="{index * step:.1f}" y="{_HEIGHT - height:.1f}" width="{max(1, step - 1):.1f}" '
             f'height="{height:.1f}"><title>{low} to {high}: {count:,}</title></rect>'
         )
     marks = [
-        f'<text x="{index * step:.1f}" y="{_HEIGHT + 14}">{form.format(histogram.edges[index])}</text>'
+        f'<text x="{index * step:.1f}" y="{_HEIGHT + 14}">{fmt.format(histogram.edges[index])}</text>'
         for index in range(0, len(counts) + 1, max(1, len(counts) // 6))
     ]
     return (
-        f'<svg role="img" aria-label="{label}, at most {most:,}" width="{_WIDTH + 40}" height="{_HEIGHT + 20}" '
+        f'<svg role="img" aria-label="{label}, at most {max_count:,}" width="{_WIDTH + 40}" height="{_HEIGHT + 20}" '
         f'viewBox="0 0 {_WIDTH + 40} {_HEIGHT + 20}">{"".join(bars)}{"".join(marks)}</svg>'
     )

@@ -1,4 +1,4 @@
-"""Folders written by `datasets.save_to_disk`: their Arrow files, and reading documents from them in place."""
+"""Folders written by `datasets.save_to_disk`: finds their Arrow files and reads documents from them in place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from xorl.data.errors import DataError
 from xorl.data.formats import EncodedDocuments, TokenizedFormat, as_numpy
-from xorl.data.readers import arrow_batches, table_pieces
+from xorl.data.readers import arrow_batches, table_chunks
 from xorl.data.receipt import Counts
 
 _STATE = "state.json"
@@ -21,12 +21,12 @@ _SPLITS = "dataset_dict.json"
 
 
 def is_saved_folder(folder: Path) -> bool:
-    """Whether `datasets` wrote this folder: a dataset or a dict of them."""
+    """Whether `datasets` wrote this folder, as a dataset or a dataset dict."""
     return (folder / _STATE).is_file() or (folder / _SPLITS).is_file()
 
 
 def saved_files(folder: Path, split: str | None, *, option: str) -> list[Path]:
-    """The Arrow files of a saved dataset, or of one split of a saved dataset dict (`train` unless named)."""
+    """The Arrow files of a saved dataset, or of one split of a saved dataset dict (default: `train`)."""
     if (folder / _SPLITS).is_file():
         splits = _read_json(folder / _SPLITS).get("splits")
         names = splits if isinstance(splits, list) else []
@@ -34,30 +34,30 @@ def saved_files(folder: Path, split: str | None, *, option: str) -> list[Path]:
             raise DataError(f"{option}.split: {folder} has no split {split or 'train'!r}; it has {', '.join(names)}")
         folder = folder / (split or "train")
     elif split not in (None, "train"):
-        raise DataError(f"{option}.split: {folder} is one dataset without splits, {split!r} cannot be taken from it")
+        raise DataError(f"{option}.split: {folder} is a single dataset without splits, so it has no {split!r}")
     state = _read_json(folder / _STATE)
     if state.get("_indices_data_files"):
-        raise DataError(f"{folder} was saved with a row index by an old version of datasets; save it anew")
+        raise DataError(f"{folder} was saved with a row index by an old version of datasets; save it again")
     entries = state.get("_data_files")
     if not isinstance(entries, list) or not entries:
-        raise DataError(f"{folder / _STATE} lists no data files; save the dataset anew")
+        raise DataError(f"{folder / _STATE} lists no data files; save the dataset again")
     files = [folder / str(entry["filename"]) for entry in entries]
     for file in files:
         if not file.is_file():
-            raise DataError(f"{file} is missing, {folder / _STATE} lists it")
+            raise DataError(f"{file} is missing, but {folder / _STATE} lists it; save the dataset again")
     return files
 
 
 class SavedStore:
-    """A saved dataset whose rows are documents already (lists of ids, no padding), read in place.
+    """A saved dataset whose rows are already documents (lists of ids without padding), read in place.
 
-    Opening it reads everything once, to check and count. Raises DataError if a row would need preparing.
+    The constructor reads all rows once, to check and count them. It raises DataError if a row would need preparing.
     """
 
-    def __init__(self, files: list[Path], form: TokenizedFormat, key: str) -> None:
+    def __init__(self, files: list[Path], fmt: TokenizedFormat, key: str) -> None:
         self.key = key
-        self.extra_names = form.extras
-        self._files, self._form = files, form
+        self.extra_names = fmt.extras
+        self._files, self._format = files, fmt
         self._map()
         self.counts = Counts()
         self.largest_id, self.largest_id_row = -1, -1
@@ -74,7 +74,7 @@ class SavedStore:
 
     def _map(self) -> None:
         batches = ((file, batch) for file in self._files for batch in arrow_batches(file))
-        self._batches = [_columns(batch, self._form, file) for file, batch in batches if batch.num_rows]
+        self._batches = [_columns(batch, self._format, file) for file, batch in batches if batch.num_rows]
         self._starts = [0, *accumulate(len(offsets) - 1 for offsets, _ in self._batches)]
 
     def _checked(self) -> Iterator[EncodedDocuments]:
@@ -82,13 +82,13 @@ class SavedStore:
         for file in self._files:
             first = 0
             for batch in arrow_batches(file):
-                for piece in table_pieces(pa.Table.from_batches([batch]), str(file), first):
-                    documents = self._form.encode(piece)
+                for chunk in table_chunks(pa.Table.from_batches([batch]), str(file), first):
+                    documents = self._format.encode(chunk)
                     mixed = labelled not in (None, documents.has_labels)
                     if mixed or documents.counts.masked_tokens or documents.counts.empty:
                         raise DataError(
-                            f"{piece.place(0)} and the rows after it hold padding, empty samples, or samples without "
-                            "labels beside others with them: set data.skip_prepare_dataset: false"
+                            f"{chunk.location(0)} and the rows after it have padding, empty samples, or a mix of "
+                            "samples with and without labels; set data.skip_prepare_dataset: false"
                         )
                     labelled = documents.has_labels
                     yield documents
@@ -117,27 +117,27 @@ class SavedStore:
         self._map()
 
 
-def _columns(batch: pa.RecordBatch, form: TokenizedFormat, file: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """A batch's document offsets and its flat columns, without copying."""
-    present = [name for name in form.wanted if name in batch.schema.names and name != "attention_mask"]
+def _columns(batch: pa.RecordBatch, fmt: TokenizedFormat, file: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """The document offsets and the flat columns of a batch, without copying."""
+    present = [name for name in fmt.wanted if name in batch.schema.names and name != "attention_mask"]
     names = [name for name in present if batch.column(name).null_count < batch.num_rows]
     columns: dict[str, np.ndarray] = {}
     offsets = np.zeros(1, np.int64)
     for name in names:
         column = batch.column(name)
-        lists = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
-        values = column.flatten() if lists else column
-        number = pa.types.is_integer(values.type) or pa.types.is_floating(values.type)
-        if not lists or not number or column.null_count or values.null_count:
+        is_list = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+        values = column.flatten() if is_list else column
+        is_number = pa.types.is_integer(values.type) or pa.types.is_floating(values.type)
+        if not is_list or not is_number or column.null_count or values.null_count:
             raise DataError(
                 f"{file}: column {name!r} is {column.type}, want lists of numbers without nulls; "
-                "data.skip_prepare_dataset: false reads it if it can be read"
+                "data.skip_prepare_dataset: false accepts more types"
             )
         columns[name] = as_numpy(values)
         if name == "input_ids":
             offsets = as_numpy(column.offsets).astype(np.int64)
     if "input_ids" not in columns:
-        raise DataError(f"{file} has no column 'input_ids'; the columns are: {', '.join(batch.schema.names)}")
+        raise DataError(f"{file}: column 'input_ids' does not exist; the columns are: {', '.join(batch.schema.names)}")
     return offsets - offsets[0], columns
 
 

@@ -1,6 +1,6 @@
-"""Sources of samples: turns a dataset entry (files, folders, URLs, saved datasets, Hub ids) into a Source.
+"""Turns a dataset entry (files, folders, URLs, saved datasets, Hub ids) into a Source of samples.
 
-A source identifies its content by hash and yields pieces; the formats interpret its rows.
+A source identifies its content by a hash and yields chunks of rows; the formats interpret the rows.
 """
 
 from __future__ import annotations
@@ -13,18 +13,16 @@ from functools import partial
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Protocol
 
-import xxhash
-
 from xorl.data.downloads import Download, fetch_all, with_retries
 from xorl.data.entry import DatasetEntry, check_entry
 from xorl.data.errors import DataError
-from xorl.data.readers import COMPRESSIONS, FILE_TYPES, SUFFIXES, FileType, Piece, RowRange, file_type, read_pieces
+from xorl.data.hashing import JSON, hash_files
+from xorl.data.readers import COMPRESSIONS, FILE_TYPES, SUFFIXES, Chunk, FileType, RowRange, file_type, read_chunks
 from xorl.data.remote import RemoteFile, Storage, is_url, storage_of
 from xorl.data.saved import is_saved_folder, saved_files
-from xorl.data.shuffle import JSON
 
 DUMMY = "dummy"
-# The folder for downloads, below that of prepared datasets.
+# The folder for downloads, inside the folder of prepared datasets.
 DOWNLOADS = "downloads"
 _SPLIT_WORDS = {
     "train": ("train", "training"),
@@ -32,7 +30,6 @@ _SPLIT_WORDS = {
     "test": ("test", "testing", "eval", "evaluation"),
 }
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_HASH_BLOCK_BYTES = 16 << 20
 
 
 class Source(Protocol):
@@ -43,19 +40,19 @@ class Source(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Approximate size in bytes: for progress, and to decide whether multiple processes pay off."""
+        """Approximate size in bytes, for progress messages and to decide whether to use several processes."""
         ...
 
     @property
     def parallel(self) -> bool:
-        """Whether its pieces are cheap to send to other processes and costly to encode."""
+        """Whether to encode in several processes: chunks are cheap to send and expensive to encode."""
         ...
 
     def identity(self) -> JSON:
-        """Identifies the samples by content, wherever they are stored. Reads everything."""
+        """Identifies the samples by their content, not by their location. Reads all data."""
         ...
 
-    def pieces(self, selected: Sequence[str] | None) -> Iterator[Piece]: ...
+    def chunks(self, selected: Sequence[str] | None) -> Iterator[Chunk]: ...
 
 
 def load_source(
@@ -65,25 +62,25 @@ def load_source(
     token: str | bool | None = None,
     downloads: Path = Path("last_prepared_dataset") / DOWNLOADS,
 ) -> Source:
-    """The source that `entry` names; `option` is the entry's place in the configuration, for messages.
+    """Returns the source that `entry` names; `option` is the entry's path in the configuration, for error messages.
 
-    `token` is passed to `datasets` for private Hub datasets; files of URLs are downloaded into the folder `downloads`.
-    Raises DataError for what does not exist or cannot be read, DataFailure if the network fails.
+    `token` is passed to `datasets` for private Hub datasets. Remote files are downloaded into the folder `downloads`.
+    Raises DataError if the data does not exist or cannot be read, DataFailure if the network fails.
     """
-    path = _place_of(entry, option)
+    path = _local_path(entry, option)
     if path is None:
         source: Source = _remote_source(entry, option, downloads)
     else:
         source = _local_source(path, entry, option) if path.exists() else _hub_source(entry, option, token)
     if entry.shards is None:
         return source
-    assert entry.shards_idx is not None, "_check_entry asks for both"
+    assert entry.shards_idx is not None, "check_entry requires both"
     return ShardedSource(source, entry.shards, entry.shards_idx)
 
 
 @dataclass(frozen=True)
 class LocatedFile:
-    """A file to be read in place: a local path or a URL, with what distinguishes one version from another."""
+    """A file to read in place, without a download: a local path or a URL. `version` changes with the content."""
 
     path: str
     size: int
@@ -91,8 +88,8 @@ class LocatedFile:
 
 
 def locate_files(entry: DatasetEntry, *, option: str, token: str | bool | None) -> tuple[list[LocatedFile], FileType]:
-    """The files that `entry` names, in order, and their type, without reading or downloading them."""
-    path = _place_of(entry, option)
+    """Returns the files that `entry` names, in order, and their type, without reading or downloading them."""
+    path = _local_path(entry, option)
     if path is not None and path.exists():
         source = _local_source(path, entry, option)
         stats = [(file.absolute(), file.stat()) for file in source.files]
@@ -106,13 +103,15 @@ def locate_files(entry: DatasetEntry, *, option: str, token: str | bool | None) 
         files = [file for file in found if file is not None]
     unsized = [file.url for file in files if file.size is None]
     if unsized:
-        raise DataError(f"{option}.path: the server of {unsized[0]} does not tell its size; set data.streaming: false")
+        raise DataError(
+            f"{option}.path: the server does not report the size of {unsized[0]}; set data.streaming: false"
+        )
     ds_type = type_of([PurePosixPath(file.name) for file in files], entry, option)
     return [LocatedFile(file.url, file.size or 0, file.version or "") for file in files], ds_type
 
 
-def _place_of(entry: DatasetEntry, option: str) -> Path | None:
-    """The local path of a checked entry, which may not exist (it may name a dataset of the Hub); None for URLs."""
+def _local_path(entry: DatasetEntry, option: str) -> Path | None:
+    """Checks the entry and returns its local path, or None for URLs. A missing path may be the id of a Hub dataset."""
     check_entry(entry, option)
     if has_urls(entry):
         return None
@@ -120,8 +119,8 @@ def _place_of(entry: DatasetEntry, option: str) -> Path | None:
     if not path.exists() and (_HUB_ID.fullmatch(entry.path) is None or _looks_local(entry.path)):
         message = f"{option}.path: {entry.path} does not exist (looked at {path.absolute()})"
         if glob.has_magic(entry.path):
-            raise DataError(f"{message}. Name the folder there, and the pattern in {option}.data_files, with ds_type")
-        raise DataError(f"{message}, and it is not of the form org/name of a Hub dataset")
+            raise DataError(f"{message}. Set path to the folder, {option}.data_files to the pattern, and ds_type")
+        raise DataError(f"{message}, and it is not a Hub dataset id of the form org/name")
     return path
 
 
@@ -144,14 +143,14 @@ class FileSource:
     def identity(self) -> JSON:
         return {"ds_type": self.ds_type, "files": hash_files(self.files)}
 
-    def pieces(self, selected: Sequence[str] | None) -> Iterator[Piece]:
+    def chunks(self, selected: Sequence[str] | None) -> Iterator[Chunk]:
         for path in self.files:
-            yield from read_pieces(path, self.ds_type, selected)
+            yield from read_chunks(path, self.ds_type, selected)
 
 
 @dataclass(frozen=True)
 class DownloadedSource:
-    """Files of URLs, by their local copies."""
+    """Remote files, read from their local copies."""
 
     files: FileSource
     downloads: tuple[Download, ...]
@@ -173,23 +172,23 @@ class DownloadedSource:
         for download, content in zip(self.downloads, hashes, strict=True):
             if content != download.content:
                 raise DataError(
-                    f"{download.path} is no longer what was downloaded from {download.url}; remove the folder "
-                    f"{download.path.parent} to load it anew, or name your own copy of it in the configuration"
+                    f"{download.path} was modified after its download from {download.url}; remove the folder "
+                    f"{download.path.parent} to download it again, or set path to your own copy"
                 )
         return {"ds_type": self.files.ds_type, "files": hashes}
 
-    def pieces(self, selected: Sequence[str] | None) -> Iterator[Piece]:
-        yield from self.files.pieces(selected)
+    def chunks(self, selected: Sequence[str] | None) -> Iterator[Chunk]:
+        yield from self.files.chunks(selected)
 
 
 @dataclass(frozen=True)
 class ShardedSource:
-    """Part `index` of `num` consecutive, nearly equal parts of another source; the first parts get the rest."""
+    """Shard `index` of `num` consecutive shards of another source; the first ones get the remaining rows."""
 
     source: Source
     num: int
     index: int
-    # The number of rows of `source`, if already counted.
+    # The number of rows of `source`, if known.
     num_rows: int | None = None
 
     @property
@@ -207,45 +206,30 @@ class ShardedSource:
     def identity(self) -> JSON:
         return {"source": self.source.identity(), "shards": self.num, "shards_idx": self.index}
 
-    def pieces(self, selected: Sequence[str] | None) -> Iterator[Piece]:
+    def chunks(self, selected: Sequence[str] | None) -> Iterator[Chunk]:
         total = count_rows(self.source, selected) if self.num_rows is None else self.num_rows
         start, stop = shard_range(total, self.num, self.index)
         first = 0
-        for piece in self.source.pieces(selected):
-            size = piece.num_rows()
+        for chunk in self.source.chunks(selected):
+            size = chunk.num_rows()
             low, high = max(start - first, 0), min(stop - first, size)
             if low < high:
-                yield RowRange(piece, low, high)
+                yield RowRange(chunk, low, high)
             first += size
             if first >= stop:
                 return
 
 
 def count_rows(source: Source, selected: Sequence[str] | None) -> int:
-    """The number of rows of a source. Reads everything."""
-    return sum(piece.num_rows() for piece in source.pieces(selected))
+    """The number of rows of a source. Reads all data."""
+    return sum(chunk.num_rows() for chunk in source.chunks(selected))
 
 
 def shard_range(total: int, num: int, index: int) -> tuple[int, int]:
-    """The rows [start, stop) of shard `index` among `num` consecutive shards of `total` rows."""
+    """The rows [start, stop) of shard `index` of `num` consecutive shards of `total` rows."""
     size, rest = divmod(total, num)
     start = size * index + min(index, rest)
     return start, start + size + (index < rest)
-
-
-def hash_files(paths: Sequence[Path]) -> list[str]:
-    """The xxh3_128 of each file's content."""
-    hashes = []
-    for path in paths:
-        hasher = xxhash.xxh3_128()
-        try:
-            with path.open("rb", buffering=0) as file:
-                while block := file.read(_HASH_BLOCK_BYTES):
-                    hasher.update(block)
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-        hashes.append(hasher.hexdigest())
-    return hashes
 
 
 def _looks_local(path: str) -> bool:
@@ -255,33 +239,31 @@ def _looks_local(path: str) -> bool:
 def _local_source(path: Path, entry: DatasetEntry, option: str) -> FileSource:
     for name, value in (("name", entry.name), ("revision", entry.revision)):
         if value is not None:
-            raise DataError(f"{option}.{name}: {value!r} has no meaning for the local path {entry.path}; leave it out")
+            raise DataError(f"{option}.{name}: {value!r} does not apply to the local path {entry.path}; remove it")
     if entry.data_files is None and path.is_dir() and is_saved_folder(path):
         return FileSource(entry.path, tuple(saved_files(path, entry.split, option=option)), "arrow")
     if entry.data_files is not None:
-        _only_train(entry, option)
+        _check_no_split(entry, option)
         files = _named_files(path, entry.data_files, option)
     elif path.is_dir():
         files = _folder_files(path, entry, option)
     else:
-        _only_train(entry, option)
+        _check_no_split(entry, option)
         files = [path]
     return FileSource(entry.path, tuple(files), type_of(files, entry, option))
 
 
-def _only_train(entry: DatasetEntry, option: str) -> None:
+def _check_no_split(entry: DatasetEntry, option: str) -> None:
     if entry.split not in (None, "train"):
         raise DataError(
-            f"{option}.split: files have no split {entry.split!r}; name the files that belong to it, "
-            "or use shards and shards_idx to take a part"
+            f"{option}.split: files have no split {entry.split!r}; list the files of that split in data_files, "
+            "or select a part with shards and shards_idx"
         )
 
 
 def _named_files(folder: Path, data_files: str | Sequence[str], option: str) -> list[Path]:
     if not folder.is_dir():
-        raise DataError(
-            f"{option}.data_files: given together with the file {folder}; make path the folder, or leave it out"
-        )
+        raise DataError(f"{option}.data_files: path is the file {folder}; set path to the folder, or remove data_files")
     files: list[Path] = []
     for pattern in [data_files] if isinstance(data_files, str) else data_files:
         full = str(folder / Path(pattern).expanduser())
@@ -296,34 +278,37 @@ def _named_files(folder: Path, data_files: str | Sequence[str], option: str) -> 
 
 
 def _folder_files(folder: Path, entry: DatasetEntry, option: str) -> list[Path]:
-    """The data files below a folder; those of one split if file or folder names contain splits."""
+    """The data files below a folder; only those of the entry's split if file or folder names contain split names."""
     below = sorted(path for path in folder.rglob("*") if path.is_file())
     chosen = data_files_among([path.relative_to(folder).as_posix() for path in below], entry, option)
     return [folder / name for name in chosen]
 
 
 def data_files_among(names: Sequence[str], entry: DatasetEntry, option: str) -> list[str]:
-    """Which of the files below a folder (relative names) hold the entry's data, and its split if the names tell it."""
+    """Selects the entry's data files from the relative `names` of all files below a folder.
+
+    If the names contain split names, only the files of the entry's split are selected.
+    """
     paths = [PurePosixPath(name) for name in names]
     below = [path for path in paths if not any(part[0] in "._" for part in path.parts)]
     files = [path for path in below if (kind := file_type(path)) is not None and entry.ds_type in (None, kind)]
     if not files:
         wanted = f"{entry.ds_type} files" if entry.ds_type else f"files ending in {', '.join(SUFFIXES)}"
-        raise DataError(f"{option}.path: the folder {entry.path} holds no {wanted} ({len(below)} other files)")
+        raise DataError(f"{option}.path: the folder {entry.path} has no {wanted} ({len(below)} other files)")
     splits: dict[str, list[PurePosixPath]] = {}
     for path in files:
         splits.setdefault(_split_of(path), []).append(path)
     if set(splits) == {""}:
-        _only_train(entry, option)
+        _check_no_split(entry, option)
         return list(map(str, files))
     wanted = entry.split or "train"
     if wanted not in splits:
         known = ", ".join(name for name in splits if name)
-        raise DataError(f"{option}.split: {wanted!r} not found; the file names in {entry.path} speak of {known}")
+        raise DataError(f"{option}.split: {wanted!r} not found; the file names in {entry.path} name the splits {known}")
     if "" in splits:
         raise DataError(
-            f"{option}.path: some file names in {entry.path} speak of splits ({splits[wanted][0].name}) and some do "
-            f"not ({splits[''][0].name}); name the files in {option}.data_files"
+            f"{option}.path: some file names in {entry.path} name a split ({splits[wanted][0].name}) and some do not "
+            f"({splits[''][0].name}); list the files in {option}.data_files"
         )
     return list(map(str, splits[wanted]))
 
@@ -338,14 +323,14 @@ def _split_of(path: PurePosixPath) -> str:
 
 
 def type_of(files: Sequence[PurePath], entry: DatasetEntry, option: str) -> FileType:
-    """The one type of the entry's files: from the option, or from their names."""
+    """The type of the entry's files: the option `ds_type`, or the type that all file names agree on."""
     if entry.ds_type is not None:
         return entry.ds_type
     kinds: dict[FileType | None, PurePath] = {file_type(path): path for path in files}
     if None in kinds:
         raise DataError(
-            f"{option}.path: the type of {kinds[None]} cannot be told from its name; set {option}.ds_type to one of "
-            f"{', '.join(FILE_TYPES)} (known endings: {', '.join(SUFFIXES)}, also with {', '.join(COMPRESSIONS)})"
+            f"{option}.path: the name of {kinds[None]} does not show its type; set {option}.ds_type to one of "
+            f"{', '.join(FILE_TYPES)} (known suffixes: {', '.join(SUFFIXES)}, also with {', '.join(COMPRESSIONS)})"
         )
     if len(kinds) > 1:
         raise DataError(f"{option}.path: {entry.path} mixes {', '.join(sorted(map(str, kinds)))}; set {option}.ds_type")
@@ -353,23 +338,25 @@ def type_of(files: Sequence[PurePath], entry: DatasetEntry, option: str) -> File
 
 
 def has_urls(entry: DatasetEntry) -> bool:
-    """Whether the entry's files are remote. Raising DataError is left to the function that reads them."""
+    """Whether any of the entry's files is remote. Whether they can be read together is checked later."""
     return is_url(entry.path) or any(is_url(name) for name in _names(entry))
 
 
 def remote_files(entry: DatasetEntry, option: str) -> tuple[Storage, list[RemoteFile]]:
-    """The files of an entry with URLs, in order, and their storage."""
+    """The storage of an entry's remote files, and the files in order."""
     for name, value in (("name", entry.name), ("revision", entry.revision)):
         if value is not None:
-            raise DataError(f"{option}.{name}: {value!r} has no meaning for the URL {entry.path}; leave it out")
+            raise DataError(f"{option}.{name}: {value!r} does not apply to the URL {entry.path}; remove it")
     if entry.data_files is None:
         storage = storage_of(entry.path, f"{option}.path")
         return storage, _files_at(storage, entry, option)
-    _only_train(entry, option)
+    _check_no_split(entry, option)
     urls = [name if is_url(name) else f"{entry.path.rstrip('/')}/{name}" for name in _names(entry)]
     strays = [url for url in urls if not is_url(url)]
     if strays or len({url.split("://")[0] for url in urls}) > 1:
-        raise DataError(f"{option}.data_files: {strays or urls} are not all of one place; make an entry of each place")
+        raise DataError(
+            f"{option}.data_files: {strays or urls} must be URLs of one scheme; write a separate entry for each scheme"
+        )
     storage = storage_of(urls[0], f"{option}.data_files")
     files: list[RemoteFile] = []
     for url in urls:
@@ -385,13 +372,13 @@ def _files_at(storage: Storage, entry: DatasetEntry, option: str) -> list[Remote
     url = entry.path
     single = with_retries(partial(storage.stat, url), url)
     if single is not None:
-        _only_train(entry, option)
+        _check_no_split(entry, option)
         return [single]
     found = with_retries(partial(storage.find, url), url)
     if not found:
         raise DataError(f"{option}.path: {url} does not exist, or is an empty folder")
     if any(character in url for character in "*?["):
-        _only_train(entry, option)
+        _check_no_split(entry, option)
         return found
     root = f"{url.rstrip('/')}/"
     by_name = {file.url.removeprefix(root): file for file in found}
@@ -411,7 +398,7 @@ def _names(entry: DatasetEntry) -> Sequence[str]:
 
 def _hub_source(entry: DatasetEntry, option: str, token: str | bool | None) -> Source:
     _check_hub_types(entry, option)
-    # Importing `datasets` takes seconds, and every rank imports this package: only an entry on the Hub pays.
+    # Importing `datasets` takes seconds, and every rank imports this package: import it only for Hub datasets.
     from xorl.data.hub import load_hub_source  # noqa: PLC0415
 
     return load_hub_source(entry, option=option, token=token)
@@ -426,9 +413,9 @@ def _hub_urls(entry: DatasetEntry, option: str, token: str | bool | None) -> lis
 
 def _check_hub_types(entry: DatasetEntry, option: str) -> None:
     for file in _names(entry):
-        # The Hub's library goes by the name.
+        # The `datasets` library derives the type from the name.
         if entry.ds_type is not None and file_type(Path(file)) != entry.ds_type:
             raise DataError(
-                f"{option}.ds_type: {entry.ds_type}, but by its name {file} on the Hub is not a {entry.ds_type} file; "
-                "set ds_type to what it is, or download it and give its local path"
+                f"{option}.ds_type: {entry.ds_type}, but the name of {file} on the Hub is not that of a "
+                f"{entry.ds_type} file; correct ds_type, or download the file and set path to your copy"
             )

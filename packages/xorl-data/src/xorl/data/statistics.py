@@ -1,6 +1,6 @@
-"""Statistics of documents by dataset: lengths, trained tokens, beginnings and ends, duplicates.
+"""Statistics of the documents of each dataset: lengths, trained tokens, BOS and EOS, duplicates.
 
-Only the first documents are searched for duplicates, to limit the cost; the figures state how many.
+To limit the cost, only the first documents are searched for duplicates; the figures state how many.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from xorl.data.batch import IGNORE
 from xorl.data.formats import TextTokenizer
 from xorl.data.receipt import Counts, Receipt
 
-# Documents of each dataset read for beginnings, ends and duplicates, and tokens of each for near-duplicates.
-_LOOKED_AT = 20_000
+# The documents per dataset that are read for BOS, EOS and duplicates, and the tokens of each for near-duplicates.
+_NUM_LOOKED_AT = 20_000
 _SHINGLED_TOKENS = 2_048
-# Tokens of a shingle; hashes of a signature, in bands: finds 99.98 % of the pairs with 80 % in common.
+# Tokens per shingle, and hashes per signature, in bands: finds 99.98 % of the pairs with 80 % of shingles in common.
 _SHINGLE = 5
 _BANDS, _ROWS = 16, 4
-# Near-duplicates have at least this fraction of equal signature hashes, which estimates the shingles in common.
+# The minimum fraction of equal signature hashes, which estimates the fraction of shingles in common.
 _NEAR = 0.8
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """Counts between edges; one edge more than counts."""
+    """The counts between consecutive edges; there is one more edge than counts."""
 
     edges: tuple[float, ...]
     counts: tuple[int, ...]
@@ -37,8 +37,8 @@ class Histogram:
 class DatasetStatistics:
     """Statistics of one dataset's documents.
 
-    Fractions are of `num_looked_at` documents, None if the tokenizer has no such token; duplicates are documents equal,
-    or nearly equal, to an earlier one.
+    Fractions refer to the first `num_looked_at` documents and are None if the tokenizer has no such token. Duplicates
+    are documents that are equal, or nearly equal, to an earlier one.
     """
 
     name: str
@@ -56,7 +56,7 @@ class DatasetStatistics:
 
 
 class CountedDocuments(Protocol):
-    """The input of statistics: PreparedDocuments, or a StreamSample."""
+    """The input of dataset_statistics: PreparedDocuments, or a StreamSample."""
 
     receipt: Receipt
     lengths: np.ndarray
@@ -70,35 +70,37 @@ class CountedDocuments(Protocol):
 
 
 def dataset_statistics(documents: CountedDocuments, tokenizer: TextTokenizer | None) -> list[DatasetStatistics]:
-    """The statistics of each dataset of the merged documents, without a mixture's repetitions."""
-    _, places = documents.distinct()
-    datasets = documents.datasets()[places]
+    """The statistics of each dataset of the merged documents; documents that a mixture repeats count once."""
+    _, indices = documents.distinct()
+    datasets = documents.datasets()[indices]
     return [
-        _of_dataset(documents, places[datasets == index], dataset.name, dataset.counts, tokenizer)
+        _statistics_of(documents, indices[datasets == index], dataset.name, dataset.counts, tokenizer)
         for index, dataset in enumerate(documents.receipt.datasets)
     ]
 
 
 def fill_histogram(fills: np.ndarray) -> Histogram:
-    """A histogram of the bins' fill, given as fractions [N] of their size."""
+    """A histogram of the fills of bins, given as fractions [B] of their capacity."""
     return _histogram(fills, np.linspace(0, 1, 21))
 
 
-def _of_dataset(
-    documents: CountedDocuments, places: np.ndarray, name: str, counts: Counts, tokenizer: TextTokenizer | None
+def _statistics_of(
+    documents: CountedDocuments, indices: np.ndarray, name: str, counts: Counts, tokenizer: TextTokenizer | None
 ) -> DatasetStatistics:
-    lengths = documents.lengths[places]
-    trained = documents.num_trained[places] / np.maximum(lengths - 1, 1)
+    lengths = documents.lengths[indices]
+    trained = documents.num_trained[indices] / np.maximum(lengths - 1, 1)
     longest = max(2, int(lengths.max(initial=1)))
     edges = np.unique(np.geomspace(1, longest + 1, 25).astype(np.int64)).astype(np.float64)
-    looked_at = places[:_LOOKED_AT]
-    audit = _Audit(None if tokenizer is None else tokenizer.bos_id, None if tokenizer is None else tokenizer.eos_id)
+    looked_at = indices[:_NUM_LOOKED_AT]
+    boundaries = _BoundaryTokens(
+        None if tokenizer is None else tokenizer.bos_id, None if tokenizer is None else tokenizer.eos_id
+    )
     seen: set[int] = set()
     near = NearDuplicates()
     exact = num_near = 0
-    for place in looked_at:
-        ids, labels = documents.document(int(place))
-        audit.look(ids, labels)
+    for index in looked_at:
+        ids, labels = documents.document(int(index))
+        boundaries.add(ids, labels)
         content = xxhash.xxh3_64_intdigest(ids.tobytes())
         if content in seen:
             exact += 1
@@ -114,10 +116,10 @@ def _of_dataset(
         trained_fraction=_histogram(trained, np.linspace(0, 1, 21)),
         percentiles=dict(zip(marks, values, strict=True)),
         num_looked_at=len(looked_at),
-        begins_with_bos=audit.fraction("bos"),
-        begins_with_two_bos=audit.fraction("two_bos"),
-        ends_with_eos=audit.fraction("eos"),
-        trains_eos=audit.fraction("trained_eos"),
+        begins_with_bos=boundaries.fraction("bos"),
+        begins_with_two_bos=boundaries.fraction("two_bos"),
+        ends_with_eos=boundaries.fraction("eos"),
+        trains_eos=boundaries.fraction("trained_eos"),
         exact_duplicates=exact,
         near_duplicates=num_near,
     )
@@ -128,32 +130,32 @@ def _histogram(values: np.ndarray, edges: np.ndarray) -> Histogram:
     return Histogram(tuple(edges.tolist()), tuple(counts.tolist()))
 
 
-class _Audit:
-    """Counts documents by how they begin and end."""
+class _BoundaryTokens:
+    """Counts the documents that begin with BOS and end with EOS."""
 
     def __init__(self, bos_id: int | None, eos_id: int | None) -> None:
         self._bos_id, self._eos_id = bos_id, eos_id
         self._counts = {"bos": 0, "two_bos": 0, "eos": 0, "trained_eos": 0}
         self._total = 0
 
-    def look(self, ids: np.ndarray, labels: np.ndarray) -> None:
+    def add(self, ids: np.ndarray, labels: np.ndarray) -> None:
         self._total += 1
         if len(ids) and self._bos_id is not None:
             self._counts["bos"] += bool(ids[0] == self._bos_id)
             self._counts["two_bos"] += bool(len(ids) > 1 and ids[0] == ids[1] == self._bos_id)
         if len(ids) and self._eos_id is not None:
-            # A newline may follow it.
+            # A newline may follow EOS.
             at_end = np.flatnonzero(ids[-3:] == self._eos_id)
             self._counts["eos"] += bool(len(at_end))
             self._counts["trained_eos"] += bool(np.any(labels[ids == self._eos_id] != IGNORE))
 
     def fraction(self, name: str) -> float | None:
-        known = self._bos_id if "bos" in name else self._eos_id
-        return self._counts[name] / self._total if self._total and known is not None else None
+        token_id = self._bos_id if "bos" in name else self._eos_id
+        return self._counts[name] / self._total if self._total and token_id is not None else None
 
 
 class NearDuplicates:
-    """MinHash signatures over shingles of tokens, in bands: finds documents that share most of their shingles."""
+    """Finds documents that share most of their token shingles, by MinHash signatures in bands."""
 
     def __init__(self) -> None:
         generator = np.random.PCG64(0)
@@ -165,7 +167,7 @@ class NearDuplicates:
         self._signatures: list[np.ndarray] = []
 
     def seen_before(self, ids: np.ndarray) -> bool:
-        """Whether a similar document was seen before; remembers this one."""
+        """Adds a document. Returns whether a similar one was added before."""
         shingles = self._shingles(ids[:_SHINGLED_TOKENS])
         if not len(shingles):
             return False
@@ -181,7 +183,7 @@ class NearDuplicates:
 
     @staticmethod
     def _shingles(ids: np.ndarray) -> np.ndarray:
-        """Distinct hashes of all runs of _SHINGLE tokens; none for shorter documents, which may be alike by chance."""
+        """The distinct hashes of all runs of _SHINGLE tokens. Shorter documents, often equal by chance, have none."""
         num = len(ids) - _SHINGLE + 1
         if num < 1:
             return np.empty(0, np.uint64)

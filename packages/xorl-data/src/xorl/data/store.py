@@ -1,8 +1,8 @@
-"""Stores of encoded documents: flat memory-mapped arrays in a folder, published atomically.
+"""Stores of encoded documents: folders of memory-mapped flat arrays, published atomically.
 
-A folder holds `input_ids.i32` and, where they differ, `labels.i32` (all documents on one axis), `extra_{index}.f32`,
-each of these in one file or in several, `offsets.i64`, `num_trained.i32` and `manifest.json`. It never changes after it
-is published. Also here: the synthetic documents of `dummy`, which are computed instead of stored.
+A folder contains the tokens of all documents on one axis: `input_ids.i32`, `labels.i32` if they differ from the ids,
+and `extra_{index}.f32`, each in one file or several. It also contains `offsets.i64`, `num_trained.i32` and
+`manifest.json`. It never changes after publication. The synthetic documents of `dummy` are also defined here.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ import numpy as np
 
 from xorl.data.errors import DataError
 from xorl.data.formats import EncodedDocuments
+from xorl.data.hashing import JSON, digest
 from xorl.data.receipt import Counts
-from xorl.data.shuffle import JSON, digest
 
-# Part of every key: increment it when the files, or the documents made of a row, change.
+# Part of every key. Increment it when the file format changes, or the documents that a row is converted to.
 FORMAT_VERSION = 4
 MANIFEST = "manifest.json"
 _COPY_BYTES = 16 << 20
 
 
 class DocumentStore(Protocol):
-    """Random access to documents in the order of their source. Pickled by reference, never by content."""
+    """Random access to documents in the order of their source. Pickles as a path or arguments, never as content."""
 
     key: str
     lengths: np.ndarray  # [N] int64
@@ -45,8 +45,8 @@ class DocumentStore(Protocol):
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """The metadata of a published folder. `request` describes what was asked for, without content hashes."""
+class StoreManifest:
+    """The metadata of a published folder. `request` has the options it was prepared for, without content hashes."""
 
     key: str
     name: str
@@ -60,7 +60,7 @@ class Manifest:
     largest_id: int
     largest_id_row: int
     files: dict[str, int]
-    # The key of the dataset of which this is a separately prepared part; its own key if it is no part.
+    # The key of the dataset: differs from `key` if this is one of several separately prepared parts.
     whole: str = ""
     num_files: int = 1
 
@@ -69,13 +69,13 @@ class Manifest:
         (folder / MANIFEST).write_text(json.dumps(values, indent=1) + "\n")
 
     @classmethod
-    def read(cls, folder: Path) -> Manifest:
+    def read(cls, folder: Path) -> StoreManifest:
         path = folder / MANIFEST
         try:
             values = json.loads(path.read_text())
             version = values.pop("format_version")
             if version != FORMAT_VERSION:
-                raise DataError(f"{folder} was prepared in format {version}, this version reads {FORMAT_VERSION}")
+                raise DataError(f"{folder} was prepared in format {version}, but this version reads {FORMAT_VERSION}")
             values["counts"] = Counts.from_dict(values["counts"])
             values["extra_names"] = tuple(values["extra_names"])
             return cls(**values)
@@ -84,17 +84,19 @@ class Manifest:
 
 
 class FlatStore:
-    """A published folder, memory-mapped. DataError if its files do not match its manifest."""
+    """A published folder, memory-mapped. Raises DataError if the files do not match the manifest."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.manifest = Manifest.read(folder)
+        self.manifest = StoreManifest.read(folder)
         for name, size in self.manifest.files.items():
             path = folder / name
             actual = path.stat().st_size if path.is_file() else None
             if actual != size:
                 state = "is missing" if actual is None else f"has {actual} bytes"
-                raise DataError(f"{path} {state}, its manifest says {size} bytes; remove {folder} and prepare again")
+                raise DataError(
+                    f"{path} {state}, but the manifest says {size} bytes; remove {folder} and prepare again"
+                )
         self.key = self.manifest.key
         self.extra_names = self.manifest.extra_names
         self._offsets = _mapped(folder / "offsets.i64", np.int64)
@@ -114,17 +116,17 @@ class FlatStore:
         span = slice(self._offsets[row], self._offsets[row + 1])
         return {name: values[span] for name, values in self._extras.items()}
 
-    def _tokens(self, name: str, dtype: type[np.generic]) -> np.ndarray | _InFiles:
+    def _tokens(self, name: str, dtype: type[np.generic]) -> np.ndarray | _SplitArray:
         num = self.manifest.num_files
         arrays = [_mapped(self.folder / part, dtype) for part in _part_names(name, num)]
-        return arrays[0] if num == 1 else _InFiles(arrays)
+        return arrays[0] if num == 1 else _SplitArray(arrays)
 
     def __reduce__(self) -> tuple[type[FlatStore], tuple[Path]]:
         return FlatStore, (self.folder,)
 
 
-class _InFiles:
-    """One array in several files; documents are never cut, so each read touches one file."""
+class _SplitArray:
+    """One array in several files. No document crosses a file boundary, so each read touches one file."""
 
     def __init__(self, arrays: list[np.ndarray]) -> None:
         self._arrays = arrays
@@ -137,7 +139,7 @@ class _InFiles:
 
 
 class PartedStore:
-    """One dataset in separately prepared stores, in the order of its rows."""
+    """One dataset in several separately prepared stores, in row order."""
 
     def __init__(self, parts: Sequence[FlatStore]) -> None:
         self._parts = tuple(parts)
@@ -164,7 +166,7 @@ class PartedStore:
 
 
 class FlatStoreWriter:
-    """Writes a folder piece by piece; `finish` makes it durable. The caller publishes it (the rename)."""
+    """Writes a folder chunk by chunk; `finish` makes it durable. The caller publishes it by a rename."""
 
     def __init__(self, folder: Path, extra_names: tuple[str, ...]) -> None:
         folder.mkdir(parents=True)
@@ -175,8 +177,8 @@ class FlatStoreWriter:
         self._num_trained: list[np.ndarray] = []
 
     def append(self, documents: EncodedDocuments) -> None:
-        # Most corpora train on every token: labels get a file when they first differ, beginning with a copy of the
-        # tokens so far.
+        # Most corpora train on every token, so the labels file is only created when labels first differ from the ids.
+        # It then starts as a copy of the ids written so far.
         if documents.labels is not None and "labels.i32" not in self._files and "input_ids.i32" in self._files:
             self._files["input_ids.i32"].flush()
             shutil.copyfile(self._folder / "input_ids.i32", self._folder / "labels.i32")
@@ -200,7 +202,7 @@ class FlatStoreWriter:
         whole: str,
         num_files: int = 1,
     ) -> None:
-        """Splits the tokens over `num_files` files, whole documents each. DataError if there are fewer documents."""
+        """Splits the tokens into `num_files` files of whole documents. DataError if there are fewer documents."""
         lengths = np.concatenate(self._lengths)
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
         token_files = tuple(self._files)
@@ -211,13 +213,13 @@ class FlatStoreWriter:
         if num_files > 1:
             if len(lengths) < num_files:
                 raise DataError(
-                    f"data.num_dataset_shards_to_save: {num_files} files of {len(lengths)} documents; set it to "
-                    f"{len(lengths)} or less"
+                    f"data.num_dataset_shards_to_save: {num_files} files are more than the {len(lengths)} documents; "
+                    f"set it to {len(lengths)} or less"
                 )
             bounds = _even_cuts(offsets, num_files)
             for name in token_files:
                 sizes |= self._cut(name, sizes.pop(name) // int(offsets[-1]), bounds)
-        Manifest(
+        StoreManifest(
             key=key,
             name=name,
             request=dict(request),
@@ -238,7 +240,7 @@ class FlatStoreWriter:
         fsync(self._folder)
 
     def _cut(self, name: str, item_bytes: int, bounds: Sequence[int]) -> dict[str, int]:
-        """Splits a file into the token ranges [bounds[i], bounds[i + 1]); returns the sizes of the parts by name."""
+        """Splits a file into the token ranges [bounds[i], bounds[i + 1]). Returns the size of each part by name."""
         sizes: dict[str, int] = {}
         with (self._folder / name).open("rb") as whole:
             for part, (start, stop) in zip(_part_names(name, len(bounds) - 1), pairwise(bounds), strict=True):
@@ -254,20 +256,20 @@ class FlatStoreWriter:
             self._files.popitem()[1].close()
 
     def discard(self) -> None:
-        """Closes the files, even if buffered data cannot be written; does nothing after `finish`."""
+        """Closes the files, ignoring write errors of buffered data. Does nothing after `finish`."""
         while self._files:
             with suppress(OSError):
                 self._files.popitem()[1].close()
 
     def _write(self, name: str, values: np.ndarray) -> None:
         if name not in self._files:
-            # Appending: labels may start as a copy of the tokens so far.
+            # Append mode: the labels file may already contain a copy of the ids.
             self._files[name] = (self._folder / name).open("ab")
         self._files[name].write(values.tobytes())
 
 
 class SyntheticStore:
-    """`num_documents` documents of `length` uniformly random ids, the same for the same arguments; nothing on disk."""
+    """`num_documents` documents of `length` uniformly random ids, computed from the arguments, not stored."""
 
     extra_names: tuple[str, ...] = ()
 
@@ -291,7 +293,7 @@ class SyntheticStore:
 
 
 def fsync(path: Path) -> None:
-    """Flushes a file or a folder's entries to the device."""
+    """Flushes a file, or the entries of a folder, to the device."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -300,7 +302,7 @@ def fsync(path: Path) -> None:
 
 
 def _even_cuts(offsets: np.ndarray, num: int) -> list[int]:
-    """`num` + 1 token positions that split the documents as evenly as possible, with at least one in each part."""
+    """The `num` + 1 token offsets that split the documents as evenly as possible, at least one in each part."""
     wanted = np.searchsorted(offsets, offsets[-1] * np.arange(1, num) // num)
     documents = [0]
     for index, cut in enumerate(wanted.tolist(), 1):
@@ -318,5 +320,5 @@ def _extra_file(index: int) -> str:
 
 
 def _mapped(path: Path, dtype: type[np.generic]) -> np.ndarray:
-    # A plain array over the mapping: slices of np.memmap itself cost several times more.
+    # A plain array view, because slicing np.memmap itself takes several times longer.
     return np.asarray(np.memmap(path, dtype=dtype, mode="r"))

@@ -1,4 +1,4 @@
-"""Functions that the workers of all loaders share."""
+"""Worker processes of the data loaders: how they start and end, and which signals they ignore."""
 
 import atexit
 import os
@@ -14,30 +14,33 @@ from torch.utils.data import DataLoader
 Item = TypeVar("Item")
 
 _workers: WeakSet[BaseProcess] = WeakSet()
-os.register_at_fork(after_in_child=_workers.clear)  # they are the parent's
+os.register_at_fork(after_in_child=_workers.clear)  # they belong to the parent
 
 
-def begin(loader: DataLoader[Item]) -> Iterator[Item]:
-    """`iter(loader)`, whose workers start here and end with this process. Give it `leave_sigterm` as worker_init_fn."""
+def iterate(loader: DataLoader[Item]) -> Iterator[Item]:
+    """Returns `iter(loader)` and makes sure that its workers end with this process.
+
+    The loader needs `ignore_sigterm` as its worker_init_fn.
+    """
     before = set(active_children())
     items = iter(loader)
     _workers.update(set(active_children()) - before)
     return items
 
 
-def leave_sigterm(_: int) -> None:
-    """Ignores SIGTERM, which a job sends to all its processes: the trainer needs batches until it has saved."""
+def ignore_sigterm(_: int) -> None:
+    """Ignores SIGTERM, which schedulers send to every process: the trainer needs batches until it has saved."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def unchanged(item: Item) -> Item:
-    """An identity collate function, for items that are batches already; it can be sent to a worker."""
+def identity(item: Item) -> Item:
+    """A collate function for items that are already batches; a lambda could not be pickled."""
     return item
 
 
 @atexit.register
-def _end() -> None:
-    # SIGTERM, which multiprocessing sends at exit, would not end them.
+def _kill_workers() -> None:
+    # They ignore the SIGTERM that multiprocessing sends at exit.
     for worker in _workers:
         if worker.is_alive():
             worker.kill()

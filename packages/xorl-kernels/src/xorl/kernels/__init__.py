@@ -1,1 +1,1 @@
-"""Kernels for training language models, each with a plain twin: attention over packed rows, loss without logits."""
+"""Kernels for training language models, each with a plain twin in torch that defines its result."""

@@ -1,8 +1,8 @@
-"""Linear layers with a separate weight for each group of adjacent tokens, for several groups in a row.
+"""A linear layer with a separate weight for each group of adjacent tokens in a row.
 
-One product serves all groups, whatever their number and sizes: the group ends are on the device, so the host does not
-wait, and compiled code does not depend on them. On GPUs in bf16 these are torch's grouped matrix products; elsewhere a
-loop over the groups, which is the plain twin.
+One launch computes all groups. The group ends are on the device, so the host does not wait for them, and compiled code
+does not depend on them. In bf16 on GPUs from Hopper on, it uses torch's grouped matrix products; elsewhere a loop over
+the groups, which is the plain twin.
 
 Shapes: T tokens, S weights, N output features, K input features.
 """
@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-# torch's kernels require operand strides that are multiples of this.
+# torch's kernels require operand strides that are multiples of this many bytes.
 ALIGNMENT_BYTES = 16
 
 
 class TokenGroups(NamedTuple):
-    """Which tokens use which of S weights. The tensors are on the device of the tokens.
+    """Assigns tokens to S weights. The tensors are on the same device as the tokens.
 
-    ends: [S] int32, the ends of the groups, in row order; groups may be empty, and the last ends at T.
-    order: [S] int64, the weight of each group: every weight once.
+    ends: [S] int32, the end of each group, in row order; groups may be empty, and the last one ends at T.
+    order: [S] int64, the weight of each group; every weight occurs once.
     inverse: [S] int64, the group of each weight.
     """
 
@@ -35,13 +35,13 @@ class TokenGroups(NamedTuple):
 
     @classmethod
     def of(cls, runs: Sequence[tuple[int, int]], num_weights: int) -> TokenGroups:
-        """Builds it on the CPU, from (weight, number of tokens) of each group in row order.
+        """Build the groups on the CPU from `runs`: (weight, number of tokens) of each group in row order.
 
         Raises ValueError if a weight has two groups, since its tokens must be adjacent.
         """
         order = [weight for weight, _ in runs]
         if len(set(order)) < len(order):
-            raise ValueError(f"tokens of one weight must be neighbours; the row has groups of the weights {order}")
+            raise ValueError(f"tokens of one weight must be adjacent; the row has groups of the weights {order}")
         order += sorted(set(range(num_weights)) - set(order))
         lengths = [length for _, length in runs] + [0] * (num_weights - len(runs))
         indices = torch.tensor(order, dtype=torch.int64)
@@ -49,14 +49,15 @@ class TokenGroups(NamedTuple):
 
 
 def grouped_linear(x: Tensor, weight: Tensor, groups: TokenGroups, addend: Tensor | None = None) -> Tensor:
-    """x[t] @ weight[s].T for each token t in the group of weight s, plus the addend's row; [T, N] in the dtype of x.
+    """x[t] @ weight[s].T + addend[t] for each token t in the group of weight s: [T, N] in the dtype of x.
 
-    Products accumulate in fp32 and are rounded once before the sum. The gradient of a weight without tokens is zero.
+    Products accumulate in fp32 and are rounded once before the addition. The gradient of a weight without tokens is
+    zero.
 
     Args:
         x: [T, K].
         weight: [S, N, K], in the dtype of x.
-        groups: of T tokens and S weights.
+        groups: the groups of T tokens and S weights.
         addend: [T, N] in the dtype of x, or None.
     """
     out = _grouped_linear(x, weight, *groups)
@@ -87,7 +88,7 @@ def _(grad: Tensor, x: Tensor, weight: Tensor, ends: Tensor, order: Tensor, inve
 
 
 def _save(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], output: Tensor) -> None:
-    # The groups may be changed in place for the next row once this one's backward pass is done.
+    # Saved as tensors: the caller may change the groups in place after this row's backward pass.
     ctx.save_for_backward(*inputs)
 
 
@@ -116,7 +117,7 @@ def _outer(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     x = x.contiguous()
     if _has_kernel(x, x.shape[1], grad.shape[1]):
         outer = torch._grouped_mm(grad.t(), x, offs=ends)
-        # The kernel leaves arbitrary values where it sums over no token.
+        # The kernel leaves arbitrary values for groups without tokens.
         return outer.masked_fill_((ends.diff(prepend=ends.new_zeros(1)) == 0)[:, None, None], 0)
     outer = x.new_zeros(len(ends), grad.shape[1], x.shape[1])
     for group, tokens in enumerate(_slices(ends, x.shape[0])):
@@ -127,12 +128,12 @@ def _outer(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
 
 def _slices(ends: Tensor, num_tokens: int) -> list[slice]:
     stops = ends.tolist()
-    assert stops[-1] == num_tokens, f"the groups have {stops[-1]} tokens, the row {num_tokens}"
+    assert stops[-1] == num_tokens, f"the groups have {stops[-1]} tokens, but the row has {num_tokens}"
     return [slice(start, stop) for start, stop in zip([0, *stops[:-1]], stops, strict=True)]
 
 
 def _has_kernel(x: Tensor, *widths: int) -> bool:
-    """Whether torch has a kernel for these groups that does not need their ends on the host."""
+    """Whether torch's grouped kernel, which reads the group ends on the device, supports x and these widths."""
     if x.device.type != "cuda" or x.dtype != torch.bfloat16:
         return False
     is_aligned = all(width * x.element_size() % ALIGNMENT_BYTES == 0 for width in widths)

@@ -1,4 +1,4 @@
-"""The layout of documents in a packed row: where each begins and ends, and each token's position in its document."""
+"""The layout of a packed row: where each document begins and ends, and each token's position in its document."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -8,20 +8,19 @@ from torch import Tensor
 
 
 class SequenceLayout:
-    """N documents concatenated to one row of T tokens; an argument of every attention function. Immutable.
+    """N documents concatenated into one row of T tokens; an argument of every attention function. Immutable.
 
-    Compiled code may read everything but `lengths`: the compiler would compare a tuple of numbers with that of the
-    first batch, and recompile for each new one. It is not a dataclass because a frozen one is read, and so compared, as
-    a whole.
+    Compiled code may read everything except `lengths`: the compiler would guard on the tuple's values and recompile for
+    each new batch. This is not a frozen dataclass because the compiler guards on all fields of one.
 
     Args:
-        cu_seqlens: [N + 1] int32, the first token of each document, and T.
-        positions: [T] int64, each token's position in its own document.
-        lengths: tokens of each document, in order; their sum is T. Padding is a document like any other.
+        cu_seqlens: [N + 1] int32, the index of the first token of each document, followed by T.
+        positions: [T] int64, each token's position in its document.
+        lengths: number of tokens of each document, in order; their sum is T. Padding counts as a document.
 
     Attributes:
-        offsets: `cu_seqlens` as int64 on the CPU, so that no kernel launch waits for the device to learn the lengths.
-        max_seqlen: tokens of the longest document, 0 without documents.
+        offsets: `cu_seqlens` as int64 on the CPU, so that kernel launches need not wait for the device.
+        max_seqlen: number of tokens of the longest document; 0 without documents.
     """
 
     def __init__(self, cu_seqlens: Tensor, positions: Tensor, lengths: Sequence[int]) -> None:
@@ -29,7 +28,8 @@ class SequenceLayout:
             raise ValueError(f"every document needs at least one token, got lengths {tuple(lengths)}")
         if cu_seqlens.shape != (len(lengths) + 1,):
             raise ValueError(
-                f"cu_seqlens of {len(lengths)} documents has shape [{len(lengths) + 1}], got {list(cu_seqlens.shape)}"
+                f"cu_seqlens must have shape [{len(lengths) + 1}] for {len(lengths)} documents, "
+                f"got {list(cu_seqlens.shape)}"
             )
         if positions.shape != (sum(lengths),):
             raise ValueError(
@@ -43,7 +43,7 @@ class SequenceLayout:
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> "SequenceLayout":
-        """The layout of documents of these lengths, in this order, with positions counted from 0 in each."""
+        """The layout of documents with these lengths, in order; positions start at 0 in each document."""
         ends = list(accumulate(lengths, initial=0))
         positions = [torch.arange(length, dtype=torch.int64) for length in lengths]
         layout = cls(
@@ -54,9 +54,9 @@ class SequenceLayout:
         return layout.to(device)
 
     def mark_dynamic(self) -> None:
-        """Mark the numbers of tokens and documents as dynamic, before compiled code sees this layout.
+        """Mark the numbers of tokens and documents as dynamic; call it before compiled code sees this layout.
 
-        Otherwise the compiler compiles once more to learn that they vary.
+        Otherwise the compiler specialises on the first layout and recompiles for the second.
         """
         for tensor in (self.cu_seqlens, self.positions, self.offsets):
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
@@ -66,7 +66,7 @@ class SequenceLayout:
         return self.positions.shape[0]
 
     def of_layer(self, index: int) -> "SequenceLayout":
-        """The layout for a model's layer of this index: the layout itself, or one with that layer's cache."""
+        """The layout for the layer with this index: this layout itself; a `CachedLayout` selects the layer's cache."""
         return self
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "SequenceLayout":

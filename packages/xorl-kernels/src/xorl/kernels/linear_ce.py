@@ -1,16 +1,18 @@
-"""Cross-entropy directly from hidden states: logits exist for one chunk of tokens at a time.
+"""Cross-entropy computed from hidden states; logits exist for only one chunk of tokens at a time.
 
-Shapes: T tokens, B tokens of a chunk, P of a part of it, D model width, V vocabulary.
+Shapes: T tokens, B tokens of a chunk, P tokens of a part of a chunk, D model width, V vocabulary.
 
-Precision: products are in the dtype of `hidden` (the operand dtype), to which the weight is cast, and accumulated in
-fp32. Logits are kept, and the softmax computed, in fp32; with `logits_fp32=False` the logits are rounded to the operand
-dtype first. The gradient of the logits is computed in fp32 and rounded to the operand dtype, without its factor per
-token; the label's element, which is about as large as all others together, is corrected in fp32 where it enters the
-other gradients. For the gradient of a token's hidden state, the product is multiplied by that factor and rounded once.
-For the weight's gradient, the hidden state times the factor is rounded to the operand dtype. The weight's gradient is
-accumulated over chunks in the operand dtype for at most 8 chunks, as for 16,384 tokens of a 151,936 vocabulary, with
-one rounding per chunk. For more chunks, and for an fp32 weight, it is accumulated in fp32. fp64 inputs are computed in
-fp64 throughout.
+Precision:
+- Products are in the dtype of `hidden` (the operand dtype), to which the weight is cast, and accumulate in fp32.
+- The softmax is computed in fp32. Logits are kept in fp32 or, with `logits_fp32=False`, rounded to the operand dtype.
+- The gradient of the logits, before its factor per token, is computed in fp32 and rounded to the operand dtype. The
+  label's element is about as large as all others together, so its rounding error is corrected, in fp32, in the other
+  gradients.
+- The gradient of a hidden state is a product times the factor per token, rounded once.
+- The weight's gradient uses the hidden state times the factor, rounded to the operand dtype. Up to 8 chunks (16,384
+  tokens of a 151,936 vocabulary) accumulate in the operand dtype, with one rounding per chunk. More chunks, or an fp32
+  weight, accumulate in fp32.
+- fp64 inputs are computed in fp64 throughout.
 """
 
 import math
@@ -25,42 +27,43 @@ from xorl.kernels.fused.reference import IGNORE, LossOfRows
 
 __all__ = ["IGNORE", "linear_cross_entropy", "linear_cross_entropy_scores", "linear_cross_entropy_sum", "wide_logits"]
 
-# Memory limits for the logits that exist at once, and for their gradient. The gradient exists for a larger chunk,
-# because the weight's gradient is read and written once per chunk.
+# Memory limits for the logits of a part and for the gradient of a chunk. Chunks are larger because each one reads and
+# writes the weight's gradient once.
 LOGITS_BYTES = int(0.3 * 2**30)
 GRADIENT_BYTES = int(0.6 * 2**30)
-ROW_MULTIPLE = 128  # rows of a matrix product's tile
-MAX_ROUNDINGS = 8  # of the weight's gradient, each of half a unit in the last place; twice as many lose another bit
-COLUMN_MULTIPLE = 64  # buffer rows begin on whole cache lines, which odd vocabularies would break
+ROW_MULTIPLE = 128  # rows in a tile of a matrix product
+# Roundings of the weight's gradient, each by up to half a unit in the last place; twice as many lose another bit.
+MAX_ROUNDINGS = 8
+COLUMN_MULTIPLE = 64  # aligns buffer rows to cache lines for any vocabulary size
 
 
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, logits_fp32: bool = True, chunk_tokens: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Loss and log-probability of each token; both can be backpropagated with any gradient.
+    """Loss and log-probability of each token; both accept any gradient in the backward pass.
 
     If the weight is trained, the backward pass computes the logits a second time. If it is frozen, the forward pass
     computes the gradient of each token's hidden state, and the backward pass multiplies it by the gradient of the
     token's loss, with one more rounding. If only the sum of the losses is backpropagated and the weight is trained,
-    `linear_cross_entropy_sum` needs a fourth less matrix multiplication.
+    `linear_cross_entropy_sum` saves one of four matrix products.
 
     Args:
         hidden: [T, D].
         weight: [V, D].
         labels: [T] int64, already shifted; -100 is ignored.
-        logits_fp32: keep the logits in fp32, or round them to the dtype of `hidden`.
-        chunk_tokens: the most tokens whose gradients of the logits exist at once; by default as many as fit 0.6 GiB,
-            plus 0.3 GiB of logits if these have another dtype.
+        logits_fp32: keep the logits in fp32 instead of rounding them to the dtype of `hidden`.
+        chunk_tokens: maximum number of tokens whose gradients of the logits exist at once. By default as many as fit
+            into 0.6 GiB, plus 0.3 GiB of logits if they have a different dtype.
 
     Returns:
-        (loss [T], logprob [T]), fp32: loss = -logprob, both 0 where the label is ignored.
+        (loss [T], logprob [T]) in fp32: loss = -logprob; both are 0 for ignored labels.
 
     Raises:
         ValueError: the shapes do not fit.
     """
     rows_at_once = _check(hidden, weight, labels, chunk_tokens)
-    takes_gradient = torch.is_grad_enabled() and hidden.requires_grad and not weight.requires_grad
-    loss = _LossPerToken.apply(hidden, weight, labels, logits_fp32, rows_at_once, takes_gradient)
+    computes_gradient = torch.is_grad_enabled() and hidden.requires_grad and not weight.requires_grad
+    loss = _LossPerToken.apply(hidden, weight, labels, logits_fp32, rows_at_once, computes_gradient)
     assert isinstance(loss, Tensor)
     return loss, -loss
 
@@ -74,25 +77,27 @@ def linear_cross_entropy_sum(
     logits_fp32: bool = True,
     chunk_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Sum of the losses, each times its `token_weight`, and the losses themselves.
+    """The sum of the losses, each multiplied by its `token_weight`, and the losses themselves.
 
-    The forward pass computes the gradient, chunk by chunk while the logits exist: three matrix products instead of
-    four, and no memory besides the two gradients and one chunk. The backward pass multiplies them by the gradient of
-    the sum, in place and only if that is not 1; so it can run only once.
+    The forward pass computes the gradients chunk by chunk, while the logits exist: three matrix products instead of
+    four, and no memory beyond the two gradients and one chunk. The backward pass multiplies the gradients by that of
+    the sum, in place and only if it is not 1, so it can run only once.
 
     Args:
         token_weight: [T], not differentiated; None means 1.
         Others as for `linear_cross_entropy`.
 
     Returns:
-        (sum, a scalar; loss [T], without gradient and without token_weight), fp32.
+        (sum, a scalar; loss [T], not differentiable and not multiplied by token_weight), both fp32.
 
     Raises:
         ValueError: the shapes do not fit.
     """
     rows_at_once = _check(hidden, weight, labels, chunk_tokens)
     if token_weight is not None and token_weight.shape != labels.shape:
-        raise ValueError(f"want one token_weight for each label, got shape {list(token_weight.shape)}")
+        raise ValueError(
+            f"token_weight must have the shape of labels, {list(labels.shape)}, got {list(token_weight.shape)}"
+        )
     has_gradient = torch.is_grad_enabled()
     total, loss = _SumOfLosses.apply(
         hidden,
@@ -111,9 +116,9 @@ def linear_cross_entropy_sum(
 def linear_cross_entropy_scores(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, logits_fp32: bool = True, chunk_tokens: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(loss [T] fp32, correct [T] bool) without gradient: correct where the label is the most likely token.
+    """(loss [T] fp32, correct [T] bool) without gradients; `correct` means that the label is the most likely token.
 
-    Arguments as for `linear_cross_entropy`; 0 and False where the label is ignored.
+    Arguments as for `linear_cross_entropy`. Ignored labels get 0 and False.
     """
     rows_at_once = _check(hidden, weight, labels, chunk_tokens)
     loss, correct, _, _ = _linear_cross_entropy(hidden, weight, labels, None, logits_fp32, rows_at_once, False, False)
@@ -121,9 +126,9 @@ def linear_cross_entropy_scores(
 
 
 def wide_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Logits [T, V] of hidden [T, D] and weight [V, D], as the losses compute them: products in the dtype of `hidden`.
+    """Logits [T, V] of hidden [T, D] and weight [V, D], computed as in the losses; not differentiable.
 
-    They accumulate, and are kept, in fp32 (fp64 for fp64). No gradient.
+    Products are in the dtype of `hidden`; they accumulate, and the logits are kept, in fp32 (fp64 for fp64).
     """
     wide = torch.promote_types(hidden.dtype, torch.float32)
     logits = torch.empty(hidden.shape[0], weight.shape[0], dtype=wide, device=hidden.device)
@@ -132,11 +137,11 @@ def wide_logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def _check(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int | None) -> int:
-    """Returns `chunk_tokens`, 0 for the default; ValueError for wrong shapes or values."""
+    """Check shapes and values; returns `chunk_tokens`, or 0 for None. Raises ValueError."""
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(f"want hidden [T, D] and weight [V, D], got {list(hidden.shape)} and {list(weight.shape)}")
+        raise ValueError(f"expected hidden [T, D] and weight [V, D], got {list(hidden.shape)} and {list(weight.shape)}")
     if labels.shape != hidden.shape[:1]:
-        raise ValueError(f"want one label for each of {hidden.shape[0]} tokens, got shape {list(labels.shape)}")
+        raise ValueError(f"labels must have shape [{hidden.shape[0]}], one per token, got {list(labels.shape)}")
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
     return chunk_tokens or 0
@@ -157,12 +162,12 @@ class _LossPerToken(torch.autograd.Function):
         labels: Tensor,
         logits_fp32: bool,
         rows_at_once: int,
-        takes_gradient: bool,
+        computes_gradient: bool,
     ) -> Tensor:
         loss, _, grad_hidden, _ = _linear_cross_entropy(
-            hidden, weight, labels, None, logits_fp32, rows_at_once, takes_gradient, False
+            hidden, weight, labels, None, logits_fp32, rows_at_once, computes_gradient, False
         )
-        ctx.save_for_backward(*([grad_hidden] if takes_gradient else [hidden, weight, labels]))
+        ctx.save_for_backward(*([grad_hidden] if computes_gradient else [hidden, weight, labels]))
         ctx.options = (logits_fp32, rows_at_once)
         return loss
 
@@ -173,9 +178,9 @@ class _LossPerToken(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
         if len(ctx.saved_tensors) == 1:
-            (kept,) = ctx.saved_tensors  # [T, D]
-            # Not in place, since a retained graph may run backward again; and without an intermediate copy in fp32.
-            grad_hidden, grad_weight = torch.mul(kept, grad_loss[:, None], out=torch.empty_like(kept)), None
+            (saved,) = ctx.saved_tensors  # [T, D]
+            # Not in place, since a retained graph may run backward again. With `out`, no intermediate copy in fp32.
+            grad_hidden, grad_weight = torch.mul(saved, grad_loss[:, None], out=torch.empty_like(saved)), None
         else:
             hidden, weight, labels = ctx.saved_tensors
             _, _, grad_hidden, grad_weight = _linear_cross_entropy(
@@ -213,7 +218,7 @@ class _SumOfLosses(torch.autograd.Function):
         gradients: list[Tensor | None] = []
         for gradient, is_needed in zip(ctx.saved_tensors, ctx.needs_input_grad[:2], strict=True):
             if is_needed:
-                # In place: a second copy of the weight's gradient would be the largest tensor of the whole step.
+                # In place: a second copy of the weight's gradient would be the largest tensor of the step.
                 _scale_(gradient, grad_sum)
             gradients.append(gradient if is_needed else None)
         return (*gradients, None, None, None, None, None, None)
@@ -230,22 +235,22 @@ def _linear_cross_entropy(
     needs_hidden: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss [T], correct [T], gradients of sum(loss * token_weight): of hidden [T, D] and of weight [V, D]).
+    """(loss [T], correct [T], gradients of sum(loss * token_weight) for hidden [T, D] and weight [V, D]).
 
-    Gradients that are not needed are empty. A separate operator, so that torch.compile does not split it.
+    Gradients that are not needed are empty. It is an operator so that torch.compile does not break it up.
     """
     operand_dtype, num_tokens, vocab_size = hidden.dtype, hidden.shape[0], weight.shape[0]
     labels = labels.contiguous()
     logits_dtype = torch.promote_types(operand_dtype, torch.float32) if logits_fp32 else operand_dtype
-    takes_gradient = needs_hidden or needs_weight
-    in_place = takes_gradient and logits_dtype == operand_dtype
-    if takes_gradient:
+    computes_gradient = needs_hidden or needs_weight
+    in_place = computes_gradient and logits_dtype == operand_dtype
+    if computes_gradient:
         chunk = rows_at_once or chunk_rows(num_tokens, vocab_size * operand_dtype.itemsize, GRADIENT_BYTES)
         part = chunk if in_place else chunk_rows(min(chunk, num_tokens), vocab_size * logits_dtype.itemsize)
     else:
         chunk = part = rows_at_once or chunk_rows(num_tokens, vocab_size * logits_dtype.itemsize)
 
-    found = _loss_of_rows(hidden)
+    results = _loss_of_rows(hidden)
     grad_hidden, grad_weight = _gradients(hidden, weight, needs_hidden, needs_weight)
     sums_wide = weight.dtype == torch.float32 or num_tokens > MAX_ROUNDINGS * chunk
     sum_dtype = torch.promote_types(operand_dtype, torch.float32) if sums_wide else operand_dtype
@@ -255,10 +260,10 @@ def _linear_cross_entropy(
     weight = weight.to(operand_dtype)
     logits_buffer = _rows_buffer(min(part, num_tokens), vocab_size, logits_dtype, hidden.device)
     gradient_buffer = logits_buffer if in_place else None
-    if takes_gradient and not in_place:
+    if computes_gradient and not in_place:
         gradient_buffer = _rows_buffer(min(chunk, num_tokens), vocab_size, operand_dtype, hidden.device)
     kernels = _kernels(logits_buffer)
-    is_rounded = takes_gradient and operand_dtype.itemsize < 4
+    is_rounded = computes_gradient and operand_dtype.itemsize < 4
     for start in range(0, num_tokens, chunk):
         rows = slice(start, min(start + chunk, num_tokens))
         gradient = None if gradient_buffer is None else gradient_buffer[: rows.stop - start]  # [B, V]
@@ -271,26 +276,26 @@ def _linear_cross_entropy(
                 labels[tokens],
                 None if token_weight is None else token_weight[tokens],
                 None if gradient is None else gradient[first - start : tokens.stop - start],
-                found.rows(first, tokens.stop),
+                results.rows(first, tokens.stop),
             )
         if gradient is not None and needs_hidden:
-            # Through fp32: a product over the whole vocabulary may be split, and its parts added in their own dtype.
-            product = torch.empty(len(gradient), hidden.shape[1], dtype=found.loss.dtype, device=hidden.device)
+            # Into fp32: a product over the vocabulary may be split into parts, which are added in the output dtype.
+            product = torch.empty(len(gradient), hidden.shape[1], dtype=results.loss.dtype, device=hidden.device)
             _matmul_into_(product, gradient, weight)
             if is_rounded:
                 at_labels = weight.index_select(0, labels[rows].clamp(0, vocab_size - 1))
-                product.addcmul_(at_labels.to(product.dtype), found.rest[rows, None])
-            torch.mul(product, found.scale[rows, None], out=grad_hidden[rows])
+                product.addcmul_(at_labels.to(product.dtype), results.rest[rows, None])
+            torch.mul(product, results.scale[rows, None], out=grad_hidden[rows])
         if gradient is not None and needs_weight:
-            scaled = torch.mul(hidden[rows], found.scale[rows, None], out=torch.empty_like(hidden[rows]))
-            # Zero times a hidden state that is not finite would make the whole gradient NaN.
+            scaled = torch.mul(hidden[rows], results.scale[rows, None], out=torch.empty_like(hidden[rows]))
+            # The factor of an ignored token is 0, but 0 times a non-finite hidden state is NaN.
             scaled.masked_fill_((labels[rows] == IGNORE)[:, None], 0)
             _matmul_into_(weight_sum, gradient.t(), scaled, add=start > 0)
     if is_rounded and needs_weight:
-        kernels.add_at_labels_(weight_sum, hidden.contiguous(), labels, found.rest * found.scale)
+        kernels.add_at_labels_(weight_sum, hidden.contiguous(), labels, results.rest * results.scale)
     if weight_sum is not grad_weight:
         grad_weight.copy_(weight_sum)
-    return found.loss, found.correct, grad_hidden, grad_weight
+    return results.loss, results.correct, grad_hidden, grad_weight
 
 
 @_linear_cross_entropy.register_fake
@@ -304,8 +309,8 @@ def _(
     needs_hidden: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    found = _loss_of_rows(hidden)
-    return found.loss, found.correct, *_gradients(hidden, weight, needs_hidden, needs_weight)
+    results = _loss_of_rows(hidden)
+    return results.loss, results.correct, *_gradients(hidden, weight, needs_hidden, needs_weight)
 
 
 @torch.library.custom_op("xorl::scale_", mutates_args=("x",))
@@ -320,7 +325,7 @@ def _scale_(x: Tensor, factor: Tensor) -> None:
 
 
 def chunk_rows(num_tokens: int, bytes_per_row: int, limit_bytes: int = LOGITS_BYTES) -> int:
-    """Tokens per chunk: chunks of equal size, as few as keep their rows within `limit_bytes`."""
+    """Tokens per chunk: as few chunks of equal size as possible, each with at most `limit_bytes` of rows."""
     limit = max(limit_bytes // bytes_per_row, 1)
     limit = limit // ROW_MULTIPLE * ROW_MULTIPLE or limit
     num_chunks = max(math.ceil(num_tokens / limit), 1)
@@ -340,13 +345,13 @@ def _gradients(hidden: Tensor, weight: Tensor, needs_hidden: bool, needs_weight:
 
 
 def _rows_buffer(num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[num_rows, num_columns], uninitialised, with every row at an aligned address."""
+    """Uninitialised [num_rows, num_columns]; every row starts at an aligned address."""
     stride = math.ceil(num_columns / COLUMN_MULTIPLE) * COLUMN_MULTIPLE
     return torch.empty(num_rows, stride, dtype=dtype, device=device)[:, :num_columns]
 
 
 def _kernels(logits: Tensor) -> ModuleType:
-    """The module with `cross_entropy_rows` and `add_at_labels_` for these logits: the kernels, or their plain twins."""
+    """The module that implements `cross_entropy_rows` and `add_at_labels_`: the kernels, or their plain twins."""
     if triton_refusal(logits.device.type) is not None or logits.dtype == torch.float64:
         return reference
     # Needs Triton.
@@ -356,7 +361,7 @@ def _kernels(logits: Tensor) -> ModuleType:
 
 
 def _matmul_into_(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
-    """Write a @ b into `out`, or add it to `out`: accumulated in fp32 (fp64 for fp64), rounded once to its dtype."""
+    """Write a @ b into `out`, or add it to `out`; accumulates in fp32 (fp64 for fp64) and rounds once."""
     if a.device.type != "cuda" and a.dtype.itemsize < 4:
         product = a.float() @ b.float()
         _ = out.add_(product) if add else out.copy_(product)

@@ -1,4 +1,4 @@
-"""A frozen linear layer with a low-rank product beside it; the matrix products themselves compute the sums.
+"""A frozen linear layer plus a low-rank product; the matrix products themselves add up the results.
 
 Shapes: T tokens, I input features, O output features, R rank.
 """
@@ -14,9 +14,9 @@ from torch.nn import functional as F
 def adapted_linear(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor) -> Tensor:
     """x @ weight.T + bias + (x @ down.T) @ up.T, [T, I] to [T, O]; weight [O, I] and bias are treated as constants.
 
-    All have one dtype; products accumulate as torch's do in it. As a plain sum, both passes would write the small
-    product and read both again, or copy one of them. Here compiled code adds the small product to the large one in
-    place.
+    All tensors have the same dtype; products accumulate as torch's products do. Adding two separate products would
+    write the low-rank one to memory and read both again, in both passes. Here compiled code accumulates the low-rank
+    product into the other one in place.
     """
     y = _AdaptedLinear.apply(x, weight, bias, down, up)
     assert isinstance(y, Tensor)
@@ -49,7 +49,7 @@ class _AdaptedLinear(torch.autograd.Function):
 def add_product(summand: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """summand + a @ b; compiled code may reuse the memory of `summand`."""
     if not torch.compiler.is_compiling():
-        # Recomputation may keep the summand, and would find it changed.
+        # Not in place: activation recomputation may have saved the summand.
         return torch.addmm(summand, a, b)
     _add_in_place(summand, a, b)
     return summand

@@ -1,6 +1,6 @@
-"""Backends by name, and the reasons why a backend cannot run a request.
+"""A registry of backends by name, which explains why a backend cannot run a request.
 
-Independent of kernels; each kind of kernel fills its own registry.
+It does not depend on any kernel; each kind of kernel has its own registry.
 """
 
 import logging
@@ -21,10 +21,10 @@ class Backend(Generic[RequestT, FunctionT]):
     """One implementation of an operation.
 
     Attributes:
-        name: what the user writes.
-        load: imports what the backend needs and returns its function; called only if there is no refusal.
-        refusal: the reason why this backend cannot serve a request, or None if it can. It must not raise.
-        missing: the library that is missing, and how to install it, or None if it is installed. It must not import it.
+        name: the name that the user writes.
+        load: imports the backend's dependencies and returns its function; called only if there is no refusal.
+        refusal: returns the reason why this backend cannot serve a request, or None if it can. Must not raise.
+        missing: returns which library is missing and how to install it, or None. Must not import the library.
     """
 
     name: str
@@ -36,10 +36,10 @@ class Backend(Generic[RequestT, FunctionT]):
 class Registry(Generic[RequestT, FunctionT]):
     """The backends of one kind of kernel. A backend requested by name runs or raises; there is no silent fallback.
 
-    A request is written into logs and errors as `str` gives it: in words of the form name=value.
+    Log and error messages contain `str(request)`, which should have the form "name=value name=value".
 
     Args:
-        kind: what the backends compute, for messages ("attention").
+        kind: the name of the operation in messages ("attention").
         preference: names that `auto` tries, best first.
     """
 
@@ -47,7 +47,7 @@ class Registry(Generic[RequestT, FunctionT]):
         self.kind = kind
         self._preference = tuple(preference)
         self._backends: dict[str, Backend[RequestT, FunctionT]] = {}
-        self._announced: set[str] = set()
+        self._logged: set[str] = set()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -58,7 +58,7 @@ class Registry(Generic[RequestT, FunctionT]):
         self._backends[backend.name] = backend
 
     def resolve(self, name: str, request: RequestT) -> FunctionT:
-        """The function of backend `name`, or for "auto" that of the first preferred backend that can run.
+        """The function of backend `name`. For "auto", that of the first backend in `preference` that can run.
 
         Raises:
             ValueError: there is no backend of that name.
@@ -70,10 +70,10 @@ class Registry(Generic[RequestT, FunctionT]):
         try:
             return self._backends[name].load()
         except ImportError as error:
-            raise self._refused(name, request, [_broken(error)]) from error
+            raise self._refused(name, request, [_import_failure(error)]) from error
 
     def check(self, name: str, request: RequestT) -> None:
-        """Raises what `resolve` raises for a name, as far as it can be checked without importing the library."""
+        """Raise the errors of `resolve` for a name, as far as they can be found without importing the library."""
         if name == AUTO:
             return
         backend = self._backends.get(name)
@@ -84,13 +84,13 @@ class Registry(Generic[RequestT, FunctionT]):
             raise self._refused(name, request, reasons)
 
     def runnable(self, request: RequestT) -> tuple[str, ...]:
-        """Names of the backends that can serve this request, as far as it can be checked without importing them."""
+        """Names of the backends that can serve this request, as far as is known without importing their libraries."""
         return tuple(name for name, backend in self._backends.items() if not self._reasons(backend, request))
 
     def _refused(self, name: str, request: RequestT, reasons: Sequence[str]) -> RuntimeError:
-        instead = ", ".join(other for other in self.runnable(request) if other != name)
-        can = f"these can: {instead}" if instead else "no other backend can either"
-        return RuntimeError(f"{self.kind} backend {name!r} cannot run here: {'; '.join(reasons)}; {can}")
+        others = ", ".join(other for other in self.runnable(request) if other != name)
+        alternatives = f"these can: {others}" if others else "no other backend can either"
+        return RuntimeError(f"{self.kind} backend {name!r} cannot run here: {'; '.join(reasons)}; {alternatives}")
 
     def _reasons(self, backend: Backend[RequestT, FunctionT], request: RequestT) -> list[str]:
         return [reason for reason in (backend.refusal(request), backend.missing()) if reason is not None]
@@ -104,20 +104,20 @@ class Registry(Generic[RequestT, FunctionT]):
                 try:
                     function = backend.load()
                 except ImportError as error:
-                    reasons = [_broken(error)]
+                    reasons = [_import_failure(error)]
                 else:
-                    self._announce(name, request, passed_over)
+                    self._log_once(name, request, passed_over)
                     return function
             passed_over.append(f"{name} ({reasons[0]})")
         raise RuntimeError(f"no {self.kind} backend can run {request}: {'; '.join(passed_over)}")
 
-    def _announce(self, name: str, request: RequestT, refused: list[str]) -> None:
-        if name in self._announced:
+    def _log_once(self, name: str, request: RequestT, refused: list[str]) -> None:
+        if name in self._logged:
             return
-        self._announced.add(name)
+        self._logged.add(name)
         passed_over = f" passed_over={'; '.join(refused)!r}" if refused else ""
         logger.info("%s backend=%s chosen_by=auto %s%s", self.kind, name, request, passed_over)
 
 
-def _broken(error: ImportError) -> str:
-    return f"its library is installed but cannot be imported ({error}), so install one built for this torch"
+def _import_failure(error: ImportError) -> str:
+    return f"its library is installed but cannot be imported ({error}); install a build for this version of torch"

@@ -1,4 +1,4 @@
-"""Tests of kernels: tolerances by dtype, NaN in uninitialised memory, and the comparison with the plain twin."""
+"""Helpers for testing kernels: tolerances by dtype, NaN in uninitialised memory, comparison with the plain twin."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -18,15 +18,15 @@ class Tolerance:
     """The allowed error of a result, relative to the reference.
 
     Attributes:
-        worst: largest absolute difference over the largest absolute value.
-        mean: norm of the difference over the norm. A kernel that drops a row can pass `worst`, never this.
+        worst: largest absolute difference, divided by the largest absolute value.
+        mean: norm of the difference, divided by the norm. A kernel that drops a row may pass `worst`, but not `mean`.
     """
 
     worst: float
     mean: float
 
 
-# A few times the rounding error of the dtype: products of a few hundred terms accumulated in fp32, rounded once.
+# A few times the rounding error of the dtype, for products of a few hundred terms accumulated in fp32 and rounded once.
 TOLERANCES: Mapping[torch.dtype, Tolerance] = MappingProxyType(
     {
         torch.float64: Tolerance(worst=1e-12, mean=1e-13),
@@ -38,10 +38,10 @@ TOLERANCES: Mapping[torch.dtype, Tolerance] = MappingProxyType(
 
 
 def nan_poisoned_empty() -> AbstractContextManager[object]:
-    """Fills memory that Python code allocates uninitialised with NaN, so that reading it before writing is detected.
+    """A context in which Python code gets uninitialised memory filled with NaN, to detect reads before writes.
 
-    Also covers the backward pass and the Python code of custom operators. Memory that an operator of torch allocates
-    internally is not covered.
+    Also covers the backward pass and the Python code of custom operators, but not memory that torch's operators
+    allocate internally.
     """
     return _PoisonEmpty()
 
@@ -54,18 +54,17 @@ def assert_matches_reference(
     tolerance: Tolerance | None = None,
     seed: int = 0,
 ) -> None:
-    """Compare outputs, and gradients of every floating-point input, of a kernel and its plain twin.
+    """Compare a kernel with its plain twin: the outputs, and the gradients of all floating-point inputs.
 
-    The kernel runs on `inputs` as they are, with `nan_poisoned_empty`; the reference on the same values in fp64.
-    Outputs must agree in number, shape and, if the kernel's input dtype is its output dtype, precision. Gradients are
-    those of one random linear function of all outputs.
+    The kernel runs on `inputs` under `nan_poisoned_empty`, the reference on the same values in fp64. Outputs must agree
+    in number, shape and value. Gradients are those of one random linear function of all outputs.
 
     Args:
-        kernel: takes `inputs`, returns one tensor or a tuple of them.
-        reference: the same signature.
-        inputs: floating-point ones are differentiated, others passed through.
-        tolerance: by default that of the least precise floating-point input.
-        seed: of the random linear function.
+        kernel: takes `inputs`, returns one tensor or a tuple of tensors.
+        reference: has the same signature.
+        inputs: floating-point tensors are differentiated, others passed through.
+        tolerance: the default is that of the least precise floating-point input.
+        seed: seeds the random linear function.
 
     Raises:
         AssertionError: names the output or gradient and its error.
@@ -76,7 +75,7 @@ def assert_matches_reference(
         outputs, gradients = _run(kernel, inputs, seed)
     wide = [x.double() if x.is_floating_point() else x for x in inputs]
     wanted_outputs, wanted_gradients = _run(reference, wide, seed)
-    assert len(outputs) == len(wanted_outputs), f"{len(outputs)} outputs, the reference has {len(wanted_outputs)}"
+    assert len(outputs) == len(wanted_outputs), f"{len(outputs)} outputs, but the reference has {len(wanted_outputs)}"
     for index, (got, wanted) in enumerate(zip(outputs, wanted_outputs, strict=True)):
         assert_close(f"output {index}", got, wanted, tolerance)
     for index, (got, wanted) in enumerate(zip(gradients, wanted_gradients, strict=True)):
@@ -85,7 +84,7 @@ def assert_matches_reference(
 
 def assert_close(name: str, got: Tensor, wanted: Tensor, tolerance: Tolerance) -> None:
     """Fail, naming the tensor and its errors, unless `got` is finite and within `tolerance` of `wanted`."""
-    assert got.shape == wanted.shape, f"{name}: shape {list(got.shape)}, want {list(wanted.shape)}"
+    assert got.shape == wanted.shape, f"{name}: shape {list(got.shape)}, expected {list(wanted.shape)}"
     assert bool(torch.isfinite(got).all()), f"{name}: {int((~torch.isfinite(got)).sum())} values are not finite"
     difference = got.double() - wanted.double()
     if difference.numel() == 0 or not bool(difference.any()):
@@ -132,7 +131,7 @@ class _PoisonEmpty(TorchDispatchMode):
     ) -> object:
         name = func.name() if isinstance(func, torch._ops.OpOverload) else ""
         if name in OPDEFS:
-            # A custom operator's own code runs without its caller's modes, unless it is called under one.
+            # torch runs a custom operator's Python code without the caller's modes, so call it under this one.
             with self:
                 return OPDEFS[name]._init_fn(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))

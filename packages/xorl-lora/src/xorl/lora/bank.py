@@ -1,7 +1,7 @@
-"""AdapterBank: many adapters over one frozen base, mixed in one pass, each trained by its own optimizer.
+"""AdapterBank: many adapters over one frozen base, mixed in one pass, each with its own optimizer state.
 
-Each process holds a whole bank. The gradients of a process's tokens stay there until `step` sums those of one adapter
-over all processes. Each process also decides by itself which adapters are on its device.
+Each process holds a whole bank and accumulates the gradients of its own tokens; `step` sums the gradient of one adapter
+over all processes. Each process decides independently which adapters are on its device.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from xorl.lora.bank_layer import BankedLinear
 from xorl.lora.bank_slots import Slots
 from xorl.lora.inject import Adapter, adapters
 from xorl.lora.linear import LowRank, initial_bound
-from xorl.lora.pages import Pages
 from xorl.lora.snapshot import GRAD, STATES, VALUE, AdapterSnapshot
+from xorl.lora.snapshot_store import SnapshotStore
 from xorl.lora.spec import AdapterSpec
-from xorl.lora.targets import plain, resolve
+from xorl.lora.targets import resolve, without_wrappers
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,11 @@ class Adam:
 
 
 class StepOutcome(NamedTuple):
-    """0-dim fp32 tensors on the device: the norm of the divided gradient; skipped, 1 if it was not finite, else 0.
+    """The result of a step, as 0-dim fp32 tensors on the device.
 
-    A skipped step changes nothing. norms: of the undivided gradient, by kind of layer, if requested.
+    grad_norm: the norm of the divided gradient.
+    skipped: 1 if the norm was not finite, else 0. A skipped step changes nothing.
+    norms: of the undivided gradient, by kind of layer, if requested.
     """
 
     grad_norm: Tensor
@@ -63,10 +65,10 @@ class StepOutcome(NamedTuple):
 
 @dataclass
 class _Entry:
-    """An adapter: its spec, the places that it adapts, and whether it has gradients for a step."""
+    """An adapter: its spec, the indices of its segments in a slot, and whether it has accumulated gradients."""
 
     spec: AdapterSpec
-    places: tuple[int, ...]
+    segments: tuple[int, ...]
     has_gradient: bool = False
 
 
@@ -74,16 +76,16 @@ class AdapterBank:
     """Adapters by name on the linear layers of `model`, which the bank freezes.
 
     At most `num_resident` adapters are on the device; with gradients and optimizer state they take 16 bytes per value.
-    An adapter that is needed is loaded automatically and replaces the least recently used one.
+    Adapters are loaded to the device when needed, evicting the least recently used one.
 
     Args:
-        model: already placed, sharded or replicated, and not run yet; nn.Linear layers are replaced by layers that take
+        model: already sharded or replicated, and not run yet; nn.Linear layers are replaced by layers that support
             adapters.
-        targets: the layers that adapters of this bank may be on; each adapter is on all of them or on some.
-        num_resident: how many fit on the device.
-        max_rank: largest rank of an adapter; every slot has room for it.
+        targets: the layers that adapters of this bank may adapt; each adapter adapts some or all of them.
+        num_resident: the number of adapters that fit on the device.
+        max_rank: the largest rank of an adapter; every slot is allocated for it.
         device: of the model.
-        host_limit, folder: see `Pages`. Each process needs a folder of its own.
+        host_limit, folder: see `SnapshotStore`. Each process needs a folder of its own.
         group: the ranks whose gradients `step` sums; None for this process alone.
 
     Raises ValueError for targets that cannot have adapters or that a bank does not support, and if `model` has
@@ -105,18 +107,20 @@ class AdapterBank:
         if num_resident < 1:
             raise ValueError(f"num_resident must be at least 1, got {num_resident}")
         if adapters(model) or any(isinstance(module, BankedLinear) for module in model.modules()):
-            raise ValueError(f"{type(model).__name__} already has adapters; a bank takes a model without")
+            raise ValueError(
+                f"{type(model).__name__} already has adapters; create the bank on a model without adapters"
+            )
         sites = resolve(
             AdapterSpec(rank=max_rank, targets="all-linear" if targets == "all-linear" else tuple(targets)), model
         )
         if embeddings := [site.name for site in sites if not site.is_linear]:
-            raise ValueError(f"targets: a bank adapts linear layers, and {', '.join(embeddings)} is an embedding")
+            raise ValueError(f"targets: a bank adapts only linear layers, but {', '.join(embeddings)} is an embedding")
         self._model = model
         self._max_rank = max_rank
         self._group = group
-        self._pages = Pages(host_limit=host_limit, folder=folder)
+        self._store = SnapshotStore(host_limit=host_limit, folder=folder)
         model.requires_grad_(False)
-        # One more slot, which stays zero, for tokens of the base alone.
+        # One extra slot, which stays zero, for tokens without an adapter.
         self._slots = Slots(model, sites, num_slots=num_resident + 1, max_rank=max_rank, device=device)
         self._base_slot = num_resident
         self._free = list(range(num_resident))[::-1]
@@ -133,7 +137,7 @@ class AdapterBank:
 
     @property
     def num_resident(self) -> int:
-        """How many adapters fit on the device, and so into one pass."""
+        """The number of adapters that fit on the device, and so into one pass."""
         return self._base_slot
 
     @property
@@ -148,90 +152,92 @@ class AdapterBank:
     def num_values(self, name: str) -> int:
         """The number of trained values of an adapter."""
         entry = self._entry(name)
-        return sum(math.prod(shape) for _, shape in self._slots.names(entry.spec, entry.places))
+        return sum(math.prod(shape) for _, shape in self._slots.names(entry.spec, entry.segments))
 
     def add(self, name: str, spec: AdapterSpec, *, seed: int = 0) -> None:
-        """Add a new adapter, with the values that `inject` with this spec and seed would give it.
+        """Add a new adapter, initialised as by `inject` with this spec and seed.
 
-        Raises ValueError for a name that is taken and for a spec that does not fit this bank.
+        Raises ValueError if the name exists or the spec does not fit this bank.
         """
         if name in self._entries:
-            raise ValueError(f"there is an adapter {name!r} already")
-        entry = _Entry(spec, self._fitting(spec))
-        slot = self._enter(name, entry)
+            raise ValueError(f"adapter {name!r} already exists")
+        entry = _Entry(spec, self._segments_of(spec))
+        slot = self._assign_slot(name, entry)
         try:
-            for place in (self._slots.places[index] for index in entry.places):
-                part, _ = self._slots.views(VALUE, slot, place, spec)
-                key = key_of(seed, f"{place.site.name}.lora_A", part.shape)
+            for segment in (self._slots.segments[index] for index in entry.segments):
+                part, _ = self._slots.views(VALUE, slot, segment, spec)
+                key = key_of(seed, f"{segment.site.name}.lora_A", part.shape)
                 fill_uniform_(part, bound=initial_bound(part.shape[1]), key=key, shape=part.shape, offset=(0, 0))
         except BaseException:
             self.remove(name)
             raise
 
     def restore(self, name: str, snapshot: AdapterSnapshot) -> None:
-        """Restore an adapter from `snapshot`, with its optimizer; a new one, or in place of the one of this name.
+        """Add or replace an adapter from `snapshot`, with its optimizer state.
 
         Raises ValueError if it does not fit. After any error, an existing adapter of this name is unchanged.
         """
         spec = snapshot.spec
-        entry = _Entry(spec, self._fitting(spec))
-        snapshot = AdapterSnapshot.of_tensors(spec, self._slots.names(spec, entry.places), snapshot.tensors())
+        entry = _Entry(spec, self._segments_of(spec))
+        snapshot = AdapterSnapshot.of_tensors(spec, self._slots.names(spec, entry.segments), snapshot.tensors())
         entry.has_gradient = GRAD in snapshot.values
         if name in self._resident:
-            self._put_away(name)
-        self._enter(name, entry, snapshot=snapshot)
-        self._pages.drop(name)
+            self._evict(name)
+        self._assign_slot(name, entry, snapshot=snapshot)
+        self._store.drop(name)
 
     def copy(self, name: str, to: str) -> None:
-        """Add a new adapter with the current values of another one, without its optimizer state, on the device.
+        """Add a new adapter with the values of another one, without its optimizer state.
 
-        Raises ValueError for a name that is taken.
+        The values are copied on the device. Raises ValueError if the name exists.
         """
         if to in self._entries:
-            raise ValueError(f"there is an adapter {to!r} already")
+            raise ValueError(f"adapter {to!r} already exists")
         if self._base_slot == 1:
-            held = self.snapshot(name)
-            values = {kind: flat if kind == VALUE else torch.zeros_like(flat) for kind, flat in held.values.items()}
-            self.restore(to, AdapterSnapshot(held.spec, 0, held.names, values))
+            copied = self.snapshot(name)
+            values = {kind: flat if kind == VALUE else torch.zeros_like(flat) for kind, flat in copied.values.items()}
+            self.restore(to, AdapterSnapshot(copied.spec, 0, copied.names, values))
             return
         source, entry = self._load(name), self._entry(name)
-        target = self._enter(to, _Entry(entry.spec, entry.places), keep=(name,))
+        target = self._assign_slot(to, _Entry(entry.spec, entry.segments), keep=(name,))
         self._slots.rows[VALUE][target].copy_(self._slots.rows[VALUE][source])
 
     def remove(self, name: str) -> None:
-        """Forget an adapter."""
+        """Delete an adapter."""
         self._entry(name)
         if name in self._resident:
             self._release(name)
-        self._pages.drop(name)
+        self._store.drop(name)
         del self._entries[name]
 
     def activate(self, runs: Sequence[tuple[str | None, int]]) -> Hashable:
-        """Assign the tokens of the following forward passes to adapters: (adapter, number of tokens) along the row.
+        """Assign the tokens of the next forward passes to adapters: (adapter, number of tokens) along the row.
 
-        None means the base alone. The assignment holds until the next call, and the backward pass must come before
-        that. Gradients add up until `step` or `zero_grad`. Returns a key: passes with equal keys launch the same
-        kernels on the same memory.
+        None means no adapter. The assignment holds until the next call, which must come after the backward pass.
+        Gradients accumulate until `step` or `zero_grad`. Returns a key: passes with equal keys launch the same kernels
+        on the same memory.
 
         Raises ValueError for an unknown adapter, for one whose tokens are not adjacent, and for more adapters than fit
         on the device at once.
         """
         wanted = [name for name, _ in runs if name is not None]
         if len(set(wanted)) > self._base_slot:
-            raise ValueError(f"{len(set(wanted))} adapters in one pass, and the bank holds {self._base_slot} at once")
+            raise ValueError(
+                f"{len(set(wanted))} adapters in one pass, but the bank holds only {self._base_slot} at once"
+            )
         for name in wanted:
             self._entry(name)
         for name in wanted:
             self._load(name, keep=wanted)
             self._entries[name].has_gradient |= torch.is_grad_enabled()
         numbered = [(self._base_slot if name is None else self._resident[name], length) for name, length in runs]
-        alone = numbered[0][0] if len(numbered) == 1 else None
-        self._slots.choose(alone, frozenset(place for name in wanted for place in self._entries[name].places))
-        if alone is None:
+        single = numbered[0][0] if len(numbered) == 1 else None
+        self._slots.select(single, frozenset(segment for name in wanted for segment in self._entries[name].segments))
+        if single is None:
             for target, source in zip(self._groups, TokenGroups.of(numbered, self._base_slot + 1), strict=True):
                 on_gpu = target.device.type == "cuda"
                 target.copy_(source.pin_memory() if on_gpu else source, non_blocking=on_gpu)
-        return self._slots.chosen
+        return self._slots.selected
 
     @torch.no_grad()
     def step(
@@ -243,15 +249,16 @@ class AdapterBank:
         max_norm: float | None = None,
         kind_of: Callable[[str], str] | None = None,
     ) -> StepOutcome:
-        """Sum one adapter's gradient over the ranks, divide it, clip it to `max_norm`, step and zero it. Collective.
+        """Take an optimizer step for one adapter and zero its gradient; collective.
 
-        A gradient that is not finite is zeroed without a step; the host does not wait to check it. kind_of maps the
-        name of an adapted layer to a kind of layer, and requests the norm of each kind.
+        The gradient is summed over the ranks, divided by `divisor` and clipped to `max_norm`. A gradient that is not
+        finite is zeroed without a step; the check does not synchronise with the host. kind_of maps the name of an
+        adapted layer to a kind of layer, and requests the norm of each kind.
         """
         slot = self._load(name)
         values, exp_avg, exp_avg_sq = (self._slots.rows[kind][slot] for kind in (VALUE, *STATES))
         values = values.detach()
-        values.grad = self._slots.gradient(slot, self._entries[name].places)
+        values.grad = self._slots.gradient(slot, self._entries[name].segments)
         if self._group is not None:
             dist.all_reduce(values.grad, group=self._group)
         norms = {} if kind_of is None else self._slots.norms(values.grad, kind_of)
@@ -278,15 +285,15 @@ class AdapterBank:
         return StepOutcome(norm, skipped, norms)
 
     def zero_grad(self, name: str) -> None:
-        """Drop the accumulated gradient of one adapter."""
+        """Zero the accumulated gradient of one adapter."""
         self._slots.zero_gradient(self._load(name))
         self._entries[name].has_gradient = False
 
     @contextmanager
     def gradients_kept(self, names: Collection[str]) -> Iterator[None]:
-        """A context for forward and backward passes: restores the earlier gradients of these adapters if they raise."""
+        """A context that restores the earlier gradients of these adapters if the passes within it raise."""
         earlier = {
-            name: self._slots.gradient(self._load(name), self._entries[name].places).clone()
+            name: self._slots.gradient(self._load(name), self._entries[name].segments).clone()
             for name in names
             if self._entry(name).has_gradient
         }
@@ -303,70 +310,70 @@ class AdapterBank:
     def gradients(self, name: str) -> dict[str, Tensor]:
         """Views of this rank's accumulated gradients of one adapter, by `{layer}.lora_A` and `{layer}.lora_B`."""
         entry = self._entry(name)
-        return self._slots.tensors(GRAD, self._load(name), entry.spec, entry.places)
+        return self._slots.tensors(GRAD, self._load(name), entry.spec, entry.segments)
 
     def adapters(self, name: str) -> dict[str, Adapter]:
-        """One adapter's parts by the names of the adapted layers, as `xorl.lora.adapters` returns for a model.
+        """One adapter by the names of its layers, in the form that `xorl.lora.adapters` returns for a model.
 
-        They share memory with the bank until the adapter leaves the device: use them before other calls.
+        The values share memory with the bank until the adapter is evicted: use them before other calls.
         """
         slot, entry = self._load(name), self._entries[name]
         found: dict[str, Adapter] = {}
-        for place in (self._slots.places[index] for index in entry.places):
-            site = place.site
+        for segment in (self._slots.segments[index] for index in entry.segments):
+            site = segment.site
             pair = LowRank(
                 site.name,
                 rank=entry.spec.rank_of(site.name),
                 alpha=entry.spec.alpha_of(site.name),
                 scale=entry.spec.scale_of(site.name),
                 part=(site.start, site.stop),
-                in_features=place.layer.in_features,
+                in_features=segment.layer.in_features,
                 use_dora=False,
                 device=torch.device("meta"),
             )
-            pair.A, pair.B = (nn.Parameter(view) for view in self._slots.views(VALUE, slot, place, entry.spec))
-            found[site.name] = Adapter(site.name, pair, place.layer, plain(site.path))
+            pair.A, pair.B = (nn.Parameter(view) for view in self._slots.views(VALUE, slot, segment, entry.spec))
+            found[site.name] = Adapter(site.name, pair, segment.layer, without_wrappers(site.path))
         return found
 
     def snapshot(self, name: str) -> AdapterSnapshot:
         """Copy one adapter with its optimizer state, without gradients, to host memory; it stays on the device."""
         entry, kinds = self._entry(name), (VALUE, *STATES)
         if name in self._resident:
-            return self._slots.read(self._resident[name], entry.spec, entry.places, kinds)
-        away = self._pages.look(name)
-        return AdapterSnapshot(away.spec, away.step, away.names, {kind: away.values[kind] for kind in kinds})
+            return self._slots.read(self._resident[name], entry.spec, entry.segments, kinds)
+        stored = self._store.get(name)
+        return AdapterSnapshot(stored.spec, stored.step, stored.names, {kind: stored.values[kind] for kind in kinds})
 
     def save(self, name: str, path: Path) -> None:
         """Write one adapter with its optimizer state to a file, atomically."""
         self.snapshot(name).write(path)
 
     def load(self, name: str, path: Path) -> None:
-        """Load an adapter, to the bit, from a file of `save`. Raises ValueError if it is none or does not fit."""
+        """Load an adapter from a file that `save` wrote, bit for bit. Raises ValueError if it does not fit."""
         self.restore(name, AdapterSnapshot.read(path))
 
     def _load(self, name: str, keep: Sequence[str] = ()) -> int:
-        """The slot of an adapter, after loading it to the device; this evicts none of `keep`."""
+        """Load an adapter to the device without evicting any of `keep`, and return its slot."""
         entry = self._entry(name)
         if name not in self._resident:
-            self._enter(name, entry, keep, self._pages.look(name))
-            self._pages.drop(name)
+            self._assign_slot(name, entry, keep, self._store.get(name))
+            self._store.drop(name)
         self._resident.move_to_end(name)
         return self._resident[name]
 
-    def _enter(
+    def _assign_slot(
         self, name: str, entry: _Entry, keep: Sequence[str] = (), snapshot: AdapterSnapshot | None = None
     ) -> int:
-        """A slot for an adapter, filled from `snapshot` or empty; evicts an adapter outside `keep` if needed.
+        """Assign a slot to an adapter, filled from `snapshot` or empty, and return it; may evict one outside `keep`.
 
-        If this fails, the slot is free, and the adapter is where it was.
+        If this fails, the slot is free, and the adapter is stored where it was before.
         """
         if not self._free:
-            self._put_away(next(other for other in self._resident if other not in keep))
+            self._evict(next(other for other in self._resident if other not in keep))
         slot = self._free[-1]
         try:
-            self._slots.take(slot, entry.spec, entry.places)
+            self._slots.assign(slot, entry.spec, entry.segments)
             if snapshot is not None:
-                self._slots.write(slot, entry.places, snapshot)
+                self._slots.write(slot, entry.segments, snapshot)
         except BaseException:
             self._slots.clear(slot)
             raise
@@ -375,12 +382,12 @@ class AdapterBank:
         self._resident[name] = slot
         return slot
 
-    def _put_away(self, name: str) -> None:
+    def _evict(self, name: str) -> None:
         entry = self._entries[name]
         kinds = (VALUE, *STATES, *([GRAD] if entry.has_gradient else []))
-        snapshot = self._slots.read(self._resident[name], entry.spec, entry.places, kinds)
+        snapshot = self._slots.read(self._resident[name], entry.spec, entry.segments, kinds)
         self._release(name)
-        self._pages.put(name, snapshot)
+        self._store.put(name, snapshot)
 
     def _release(self, name: str) -> None:
         slot = self._resident.pop(name)
@@ -389,19 +396,19 @@ class AdapterBank:
 
     def _entry(self, name: str) -> _Entry:
         if name not in self._entries:
-            raise ValueError(f"there is no adapter {name!r}; there are {', '.join(map(repr, self._entries)) or 'none'}")
+            raise ValueError(f"unknown adapter {name!r}; the bank has {', '.join(map(repr, self._entries)) or 'none'}")
         return self._entries[name]
 
-    def _fitting(self, spec: AdapterSpec) -> tuple[int, ...]:
-        """The places that `spec` adapts. Raises ValueError if this bank cannot hold it."""
+    def _segments_of(self, spec: AdapterSpec) -> tuple[int, ...]:
+        """The indices of the segments that `spec` adapts. Raises ValueError if it does not fit this bank."""
         for option in ("dropout", "use_dora", "modules_to_save"):
             if getattr(spec, option):
-                raise ValueError(f"{option} is {getattr(spec, option)}: adapters of a bank have none")
-        numbered = {place.site.name: index for index, place in enumerate(self._slots.places)}
+                raise ValueError(f"{option} is {getattr(spec, option)}: a bank does not support it")
+        numbered = {segment.site.name: index for index, segment in enumerate(self._slots.segments)}
         chosen = [site.name for site in resolve(spec, self._model)]
         if outside := [name for name in chosen if name not in numbered]:
-            raise ValueError(f"targets: {', '.join(outside[:5])} is not among the targets of the bank")
+            raise ValueError(f"targets: {', '.join(outside[:5])} is not among the bank's targets")
         for name in chosen:
             if spec.rank_of(name) > self._max_rank:
-                raise ValueError(f"rank of {name} is {spec.rank_of(name)}, and the bank has room for {self._max_rank}")
+                raise ValueError(f"rank of {name} is {spec.rank_of(name)}, above the bank's max_rank {self._max_rank}")
         return tuple(numbered[name] for name in chosen)

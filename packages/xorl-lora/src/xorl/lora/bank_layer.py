@@ -1,7 +1,7 @@
-"""The computation of a bank's adapters beside a linear layer: many adapters, each on its own tokens, in one pass.
+"""Computes a bank's adapters on a linear layer: many adapters in one pass, each on its own tokens.
 
-Shapes: S slots, I input features, O output features of a layer, P those of a part, R rank that a slot has room for (of
-a layer: the sum over its parts), T tokens.
+Shapes: S slots, I input features, O output features of a layer, P those of a part, R padded rank of a slot (of a layer:
+the sum over its parts), T tokens.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from xorl.lora.linear import join_parts
 class StackedPair(nn.Module):
     """The adapters of all slots on one part of a layer; A is [S, R, I] and B [S, P, R], fp32.
 
-    If an adapter has a smaller rank or is not on this layer, the rest of its slot is zero. It stays zero, because the
-    gradients are zero too: the output of A is multiplied by zeros of B, and vice versa.
+    If an adapter has a smaller rank or is not on this layer, the rest of its slot is zero. It stays zero, because its
+    gradients are zero as well: the output of A is multiplied by zeros of B, and vice versa.
 
-    Neither is a parameter of the model: they are leaves that the bank trains, and code that places, shards or saves the
-    model's parameters does not see them.
+    A and B are not parameters of the model but leaves that the bank trains, so code that shards or saves the model's
+    parameters does not see them.
 
     Attributes:
         name: the adapted layer's name in checkpoints.
@@ -50,9 +50,9 @@ class StackedPair(nn.Module):
 
 
 class SlotPair(NamedTuple):
-    """One slot's adapter on one part of a layer: A [R, I], B [P, R], and the scale, 0-dim, in the slot's memory.
+    """One slot's adapter on one part of a layer: A [R, I], B [P, R] and the 0-dim scale, sharing the slot's memory.
 
-    They are separate leaves, whose gradients are the slot's.
+    A and B are separate leaves whose gradients share the slot's memory too.
     """
 
     A: Tensor
@@ -63,21 +63,23 @@ class SlotPair(NamedTuple):
 class BankedLinear(nn.Module):
     """y + scale * (x @ A.T) @ B.T on the output of a linear layer, with A and B of each token's adapter.
 
-    One grouped product for all As and one for all Bs, whatever the number of adapters; computed in the dtype of x. All
-    layers of a bank share `groups`, which the bank changes in place before each forward pass of several adapters.
-    Leading dimensions of x are flattened to the T tokens of `groups`. If all tokens belong to one adapter, the bank
-    sets `alone`, and the layer computes the same as a model with that adapter, without reading other slots or `groups`;
-    () means that no token's adapter is on this layer.
+    One grouped product computes all As and another all Bs, whatever the number of adapters, in the dtype of x. All
+    layers of a bank share `groups`, which the bank updates in place before each forward pass with several adapters.
+    Leading dims of x are flattened to the T tokens of `groups`.
+
+    Attributes:
+        single: set by the bank if all tokens belong to one adapter. The layer then computes the same as a model with
+            that adapter, without reading `groups` or other slots. () if no token's adapter is on this layer.
     """
 
     def __init__(self, pairs: Sequence[StackedPair], groups: TokenGroups) -> None:
         super().__init__()
         self.stacked = nn.ModuleList(pairs)
         self.groups = groups
-        self.alone: tuple[SlotPair, ...] | None = None
+        self.single: tuple[SlotPair, ...] | None = None
 
     def pairs(self) -> list[StackedPair]:
-        """In the order of their output features."""
+        """The pairs in the order of their output features."""
         pairs: list[StackedPair] = []
         for pair in self.stacked:
             assert isinstance(pair, StackedPair)
@@ -85,10 +87,10 @@ class BankedLinear(nn.Module):
         return pairs
 
     def forward(self, x: Tensor, layer: Linear) -> Tensor:
-        if self.alone is not None:
-            if not self.alone:
+        if self.single is not None:
+            if not self.single:
                 return layer.base(x)
-            down, up = self._factors_alone(self.alone, x.dtype, layer.out_features)
+            down, up = self._single_factors(self.single, x.dtype, layer.out_features)
             added = layer.base_plus(x.reshape(-1, layer.in_features), down, up)
             return added.view(*x.shape[:-1], layer.out_features)
         y = layer.base(x)
@@ -99,14 +101,14 @@ class BankedLinear(nn.Module):
     def operands(self, x: Tensor, layer: Linear) -> tuple[Tensor, Tensor]:
         """x [T, I + S * R] and the weight [O, I + S * R], whose product is the output.
 
-        x is extended by the output of A, in the columns of the token's slot and zero in the others; the weight by the
-        Bs of all slots. If a slot's B is not finite, its columns of the weight are zeros, because zero times NaN would
-        reach the output of all tokens; the columns of its own tokens are then NaN.
+        x is extended by the output of A in the columns of the token's slot and zeros in those of other slots. The
+        weight is extended by the Bs of all slots. If a slot's B is not finite, its columns of the weight are replaced
+        by zeros, because zero times NaN would affect all tokens; the columns of its own tokens become NaN instead.
         """
-        if self.alone is not None:
-            if not self.alone:
+        if self.single is not None:
+            if not self.single:
                 return x, layer.dense_weight(x.dtype)
-            down, up = self._factors_alone(self.alone, x.dtype, layer.out_features)
+            down, up = self._single_factors(self.single, x.dtype, layer.out_features)
             low = F.linear(x, down)
             return torch.cat([x, low], dim=1), torch.cat([layer.dense_weight(x.dtype), up], dim=1)
         down, up = self._factors(x.dtype, layer.out_features)
@@ -115,11 +117,11 @@ class BankedLinear(nn.Module):
         tokens = torch.arange(x.shape[0], device=x.device, dtype=torch.int32)
         slots = self.groups.order[torch.searchsorted(self.groups.ends, tokens, right=True)]
         bounds = up.detach().amin(dim=(1, 2)), up.detach().amax(dim=(1, 2))
-        is_sound = torch.isfinite(bounds[0]) & torch.isfinite(bounds[1])  # [S]
-        low = torch.where(is_sound[slots][:, None], low, torch.nan)
-        up = torch.where(is_sound[:, None, None], up, 0)
-        is_own = slots[:, None, None] == torch.arange(num_slots, device=x.device)[:, None]  # [T, S, 1]
-        spread = torch.where(is_own, low[:, None, :], 0).reshape(-1, num_slots * rank)
+        is_finite = torch.isfinite(bounds[0]) & torch.isfinite(bounds[1])  # [S]
+        low = torch.where(is_finite[slots][:, None], low, torch.nan)
+        up = torch.where(is_finite[:, None, None], up, 0)
+        is_token_slot = slots[:, None, None] == torch.arange(num_slots, device=x.device)[:, None]  # [T, S, 1]
+        spread = torch.where(is_token_slot, low[:, None, :], 0).reshape(-1, num_slots * rank)
         ups = up.transpose(0, 1).reshape(-1, num_slots * rank)
         return torch.cat([x, spread], dim=1), torch.cat([layer.dense_weight(x.dtype), ups], dim=1)
 
@@ -129,15 +131,17 @@ class BankedLinear(nn.Module):
         downs, ups = [pair.scaled_a(dtype) for pair in pairs], [pair.B.to(dtype) for pair in pairs]
         return join_parts(downs, ups, [(pair.start, pair.stop) for pair in pairs], out_features)
 
-    def _factors_alone(self, alone: Sequence[SlotPair], dtype: torch.dtype, out_features: int) -> tuple[Tensor, Tensor]:
+    def _single_factors(
+        self, pairs: Sequence[SlotPair], dtype: torch.dtype, out_features: int
+    ) -> tuple[Tensor, Tensor]:
         """(scale * A [R, I], B [O, R]) of the layer."""
-        downs, ups = [_scaled(one.A, one.scale[None, None], dtype) for one in alone], [one.B.to(dtype) for one in alone]
+        downs, ups = [_scaled(one.A, one.scale[None, None], dtype) for one in pairs], [one.B.to(dtype) for one in pairs]
         return join_parts(downs, ups, [(pair.start, pair.stop) for pair in self.pairs()], out_features)
 
 
 def _scaled(a: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """scale * a, where a is first rounded to `dtype` and the product again; scale [.., 1, 1] fp32 is not rounded.
+    """scale * a in `dtype`: a and the product are rounded to it, but scale [.., 1, 1] fp32 is not.
 
-    A 0-dim scale would be cast to `dtype` before the product.
+    The scale must not be 0-dim, because torch would cast it to `dtype` before the product.
     """
     return (a.to(dtype) * scale).to(dtype)

@@ -1,4 +1,4 @@
-"""Adds adapters to a module, and reads and loads their parameters under the names in checkpoints."""
+"""Adds adapters to a module, and reads and loads their parameters by checkpoint names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from xorl.lora.linear import (
     initial_bound,
 )
 from xorl.lora.spec import AdapterSpec
-from xorl.lora.targets import Site, modules_to_save, plain, resolve
+from xorl.lora.targets import Site, modules_to_save, resolve, without_wrappers
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Adapter:
     """One adapter in a model.
 
     Attributes:
-        name: of the adapted layer in a checkpoint. A module that stacks several such layers has an adapter for each.
-        pair: its parameters, which are DTensors if the model is sharded.
-        layer: the module that it adapts, in the output features [pair.start, pair.stop).
+        name: the adapted layer's name in a checkpoint. A module that stacks several layers has an adapter for each.
+        pair: its parameters; DTensors if the model is sharded.
+        layer: the adapted module; the adapter covers its output features [pair.start, pair.stop).
         path: the full name of that module, without wrappers.
     """
 
@@ -43,7 +43,7 @@ class Adapter:
 
     @property
     def A(self) -> nn.Parameter:
-        """[rank, input features]; of an embedding [rank, rows]."""
+        """[rank, input features]; for an embedding, [rank, rows]."""
         return self.pair.A
 
     @property
@@ -53,17 +53,17 @@ class Adapter:
 
     @property
     def magnitude_offset(self) -> nn.Parameter | None:
-        """[output features], of DoRA: see LowRank and `xorl.lora.merge.magnitude`."""
+        """[output features], only with DoRA: see LowRank and `xorl.lora.merge.magnitude`."""
         return self.pair.magnitude_offset
 
     @property
     def rank(self) -> int:
-        """Inner width."""
+        """The inner width."""
         return self.pair.rank
 
     @property
     def alpha(self) -> float:
-        """Numerator of the scale."""
+        """The numerator of the scale."""
         return self.pair.alpha
 
     @property
@@ -77,17 +77,17 @@ class Adapter:
         return isinstance(self.layer, Embedding)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Its parameters by their names in state dicts, after the layer's."""
+        """Its parameters by the suffixes of their names in state dicts."""
         found = {"lora_A": self.A, "lora_B": self.B}
         return found if self.magnitude_offset is None else found | {"lora_magnitude_offset": self.magnitude_offset}
 
 
 def inject(model: nn.Module, spec: AdapterSpec, *, seed: int = 0) -> tuple[str, ...]:
-    """Add an adapter to each layer that `spec` names, in place, and freeze all parameters that `spec` does not train.
+    """Add an adapter to each layer that `spec` targets, in place, and freeze all parameters that `spec` does not train.
 
     The model's outputs do not change. nn.Linear and nn.Embedding are replaced by layers with the same parameters that
-    take adapters; layers of xorl's decoder take adapters directly. Adapters on the meta device get their values from
-    `init_adapters`, once they have memory; others get them at once.
+    support adapters; layers of xorl's decoder support them already. Adapters are initialised, except on the meta
+    device: call `init_adapters` there once they have memory.
 
     Returns:
         The names of the adapted layers in checkpoints.
@@ -99,7 +99,7 @@ def inject(model: nn.Module, spec: AdapterSpec, *, seed: int = 0) -> tuple[str, 
     sites = resolve(spec, model)
     saved = modules_to_save(spec, model)
     if both := sorted(saved.keys() & {site.name for site in sites}):
-        raise ValueError(f"modules_to_save: {', '.join(both)} would be trained whole and have an adapter too")
+        raise ValueError(f"modules_to_save: {', '.join(both)} is also an adapter target; choose one of the two")
     model.requires_grad_(False)
     for path, group in groupby(sites, key=lambda site: site.path):
         _adapt_(model, path, list(group), spec)
@@ -144,9 +144,9 @@ def _adapt_(model: nn.Module, path: str, sites: list[Site], spec: AdapterSpec) -
 def init_adapters(model: nn.Module, *, seed: int, generation: int = 0) -> None:
     """Initialise every adapter, sharded or whole; the model's outputs do not change.
 
-    A is uniform in +-1/sqrt(I) and B is zero; for an embedding, A is zero and B normal. A value depends only on the
-    seed, the generation (how often this was done), the layer's name, the shape and the index: not on ranks, devices,
-    other adapters or torch's global generator.
+    A is uniform in +-1/sqrt(I) and B is zero; for an embedding, A is zero and B normal. Values depend only on the
+    seed, the generation (the number of earlier initialisations), the layer's name, the shape and the index: not on
+    ranks, devices, other adapters or torch's global generator.
     """
     suffix = f"/{generation}" if generation else ""
     for adapter in adapters(model).values():
@@ -166,7 +166,7 @@ def init_adapters(model: nn.Module, *, seed: int, generation: int = 0) -> None:
 def adapters(model: nn.Module) -> dict[str, Adapter]:
     """The adapters in `model` by the names of the adapted layers in checkpoints, in module order."""
     return {
-        pair.name: Adapter(pair.name, pair, layer, plain(path))
+        pair.name: Adapter(pair.name, pair, layer, without_wrappers(path))
         for path, layer in model.named_modules()
         if isinstance(layer, (Linear, Embedding)) and (adapter := adapter_of(layer)) is not None
         for pair in adapter.pairs()
@@ -174,9 +174,9 @@ def adapters(model: nn.Module) -> dict[str, Adapter]:
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of all adapters: `{layer}.lora_A` and so on; wrapping the model does not change the names.
+    """The parameters of all adapters by name (`{layer}.lora_A` and so on); wrappers do not change the names.
 
-    Parameters that `modules_to_save` trains are not included: they belong to the model itself.
+    Parameters trained by `modules_to_save` are not included: they belong to the model itself.
     """
     return {
         f"{name}.{leaf}": parameter
@@ -187,29 +187,31 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of `model` without its adapters, under their own names."""
-    of_adapters = {id(parameter) for parameter in adapter_parameters(model).values()}
-    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in of_adapters}
+    adapter_ids = {id(parameter) for parameter in adapter_parameters(model).values()}
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in adapter_ids}
 
 
 def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The values of `adapter_parameters`, detached and not copied. The scale is not included: it is in the spec."""
+    """The values of `adapter_parameters`, detached and not copied. The scale is part of the spec and not included."""
     return {name: parameter.detach() for name, parameter in adapter_parameters(model).items()}
 
 
 def load_adapter_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Copy `state`, whole tensors, into the adapters of `model`, which may be sharded.
+    """Copy `state`, which has whole tensors, into the adapters of `model`, which may be sharded.
 
-    Raises ValueError, before anything is copied, unless names and shapes are exactly those of `adapter_parameters`.
+    Raises ValueError, before anything is copied, unless names and shapes match those of `adapter_parameters`.
     """
     parameters = adapter_parameters(model)
     problems = [f"{name} is missing" for name in parameters.keys() - state.keys()]
     problems += [f"{name} is not in the model" for name in state.keys() - parameters.keys()]
     problems += [
-        f"{name} has shape {list(state[name].shape)}, the model wants {list(parameter.shape)}"
+        f"{name} has shape {list(state[name].shape)}, the model has {list(parameter.shape)}"
         for name, parameter in parameters.items()
         if name in state and state[name].shape != parameter.shape
     ]
     if problems:
-        raise ValueError(f"the adapters do not fit ({len(problems)} problems): {'; '.join(sorted(problems)[:5])}")
+        raise ValueError(
+            f"the state does not fit the model's adapters ({len(problems)} problems): {'; '.join(sorted(problems)[:5])}"
+        )
     for name, parameter in parameters.items():
         copy_shard_(parameter, state[name])

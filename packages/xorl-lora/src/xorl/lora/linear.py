@@ -1,4 +1,4 @@
-"""The computation of an adapter beside a linear layer or an embedding. inject.py decides which layers get one.
+"""Computes adapters on linear layers and embeddings. inject.py adds them to a model.
 
 Shapes: I input features, O output features of a layer, P those of one adapter, R rank (of a layer: the sum of those of
 its adapters), T tokens, V rows of an embedding.
@@ -18,17 +18,17 @@ from xorl.core.nn import Embedding, Linear
 
 
 class LowRank(nn.Module):
-    """The parameters of one adapter, which adds scale * B @ A to its part of a weight.
+    """The parameters of one adapter, which adds scale * B @ A to a part of a weight.
 
-    A is [R, I] and B [P, R], fp32 for any base: the updates of a small learning rate would vanish in bf16. For an
-    embedding of V rows, I is V.
+    A is [R, I] and B [P, R]. Both are fp32 for any base, because updates of a small learning rate would vanish in bf16.
+    For an embedding of V rows, I is V.
 
     Attributes:
         name: the adapted layer's name in checkpoints.
-        rank, alpha, scale: R; the numerator of the scale; the scale.
-        start, stop: the part's output features among those of the layer.
-        magnitude_offset: [P] or None; with DoRA, the trained norm of each row of the weight minus its norm in the base.
-            It starts at zero and stays small, so that it can be gathered and rounded in bf16.
+        rank, alpha, scale: R, the numerator of the scale, and the scale.
+        start, stop: the part's range in the output features of the layer.
+        magnitude_offset: [P] with DoRA, else None: the trained norm of each row of the weight minus its norm in the
+            base. It starts at zero and stays small, so that it may be gathered in bf16.
     """
 
     magnitude_offset: nn.Parameter | None
@@ -60,7 +60,7 @@ class LowRank(nn.Module):
 
     def scaled_a(self, dtype: torch.dtype) -> Tensor:
         """scale * A [R, I] in `dtype`."""
-        # Cast first, so that fp32 parameters and those gathered in `dtype` give the same numbers.
+        # Cast first, so that fp32 parameters and parameters gathered in `dtype` give the same numbers.
         a = self.A.to(dtype)
         return a if self.scale == 1.0 else a * self.scale
 
@@ -69,7 +69,7 @@ class LowRank(nn.Module):
 
 
 class _Adapter(nn.Module):
-    """The adapters of one layer; each is a child under the last part of its name."""
+    """The adapters of one layer; each is a child named by the last part of its name."""
 
     def __init__(self, pairs: Sequence[LowRank], dropout: float) -> None:
         super().__init__()
@@ -79,19 +79,19 @@ class _Adapter(nn.Module):
         self.dropout = nn.Dropout(dropout) if dropout else None
 
     def pairs(self) -> list[LowRank]:
-        """In the order of their output features."""
+        """The pairs in the order of their output features."""
         return [cast(LowRank, getattr(self, leaf)) for leaf in self.leaves]
 
 
 class LinearAdapter(_Adapter):
-    """y + scale * (x @ A.T) @ B.T on the output of a linear layer, for all parts that the layer stacks at once.
+    """y + scale * (x @ A.T) @ B.T on the output of a linear layer, for all of its parts in one pair of products.
 
-    x is multiplied by the concatenated As. The result is multiplied by a matrix [O, R] that holds each B at its output
-    features and zeros elsewhere. This second product is small, and is added to the output within the same operation.
-    All are computed in the dtype of x. Dropout is drawn once for the adapters of a layer.
+    x is multiplied by the concatenated As. The result is multiplied by a matrix [O, R] with each B at its output
+    features and zeros elsewhere; this small product accumulates into the output. All are computed in the dtype of x.
+    The adapters of a layer share one dropout mask.
 
-    With DoRA (arXiv:2402.09353, section 4) the adapted weight W + scale * B @ A is multiplied by m / its norm, row by
-    row, without a gradient through the norm. Norms are fp32.
+    With DoRA (arXiv:2402.09353, section 4), each row of the adapted weight W + scale * B @ A is scaled to the trained
+    norm, without a gradient through its own norm. Norms are fp32.
     """
 
     def forward(self, x: Tensor, layer: Linear) -> Tensor:
@@ -111,7 +111,7 @@ class LinearAdapter(_Adapter):
     def operands(self, x: Tensor, layer: Linear) -> tuple[Tensor, Tensor]:
         """[x, x @ A.T] [T, I + R] and the weight extended by B [O, I + R], whose product is the output.
 
-        The sum is then computed in the accumulator of that product, and no intermediate sum is rounded.
+        The accumulator of that product then computes the sum, without rounding in between.
         """
         down, up = self._factors(x.dtype, layer.out_features)
         low = F.linear(x if self.dropout is None else self.dropout(x), down)
@@ -126,7 +126,7 @@ class LinearAdapter(_Adapter):
         return join_parts(downs, ups, [(pair.start, pair.stop) for pair in pairs], out_features)
 
     def _norm_ratio(self, layer: Linear, down: Tensor, up: Tensor) -> Tensor | None:
-        """DoRA's factor for each output, [O] fp32: one without an adapter."""
+        """DoRA's factor for each output feature, [O] fp32: one for features without an adapter; None without DoRA."""
         pairs = self.pairs()
         if pairs[0].magnitude_offset is None:
             return None
@@ -134,7 +134,7 @@ class LinearAdapter(_Adapter):
         pieces: list[Tensor] = []
         row = 0
         for pair in pairs:
-            assert pair.magnitude_offset is not None, "all adapters of a layer are of one kind"
+            assert pair.magnitude_offset is not None, "all adapters of a layer use DoRA, or none"
             pieces += [base[row : pair.start], base[pair.start : pair.stop] + pair.magnitude_offset]
             row = pair.stop
         return torch.cat([*pieces, base[row:]]) / adapted
@@ -143,12 +143,12 @@ class LinearAdapter(_Adapter):
 def join_parts(
     downs: Sequence[Tensor], ups: Sequence[Tensor], parts: Sequence[tuple[int, int]], out_features: int
 ) -> tuple[Tensor, Tensor]:
-    """Joins the factors of the adapters on a layer's parts: [..., R, I] and [..., O, R], where R is the sum of ranks.
+    """Join the factors of the adapters on a layer's parts: [..., R, I] and [..., O, R], where R is the sum of ranks.
 
     Args:
-        downs: of each adapter, in the order of the parts, [..., rank, I].
-        ups: [..., P, rank]; each fills the rows of its part, and the rest is zero.
-        parts: output features (start, stop) of each.
+        downs: A of each adapter, in the order of the parts, [..., rank, I].
+        ups: B of each adapter, [..., P, rank]; it fills the rows of its part, and other rows are zero.
+        parts: the range (start, stop) of output features of each adapter.
         out_features: O.
     """
     if len(parts) == 1 and parts[0] == (0, out_features):
@@ -157,7 +157,7 @@ def join_parts(
     total, before, row = down.shape[-2], 0, 0
     blocks: list[Tensor] = []
     for up, (start, stop) in zip(ups, parts, strict=True):
-        # The rows that no adapter changes are joined with those below them.
+        # Pad each block at the top with the unadapted rows before it.
         blocks.append(F.pad(up, (before, total - before - up.shape[-1], start - row, 0)))
         before, row = before + up.shape[-1], stop
     if row < out_features:
@@ -169,13 +169,13 @@ def join_parts(
 def row_norms(weight: Tensor, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """The norms of the rows of W [O, I] and of W + up @ down, given up [O, R] and down [R, I]: fp32, [O] each.
 
-    Creates no matrix as large as W: |w + u D|^2 = |w|^2 + 2 (w D^T) . u + u (D D^T) u^T for a row w.
+    Computed without a matrix as large as W: |w + u D|^2 = |w|^2 + 2 (w D^T) . u + u (D D^T) u^T for a row w.
     """
     base = torch.linalg.vector_norm(weight, dim=1, dtype=torch.promote_types(weight.dtype, torch.float32))
     wide_down, wide_up = down.to(base.dtype), up.to(base.dtype)
     cross = (F.linear(weight, down).to(base.dtype) * wide_up).sum(dim=1)
     squares = ((wide_up @ (wide_down @ wide_down.t())) * wide_up).sum(dim=1)
-    # A row of zeros stays zero: its magnitude is zero too.
+    # The clamp avoids dividing by zero: the magnitude of a zero row is zero too.
     smallest = torch.finfo(torch.float32).tiny
     return base, (base.square() + 2 * cross + squares).clamp(min=smallest).sqrt()
 
@@ -192,13 +192,13 @@ class EmbeddingAdapter(_Adapter):
 
 
 def adapter_of(layer: nn.Module) -> _Adapter | None:
-    """The adapters on `layer` itself, or None; those of a bank (see bank.py) belong to no single layer."""
+    """The adapters that `layer` owns, or None; those of a bank (see bank.py) are not owned by a layer."""
     adapter = layer.adapter if isinstance(layer, (Linear, Embedding)) else None
     return adapter if isinstance(adapter, _Adapter) else None
 
 
 class TorchLinear(Linear):
-    """An nn.Linear that takes an adapter: its parameters under its names, cast to the dtype of x."""
+    """Replaces an nn.Linear to support an adapter; has the same parameters, cast to the dtype of x."""
 
     def __init__(self, linear: nn.Linear) -> None:
         nn.Module.__init__(self)
@@ -211,7 +211,7 @@ class TorchLinear(Linear):
 
 
 class TorchEmbedding(Embedding):
-    """An nn.Embedding that takes an adapter: its parameter under its name."""
+    """Replaces an nn.Embedding to support an adapter; has the same parameter."""
 
     def __init__(self, embedding: nn.Embedding) -> None:
         nn.Module.__init__(self)
@@ -223,5 +223,5 @@ class TorchEmbedding(Embedding):
 
 
 def initial_bound(in_features: int) -> float:
-    """A starts uniform between plus and minus this: nn.Linear's default, Kaiming-uniform with a = sqrt(5)."""
+    """The bound of A's uniform initial values: nn.Linear's default, Kaiming-uniform with a = sqrt(5)."""
     return 1.0 / math.sqrt(in_features)

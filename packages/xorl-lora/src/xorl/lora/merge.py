@@ -1,7 +1,6 @@
-"""Merges adapters into the weights that they adapt: once at the end, or repeatedly during training.
+"""Merges adapters into their base weights, after training or repeatedly during training.
 
-Everything here works on whole and on sharded models, and is collective on the latter: adapters are gathered, weights
-are not.
+All functions support sharded models and are then collective: adapters are gathered, base weights are not.
 
 Shapes: N rows of a weight that this rank holds, I its columns, P output features of an adapter.
 """
@@ -23,9 +22,9 @@ from xorl.lora.quantized import QuantizedLinear, gather_rows, local_rows, read_r
 
 
 def merge_(model: nn.Module) -> None:
-    """Merge every adapter of `model` into its base weight and remove it, in place; nn modules are restored as such.
+    """Merge every adapter of `model` into its base weight and remove it, in place.
 
-    The base's parameters stay the same objects. They also stay frozen.
+    nn.Linear and nn.Embedding modules are restored. The base's parameters remain the same objects, and frozen.
 
     Raises ValueError if `model` has no adapters.
     """
@@ -39,11 +38,13 @@ def merge_(model: nn.Module) -> None:
 
 @torch.no_grad()
 def fold_(model: nn.Module) -> None:
-    """Add the contribution of every adapter of `model` to its base weight, in place, and keep the adapters unchanged.
+    """Merge every adapter of `model` into its base weight, in place, and keep the adapters unchanged.
 
-    A quantised weight is quantised again, from fp32, with new scales.
+    Quantised weights are quantised again, from fp32, with new scales.
 
-    Call `init_adapters` next, or the model applies each adapter twice. Raises ValueError if `model` has no adapters.
+    Call `init_adapters` next; otherwise the model applies each adapter twice.
+
+    Raises ValueError if `model` has no adapters.
     """
     found = adapters(model)
     if not found:
@@ -60,9 +61,9 @@ def fold_(model: nn.Module) -> None:
 def merged_rows(layer: Linear | Embedding, pairs: Sequence[LowRank] | None = None) -> Tensor:
     """This rank's rows [N, I] of the weight of `layer` with its adapters merged in, in fp32 (fp64 for fp64).
 
-    None merges the layer's own adapters; `pairs` are other ones, such as those of one adapter of a bank.
+    `pairs` are the adapters to merge, such as one adapter of a bank; None means the layer's own.
 
-    W + scale * B @ A (arXiv:2106.09685); with DoRA its rows, scaled to the trained norms (arXiv:2402.09353).
+    W + scale * B @ A (arXiv:2106.09685), with rows scaled to the trained norms under DoRA (arXiv:2402.09353).
     """
     rows, first = _base_rows(layer)
     if pairs is None:
@@ -86,31 +87,31 @@ def _base_rows(layer: Linear | Embedding) -> tuple[Tensor, int]:
 
 
 def _fold_pair_(rows: Tensor, pair: LowRank, first: int) -> None:
-    """Merge one adapter into `rows`, which begin at row `first` of the layer's weight."""
+    """Merge one adapter into `rows`, which start at row `first` of the layer's weight."""
     a, b = whole(pair.A).to(rows.dtype), whole(pair.B).to(rows.dtype)
     offset = None if pair.magnitude_offset is None else whole(pair.magnitude_offset).to(rows.dtype)
     start, stop = max(pair.start, first), min(pair.stop, first + len(rows))
     if start >= stop:
         return
-    own, of_pair = rows[start - first : stop - first], slice(start - pair.start, stop - pair.start)
-    base_norm = own.norm(dim=1)
-    own.addmm_(b[of_pair], a, alpha=pair.scale)
+    adapted, pair_rows = rows[start - first : stop - first], slice(start - pair.start, stop - pair.start)
+    base_norm = adapted.norm(dim=1)
+    adapted.addmm_(b[pair_rows], a, alpha=pair.scale)
     if offset is not None:
         smallest = torch.finfo(torch.float32).tiny
-        own.mul_(((base_norm + offset[of_pair]) / own.norm(dim=1).clamp(min=smallest))[:, None])
+        adapted.mul_(((base_norm + offset[pair_rows]) / adapted.norm(dim=1).clamp(min=smallest))[:, None])
 
 
 @torch.no_grad()
 def magnitude(adapter: Adapter) -> Tensor:
     """DoRA's trained norms of the rows of the adapted weight [P], fp32, whole on every rank; collective."""
-    assert adapter.magnitude_offset is not None, "an adapter with DoRA"
+    assert adapter.magnitude_offset is not None, "the adapter does not use DoRA"
     return _base_norms(adapter) + whole(adapter.magnitude_offset)
 
 
 @torch.no_grad()
 def set_magnitude_(adapter: Adapter, values: Tensor) -> None:
-    """Set the norms of the rows of the adapted weight to `values` [P], given on every rank; collective."""
-    assert adapter.magnitude_offset is not None, "an adapter with DoRA"
+    """Set DoRA's trained norms of the rows of the adapted weight to `values` [P], passed on every rank; collective."""
+    assert adapter.magnitude_offset is not None, "the adapter does not use DoRA"
     copy_shard_(adapter.magnitude_offset, values.to(adapter.magnitude_offset.device) - _base_norms(adapter))
 
 
@@ -129,7 +130,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def _plain_module(layer: TorchLinear | TorchEmbedding) -> nn.Module:
-    # On the meta device, since its own parameters are replaced at once.
+    # On the meta device, because its parameters are replaced immediately.
     if isinstance(layer, TorchLinear):
         linear = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
         linear.weight, linear.bias = layer.weight, cast(nn.Parameter, layer.bias)

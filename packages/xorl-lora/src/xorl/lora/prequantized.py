@@ -1,10 +1,10 @@
-"""Checkpoints whose weights are quantised already, read as they are: what their config says, and their tensors as ours.
+"""Loads checkpoints whose weights are already quantised: parses their config and converts the layout of tensors.
 
     block_fp8   `quant_method: fp8` of Hugging Face: `weight` in E4M3 and `weight_scale_inv`
     nvfp4       `quant_algo: NVFP4` of NVIDIA's ModelOpt: `weight`, `weight_scale` and the scalar `weight_scale_2`
-    nf4         bitsandbytes: flat `weight` and `weight.absmax`, the scales maybe quantised in turn (nested)
+    nf4         bitsandbytes: flat `weight` and `weight.absmax`; the scales may be quantised too (nested)
 
-Shapes: O output features, I input features, G group size, U units of rows (see `QuantScheme.stored`).
+Shapes: O output features, I input features.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from xorl.core.models import WeightRecipe, WeightSource
-from xorl.core.models.recipes import Rows
+from xorl.core.models.recipes import Rows, WeightRecipe, WeightSource
 from xorl.kernels.quant import QuantScheme
 from xorl.lora.quantized import quantized_linears
 
 QUANTIZATION_KEY = "quantization_config"
-# ModelOpt's own file, for a config.json without the same settings.
+# ModelOpt's own file, used if config.json does not contain its settings.
 MODELOPT_FILE = "hf_quant_config.json"
-# The tensors of each format beside a module's weight, and those of quantised activations, by the last part of their
-# names.
+# Suffixes of the tensors that a format stores beside a weight, including those of quantised activations.
 EXTRA = (
     ".weight_scale_inv",
     ".weight_scale",
@@ -46,7 +44,7 @@ STATE = ".weight.quant_state.bitsandbytes__nf4"
 
 @dataclass(frozen=True)
 class CheckpointQuantization:
-    """The quantisation of a checkpoint's weights: the scheme, and the excluded modules, by names and patterns."""
+    """The quantisation of a checkpoint: the scheme, and the names and patterns of excluded modules."""
 
     scheme: QuantScheme
     exclude: tuple[str, ...]
@@ -55,7 +53,7 @@ class CheckpointQuantization:
 def read_quantization(hf_config: Mapping[str, object]) -> CheckpointQuantization | None:
     """The quantisation in a config.json, or None if the weights are not quantised.
 
-    Raises ValueError, which begins with the key, for any other quantisation than these three.
+    Raises ValueError, starting with the key, for unsupported formats.
     """
     stored = hf_config.get(QUANTIZATION_KEY)
     if not stored:
@@ -73,10 +71,10 @@ def read_quantization(hf_config: Mapping[str, object]) -> CheckpointQuantization
 
 
 def with_modelopt_file(hf_config: Mapping[str, object], content: object) -> dict[str, object]:
-    """A config.json's mapping with the content of ModelOpt's own file, under the common key."""
+    """Merge the content of ModelOpt's own file into a config.json's mapping, under the common key."""
     quantization = content.get("quantization") if isinstance(content, Mapping) else None
     if not isinstance(quantization, Mapping):
-        raise ValueError("it has no mapping 'quantization'")
+        raise ValueError("the key 'quantization' is missing or not a mapping")
     return {QUANTIZATION_KEY: {"quant_method": "modelopt", **quantization}, **hf_config}
 
 
@@ -106,12 +104,12 @@ def _nvfp4(stored: Mapping[str, object]) -> CheckpointQuantization:
 
 def _unsupported(what: str) -> ValueError:
     return ValueError(
-        f"{QUANTIZATION_KEY}: {what} is not supported; fp8 in square blocks, ModelOpt's NVFP4 and bitsandbytes' nf4 are"
+        f"{QUANTIZATION_KEY}: {what} is not supported; use fp8 in square blocks, ModelOpt's NVFP4 or bitsandbytes' nf4"
     )
 
 
 def _names(stored: Mapping[str, object], *keys: str) -> tuple[str, ...]:
-    """The first of these lists that exists."""
+    """The first of these keys that is a list, as names."""
     for key in keys:
         value = stored.get(key)
         if isinstance(value, list):
@@ -130,20 +128,22 @@ def stored_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def stored_recipes(model: nn.Module, recipes: Mapping[str, WeightRecipe]) -> dict[str, WeightRecipe]:
-    """`recipes`, in which those of quantised weights make the stored parameters from a `StoredSource`.
+    """`recipes`, with those of quantised weights replaced by recipes of their stored parameters, for a `StoredSource`.
 
-    Raises ValueError for a weight whose blocks would not align with the matrices that it stacks.
+    Raises ValueError if the blocks of a weight do not align with the matrices that it stacks.
     """
     made = dict(recipes)
     for path, layer in quantized_linears(model).items():
         recipe = made.pop(f"{path}.weight")
         if not isinstance(recipe, Rows):
-            raise ValueError(f"{path} is kept in another layout by its family, which no quantised checkpoint has")
+            raise ValueError(
+                f"{path}: quantised checkpoints are not supported for the weight layout of this model family"
+            )
         unit = layer.scheme.unit_rows
         if len(recipe.row_counts) > 1 and any(count % unit for count in recipe.row_counts):
             raise ValueError(
-                f"model.merge_qkv: {path} stacks matrices of {', '.join(map(str, recipe.row_counts))} rows, and the "
-                f"checkpoint's blocks of {unit} rows end within them: set it to false"
+                f"model.merge_qkv: {path} stacks matrices of {', '.join(map(str, recipe.row_counts))} rows, "
+                f"which are not multiples of the checkpoint's block size {unit}: set it to false"
             )
         units = tuple(math.ceil(count / unit) for count in recipe.row_counts)
         modules = tuple(name.removesuffix(".weight") for name in recipe.sources)
@@ -158,8 +158,8 @@ def stored_recipes(model: nn.Module, recipes: Mapping[str, WeightRecipe]) -> dic
 class StoredSource:
     """A `WeightSource` of a quantised checkpoint, with each module's weight in the layout of a `QuantizedLinear`.
 
-    The codes are `{module}.weight`, scales `{module}.weight_scale` and `{module}.weight_global_scale`, by units of
-    rows; other tensors of quantised modules are left out. All other tensors are unchanged.
+    Codes are named `{module}.weight`, scales `{module}.weight_scale` and `{module}.weight_global_scale`; they are read
+    by units of rows (see `QuantScheme.stored`). Other tensors of quantised modules are hidden; the rest is unchanged.
     """
 
     def __init__(self, source: WeightSource, scheme: QuantScheme, shapes: Mapping[str, tuple[int, int]]) -> None:
@@ -185,7 +185,7 @@ class StoredSource:
         if name not in self._stored:
             return self._source.shape(name)
         module, field, shape, _ = self._stored[name]
-        # A tensor that does not have the format's layout keeps its own shape, which is then refused.
+        # Report the actual shape of a tensor in another layout, so that the caller's shape check rejects it.
         actual = self._source.shape(f"{module}.weight")
         return shape if field != "codes" or math.prod(actual) == self._num_codes(module) else actual
 
@@ -204,7 +204,7 @@ class StoredSource:
         return self._block_fp8(module, field, start, stop)
 
     def _num_codes(self, module: str) -> int:
-        """Elements of the checkpoint's tensor of codes."""
+        """The expected number of elements of the checkpoint's tensor of codes."""
         rows, columns = self._shapes[module]
         return rows * columns if self._scheme.quant_format == "block_fp8" else rows * columns // 2
 
@@ -237,13 +237,13 @@ class StoredSource:
         return scales.float().reshape(stop - start, groups)
 
     def _nested(self, module: str, codes: Tensor, first: int) -> Tensor:
-        """Dequantises nested scales: eight-bit codes, in blocks, of the scales minus their mean (arXiv:2305.14314)."""
+        """Dequantise nested scales: block-wise 8-bit codes of the scales minus their mean (arXiv:2305.14314)."""
         state = self._state(module)
         block = int(cast(int, state["nested_blocksize"]))
         values = self._source.read(f"{module}.weight.nested_quant_map").float()[codes.int()]
         largest = self._source.read(f"{module}.weight.nested_absmax").float()
-        places = torch.arange(first, first + len(codes)) // block
-        return values * largest[places] + float(cast(float, state["nested_offset"]))
+        blocks = torch.arange(first, first + len(codes)) // block
+        return values * largest[blocks] + float(cast(float, state["nested_offset"]))
 
     def _state(self, module: str) -> Mapping[str, object]:
         if module not in self._states:
@@ -253,12 +253,12 @@ class StoredSource:
 
 
 def stored_source(model: nn.Module, recipes: Mapping[str, WeightRecipe], source: WeightSource) -> StoredSource:
-    """`source`, a quantised checkpoint under the names of `recipes`, for the result of `stored_recipes`."""
+    """Wrap `source`, a quantised checkpoint under the names of `recipes`, for use with `stored_recipes`."""
     shapes: dict[str, tuple[int, int]] = {}
     layers = quantized_linears(model)
     for path, layer in layers.items():
         recipe = recipes[f"{path}.weight"]
-        assert isinstance(recipe, Rows), "stored_recipes refuses others"
+        assert isinstance(recipe, Rows), "checked in stored_recipes"
         for name, count in zip(recipe.sources, recipe.row_counts, strict=True):
             shapes[name.removesuffix(".weight")] = (count, layer.in_features)
     return StoredSource(source, next(iter(layers.values())).scheme, shapes)

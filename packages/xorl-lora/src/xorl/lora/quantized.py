@@ -1,8 +1,8 @@
-"""Linear layers with a frozen quantised weight (QLoRA, arXiv:2305.14314), and converting a model's layers to them.
+"""Linear layers with a frozen quantised weight (QLoRA, arXiv:2305.14314), and conversion of a model's layers to them.
 
-Each product, forward and backward, dequantises the weight and discards the result. Adapters work on such layers as on
-any other. Values are loaded through `QuantizedRows`, a range of rows at a time, sharded or whole; layers to quantise
-are selected by name, while the model has no memory yet.
+Each product, forward and backward, dequantises the weight and discards the result. Adapters work as on any other layer.
+Layers to quantise are selected by name, before the model has memory. `QuantizedRows` then loads their values by ranges
+of rows, sharded or whole.
 
 Shapes: T tokens, I input features, O output features, N rows of a weight that this rank holds.
 """
@@ -21,15 +21,10 @@ from torch import Tensor, nn
 
 from xorl.core.models import Decoder
 from xorl.core.nn import Linear
-from xorl.core.parallel import local_part, shard_groups
-from xorl.kernels.quant import (
-    QuantizedWeight,
-    QuantScheme,
-    adapted_quantized_linear,
-    dequantized,
-    nvfp4_global_scale,
-    quantized_linear,
-)
+from xorl.core.parallel import local_part
+from xorl.core.parallel.fsdp import shard_groups
+from xorl.kernels.quant import QuantizedWeight, QuantScheme, adapted_quantized_linear, dequantized, quantized_linear
+from xorl.kernels.quant.nvfp4 import nvfp4_global_scale
 from xorl.lora.spec import is_named
 
 
@@ -38,10 +33,11 @@ class QuantizedLinear(Linear):
 
     Attributes:
         scheme: the format.
-        part_rows: the rows of each matrix that the weight stacks; nvfp4 has a global scale for each.
-        weight, weight_scale, weight_global_scale: codes, the scales of groups, and for nvfp4 (else None) the global
-            scale of each row: the fields of `QuantScheme.stored`.
-        noise: None, or the key and step of noise on the weight in training mode (see `WeightNoise`), times noise_alpha.
+        part_rows: the rows of each matrix that the weight stacks; nvfp4 has one global scale per matrix.
+        weight, weight_scale, weight_global_scale: the fields of `QuantScheme.stored`: codes, group scales, and for
+            nvfp4 (else None) the global scale of each row.
+        noise: None, or the (key, step) of noise on the weight in training mode; see `AdaptiveNoise`.
+        noise_alpha: the amplitude of the noise.
     """
 
     stored: ClassVar[tuple[str, ...]] = ("weight", "weight_scale", "weight_global_scale")
@@ -50,9 +46,9 @@ class QuantizedLinear(Linear):
     noise: Tensor | None
 
     def __init__(self, linear: Linear, scheme: QuantScheme, part_rows: Sequence[int] = ()) -> None:
-        """Replaces `linear`, on its device; the values are uninitialised.
+        """Create a replacement for `linear` on its device, with uninitialised values.
 
-        Raises ValueError for a shape that does not fit the scheme.
+        Raises ValueError if its shape does not fit the scheme.
         """
         nn.Module.__init__(self)
         if (refusal := scheme.shape_refusal(linear.in_features)) is not None:
@@ -103,11 +99,11 @@ class QuantizedLinear(Linear):
 def quantizable_linears(
     model: Decoder, exclude: Sequence[str], option: str, *, ignore_unknown: bool = False
 ) -> tuple[str, ...]:
-    """The paths of the linear layers inside the layers of `model`, except those that `exclude` names.
+    """The paths of the linear layers inside the decoder layers of `model`, except those that `exclude` names.
 
-    A name is that of a module in the checkpoint, or its last parts, or a pattern with `*` for whole names. Embeddings,
-    the head and norms may be named, and are never quantised. Raises ValueError, beginning with `option`, for a name
-    that does not exist, unless those are ignored, and for one of several matrices that a layer stacks.
+    An excluded name is a module's name in the checkpoint, the last parts of one, or a pattern with `*` for whole names.
+    Embeddings, the head and norms are never quantised but may be named. Raises ValueError, starting with `option`, for
+    an unknown name (unless ignore_unknown), and if only some of the matrices that a layer stacks are excluded.
     """
     names: dict[str, tuple[str, ...]] = {
         path: (path, *(part.name for part in model.logical.get(path, ()))) for path, _ in model.named_modules() if path
@@ -124,13 +120,13 @@ def quantizable_linears(
         )
     kept: list[str] = []
     for path in linears:
-        own, *parts = names[path]
+        module_name, *parts = names[path]
         excluded = [name for name in parts if any(_matches(name, target) for target in exclude)]
-        is_excluded = any(_matches(own, target) or _matches(path, target) for target in exclude)
+        is_excluded = any(_matches(module_name, target) or _matches(path, target) for target in exclude)
         if excluded and len(excluded) < len(parts) and not is_excluded:
             raise ValueError(
-                f"{option}: {excluded[0]} is kept in one matrix with {', '.join(sorted(set(parts) - set(excluded)))}: "
-                "name all of them, or set model.merge_qkv to false for those of attention"
+                f"{option}: {excluded[0]} shares one matrix with {', '.join(sorted(set(parts) - set(excluded)))}: "
+                "name all of them, or for attention set model.merge_qkv to false"
             )
         if not excluded and not is_excluded:
             kept.append(path)
@@ -138,9 +134,9 @@ def quantizable_linears(
 
 
 def checkpoint_linears(model: Decoder, exclude: Sequence[str]) -> frozenset[str]:
-    """The matrices of linear layers inside the layers of `model`, by their module names in checkpoints.
+    """The checkpoint names of the linear layers inside the decoder layers of `model`, except those in `exclude`.
 
-    Without those that `exclude` names, as for `quantizable_linears`; names that do not exist are ignored.
+    `exclude` is as for `quantizable_linears`; unknown names are ignored.
     """
     found = {
         part.name
@@ -154,14 +150,14 @@ def checkpoint_linears(model: Decoder, exclude: Sequence[str]) -> frozenset[str]
 def _matches(name: str, target: str) -> bool:
     if "*" in target:
         return fnmatchcase(name, target)
-    # A module also stands for those inside it.
+    # A module's name includes the modules inside it.
     return is_named(name, target) or name.startswith(f"{target}.")
 
 
 def quantize_linears(model: nn.Module, paths: Sequence[str], scheme: QuantScheme, option: str) -> None:
-    """Replace the layers at `paths` of `model`, in place, by quantised ones without values.
+    """Replace the layers at `paths` of `model`, in place, by uninitialised quantised ones.
 
-    Raises ValueError, beginning with `option`, before anything is changed, for layers that do not fit.
+    Raises ValueError, starting with `option`, before anything is changed, if a layer does not fit the scheme.
     """
     linears = {path: model.get_submodule(path) for path in paths}
     refused: list[str] = []
@@ -172,7 +168,7 @@ def quantize_linears(model: nn.Module, paths: Sequence[str], scheme: QuantScheme
     if refused:
         raise ValueError(
             f"{option}: {len(refused)} layers do not fit {scheme.quant_format}: {'; '.join(refused[:3])}; choose a "
-            "group size that divides their rows, or leave them out by lora.exclude_modules"
+            "group size that divides their rows, or list them in lora.exclude_modules"
         )
     parts = _stacked_rows(model)
     for path, linear in linears.items():
@@ -181,7 +177,7 @@ def quantize_linears(model: nn.Module, paths: Sequence[str], scheme: QuantScheme
 
 
 def _stacked_rows(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The rows of each matrix that a layer stacks, by the layer's path, from the modules' `stacked_rows`."""
+    """The rows of each matrix that a layer stacks, by the layer's path; from the `stacked_rows` of modules."""
     return {
         f"{path}.{name}".removeprefix("."): tuple(rows)
         for path, module in model.named_modules()
@@ -213,9 +209,9 @@ def read_rows(layer: QuantizedLinear) -> Tensor:
 
 @torch.no_grad()
 def write_rows_(layer: QuantizedLinear, rows: Tensor) -> None:
-    """Quantise `rows` [N, I], of any floating dtype, and store them as this rank's.
+    """Quantise `rows` [N, I], of any floating dtype, and store them as this rank's rows of the weight.
 
-    Collective if the weight is sharded: a global scale covers a whole matrix, over all of its shards.
+    Collective if the weight is sharded, because global scales cover all shards of a matrix.
     """
     first, last = local_rows(layer)
     assert rows.shape == (last - first, layer.in_features)
@@ -223,14 +219,14 @@ def write_rows_(layer: QuantizedLinear, rows: Tensor) -> None:
     if first == last:
         return
     quantized = layer.scheme.quantize(rows, global_scale)
-    for mine, values in zip(_local(layer), quantized, strict=True):
-        if mine is not None and values is not None:
-            mine.copy_(values)
+    for target, values in zip(_local(layer), quantized, strict=True):
+        if target is not None and values is not None:
+            target.copy_(values)
 
 
 @torch.no_grad()
 def gather_rows(layer: QuantizedLinear, rows: Tensor) -> Tensor:
-    """Whole [O, ...], from each rank's values for its rows of the weight [N, ...]; collective if it is sharded."""
+    """Gather each rank's values for its rows of the weight, [N, ...], to [O, ...]; collective if it is sharded."""
     first, last = local_rows(layer)
     whole = rows.new_zeros((layer.out_features, *rows.shape[1:]))
     whole[first:last] = rows
@@ -240,7 +236,7 @@ def gather_rows(layer: QuantizedLinear, rows: Tensor) -> Tensor:
 
 
 def _global_scale(layer: QuantizedLinear, rows: Tensor, first: int) -> Tensor:
-    """The global scale of each of this rank's rows, which begin at row `first`: fp32 [N]."""
+    """The global scale of each of this rank's rows, which start at row `first`: fp32 [N]."""
     starts = [0, *accumulate(layer.part_rows)]
     largest = torch.zeros(len(layer.part_rows), device=rows.device)
     for index, (start, stop) in enumerate(pairwise(starts)):
@@ -255,16 +251,16 @@ def _global_scale(layer: QuantizedLinear, rows: Tensor, first: int) -> Tensor:
 
 
 def _local(layer: QuantizedLinear) -> QuantizedWeight:
-    """This rank's part, sharing its memory."""
+    """This rank's part of the quantised weight, sharing its memory."""
     codes, scales = (local_part(field.detach())[0] for field in (layer.weight, layer.weight_scale))
     global_scale = layer.weight_global_scale
     return QuantizedWeight(codes, scales, None if global_scale is None else local_part(global_scale.detach())[0])
 
 
 class QuantizedRows:
-    """Collects the rows of a weight from a checkpoint or a generator, and quantises them at the end.
+    """A RowTarget that collects this rank's rows of a weight and then quantises them.
 
-    A RowTarget. Until then it holds this rank's rows of one weight on its device, in the dtype of the source.
+    Until `finish`, it holds the rows on the device, in the dtype of the source.
     """
 
     def __init__(self, layer: QuantizedLinear) -> None:
@@ -289,18 +285,18 @@ class QuantizedRows:
 
 
 def quantized_rows(model: nn.Module) -> dict[str, QuantizedRows]:
-    """The RowTarget of each quantised weight of `model`, which has memory, by the weight's name."""
+    """A RowTarget for each quantised weight of `model`, by the weight's name; the model must have memory."""
     return {f"{path}.weight": QuantizedRows(layer) for path, layer in quantized_linears(model).items()}
 
 
 def dense_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of `model`, by name, that are not quantised."""
+    """The named parameters of `model` that do not belong to quantised weights."""
     stored = {f"{path}.{name}" for path, layer in quantized_linears(model).items() for name in layer.stored}
     return ((name, parameter) for name, parameter in model.named_parameters() if name not in stored)
 
 
 def num_parameters(model: nn.Module) -> int:
-    """The number of weights of `model`; a quantised one counts as one, whatever its bytes."""
+    """The number of parameters of `model`, in which each element of a quantised weight counts as one."""
     quantized = sum(layer.out_features * layer.in_features for layer in quantized_linears(model).values())
     return quantized + sum(parameter.numel() for _, parameter in dense_parameters(model))
 
@@ -308,21 +304,21 @@ def num_parameters(model: nn.Module) -> int:
 class AdaptiveNoise:
     """Noise on the quantised weights of a model in training mode (AQN), of `alpha` times half a quantisation step.
 
-    It is a function of the seed, the layer's path, the optimizer step and the index in the weight: the same for every
-    split of a step into micro-batches and ranks, and after a resume.
+    It depends only on the seed, the layer's path, the optimizer step and the index in the weight. So it is the same
+    however a step is split into micro-batches and ranks, and after a resume.
     """
 
     def __init__(self, model: nn.Module, *, alpha: float, seed: int) -> None:
         layers = quantized_linears(model)
         keys = [[_key(seed, path), 0] for path in layers]
         device = next((layer.weight.device for layer in layers.values()), torch.device("cpu"))
-        self._places = torch.tensor(keys, dtype=torch.int64, device=device).reshape(-1, 2)
-        for layer, place in zip(layers.values(), self._places, strict=True):
-            layer.noise, layer.noise_alpha = place, alpha
+        self._noise = torch.tensor(keys, dtype=torch.int64, device=device).reshape(-1, 2)
+        for layer, noise in zip(layers.values(), self._noise, strict=True):
+            layer.noise, layer.noise_alpha = noise, alpha
 
-    def before(self, step: int) -> None:
-        """Set the step of the following passes."""
-        self._places[:, 1] = step
+    def set_step(self, step: int) -> None:
+        """Set the optimizer step of the next passes."""
+        self._noise[:, 1] = step
 
 
 def _key(seed: int, path: str) -> int:

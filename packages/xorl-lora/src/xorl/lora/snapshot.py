@@ -1,4 +1,4 @@
-"""One adapter of a bank with its optimizer state, off the device: in memory, or in a file of tensors."""
+"""A snapshot of one adapter of a bank with its optimizer state, in host memory or in a safetensors file."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from torch import Tensor
 
 from xorl.lora.spec import AdapterSpec
 
-# The suffixes of the states kept for every value of an adapter; the values themselves have none. A gradient is only
-# kept while a step is pending.
+# The kinds of data per value of an adapter, which are also suffixes of tensor names; the values themselves have none.
+# Gradients are only kept while a step is pending.
 VALUE, EXP_AVG, EXP_AVG_SQ, GRAD = "", "exp_avg", "exp_avg_sq", "grad"
 STATES = (EXP_AVG, EXP_AVG_SQ)
 STEP = "step"
 
 Names = Sequence[tuple[str, tuple[int, ...]]]
-"""The tensors of an adapter in their order: name and shape."""
+"""(name, shape) of the tensors of an adapter, in order."""
 
 
 @dataclass(frozen=True)
 class AdapterSnapshot:
-    """A copy of an adapter; fp32 on the CPU.
+    """A copy of an adapter, in fp32 on the CPU.
 
     Attributes:
         spec: the adapter's spec.
-        step: how often its optimizer has stepped.
+        step: the number of optimizer steps taken.
         names: `{layer}.lora_A` and `{layer}.lora_B` of each adapted layer, with their shapes.
-        values: by kind, all tensors of that kind, concatenated and flat.
+        values: by kind, all tensors of that kind, flattened and concatenated.
     """
 
     spec: AdapterSpec
@@ -56,7 +56,7 @@ class AdapterSnapshot:
 
     @classmethod
     def of_tensors(cls, spec: AdapterSpec, names: Names, tensors: Mapping[str, Tensor]) -> AdapterSnapshot:
-        """Builds it from a result of `tensors()`. Raises ValueError, with the names, if it does not fit `names`."""
+        """Build a snapshot from a result of `tensors()`. Raises ValueError if names or shapes do not match `names`."""
         shapes = dict(names)
         kinds = [VALUE, *STATES]
         if names and f"{names[0][0]}.{GRAD}" in tensors:
@@ -65,7 +65,7 @@ class AdapterSnapshot:
         problems = [f"{name} is missing" for name in wanted.keys() - tensors.keys()]
         problems += [f"{name} is unknown" for name in tensors.keys() - wanted.keys()]
         problems += [
-            f"{name} has shape {list(tensors[name].shape)}, want {list(shape)}"
+            f"{name} has shape {list(tensors[name].shape)}, expected {list(shape)}"
             for name, shape in wanted.items()
             if name in tensors and tuple(tensors[name].shape) != shape
         ]
@@ -78,7 +78,7 @@ class AdapterSnapshot:
         return cls(spec, int(tensors[STEP]), names, values)
 
     def write(self, path: Path) -> None:
-        """Write one safetensors file, durably and atomically."""
+        """Write a safetensors file, durably and atomically."""
         header = {"spec": json.dumps(asdict(self.spec)), "names": json.dumps([*self.names])}
         content = save({name: tensor.contiguous() for name, tensor in self.tensors().items()}, metadata=header)
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -93,25 +93,25 @@ class AdapterSnapshot:
 
     @classmethod
     def read(cls, path: Path) -> AdapterSnapshot:
-        """Read a file of `write`. Raises ValueError, with the file, for anything else."""
+        """Read a file that `write` wrote. Raises ValueError, naming the file, if it is not one."""
         try:
             with safe_open(path, framework="pt") as file:
                 header = file.metadata() or {}
-                stored = file.keys()  # not a mapping: it cannot be iterated over itself
+                stored = file.keys()  # the file itself is not iterable
                 tensors = {name: file.get_tensor(name) for name in stored}
             names = [(str(name), tuple(map(int, shape))) for name, shape in json.loads(header["names"])]
             return cls.of_tensors(_spec(json.loads(header["spec"])), names, tensors)
         except (SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is no adapter that a bank saved: {error}") from error
+            raise ValueError(f"{path} is not an adapter saved by a bank: {error}") from error
 
 
 def _spec(content: Mapping[str, Any]) -> AdapterSpec:
-    """JSON has no tuples."""
+    """Rebuild a spec from JSON, whose lists stand for tuples."""
     fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in content.items()}
     return AdapterSpec(**fields)
 
 
 def split_at(names: Names) -> list[tuple[int, int]]:
-    """The start and end of each of these tensors in their flat concatenation."""
+    """The (start, stop) of each of these tensors in their flat concatenation."""
     ends = [*accumulate(prod(shape) for _, shape in names)]
     return list(zip([0, *ends[:-1]], ends, strict=True))

@@ -1,6 +1,6 @@
-"""AdapterSpec: which layers get an adapter, with which rank and scale. Only a description: it changes no module.
+"""AdapterSpec: which layers get an adapter, and their ranks and scales.
 
-targets.py finds the layers of a model that a name means.
+targets.py resolves the names to layers of a model, and inject.py applies a spec.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 ValueT = TypeVar("ValueT", int, float)
-# Scales are kept in fp32, whose largest number is 3.4e38; a scale is at most alpha, whatever the rank.
+# Scales are stored in fp32, whose maximum is 3.4e38, and a scale is at most alpha for any rank.
 LARGEST_ALPHA = 1e38
 
 
@@ -23,16 +23,16 @@ class AdapterSpec:
     Attributes:
         rank: inner width of the adapters, at least 1.
         alpha: the adapters' output is multiplied by alpha / rank, so alpha need not change with the rank.
-        targets: names of layers, or "all-linear". A name means every layer whose dotted name is that name or ends with
-            it, in whole parts: `q_proj` means `layers.0.q_proj`, but not `layers.0.seq_proj`.
-        dropout: the fraction of an adapter's inputs that is zeroed in training; the others are scaled up.
+        targets: names of layers, or "all-linear". A name matches every layer whose dotted name is that name or ends
+            with it, in whole parts: `q_proj` matches `layers.0.q_proj`, but not `layers.0.seq_proj`.
+        dropout: the dropout probability on an adapter's inputs in training.
         use_rslora: multiply by alpha / sqrt(rank), so that the updates do not shrink with the rank (Kalajdzievski,
             2023, arXiv:2312.03732).
         use_dora: train the norms of the rows of the adapted weight separately from their directions (Liu et al., 2024,
             arXiv:2402.09353). Not for embeddings.
         rank_pattern, alpha_pattern: regular expression -> rank or alpha of the layers whose names end, in whole parts,
-            with a match of it. The first expression that matches counts.
-        modules_to_save: names of modules, as in targets, whose own weights are trained beside the adapters.
+            with a match. The first matching expression applies.
+        modules_to_save: names of modules, as in targets, whose own weights are trained in addition to the adapters.
 
     Raises ValueError for values out of range.
     """
@@ -76,7 +76,7 @@ class AdapterSpec:
         for option, patterns in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
             for pattern in patterns:
                 if not any(fits(pattern, name) for name in names):
-                    raise ValueError(f"{option}: {pattern!r} matches none of the adapted layers, such as {names[0]}")
+                    raise ValueError(f"{option}: {pattern!r} does not match any adapted layer (for example {names[0]})")
 
 
 def is_named(name: str, target: str) -> bool:
@@ -89,7 +89,7 @@ def _by_pattern(patterns: Mapping[str, ValueT], name: str, default: ValueT) -> V
 
 
 def fits(pattern: str, name: str) -> bool:
-    """Whether `name` ends, in whole parts, with a match of a regular expression."""
+    """Whether `name` ends, in whole parts, with a match of the regular expression `pattern`."""
     return re.fullmatch(rf"(.*\.)?({pattern})", name) is not None
 
 
@@ -114,7 +114,7 @@ def _check_targets(targets: tuple[str, ...] | str) -> None:
         if targets != "all-linear":
             raise ValueError(f"targets must be 'all-linear' or a tuple of names, got the string {targets!r}")
     elif not targets or "" in targets:
-        raise ValueError(f"targets must hold at least one name and no empty one, got {targets!r}")
+        raise ValueError(f"targets must contain at least one name, and no empty ones, got {targets!r}")
 
 
 def _check_expressions(option: str, patterns: Mapping[str, object]) -> None:
@@ -122,4 +122,4 @@ def _check_expressions(option: str, patterns: Mapping[str, object]) -> None:
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"{option}: {pattern!r} is no regular expression: {error}") from error
+            raise ValueError(f"{option}: {pattern!r} is not a valid regular expression: {error}") from error

@@ -1,7 +1,7 @@
 """The layers of a model that can have adapters, under their names in checkpoints.
 
-xorl's decoder merges several layers of a checkpoint into one (`qkv_proj` is q_proj, k_proj and v_proj); each of them is
-a separate site here. In any other module, each layer is a site.
+xorl's decoder stacks several layers of a checkpoint in one (`qkv_proj` is q_proj, k_proj and v_proj); each of them is a
+separate site here. In any other model, each layer is a site.
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from xorl.core.models import Decoder, LogicalModule
+from xorl.core.models import Decoder
+from xorl.core.models.recipes import LogicalModule
 from xorl.core.nn import Embedding, Linear
 from xorl.lora.spec import AdapterSpec, is_named
 
-# The parts that torch.compile, activation checkpointing and FSDP add to the names of modules that they wrap.
+# The name parts that torch.compile, activation checkpointing and FSDP add for the modules that they wrap.
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
 @dataclass(frozen=True)
 class Site:
-    """One layer, or one of those that a layer stacks.
+    """A layer that can be adapted: a whole module, or one of the layers that a module stacks.
 
     Attributes:
-        name: the layer's name in a checkpoint, by which it is a target.
+        name: the layer's name in a checkpoint, which targets refer to.
         path: the full name of the module that computes it.
-        start, stop: its output features among those of that module.
+        start, stop: its range in the output features of that module.
         is_linear: whether it is a linear layer; an embedding otherwise.
         is_head: whether it computes the logits of xorl's decoder.
         refusal: why it cannot have an adapter, or None.
@@ -46,10 +47,10 @@ def sites_of(model: nn.Module) -> dict[str, Site]:
     """Every linear layer and embedding of `model` by its name in checkpoints, in module order."""
     sites: dict[str, Site] = {}
     for parent_path, parent in model.named_modules():
-        for own_name, module in parent.named_children():
+        for child_name, module in parent.named_children():
             if not isinstance(module, (nn.Linear, Linear, nn.Embedding, Embedding)):
                 continue
-            path = f"{parent_path}.{own_name}".removeprefix(".")
+            path = f"{parent_path}.{child_name}".removeprefix(".")
             refusal = _refusal(model, parent, module)
             is_linear = isinstance(module, (nn.Linear, Linear))
             start = 0
@@ -61,7 +62,9 @@ def sites_of(model: nn.Module) -> dict[str, Site]:
                     start + (part.num_rows if is_linear else module.weight.shape[1]),
                     is_linear=is_linear,
                     is_head=isinstance(model, Decoder) and module is model.lm_head,
-                    refusal=refusal if part.is_whole else f"{path} holds a part of it: set model.merge_qkv to true",
+                    refusal=refusal
+                    if part.is_whole
+                    else f"{path} contains only a part of it: set model.merge_qkv to true",
                 )
                 start += part.num_rows
     return sites
@@ -70,13 +73,13 @@ def sites_of(model: nn.Module) -> dict[str, Site]:
 def resolve(spec: AdapterSpec, model: nn.Module) -> tuple[Site, ...]:
     """The sites of `model` that get an adapter, in module order.
 
-    "all-linear" selects every linear layer that an adapter works on, and in other modules than xorl's decoder also the
-    output head. It skips three kinds: a layer whose weight another module uses (a tied head), a subclass of nn.Linear
-    (it may compute something else), and layers inside torch's own attention and encoder layers, which read the weight
-    without calling the layer. The name of a layer that stacks several selects all of them.
+    "all-linear" selects every linear layer that supports an adapter, including the output head, except that of xorl's
+    decoder. It skips layers whose weight another module uses (a tied head), subclasses of nn.Linear (which may compute
+    something else), and layers inside torch's attention and encoder layers (which read the weight without calling the
+    layer). The name of a layer that stacks several selects all of them.
 
-    Raises ValueError for a name that matches nothing, with the names that exist; for a named layer of a kind that
-    "all-linear" skips; and if nothing is left to adapt.
+    Raises ValueError for a name that matches nothing, listing the existing names; for a named layer that does not
+    support an adapter; and if no layer is left to adapt.
     """
     sites = sites_of(model)
     if spec.targets == "all-linear":
@@ -85,20 +88,20 @@ def resolve(spec: AdapterSpec, model: nn.Module) -> tuple[Site, ...]:
             refused = [f"{site.name} ({site.refusal})" for site in sites.values() if site.refusal is not None]
             raise ValueError(
                 f"targets 'all-linear' finds no linear layer to adapt in {type(model).__name__}: "
-                f"{'; '.join(refused[:5]) or 'it contains none'}"
+                f"{'; '.join(refused[:5]) or 'it has none'}"
             )
     else:
         found = _named(sites, spec.targets, model)
     spec.check_patterns([site.name for site in found])
     embedded = [site.name for site in found if not site.is_linear]
     if spec.use_dora and embedded:
-        raise ValueError(f"use_dora is for linear layers, and targets name embeddings: {', '.join(embedded)}")
+        raise ValueError(f"use_dora supports only linear layers, but targets name embeddings: {', '.join(embedded)}")
     return tuple(found)
 
 
 def _named(sites: dict[str, Site], targets: Sequence[str], model: nn.Module) -> list[Site]:
     def matches(site: Site, target: str) -> bool:
-        return is_named(site.name, target) or is_named(plain(site.path), target)
+        return is_named(site.name, target) or is_named(without_wrappers(site.path), target)
 
     unmatched = [target for target in targets if not any(matches(site, target) for site in sites.values())]
     if unmatched:
@@ -114,8 +117,7 @@ def _named(sites: dict[str, Site], targets: Sequence[str], model: nn.Module) -> 
 def modules_to_save(spec: AdapterSpec, model: nn.Module) -> dict[str, nn.Module]:
     """The modules of `model` that are trained whole, by their names in checkpoints.
 
-    Raises ValueError for a name that matches no module with parameters of its own, or one that cannot be saved
-    separately.
+    Raises ValueError for a name that matches no module with parameters, or one that cannot be trained separately.
     """
     if not spec.modules_to_save:
         return {}
@@ -127,13 +129,13 @@ def modules_to_save(spec: AdapterSpec, model: nn.Module) -> dict[str, nn.Module]
         if not found:
             known = sorted({name.rpartition(".")[2] for name in parts if name})
             if isinstance(model, Decoder) and is_named("lm_head", target):
-                raise ValueError(f"modules_to_save: {target} is the embedding's weight here, and is not trained apart")
-            raise ValueError(f"modules_to_save: {target!r} is no module of {type(model).__name__}; it has {known}")
+                raise ValueError(f"modules_to_save: {target} is tied to the embedding and cannot be trained separately")
+            raise ValueError(f"modules_to_save: {target!r} matches no module of {type(model).__name__}; it has {known}")
         for name, path in found.items():
             if sum(other == path for other, _ in parts.values()) > 1 or not parts[name][1].is_whole:
-                raise ValueError(f"modules_to_save: {name} is not kept apart from others in {path}; give it an adapter")
+                raise ValueError(f"modules_to_save: {name} shares {path} with other modules; use an adapter instead")
             if _is_tied(model, owners[path]):
-                raise ValueError(f"modules_to_save: the weight of {name} is the head's as well, or another module's")
+                raise ValueError(f"modules_to_save: {name} shares its weight with the head or another module")
             saved[name] = owners[path]
     return saved
 
@@ -145,15 +147,15 @@ def _is_tied(model: nn.Module, module: nn.Module) -> bool:
     return any(uses[id(parameter)] > 1 for parameter in module.parameters())
 
 
-def plain(path: str) -> str:
-    """A module's full name without its wrappers."""
+def without_wrappers(path: str) -> str:
+    """A module's full name without the parts that wrappers add."""
     return ".".join(part for part in path.split(".") if part not in WRAPPERS)
 
 
 def _parts(model: nn.Module, path: str, module: nn.Module) -> Sequence[LogicalModule]:
     if isinstance(model, Decoder):
         return model.logical.get(path, ())
-    return (LogicalModule(plain(path), _num_outputs(module), is_whole=True),)
+    return (LogicalModule(without_wrappers(path), _num_outputs(module), is_whole=True),)
 
 
 def _num_outputs(module: nn.Module) -> int:
@@ -166,9 +168,9 @@ def _refusal(model: nn.Module, parent: nn.Module, module: nn.Module) -> str | No
     if isinstance(module, (nn.Linear, nn.Embedding)) and type(module) not in (nn.Linear, nn.Embedding):
         return f"it is a {type(module).__name__}, not a plain nn.Linear or nn.Embedding"
     if isinstance(parent, nn.TransformerEncoderLayer):
-        return "in inference nn.TransformerEncoderLayer reads its weight without calling it"
+        return "nn.TransformerEncoderLayer reads its weight in inference without calling it"
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
-        return "an embedding with max_norm or sparse gradients changes or reads its weight in other ways"
+        return "embeddings with max_norm or sparse gradients are not supported"
     if _is_tied(model, module):
-        return "another module uses its weight, or the head does, and merging would change that too"
+        return "another module or the head shares its weight, and merging would change both"
     return None

@@ -1,4 +1,4 @@
-"""The service's HTTP side: what both clients call, checked at the door and handed on. No torch here."""
+"""The service's HTTP API for both clients: validates requests and passes them to the orchestrator. Without torch."""
 
 from xorl.server.api.app import create_app
 from xorl.server.api.settings import ApiSettings

@@ -1,4 +1,4 @@
-"""`python -m xorl.server.api`: the API's process, from a configuration until a signal ends it."""
+"""`python -m xorl.server.api`: runs the API's process until a signal ends it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from xorl.server.api.app import create_app
 from xorl.server.api.settings import ApiSettings
 from xorl.server.process import begin_process
 
-# What a stopped process waits for polls that are open; they are answered by the next one.
-_GOODBYE_S = 2
+# How long a stopping process waits for open polls; clients poll again, and the next process answers.
+_SHUTDOWN_GRACE_S = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Serve until a signal says otherwise."""
+    """Serve the API until a signal ends it."""
     parser = argparse.ArgumentParser(prog="python -m xorl.server.api", description=main.__doc__)
     parser.add_argument("--config", type=Path, required=True, help="the service's configuration, resolved")
-    parser.add_argument("--orchestrator", required=True, help="address at which the orchestrator listens")
+    parser.add_argument("--orchestrator", required=True, help="address that the orchestrator listens on")
     parser.add_argument("--host", required=True, help="address to listen on")
     parser.add_argument("--port", type=int, required=True, help="port to listen on")
     flags = parser.parse_args(arguments)
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         access_log=False,
         server_header=False,
         timeout_keep_alive=75,
-        timeout_graceful_shutdown=_GOODBYE_S,
+        timeout_graceful_shutdown=_SHUTDOWN_GRACE_S,
         h11_max_incomplete_event_size=65536,
     )
 

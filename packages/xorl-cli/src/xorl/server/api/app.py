@@ -1,4 +1,4 @@
-"""The application: routes behind the gate, and how errors leave it."""
+"""The ASGI application: the routes behind the gate, and the handlers of errors."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from xorl.server.api import (
     sampling_routes,
     status_routes,
     training_routes,
-    unserved_routes,
+    unsupported_routes,
 )
 from xorl.server.api.context import Api
-from xorl.server.api.gate import Bodies, Gate, Measures
+from xorl.server.api.gate import ApiMetrics, BodyReader, Gate
 from xorl.server.api.orchestrator_client import OrchestratorClient
 from xorl.server.api.refusal import Refusal
 from xorl.server.api.settings import ApiSettings
@@ -33,9 +33,9 @@ from xorl.server.api.text import TextCoder
 
 logger = logging.getLogger(__name__)
 
-READING_AT_ONCE = 2
+MAX_CONCURRENT_READS = 2
 
-# Those that are called most come first, since routes are tried in order; the last one takes whatever is left.
+# Most frequently called first, since routes are tried in order; the last one matches every remaining POST.
 ROUTERS = (
     future_routes.router,
     training_routes.router,
@@ -45,24 +45,24 @@ ROUTERS = (
     checkpoint_routes.files_router,
     endpoint_routes.router,
     status_routes.router,
-    unserved_routes.router,
+    unsupported_routes.router,
 )
 
 
 def create_app(settings: ApiSettings) -> ASGIApp:
-    """The application that a server of ASGI runs; it connects to the orchestrator when it starts."""
-    measures = Measures()
+    """The ASGI application; it connects to the orchestrator at startup."""
+    metrics = ApiMetrics()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         orchestrator = OrchestratorClient(settings)
         await orchestrator.start()
-        reading = asyncio.Semaphore(READING_AT_ONCE)
-        app.state.api = Api(settings, orchestrator, Bodies(settings, measures), measures, TextCoder(), reading)
+        reading = asyncio.Semaphore(MAX_CONCURRENT_READS)
+        app.state.api = Api(settings, orchestrator, BodyReader(settings, metrics), metrics, TextCoder(), reading)
         try:
             yield
         finally:
-            # Its socket would keep the process from ending.
+            # An open socket would keep the process from exiting.
             await orchestrator.close()
 
     app = FastAPI(title="xorl", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
@@ -72,7 +72,7 @@ def create_app(settings: ApiSettings) -> ASGIApp:
     app.add_exception_handler(HTTPException, _no_route)
     app.add_exception_handler(RequestValidationError, _unread)
     app.add_exception_handler(Exception, _failed)
-    return Gate(app, settings, measures)
+    return Gate(app, settings, metrics)
 
 
 async def _refused(request: Request, problem: Exception) -> Response:
@@ -84,7 +84,7 @@ async def _refused(request: Request, problem: Exception) -> Response:
 
 async def _no_route(request: Request, problem: Exception) -> Response:
     assert isinstance(problem, HTTPException)
-    # The route that takes every unknown POST makes a 405 of any other method there.
+    # The catch-all route for POST turns other methods on unknown paths into a 405.
     if problem.status_code in (404, 405):
         return Refusal(404, f"this service has no {request.method} {request.url.path[:200]}").response()
     return Refusal(problem.status_code, str(problem.detail)).response()
@@ -92,16 +92,16 @@ async def _no_route(request: Request, problem: Exception) -> Response:
 
 async def _unread(request: Request, problem: Exception) -> Response:
     assert isinstance(problem, RequestValidationError)
-    # Bodies are read elsewhere; this is of what stands in the URL.
-    said: list[str] = []
+    # Concerns parameters of the URL only; bodies are decoded elsewhere.
+    reasons: list[str] = []
     for error in problem.errors():
         given = "" if error["type"] == "missing" else f", got {str(error['input'])[:100]!r}"
-        said.append(f"{error['loc'][-1]}: {error['msg']}{given}")
-    return Refusal(422, "; ".join(said)).response()
+        reasons.append(f"{error['loc'][-1]}: {error['msg']}{given}")
+    return Refusal(422, "; ".join(reasons)).response()
 
 
 async def _failed(request: Request, problem: Exception) -> Response:
-    # A client polls at once after a 5xx, without end; and what went wrong here is no one's to read but the log's.
+    # The traceback goes to the log only. Clients retry a poll that fails with 5xx forever, so a poll gets 400.
     logger.error("event=request_failed path=%s", request.url.path, exc_info=problem)
     status = 400 if request.url.path.endswith("/retrieve_future") else 500
     return Refusal(status, "the service failed on this request, see its log").response()

@@ -1,4 +1,4 @@
-"""Files as a tar archive that is made while it is sent: neither memory nor disk ever holds it."""
+"""Tar archives that are generated while they are sent, without holding them in memory or on disk."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_PIECE_BYTES = 2**20
+_CHUNK_BYTES = 2**20
 
 
 @dataclass(frozen=True)
 class Archive:
-    """A tar archive of files of a folder, in the order of `names`. Equal files of equal times give equal bytes."""
+    """A tar archive of files of a folder, in the order of `names`. Its bytes depend on contents and times only."""
 
     folder: Path
     headers: Sequence[tuple[bytes, str, int]]
 
     @classmethod
     def of(cls, folder: Path, names: Sequence[str]) -> Archive:
-        """names: of regular files, relative to `folder`, with slashes. Raises OSError where one is gone."""
+        """names: regular files, relative to `folder`, with slashes. Raises OSError if one does not exist."""
         headers: list[tuple[bytes, str, int]] = []
         for name in names:
             status = (folder / name).stat()
-            # Whose they are here, and who may read them, says nothing elsewhere.
+            # Owners and permissions are left out, since they are meaningless on other machines.
             info = tarfile.TarInfo(name)
             info.size, info.mtime = status.st_size, int(status.st_mtime)
             headers.append((info.tobuf(tarfile.PAX_FORMAT), name, status.st_size))
@@ -31,24 +31,24 @@ class Archive:
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole archive."""
+        """The size of the whole archive."""
         return sum(len(header) + size + _padding(size) for header, _, size in self.headers) + len(_END)
 
     def __iter__(self) -> Iterator[bytes]:
-        """Its bytes, piece by piece. Raises RuntimeError where a file is shorter than it was, OSError where it is gone.
+        """The archive's bytes in chunks. Raises RuntimeError if a file became shorter, and OSError if it was deleted.
 
-        Whoever receives it then notices by the length that was announced.
+        The response then ends before its announced length, so the client notices.
         """
         for header, name, size in self.headers:
             yield header
             left = size
             with (self.folder / name).open("rb") as file:
                 while left:
-                    piece = file.read(min(_PIECE_BYTES, left))
-                    if not piece:
-                        raise RuntimeError(f"{self.folder / name} has become shorter while it was sent")
-                    left -= len(piece)
-                    yield piece
+                    chunk = file.read(min(_CHUNK_BYTES, left))
+                    if not chunk:
+                        raise RuntimeError(f"{self.folder / name} became shorter while it was sent")
+                    left -= len(chunk)
+                    yield chunk
             yield bytes(_padding(size))
         yield _END
 

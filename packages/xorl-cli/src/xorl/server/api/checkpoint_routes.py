@@ -1,4 +1,4 @@
-"""Checkpoints and the runs they are of: listed, described, deleted, given an end, and fetched, one file or all."""
+"""Routes for checkpoints and training runs: list, describe, delete, set an expiry, and download files or archives."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ from xorl.server.queries import (
 router = APIRouter(prefix="/api/v1")
 
 _TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
-_URLS_LAST_S = 3600
-# Signs the URLs that need no token; another process's are of no use after a restart.
+_URL_LIFETIME_S = 3600
+# Signs URLs that need no token. The key is random, so URLs become invalid when the process restarts.
 _URL_KEY = secrets.token_bytes(32)
 
 
 @router.get("/training_runs")
 async def list_training_runs(request: Request, limit: int = 20, offset: int = 0) -> Response:
-    """Runs, those active last first."""
+    """List training runs, most recently active first."""
     listed = await api_of(request).orchestrator.ask(ListTrainingRuns(*page(limit, offset)), TrainingRuns)
     dialect = dialect_of(request)
     return json_response(
@@ -61,41 +61,41 @@ async def list_training_runs(request: Request, limit: int = 20, offset: int = 0)
 
 @router.get("/training_runs/{model_id}")
 async def get_training_run(request: Request, model_id: str) -> Response:
-    """One run."""
+    """Describe a training run."""
     run = await api_of(request).orchestrator.ask(GetTrainingRun(model_id), TrainingRun)
     return json_response(_run_json(run, dialect_of(request)))
 
 
 @router.get("/training_runs/{model_id}/checkpoints")
 async def list_run_checkpoints(request: Request, model_id: str) -> Response:
-    """A run's checkpoints, newest first."""
+    """List a run's checkpoints, newest first."""
     return await _list(request, ListCheckpoints(model_id))
 
 
 @router.get("/checkpoints")
 async def list_all_checkpoints(request: Request, limit: int = 100, offset: int = 0) -> Response:
-    """All checkpoints, newest first."""
+    """List all checkpoints, newest first."""
     limit, offset = page(limit, offset)
     return await _list(request, ListCheckpoints(None, limit, offset))
 
 
 @router.post("/list_checkpoints")
 async def post_list_checkpoints(request: Request) -> Response:
-    """A model's checkpoints, newest first."""
+    """List a model's checkpoints, newest first."""
     given = await api_of(request).bodies.parse(request, ModelBody)
     return await _list(request, ListCheckpoints(given.model_id))
 
 
 @router.delete("/training_runs/{model_id}/checkpoints/{kind}/{name}")
 async def delete_run_checkpoint(request: Request, model_id: str, kind: str, name: str) -> Response:
-    """Delete one."""
+    """Delete a checkpoint."""
     await api_of(request).orchestrator.ask(DeleteCheckpoint(_ref(model_id, kind, name)), Ok)
     return Response(status_code=204)
 
 
 @router.post("/delete_checkpoint")
 async def post_delete_checkpoint(request: Request) -> Response:
-    """Delete one, which is named as KIND/NAME or KIND/MODEL/NAME."""
+    """Delete a checkpoint, named as KIND/NAME or KIND/MODEL/NAME."""
     api = api_of(request)
     given = await api.bodies.parse(request, DeleteBody)
     try:
@@ -108,7 +108,7 @@ async def post_delete_checkpoint(request: Request) -> Response:
 
 @router.put("/training_runs/{model_id}/checkpoints/{kind}/{name}/ttl")
 async def set_ttl(request: Request, model_id: str, kind: str, name: str) -> Response:
-    """Say how long it is kept."""
+    """Set how long a checkpoint is kept."""
     api = api_of(request)
     given = await api.bodies.parse(request, TtlBody)
     try:
@@ -121,7 +121,7 @@ async def set_ttl(request: Request, model_id: str, kind: str, name: str) -> Resp
 
 @router.post("/weights_info")
 async def weights_info(request: Request) -> Response:
-    """What a checkpoint is of."""
+    """Describe the model in a checkpoint."""
     api = api_of(request)
     given = await api.bodies.parse(request, WeightsInfoBody)
     path = given.tinker_path or given.xorl_path
@@ -150,23 +150,23 @@ async def weights_info(request: Request) -> Response:
 
 @router.get("/training_runs/{model_id}/checkpoints/{kind}/{name}/external_weights_urls")
 async def checkpoint_urls(request: Request, model_id: str, kind: str, name: str) -> Response:
-    """URLs of a checkpoint's files, which for an hour need no token."""
+    """Return signed URLs of a checkpoint's files, which need no token and expire after an hour."""
     ref = _ref(model_id, kind, name)
     folder = await _folder(request, ref)
     files = await asyncio.to_thread(_files, folder)
-    expires = int(time.time()) + _URLS_LAST_S
+    expires = int(time.time()) + _URL_LIFETIME_S
     urls = {file: _signed_url(request, f"{ref.model_id}/{ref.kind}/{ref.name}/{file}", expires) for file in files}
     return json_response({"urls": urls, "expires": iso(expires)})
 
 
 @router.get("/training_runs/{model_id}/checkpoints/{kind}/{name}/archive")
 async def checkpoint_archive(request: Request, model_id: str, kind: str, name: str) -> Response:
-    """To the URL of a checkpoint as one archive, which for an hour needs no token."""
+    """Redirect to a signed URL of a checkpoint's archive, which needs no token and expires after an hour."""
     ref = _ref(model_id, kind, name)
     await _folder(request, ref)
-    expires = int(time.time()) + _URLS_LAST_S
+    expires = int(time.time()) + _URL_LIFETIME_S
     url = _signed_url(request, f"{ref.model_id}/{ref.kind}/{ref.name}.tar", expires)
-    # Clients do not follow it, but read from these headers where it is and how long it lasts.
+    # Clients do not follow the redirect; they read the URL and its expiry from the headers.
     return RedirectResponse(url, 302, {"expires": formatdate(expires, usegmt=True)})
 
 
@@ -177,7 +177,7 @@ files_router = APIRouter()
 async def get_file(
     request: Request, model_id: str, kind: str, name: str, file: str, expires: int, signature: str
 ) -> Response:
-    """A file of a checkpoint, by a URL of `checkpoint_urls`."""
+    """Download a file of a checkpoint by a URL of `checkpoint_urls`."""
     _check_signature(f"{model_id}/{kind}/{name}/{file}", expires, signature)
     folder = await _folder(request, _ref(model_id, kind, name))
     path = folder / file
@@ -190,7 +190,7 @@ async def get_file(
 async def get_archive(
     request: Request, model_id: str, kind: str, name: str, expires: int, signature: str
 ) -> StreamingResponse:
-    """A whole checkpoint, by a URL of `checkpoint_archive`."""
+    """Download a whole checkpoint by the URL of `checkpoint_archive`."""
     _check_signature(f"{model_id}/{kind}/{name}.tar", expires, signature)
     folder = await _folder(request, _ref(model_id, kind, name))
     archive = await asyncio.to_thread(lambda: Archive.of(folder, _files(folder)))
@@ -198,27 +198,27 @@ async def get_archive(
     return StreamingResponse(iter(archive), headers=headers, media_type="application/x-tar")
 
 
-async def _list(request: Request, wanted: ListCheckpoints) -> Response:
-    listed = await api_of(request).orchestrator.ask(wanted, CheckpointList)
+async def _list(request: Request, query: ListCheckpoints) -> Response:
+    listed = await api_of(request).orchestrator.ask(query, CheckpointList)
     dialect = dialect_of(request)
-    limit = listed.total if wanted.limit is None else wanted.limit
+    limit = listed.total if query.limit is None else query.limit
     return json_response(
         {
             "checkpoints": [_checkpoint_json(info, dialect) for info in listed.checkpoints],
-            "cursor": {"offset": wanted.offset, "limit": limit, "total_count": listed.total},
+            "cursor": {"offset": query.offset, "limit": limit, "total_count": listed.total},
         }
     )
 
 
 async def _folder(request: Request, ref: CheckpointRef) -> Path:
-    """Of a checkpoint that is there for clients: the files of one whose time is over may lie there a while longer."""
+    """The folder of a checkpoint that is visible to clients. Expired ones are refused even if not yet deleted."""
     orchestrator = api_of(request).orchestrator
     await orchestrator.ask(GetWeightsInfo(ref), WeightsInfo)
     return checkpoint_folder(Path((await orchestrator.info()).output_dir), ref)
 
 
 def _files(folder: Path) -> list[str]:
-    """Relative names of what is in a checkpoint; no links, which could lead elsewhere."""
+    """The relative names of a checkpoint's files, without symbolic links, which could lead outside."""
     found = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
     return sorted(path.relative_to(folder).as_posix() for path in found)
 
@@ -230,9 +230,9 @@ def _signed_url(request: Request, path: str, expires: int) -> str:
 
 def _check_signature(path: str, expires: int, signature: str) -> None:
     if not hmac.compare_digest(signature.encode(), _signature(path, expires).encode()):
-        raise Refusal(403, "the signature of this URL is wrong: ask for the URLs of the checkpoint again")
+        raise Refusal(403, "the signature of this URL is wrong: request the checkpoint's URLs again")
     if expires < time.time():
-        raise Refusal(410, "this URL has expired: ask for the URLs of the checkpoint again")
+        raise Refusal(410, "this URL has expired: request the checkpoint's URLs again")
 
 
 def _signature(path: str, expires: int) -> str:
@@ -263,7 +263,7 @@ def _run_json(run: TrainingRun, dialect: Dialect) -> dict[str, JSON]:
 
 
 def _checkpoint_json(info: CheckpointInfo, dialect: Dialect) -> dict[str, JSON]:
-    """Both clients' names for the path, whoever asks."""
+    """A checkpoint's JSON; has both clients' names for the path."""
     ref = info.checkpoint
     return {
         "checkpoint_id": f"{ref.kind}/{ref.name}",

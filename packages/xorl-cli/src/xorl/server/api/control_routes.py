@@ -1,4 +1,4 @@
-"""Sessions, what is served, whether it is up, and what clients are told about how to call."""
+"""Routes for sessions, capabilities, health, and the configuration of clients."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ from xorl.server.queries import (
 router = APIRouter()
 
 _CHUNK_BYTES = 32 * 2**20
-# The health of a service is asked often, and must be answered soon also where there is no orchestrator.
-_HEALTH_PATIENCE_S = 1.0
+# Health checks must be answered quickly even without an orchestrator.
+_HEALTH_TIMEOUT_S = 1.0
+# The latest time that `datetime` can represent.
 _LAST_TIME_S = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
 
 
 @router.post("/api/v1/client/config")
 async def client_config(request: Request) -> Response:
-    """How a client cuts its data and waits: few large bodies, since they are on one network, and no compression."""
+    """How a client splits its data: few large bodies without compression, since client and service share a network."""
     limit = api_of(request).settings.body_bytes
     chunk_bytes = min(_CHUNK_BYTES, limit // 4)
     return json_response(
@@ -58,17 +59,17 @@ async def client_config(request: Request) -> Response:
 
 @router.post("/api/v1/client/dynamic_config")
 async def client_dynamic_config() -> Response:
-    """What a client asks again from time to time."""
+    """Settings that a client refreshes periodically."""
     return json_response({"refresh_interval_sec": 300, "sample_cancel_enabled": True})
 
 
 @router.post("/api/v1/create_session")
 async def create_session(request: Request) -> Response:
-    """Begin a session."""
+    """Create a session."""
     api = api_of(request)
     given = await api.bodies.parse(request, SessionBody)
     try:
-        wanted = CreateSession(
+        query = CreateSession(
             None if given.session_id is None else check_model_id(given.session_id),
             tags=tuple(given.tags),
             user_metadata=metadata(given.user_metadata),
@@ -76,7 +77,7 @@ async def create_session(request: Request) -> Response:
         )
     except ValueError as problem:
         raise Refusal(400, str(problem)) from None
-    created = await api.orchestrator.ask(wanted, SessionCreated)
+    created = await api.orchestrator.ask(query, SessionCreated)
     return json_response(
         {
             "type": "create_session",
@@ -90,7 +91,7 @@ async def create_session(request: Request) -> Response:
 
 @router.post("/api/v1/session_heartbeat")
 async def session_heartbeat(request: Request) -> Response:
-    """A session's client lives."""
+    """Keep a session alive."""
     api = api_of(request)
     given = await api.bodies.parse(request, SessionBody)
     await api.orchestrator.ask(Heartbeat(given.session_id or "default"), Ok)
@@ -99,7 +100,7 @@ async def session_heartbeat(request: Request) -> Response:
 
 @router.post("/api/v1/sessions/{session_id}/finish")
 async def finish_session(request: Request, session_id: str) -> Response:
-    """A client says goodbye."""
+    """Finish a session."""
     api = api_of(request)
     given = await api.bodies.parse(request, FinishBody)
     await api.orchestrator.ask(FinishSession(session_id, given.reason.type), Ok)
@@ -108,7 +109,7 @@ async def finish_session(request: Request, session_id: str) -> Response:
 
 @router.get("/api/v1/sessions")
 async def list_sessions(request: Request, limit: int = 20, offset: int = 0) -> Response:
-    """Ids of sessions, newest first."""
+    """List the ids of sessions, newest first."""
     listed = await api_of(request).orchestrator.ask(ListSessions(*page(limit, offset)), Sessions)
     return json_response(
         {
@@ -120,7 +121,7 @@ async def list_sessions(request: Request, limit: int = 20, offset: int = 0) -> R
 
 @router.get("/api/v1/sessions/{session_id}")
 async def get_session(request: Request, session_id: str) -> Response:
-    """What was made in a session."""
+    """Describe a session and list its models and samplers."""
     session = await api_of(request).orchestrator.ask(GetSession(session_id), SessionInfo)
     return json_response(
         {
@@ -136,7 +137,7 @@ async def get_session(request: Request, session_id: str) -> Response:
 
 @router.get("/api/v1/session_info")
 async def session_info(request: Request) -> Response:
-    """All that are active."""
+    """List all active sessions and their models."""
     status = await api_of(request).orchestrator.ask(GetStatus(), Status)
     return json_response(
         {
@@ -149,21 +150,21 @@ async def session_info(request: Request) -> Response:
 
 @router.get("/api/v1/get_server_capabilities")
 async def capabilities(request: Request) -> Response:
-    """The base model."""
+    """List the supported models, which is the base model only."""
     info = await api_of(request).orchestrator.info()
     return json_response({"supported_models": [_supported(info)]})
 
 
 @router.post("/api/v1/telemetry")
 async def telemetry(request: Request) -> Response:
-    """Taken, and neither kept nor sent on."""
+    """Accept telemetry and discard it."""
     await api_of(request).bodies.read(request, SMALL_BYTES)
     return json_response({"status": "accepted"})
 
 
 @router.get("/api/v1/healthz")
 async def healthz(request: Request) -> Response:
-    """`ok` once calls are served."""
+    """Whether the service is ready for calls."""
     if await _is_ready(request):
         return json_response({"status": "ok"})
     return json_response({"status": "not_ready"}, 503, {"retry-after": "1"})
@@ -171,7 +172,7 @@ async def healthz(request: Request) -> Response:
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """The same in the other client's words."""
+    """The same as `healthz`, in the other client's format."""
     is_ready = await _is_ready(request)
     content = {"status": "healthy" if is_ready else "starting", "engine_running": is_ready}
     return json_response(content, 200 if is_ready else 503)
@@ -179,7 +180,7 @@ async def health(request: Request) -> Response:
 
 async def _is_ready(request: Request) -> bool:
     orchestrator = api_of(request).orchestrator
-    deadline = time.monotonic() + _HEALTH_PATIENCE_S
+    deadline = time.monotonic() + _HEALTH_TIMEOUT_S
     while not orchestrator.is_connected:
         if time.monotonic() > deadline:
             return False
@@ -200,12 +201,12 @@ def _supported(info: ServiceInfo) -> JSON:
 
 
 def iso(seconds: float) -> str:
-    """A time since 1970 as ISO 8601, in UTC; times after the year 9999, which that cannot write, as its last day."""
+    """A Unix time as ISO 8601 in UTC. Times after the year 9999, which `datetime` cannot represent, are clipped."""
     return datetime.fromtimestamp(min(seconds, _LAST_TIME_S), UTC).isoformat()
 
 
 def page(limit: int, offset: int) -> tuple[int, int]:
-    """Checked; Refusal(400) otherwise."""
+    """(limit, offset), validated; raises Refusal(400)."""
     if not 0 <= limit <= 1000 or not offset >= 0:
-        raise Refusal(400, f"limit is 0 to 1000 and offset 0 or more, got {limit} and {offset}")
+        raise Refusal(400, f"limit must be 0 to 1000 and offset 0 or more, got {limit} and {offset}")
     return limit, offset

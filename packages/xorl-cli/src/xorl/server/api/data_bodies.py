@@ -1,4 +1,4 @@
-"""Bodies that carry data: forward, forward_backward and its step, in JSON or protobuf, as operations."""
+"""Bodies of forward, forward_backward and optim_step, in JSON or protobuf, and their conversion to operations."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ import msgspec
 import numpy as np
 
 from xorl.server.api import protobuf
-from xorl.server.api.tensors import Room, TensorJson, array_of_bytes, array_of_json, tokens_array
+from xorl.server.api.tensors import ByteBudget, TensorJson, array_of_bytes, array_of_json, tokens_array
 from xorl.server.datum import Array, Datum, Dtype
 from xorl.server.identifiers import SeqId, check_model_id
 from xorl.server.operations import ForwardBackward, OptimStep
 
 _DTYPE_NAMES: dict[int, Dtype] = {1: "float32", 2: "int64", 3: "int32", 4: "bfloat16"}
-_REPLAY = "routed_experts: replaying the routing of a sampler is not built, send the data without it"
+_REPLAY = "routed_experts: replaying a sampler's routing is not supported, send the data without it"
 LossOptions = dict[str, float | str | bool | None]
 
 
 class ChunkJson(msgspec.Struct, frozen=True):
-    """A part of a sequence; only tokens are taken."""
+    """A part of a sequence; only chunks of tokens are supported."""
 
     type: str = "encoded_text"
     tokens: list[int] | None = None
 
 
 class ModelInputJson(msgspec.Struct, frozen=True):
-    """A sequence: in chunks, or as ids."""
+    """A sequence, either as chunks or as token ids."""
 
     chunks: list[ChunkJson] | None = None
     input_ids: list[int] | None = None
 
     def tokens(self, vocab_size: int | None, what: str) -> Array:
-        """All of it as int32 [T]; ValueError for images and sounds, and for nothing at all."""
+        """All tokens as int32 [T]. Raises ValueError for images and sounds, and if there are no tokens."""
         if (self.chunks is None) == (self.input_ids is None):
-            raise ValueError(f"{what} has either chunks or input_ids")
+            raise ValueError(f"{what} must have either chunks or input_ids")
         ids = list(self.input_ids or [])
         for chunk in self.chunks or []:
             if chunk.tokens is None:
-                raise ValueError(f"{what} has a chunk of type {chunk.type[:40]!r}, and this model takes tokens alone")
+                raise ValueError(f"{what} has a chunk of type {chunk.type[:40]!r}, but only tokens are supported")
             ids += chunk.tokens
         if not ids:
             raise ValueError(f"{what} is empty")
@@ -48,26 +48,26 @@ class ModelInputJson(msgspec.Struct, frozen=True):
 
 
 class DatumJson(msgspec.Struct, frozen=True):
-    """One sequence and what its loss needs."""
+    """One sequence and the inputs of its loss."""
 
     model_input: ModelInputJson
     loss_fn_inputs: dict[str, TensorJson | list[float]] = {}
     routed_experts: msgspec.Raw | None = None
 
-    def datum(self, index: int, vocab_size: int | None, room: Room) -> Datum:
-        """Checked; ValueError names the datum."""
+    def datum(self, index: int, vocab_size: int | None, budget: ByteBudget) -> Datum:
+        """The datum, validated; ValueError names it by its index."""
         if self.routed_experts is not None and bytes(self.routed_experts) != b"null":
             raise ValueError(_REPLAY)
         arrays: dict[str, Array] = {}
         for name, given in self.loss_fn_inputs.items():
             dtype = "int64" if name == "target_tokens" else "float32"
             tensor = given if isinstance(given, TensorJson) else TensorJson(given, dtype)
-            arrays[name] = array_of_json(tensor, room, f"data[{index}].loss_fn_inputs[{name!r}]")
+            arrays[name] = array_of_json(tensor, budget, f"data[{index}].loss_fn_inputs[{name!r}]")
         return _datum(index, self.model_input.tokens(vocab_size, f"data[{index}].model_input"), arrays, vocab_size)
 
 
 class ForwardJson(msgspec.Struct, frozen=True):
-    """The data of one call and its loss; loss_fn_params and loss_fn_config are two names of one thing."""
+    """The data and the loss of one call; loss_fn_params and loss_fn_config are synonyms."""
 
     data: list[DatumJson]
     loss_fn: str = "causallm_loss"
@@ -78,28 +78,28 @@ class ForwardJson(msgspec.Struct, frozen=True):
 
 
 class ForwardBody(msgspec.Struct, frozen=True):
-    """Of /forward and /forward_backward; each client names the input as the path."""
+    """The body of /forward and /forward_backward; the field with the input is named after the path."""
 
     model_id: str = "default"
     seq_id: SeqId | None = None
     forward_backward_input: ForwardJson | None = None
     forward_input: ForwardJson | None = None
 
-    def operation(self, *, forward_only: bool, vocab_size: int | None, room: Room) -> ForwardBackward:
-        """Checked; ValueError says what is wrong."""
+    def operation(self, *, forward_only: bool, vocab_size: int | None, budget: ByteBudget) -> ForwardBackward:
+        """The operation, validated; raises ValueError."""
         given = self.forward_backward_input or self.forward_input
         if given is None:
-            raise ValueError("the body has forward_backward_input, or forward_input for /forward")
+            raise ValueError("the body must have forward_backward_input, or forward_input for /forward")
         for replay in (given.routed_experts, given.routed_expert_logits):
             if replay is not None and bytes(replay) != b"null":
                 raise ValueError(_REPLAY)
-        data = [datum.datum(index, vocab_size, room) for index, datum in enumerate(given.data)]
+        data = [datum.datum(index, vocab_size, budget) for index, datum in enumerate(given.data)]
         options = given.loss_fn_params or given.loss_fn_config or {}
         return _forward_backward(self.model_id, data, given.loss_fn, options, forward_only)
 
 
 class AdamJson(msgspec.Struct, frozen=True):
-    """The step's numbers; the clients send all of them."""
+    """AdamW's parameters for one step; both clients send all of them."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -110,7 +110,7 @@ class AdamJson(msgspec.Struct, frozen=True):
 
 
 class OptimBody(msgspec.Struct, frozen=True):
-    """Of /optim_step."""
+    """The body of /optim_step."""
 
     model_id: str = "default"
     seq_id: SeqId | None = None
@@ -121,10 +121,10 @@ class OptimBody(msgspec.Struct, frozen=True):
     gradient_clip: float | None = None
 
     def operation(self) -> OptimStep:
-        """Checked; ValueError says what is wrong."""
+        """The operation, validated; raises ValueError."""
         if self.optimizer_params is not None:
             kind = str(self.optimizer_params.get("type"))[:40]
-            raise ValueError(f"optimizer_params of type {kind!r}: a step is AdamW's, send adam_params")
+            raise ValueError(f"optimizer_params of type {kind!r} are not supported: send adam_params")
         adam = self.adam_params or AdamJson()
         rates = [rate for rate in (self.learning_rate, self.lr) if rate is not None]
         clip = adam.grad_clip_norm if self.gradient_clip is None else max(self.gradient_clip, 0.0)
@@ -147,11 +147,11 @@ class OptimBody(msgspec.Struct, frozen=True):
         return step
 
 
-def parse_protobuf(body: bytes, vocab_size: int | None, room: Room) -> tuple[ForwardBackward, int]:
-    """The call of a protobuf body, and its seq_id; ValueError says what is wrong."""
-    # The fields of a message are those of the table in `protobuf`, which no type describes.
+def parse_protobuf(body: bytes, vocab_size: int | None, budget: ByteBudget) -> tuple[ForwardBackward, int]:
+    """The operation in a protobuf body and its seq_id, validated; raises ValueError."""
+    # The classes of messages are generated at run time, so their fields have no types.
     request: Any = protobuf.parse("ForwardBackwardRequest", body)
-    data = [_datum_of_protobuf(index, datum, vocab_size, room) for index, datum in enumerate(request.data)]
+    data = [_datum_of_protobuf(index, datum, vocab_size, budget) for index, datum in enumerate(request.data)]
     options: LossOptions = {option.key: option.value for option in request.loss_fn_config}
     for option in request.loss_fn_config_v2:
         options[option.key] = option.value.text if option.value.WhichOneof("value") == "text" else option.value.number
@@ -159,23 +159,23 @@ def parse_protobuf(body: bytes, vocab_size: int | None, room: Room) -> tuple[For
     return call, request.seq_id
 
 
-# A message of `protobuf`, whose fields no type describes.
-def _datum_of_protobuf(index: int, datum: Any, vocab_size: int | None, room: Room) -> Datum:  # noqa: ANN401
+# datum: a generated message, whose fields have no types.
+def _datum_of_protobuf(index: int, datum: Any, vocab_size: int | None, budget: ByteBudget) -> Datum:  # noqa: ANN401
     what = f"data[{index}].model_input"
-    pieces: list[bytes] = []
+    parts: list[bytes] = []
     for chunk in datum.model_input:
         kind = chunk.WhichOneof("chunk")
         if kind != "encoded_text":
-            raise ValueError(f"{what} has a chunk of type {kind!r}, and this model takes tokens alone")
+            raise ValueError(f"{what} has a chunk of type {kind!r}, but only tokens are supported")
         if len(chunk.encoded_text.tokens) % 4:
-            raise ValueError(f"{what} has a chunk whose bytes are no int32")
-        pieces.append(chunk.encoded_text.tokens)
-    tokens = tokens_array(np.frombuffer(b"".join(pieces), "<i4"), vocab_size, what)
+            raise ValueError(f"{what} has a chunk whose length in bytes is not a multiple of 4")
+        parts.append(chunk.encoded_text.tokens)
+    tokens = tokens_array(np.frombuffer(b"".join(parts), "<i4"), vocab_size, what)
     arrays: dict[str, Array] = {}
     for named in datum.loss_fn_inputs:
         tensor = named.value
         if tensor.dtype not in _DTYPE_NAMES:
-            raise ValueError(f"data[{index}].loss_fn_inputs[{named.key!r}]: there is no dtype {tensor.dtype}")
+            raise ValueError(f"data[{index}].loss_fn_inputs[{named.key!r}]: unknown dtype {tensor.dtype}")
         csr = tensor.sparse_csr if tensor.WhichOneof("encoding") == "sparse_csr" else None
         sparse = None if csr is None else (csr.values, csr.crow_indices, csr.col_indices)
         arrays[named.key] = array_of_bytes(
@@ -183,7 +183,7 @@ def _datum_of_protobuf(index: int, datum: Any, vocab_size: int | None, room: Roo
             list(tensor.shape),
             tensor.dense,
             sparse,
-            room,
+            budget,
             f"data[{index}].loss_fn_inputs[{named.key!r}]",
         )
     return _datum(index, tokens, arrays, vocab_size)
@@ -193,11 +193,11 @@ def _datum(index: int, tokens: Array, arrays: Mapping[str, Array], vocab_size: i
     targets = arrays.get("target_tokens")
     if targets is not None:
         if targets.dtype != "int64":
-            raise ValueError(f"data[{index}]: target_tokens are whole numbers, got {targets.dtype}")
+            raise ValueError(f"data[{index}]: target_tokens must be integers, got {targets.dtype}")
         ids = targets.numpy()
         limit = vocab_size or 2**31
         if ids.size and not (ids.min() >= -100 and ids.max() < limit):
-            raise ValueError(f"data[{index}]: target_tokens are 0 to {limit - 1}, or -100 where nothing is trained")
+            raise ValueError(f"data[{index}]: target_tokens must be 0 to {limit - 1}, or -100 for no target")
     floats = {name: array for name, array in arrays.items() if name != "target_tokens"}
     for name, array in floats.items():
         if array.dtype == "int64":
@@ -212,7 +212,7 @@ def _forward_backward(
     model_id: str, data: list[Datum], loss_fn: str, options: LossOptions, forward_only: bool
 ) -> ForwardBackward:
     if not data:
-        raise ValueError("data has no datum")
+        raise ValueError("data is empty")
     for name, value in options.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"loss option {name!r} must be finite, got {value}")

@@ -1,4 +1,4 @@
-"""Inference endpoints: registered, listed, removed, and sent weights to."""
+"""Routes for inference endpoints: register, list, remove, and send weights."""
 
 from __future__ import annotations
 
@@ -32,48 +32,48 @@ from xorl.server.queries import (
 
 router = APIRouter()
 
-# How one client calls its model unless it is told.
+# The model id that xorl-client uses by default.
 _DEFAULT = "default"
 
 _SYNC_S = 1750.0
-# The one form of quantised weights that SGLang takes from a trainer; keys and values are Hugging Face's.
+# The only quantized format that SGLang accepts from a trainer; keys and values as in Hugging Face's configuration.
 _BLOCK_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-# What one client calls ways to send; all of them are a broadcast to a group here.
+# xorl-client's names for transfer methods; here they all mean a broadcast to a group.
 _METHODS = ("nccl_broadcast", "nccl", "nccl_ep_scatter")
 
 
 @router.post("/add_inference_endpoint")
 async def add_endpoint(request: Request) -> Response:
-    """Register one that answers."""
+    """Register an endpoint and, if `sync_weights`, send it the model's weights."""
     api = api_of(request)
     given = await api.bodies.parse(request, EndpointBody)
     _check(given)
-    wanted = AddEndpoint(
+    query = AddEndpoint(
         Endpoint(given.host, given.port, given.world_size, given.sync_weights),
         group_name=given.group_name,
         master_address=given.master_address or "",
         master_port=given.master_port,
         buffer_size_mb=given.buffer_size_mb,
     )
-    added = await api.orchestrator.ask(wanted, EndpointState)
+    added = await api.orchestrator.ask(query, EndpointState)
     is_healthy = added.state == "healthy"
-    synced, said = False, "weights are sent by sync_inference_weights"
+    synced, sync_message = False, "call sync_inference_weights to send weights"
     if given.sync_weights and is_healthy:
-        synced, said = await _send_to(api, added.endpoint, given)
+        synced, sync_message = await _send_to(api, added.endpoint, given)
     return json_response(
         {
             "success": is_healthy,
-            "message": added.message or f"{given.host}:{given.port} is added",
+            "message": added.message or f"{given.host}:{given.port} was added",
             "endpoint": _endpoint_json(added),
             "weights_synced": synced,
-            "sync_message": said,
+            "sync_message": sync_message,
         }
     )
 
 
 @router.get("/list_inference_endpoints")
 async def list_endpoints(request: Request) -> Response:
-    """Those that are registered."""
+    """List the registered endpoints."""
     listed = await api_of(request).orchestrator.ask(ListEndpoints(), Endpoints)
     states: list[JSON] = [_endpoint_json(state) for state in listed.endpoints]
     return json_response({"endpoints": states, "count": len(states)})
@@ -81,20 +81,20 @@ async def list_endpoints(request: Request) -> Response:
 
 @router.post("/remove_inference_endpoint")
 async def remove_endpoint(request: Request) -> Response:
-    """Use one no more."""
+    """Remove an endpoint."""
     api = api_of(request)
     given = await api.bodies.parse(request, EndpointBody)
     await api.orchestrator.ask(RemoveEndpoint(given.host, given.port), Ok)
-    return json_response({"success": True, "message": f"{given.host}:{given.port} is removed"})
+    return json_response({"success": True, "message": f"{given.host}:{given.port} was removed"})
 
 
 @router.post("/connect_inference_endpoint")
 async def connect_endpoints(request: Request) -> Response:
-    """Ask all how they are, and use those that answer."""
+    """Probe all endpoints and use those that answer."""
     api = api_of(request)
     given = await api.bodies.parse(request, ConnectBody)
-    wanted = ConnectEndpoints(given.master_address or "", given.master_port, given.group_name)
-    listed = await api.orchestrator.ask(wanted, Endpoints)
+    query = ConnectEndpoints(given.master_address or "", given.master_port, given.group_name)
+    listed = await api.orchestrator.ask(query, Endpoints)
     healthy: list[JSON] = [_endpoint_json(state) for state in listed.endpoints if state.state == "healthy"]
     message = f"{len(healthy)} of {len(listed.endpoints)} endpoints answer"
     return json_response({"success": bool(healthy), "message": message, "connected_endpoints": healthy})
@@ -102,31 +102,31 @@ async def connect_endpoints(request: Request) -> Response:
 
 @router.post("/disconnect_inference_endpoint")
 async def disconnect_endpoints(request: Request) -> Response:
-    """Use none until they are connected again."""
+    """Stop using all endpoints until they are connected again."""
     api = api_of(request)
     await api.bodies.read(request)
     listed = await api.orchestrator.ask(DisconnectEndpoints(), Endpoints)
-    return json_response({"success": True, "message": f"{len(listed.endpoints)} endpoints are not used any more"})
+    return json_response({"success": True, "message": f"{len(listed.endpoints)} endpoints are disconnected"})
 
 
 @router.post("/sync_inference_weights")
 @router.post("/api/v1/sync_inference_weights")
 async def sync_weights(request: Request) -> Response:
-    """Send weights; answered when they are there, or not."""
+    """Send weights to the endpoints; answered when the transfer has succeeded or failed."""
     api = api_of(request)
     given = await api.bodies.parse(request, SyncBody)
     if given.sync_method is not None and given.sync_method not in _METHODS:
-        raise Refusal(400, f"sync_method is one of {', '.join(_METHODS)}, got {given.sync_method[:40]!r}")
+        raise Refusal(400, f"sync_method must be one of {', '.join(_METHODS)}, got {given.sync_method[:40]!r}")
     if given.pools is not None:
-        raise Refusal(400, "pools: every endpoint that takes weights is sent to, leave it out")
+        raise Refusal(400, "pools are not supported, weights are sent to all endpoints that accept them: leave it out")
     _check_transfer(given)
     quantization = _quantization(given.quantization)
     flush = given.flush_cache
     if flush is None:
-        # What in_place keeps are the very keys and values that a flush would drop.
+        # in_place continues running requests, which need the cached keys and values that a flush would drop.
         flush = {"auto": given.pause_mode != "in_place", "flush": True, "none": False}[given.cache_invalidation_mode]
     try:
-        wanted = SyncWeights(
+        operation = SyncWeights(
             await _model_id(api, given.model_id),
             master_address=given.master_address or "",
             master_port=given.master_port,
@@ -139,27 +139,27 @@ async def sync_weights(request: Request) -> Response:
         )
     except ValueError as problem:
         raise Refusal(400, str(problem)) from None
-    result = await api.orchestrator.result(await api.orchestrator.submit(wanted, "xorl"), _SYNC_S)
+    result = await api.orchestrator.result(await api.orchestrator.submit(operation, "xorl"), _SYNC_S)
     if not isinstance(result, SyncResult):
-        raise Refusal(500, "a sync was answered with something else")
+        raise Refusal(500, f"the orchestrator answered a sync with {type(result).__name__}")
     return json_response(sync_json(result))
 
 
 @router.post("/api/v1/set_sync_quantization")
 async def set_sync_quantization(request: Request) -> Response:
-    """Send weights in this form from now on."""
+    """Set the quantization of weights that are sent from now on."""
     api = api_of(request)
     given = await api.bodies.parse(request, QuantizationBody)
     chosen = _quantization(given.quantization)
     await api.orchestrator.ask(SetSyncQuantization(chosen), Ok)
-    message = "weights are sent as the model computes with them" if chosen is None else "weights are sent in block fp8"
+    message = "weights are sent in the model's dtype" if chosen is None else "weights are sent in block fp8"
     return json_response({"quantization": given.quantization, "message": message})
 
 
 async def _send_to(api: Api, endpoint: Endpoint, given: EndpointBody) -> tuple[bool, str]:
-    """Whether an endpoint that was just added has the model's weights now, and what there is to say of it."""
+    """Send the model's weights to an endpoint that was just added; returns whether it worked, and a message."""
     try:
-        wanted = SyncWeights(
+        operation = SyncWeights(
             await _model_id(api, given.model_id),
             endpoints=(endpoint,),
             master_address=given.master_address or "",
@@ -167,59 +167,59 @@ async def _send_to(api: Api, endpoint: Endpoint, given: EndpointBody) -> tuple[b
             group_name=given.group_name,
             buffer_size_mb=given.buffer_size_mb,
         )
-        result = await api.orchestrator.result(await api.orchestrator.submit(wanted, "xorl"), _SYNC_S)
+        result = await api.orchestrator.result(await api.orchestrator.submit(operation, "xorl"), _SYNC_S)
     except (Refusal, ValueError) as problem:
-        return False, f"added, but it holds what it was started with: {problem}"
-    assert isinstance(result, SyncResult), "the result of its operation"
+        return False, f"the endpoint was added, but the model's weights could not be sent: {problem}"
+    assert isinstance(result, SyncResult), "the result of a SyncWeights"
     return result.success, result.message
 
 
 async def _model_id(api: Api, given: str | None) -> str:
-    """The model whose weights are meant; where that is not said, the one called default, or the only one there is."""
+    """The model whose weights to send. Without an id: the model named default, or the only model."""
     if given is not None:
         return check_model_id(given)
     status = await api.orchestrator.ask(GetStatus(), Status)
-    there = sorted({model_id for session in status.sessions for model_id in session.models})
-    if _DEFAULT in there:
+    model_ids = sorted({model_id for session in status.sessions for model_id in session.models})
+    if _DEFAULT in model_ids:
         return _DEFAULT
-    if not there:
+    if not model_ids:
         raise Refusal(404, "there is no model to send; create one first")
-    if len(there) > 1:
-        raise Refusal(400, f"say whose weights with model_id, one of {', '.join(there[:8])}")
-    return there[0]
+    if len(model_ids) > 1:
+        raise Refusal(400, f"there are several models: set model_id to one of {', '.join(model_ids[:8])}")
+    return model_ids[0]
 
 
 def _quantization(config: dict[str, Any] | None) -> BlockFp8 | None:
-    """What a `quantization_config` says, in so far as weights are sent that way; refused otherwise."""
+    """The quantization that a `quantization_config` describes; refused unless it is block fp8."""
     if config is None:
         return None
-    said = {key: value for key, value in config.items() if value is not None}
-    for key, known in _BLOCK_FP8.items():
-        if said.pop(key, known) != known:
-            raise Refusal(400, f"quantization: {key} can be {json.dumps(known)} alone, got {json.dumps(config[key])}")
+    remaining = {key: value for key, value in config.items() if value is not None}
+    for key, supported in _BLOCK_FP8.items():
+        if remaining.pop(key, supported) != supported:
+            raise Refusal(400, f"quantization: {key} must be {json.dumps(supported)}, got {json.dumps(config[key])}")
     exclude: list[str] = []
-    for key in ("modules_to_not_convert", "ignored_layers"):  # by either name
-        names = said.pop(key, [])
+    for key in ("modules_to_not_convert", "ignored_layers"):  # synonyms
+        names = remaining.pop(key, [])
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise Refusal(400, f"quantization: {key} must be a list of names, got {json.dumps(names)}")
         exclude += names
-    if said:
-        raise Refusal(400, f"quantization: nothing is known of {', '.join(sorted(said))}: leave it out")
+    if remaining:
+        raise Refusal(400, f"quantization: unknown {', '.join(sorted(remaining))}: leave it out")
     return BlockFp8(tuple(exclude))
 
 
 def _check(given: EndpointBody) -> None:
     if not 1 <= given.port <= 65535 or not given.host:
-        raise Refusal(400, f"an endpoint has a host and a port of 1 to 65535, got {given.host[:100]!r}:{given.port}")
+        raise Refusal(400, f"an endpoint needs a host and a port of 1 to 65535, got {given.host[:100]!r}:{given.port}")
     if given.world_size < 1:
         raise Refusal(400, f"world_size must be 1 or more, got {given.world_size}")
     if given.pool != "default" or given.receiver_kv_cache_dtype is not None:
-        raise Refusal(400, "pool and receiver_kv_cache_dtype are not built, leave them out")
+        raise Refusal(400, "pool and receiver_kv_cache_dtype are not supported, leave them out")
     _check_transfer(given)
 
 
 def _check_transfer(given: EndpointBody | SyncBody) -> None:
-    """What a sync would fail at, and one after a step long after the call that said it."""
+    """Validate the options of a transfer now; a sync after a step would only fail long after this call."""
     if given.buffer_size_mb < 1:
         raise Refusal(400, f"buffer_size_mb must be 1 or more, got {given.buffer_size_mb}")
     if not 0 <= given.master_port <= 65535:

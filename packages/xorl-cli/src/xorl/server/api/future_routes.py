@@ -1,4 +1,4 @@
-"""Results, polled for: a poll waits for up to the settings' poll_s, and says in which place a request waits."""
+"""Routes for polling results. A poll waits for up to `ApiSettings.poll_s` and reports the position in the queue."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from xorl.server.operations import LossResult, SampleResult
 
 router = APIRouter(prefix="/api/v1")
 
-# Results of fewer are written faster than a thread takes them; others would hold up everybody's calls.
+# Results with more datums are encoded in a thread, so that they do not block other requests.
 _THREAD_DATUMS = 64
 
 
 @router.post("/retrieve_future")
 async def retrieve_future(request: Request) -> Response:
-    """A result in the form that the client takes, or that it should ask again."""
+    """Return a result in the client's format, or ask the client to poll again."""
     api = api_of(request)
     given = await api.bodies.parse(request, FutureBody)
     answer = await api.orchestrator.poll(given.request_id, api.settings.poll_s)
@@ -37,15 +37,15 @@ async def retrieve_future(request: Request) -> Response:
         return _finished(request, answer)
     if isinstance(answer, Unknown):
         if answer.was_known:
-            raise Refusal(410, f"the result of {given.request_id[:100]} is not kept any more: send the request again")
+            raise Refusal(410, f"the result of {given.request_id[:100]} has expired: send the request again")
         raise Refusal(404, f"there is no request {given.request_id[:100]}")
-    # One client asks again at once after 408, the other writes an error to its log and takes this in its stead.
+    # tinker polls again after 408; xorl-client would log that as an error, so it gets 200.
     return json_response(_try_again(answer), 408 if dialect_of(request) == "tinker" else 200)
 
 
 @router.post("/cancel_future")
 async def cancel_future(request: Request) -> Response:
-    """End a sample that nobody waits for any more; whatever else it is runs on."""
+    """Cancel a sample; other operations are not affected."""
     api = api_of(request)
     given = await api.bodies.parse(request, FutureBody)
     await api.orchestrator.ask(Cancel(given.request_id), Ok)
@@ -62,7 +62,7 @@ def _finished(request: Request, answer: Finished) -> Response:
 def _try_again(pending: Pending) -> JSON:
     reason = pending.reason
     if reason is None and pending.position is not None:
-        reason = f"{pending.position} requests are before this one"
+        reason = f"{pending.position} requests are ahead of this one"
     return {
         "type": "try_again",
         "request_id": pending.request_id,

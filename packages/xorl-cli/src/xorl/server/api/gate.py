@@ -1,4 +1,4 @@
-"""The gate before all routes: who may come in, how much may be sent, and what is counted of it."""
+"""The gate in front of all routes: authentication, limits of bodies, and metrics."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from xorl.server.api.settings import ApiSettings
 
 Body = TypeVar("Body")
 
-# They tell nothing but whether the service is up, to load balancers that have no token; the page asks for one.
+# Paths that need no token: health checks of load balancers, and the status page, which asks for the token itself.
 _OPEN_PATHS = frozenset({"/", "/health", "/api/v1/healthz"})
-# These are URLs with a signature, which their route checks.
+# Signed URLs, whose routes check the signature.
 _SIGNED_PATHS = "/files/"
 _MAX_TOKEN_BYTES = 4096
+# How much of a body is kept to find the seq_id of a refused request.
 HEAD_BYTES = 4096
-# For calls without datums. Numbers of JSON take several times its bytes, and are read while others wait.
+# The limit of bodies without datums. Decoded JSON takes several times its size in memory, and decoding blocks the loop.
 SMALL_BYTES = 2**23
 _LATENCIES_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0)
 
 
-class Measures:
-    """What the API process counts of itself, for Prometheus."""
+class ApiMetrics:
+    """The API process's metrics for Prometheus."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -51,24 +52,24 @@ class Measures:
 
 
 class Gate:
-    """Lets requests with the token through and counts what becomes of them.
+    """ASGI middleware that authenticates requests and counts them.
 
-    Without a token only this machine connects, and there the danger is a page in a browser that posts to it: requests
-    from another origin, or to another name of this machine, are refused.
+    Without a token, only this machine can connect, but web pages in its browser could send requests. Requests from
+    another origin, or addressed to another host name, are therefore refused.
     """
 
-    def __init__(self, app: ASGIApp, settings: ApiSettings, measures: Measures) -> None:
+    def __init__(self, app: ASGIApp, settings: ApiSettings, metrics: ApiMetrics) -> None:
         self._app = app
         self._token = None if settings.token is None else settings.token.encode()
         self._host = settings.host
-        self._measures = measures
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One connection's request, or the server's own start and end."""
+        """Handle a request, or the server's lifespan events."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        begun = time.perf_counter()
+        start = time.perf_counter()
         status = 500
         is_answered = False
 
@@ -78,35 +79,35 @@ class Gate:
                 status, is_answered = message["status"], True
             await send(message)
 
-        self._measures.open.inc()
+        self._metrics.open.inc()
         try:
             refusal = self._refusal(Request(scope))
             if refusal is not None:
-                self._measures.refused.inc()
+                self._metrics.refused.inc()
                 await refusal.response()(scope, receive, observe)
             else:
                 await self._app(scope, receive, observe)
         except asyncio.CancelledError:
-            # The process ends, and what is open with it; to a 500, some clients do not come back.
+            # The process is stopping. Answer with 503, since some clients do not retry after a 500.
             if is_answered:
                 raise
-            await Refusal(503, "the service is being stopped: send this again").response()(scope, receive, observe)
+            await Refusal(503, "the service is stopping: retry the request").response()(scope, receive, observe)
         finally:
-            self._measures.open.dec()
-            # The template of the path, since ids in it would make a new row each.
+            self._metrics.open.dec()
+            # Label with the path's template, since each id in a path would create a new time series.
             path = getattr(scope.get("route"), "path", "other")
-            self._measures.requests.labels(path, status).inc()
-            self._measures.seconds.labels(path).observe(time.perf_counter() - begun)
+            self._metrics.requests.labels(path, status).inc()
+            self._metrics.seconds.labels(path).observe(time.perf_counter() - start)
 
     def _refusal(self, request: Request) -> Refusal | None:
         if self._token is None:
             origin, host = request.headers.get("origin"), request.headers.get("host", "")
             if origin is not None and origin.partition("://")[2] != host:
-                return Refusal(403, "this service has no token and takes no requests from other web pages")
-            # A page can have its own name resolve to this machine, and is then of this very origin.
+                return Refusal(403, "this service has no token and refuses requests from other web pages")
+            # DNS rebinding: a page's own host name may resolve to this machine, which makes the origins equal.
             if not _is_this_machine(host, self._host):
-                wanted = "as localhost or by a number, or start it with api_token"
-                return Refusal(403, f"this service has no token and is called {host[:100]!r}: reach it {wanted}")
+                advice = "connect to localhost or an IP address, or start the service with api_token"
+                return Refusal(403, f"this service has no token and refuses the host name {host[:100]!r}: {advice}")
             return None
         if request.url.path in _OPEN_PATHS or request.url.path.startswith(_SIGNED_PATHS):
             return None
@@ -114,17 +115,17 @@ class Gate:
         given = request.headers.get("x-api-key") or bearer.removeprefix("Bearer ")
         if given and len(given) <= _MAX_TOKEN_BYTES and hmac.compare_digest(given.encode(), self._token):
             return None
-        said = "is missing" if not given else "is wrong"
-        return Refusal(401, f"the API token {said}: send it as X-API-Key or as Authorization: Bearer")
+        problem = "is missing" if not given else "is wrong"
+        return Refusal(401, f"the API token {problem}: send it as X-API-Key or as Authorization: Bearer")
 
 
-def _is_this_machine(host: str, own: str) -> bool:
-    """Whether a Host header is a name that no one else can give: of the loopback, an address, or what was bound."""
+def _is_this_machine(host: str, bound_host: str) -> bool:
+    """Whether a Host header cannot be another site's name: it is localhost, an IP address, or the bound host."""
     try:
         name = urlsplit(f"//{host}").hostname or "localhost"
     except ValueError:
         return False
-    if name in ("localhost", own.lower()) or name.endswith(".localhost"):
+    if name in ("localhost", bound_host.lower()) or name.endswith(".localhost"):
         return True
     try:
         ip_address(name)
@@ -133,49 +134,50 @@ def _is_this_machine(host: str, own: str) -> bool:
     return True
 
 
-class Bodies:
+class BodyReader:
     """Reads bodies within the settings' limits."""
 
-    def __init__(self, settings: ApiSettings, measures: Measures) -> None:
+    def __init__(self, settings: ApiSettings, metrics: ApiMetrics) -> None:
         self._limit = settings.body_bytes
         self._in_flight_limit = settings.bytes_in_flight
         self._in_flight = 0
-        self._measures = measures
+        self._metrics = metrics
 
     async def read(self, request: Request, at_most: int | None = None) -> bytes:
-        """The body, decompressed, of at most so many bytes; None is the settings' limit.
+        """The decompressed body, of at most `at_most` bytes (None: the settings' limit).
 
-        Its begin stays in request.state.head, as it came, also where it is refused.
+        Also stores the raw beginning of the body in request.state.head, even if the body is refused.
 
-        Raises Refusal: 413 too long, 415 compressed in another way than zstd, 400 no zstd, 429 too much at once.
+        Raises Refusal: 413 if it is too long, 415 for a compression other than zstd, 400 for invalid zstd, 429 if too
+        many bytes are being read at once.
         """
         limit = self._limit if at_most is None else min(at_most, self._limit)
         request.state.head = b""
         announced = _announced_length(request)
         encoding = request.headers.get("content-encoding", "identity")
         if encoding not in ("identity", "zstd"):
-            raise Refusal(415, f"content-encoding is zstd or none, got {encoding[:40]!r}")
+            raise Refusal(415, f"content-encoding must be zstd or identity, got {encoding[:40]!r}")
         taken = 0
-        pieces: list[bytes] = []
+        chunks: list[bytes] = []
         try:
-            async for piece in request.stream():
-                taken += len(piece)
-                self._in_flight += len(piece)
+            async for chunk in request.stream():
+                taken += len(chunk)
+                self._in_flight += len(chunk)
                 if len(request.state.head) < HEAD_BYTES:
-                    request.state.head += piece[:HEAD_BYTES]
+                    request.state.head += chunk[:HEAD_BYTES]
                 if max(taken, announced) > limit:
                     raise _too_long(limit)
                 if self._in_flight > self._in_flight_limit:
-                    raise Refusal(429, "too many bytes of requests are being read at once: try again")
-                pieces.append(piece)
-            body = b"".join(pieces)
+                    raise Refusal(429, "too many bytes of requests are being read at once: retry later")
+                chunks.append(chunk)
+            body = b"".join(chunks)
             return _decompressed(body, limit) if encoding == "zstd" else body
         finally:
             self._in_flight -= taken
-            self._measures.body_bytes.inc(taken)
+            self._metrics.body_bytes.inc(taken)
 
     async def parse(self, request: Request, kind: type[Body]) -> Body:
-        """A short JSON body of that kind, whose unknown fields are passed over; Refusal(400) names what is wrong."""
+        """Decode a short JSON body, ignoring unknown fields. Raises Refusal(400) if it is invalid."""
         return decode(await self.read(request, SMALL_BYTES), kind)
 
 
@@ -183,35 +185,35 @@ def _decompressed(body: bytes, limit: int) -> bytes:
     try:
         plain = decompress(body, limit + 1)
     except zstandard.ZstdError as problem:
-        raise Refusal(400, f"the body is not zstd: {problem}") from None
+        raise Refusal(400, f"the body is not valid zstd: {problem}") from None
     if len(plain) > limit:
         raise _too_long(limit)
     return plain
 
 
 def _too_long(limit: int) -> Refusal:
-    return Refusal(413, f"a body of this call has at most {limit} bytes: send less at once")
+    return Refusal(413, f"the body of this call must have at most {limit} bytes: split the request")
 
 
 def decompress(body: bytes, at_most: int) -> bytes:
-    """What zstd holds, or the first at_most bytes of it; ZstdError for what is no zstd."""
+    """Decompress at most the first `at_most` bytes. Raises ZstdError if the body is not valid zstd."""
     reader = zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(body)
-    pieces: list[bytes] = []
-    while at_most > 0 and (piece := reader.read(at_most)):
-        pieces.append(piece)
-        at_most -= len(piece)
-    return b"".join(pieces)
+    chunks: list[bytes] = []
+    while at_most > 0 and (chunk := reader.read(at_most)):
+        chunks.append(chunk)
+        at_most -= len(chunk)
+    return b"".join(chunks)
 
 
 def _announced_length(request: Request) -> int:
     announced = request.headers.get("content-length", "0")
     if not announced.isdecimal():
-        raise Refusal(400, "content-length is no number")
+        raise Refusal(400, "content-length is not a number")
     return int(announced)
 
 
 def decode(body: bytes, kind: type[Body]) -> Body:
-    """JSON as that kind; an empty body is an empty object. Refusal(400) names what is wrong."""
+    """Decode JSON as `kind`; an empty body counts as {}. Raises Refusal(400) if it is invalid."""
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as problem:

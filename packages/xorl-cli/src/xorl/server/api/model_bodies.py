@@ -1,4 +1,4 @@
-"""Bodies that make, save, load and end models, as operations."""
+"""Bodies of calls that create, save, load and unload models, and their conversion to operations."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from xorl.server.operations import (
 )
 
 MAX_METADATA_BYTES = 16384
-# A hundred years; what is kept longer is kept for ever.
+# A hundred years. For longer, leave the TTL out.
 MAX_TTL_S = 100 * 365 * 24 * 3600.0
 
 
 class LoraJson(msgspec.Struct, frozen=True):
-    """What a client asks of its adapter."""
+    """The configuration of an adapter. Each client has its own names for rank and alpha."""
 
     rank: int | None = None
     lora_rank: int | None = None
@@ -46,9 +46,9 @@ class LoraJson(msgspec.Struct, frozen=True):
     target_modules: list[str] | None = None
 
     def spec(self) -> LoraSpec:
-        """Checked; ValueError says what is wrong."""
+        """The spec, validated; raises ValueError."""
         if self.dropout:
-            raise ValueError(f"lora_config.dropout must be 0, dropout of adapters is not built; got {self.dropout}")
+            raise ValueError(f"lora_config.dropout must be 0, dropout is not supported; got {self.dropout}")
         rank = self.lora_rank if self.rank is None else self.rank
         if rank is not None and not 0 <= rank <= 2**16:
             raise ValueError(f"lora_config.rank must be 0 (full weights) or more, got {rank}")
@@ -64,14 +64,14 @@ class LoraJson(msgspec.Struct, frozen=True):
 
 
 class OptimizerJson(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which optimizer; its numbers come with each step, so others here would be for nothing."""
+    """The optimizer's type. Its parameters come with each step, so other fields are rejected here."""
 
     type: str = "adamw"
     version: int | None = None
 
 
 class CreateModelBody(msgspec.Struct, frozen=True):
-    """Of /create_model: one client names its session and a number in it, the other the model."""
+    """The body of /create_model. tinker sends a session and a number in it, xorl-client the id of the model."""
 
     base_model: str
     session_id: str | None = None
@@ -82,7 +82,7 @@ class CreateModelBody(msgspec.Struct, frozen=True):
     user_metadata: dict[str, Any] | None = None
 
     def operation(self) -> CreateModel:
-        """Checked; ValueError says what is wrong."""
+        """The operation, validated; raises ValueError."""
         check_optimizer(self.optimizer_config)
         return CreateModel(
             new_model_id(self.session_id, self.model_seq_id, self.model_id),
@@ -93,7 +93,7 @@ class CreateModelBody(msgspec.Struct, frozen=True):
 
 
 class LoadWeightsBody(msgspec.Struct, frozen=True):
-    """Of /load_weights: into a model, or where there is none, to make one of the checkpoint."""
+    """The body of /load_weights: loads into a model, or with model_seq_id creates a model from the checkpoint."""
 
     path: str
     optimizer: bool = True
@@ -107,10 +107,12 @@ class LoadWeightsBody(msgspec.Struct, frozen=True):
     weights_access_token: str | None = None
 
     def operation(self) -> CreateModel | LoadWeights:
-        """Checked; ValueError says what is wrong."""
+        """The operation, validated; raises ValueError."""
         check_optimizer(self.optimizer_config)
         if self.weights_access_token is not None:
-            raise ValueError("weights_access_token: all checkpoints here are the service's own, leave it out")
+            raise ValueError(
+                "weights_access_token is not supported, checkpoints are shared by all clients: leave it out"
+            )
         checkpoint = checkpoint_of(self.path, self.model_id)
         if self.model_seq_id is None:
             return LoadWeights(check_model_id(self.model_id or "default"), checkpoint, self.optimizer)
@@ -124,7 +126,7 @@ class LoadWeightsBody(msgspec.Struct, frozen=True):
 
 
 class SaveWeightsBody(msgspec.Struct, frozen=True):
-    """Of /save_weights; path is a name."""
+    """The body of /save_weights. path is the checkpoint's name."""
 
     model_id: str = "default"
     path: str | None = None
@@ -134,7 +136,7 @@ class SaveWeightsBody(msgspec.Struct, frozen=True):
     user_metadata: dict[str, Any] | None = None
 
     def operation(self) -> SaveWeights:
-        """Checked; ValueError says what is wrong."""
+        """The operation, validated; raises ValueError."""
         name = f"checkpoint-{self.seq_id or int(time.time())}" if self.path is None else self.path
         return SaveWeights(
             check_model_id(self.model_id),
@@ -146,7 +148,7 @@ class SaveWeightsBody(msgspec.Struct, frozen=True):
 
 
 class SaveForSamplerBody(msgspec.Struct, frozen=True):
-    """Of /save_weights_for_sampler; path and name are two names of one thing, without them it stays in memory."""
+    """The body of /save_weights_for_sampler. path and name are synonyms; without them, weights are kept in memory."""
 
     model_id: str = "default"
     path: str | None = None
@@ -158,14 +160,16 @@ class SaveForSamplerBody(msgspec.Struct, frozen=True):
     user_metadata: dict[str, Any] | None = None
 
     def operation(self) -> SaveWeightsForSampler:
-        """Checked; ValueError says what is wrong."""
+        """The operation, validated; raises ValueError."""
         if self.kind == "inflight":
-            raise ValueError("kind: inflight samplers, whose weights change under them, are not built; take snapshot")
+            raise ValueError(
+                "kind: inflight samplers, whose weights change while they run, are not supported: use snapshot"
+            )
         name = self.path if self.name is None else self.name
         sampler_id = None
         if name is None:
             if self.sampling_session_seq_id is None:
-                raise ValueError("give a name, or sampling_session_seq_id for a sampler in memory")
+                raise ValueError("name is missing: set it, or sampling_session_seq_id to keep the weights in memory")
             sampler_id = sampling_session_id_of(session_of(self.model_id), self.sampling_session_seq_id)
         return SaveWeightsForSampler(
             check_model_id(self.model_id),
@@ -177,7 +181,7 @@ class SaveForSamplerBody(msgspec.Struct, frozen=True):
 
 
 class SaveExternalBody(msgspec.Struct, frozen=True):
-    """Of /save_weights_external, and of /save_full_weights_safetensors, which `is_merged`."""
+    """The body of /save_weights_external, and of /save_full_weights_safetensors, which merges an adapter."""
 
     model_id: str = "default"
     path: str | None = None
@@ -189,14 +193,14 @@ class SaveExternalBody(msgspec.Struct, frozen=True):
     base_model_path: str | None = None
 
     def operation(self, *, is_merged: bool = False) -> SaveFullWeights:
-        """Checked; ValueError says what is wrong."""
+        """The operation, validated; raises ValueError."""
         if self.age_encryption_recipients:
-            raise ValueError("age_encryption_recipients: exports are not encrypted, leave it out")
+            raise ValueError("age_encryption_recipients: encryption of exports is not supported, leave it out")
         if self.base_model_path is not None:
-            raise ValueError("base_model_path: an adapter is merged into the base of this service, leave it out")
+            raise ValueError("base_model_path: adapters are merged into this service's base, leave it out")
         name = self.path if self.name is None else self.name
         if name is None:
-            raise ValueError("give a name")
+            raise ValueError("name is missing")
         return SaveFullWeights(
             check_model_id(self.model_id),
             check_name(name),
@@ -207,14 +211,14 @@ class SaveExternalBody(msgspec.Struct, frozen=True):
 
 
 def new_model_id(session_id: str | None, model_seq_id: int | None, model_id: str | None) -> str:
-    """Of a session and a number in it, or the client's own."""
+    """The id of a new model: made from a session and a number in it, or else the given id or `default`."""
     if session_id is not None and model_seq_id is not None:
         return check_model_id(model_id_of(session_id, model_seq_id))
     return check_model_id(model_id or "default")
 
 
 def checkpoint_of(path: str, model_id: str | None) -> CheckpointRef:
-    """A checkpoint by URI, or as one of the clients also writes it: KIND/MODEL/NAME, KIND/NAME or NAME."""
+    """Parse a checkpoint's URI, or xorl-client's short forms: KIND/MODEL/NAME, KIND/NAME or NAME."""
     if "://" in path:
         return parse_uri(path)
     parts = path.split("/")
@@ -223,12 +227,12 @@ def checkpoint_of(path: str, model_id: str | None) -> CheckpointRef:
     if len(parts) == 2:
         parts = [parts[0], model_id or "default", parts[1]]
     if len(parts) != 3:
-        raise ValueError(f"a checkpoint is a URI, KIND/MODEL/NAME, KIND/NAME or NAME; got {path[:300]!r}")
+        raise ValueError(f"a checkpoint must be a URI, KIND/MODEL/NAME, KIND/NAME or NAME; got {path[:300]!r}")
     return parse_uri(f"xorl://{parts[1]}/{parts[0]}/{parts[2]}")
 
 
 def metadata(given: dict[str, Any] | None) -> dict[str, str]:
-    """A client's notes as text; ValueError where they are too long."""
+    """A client's metadata with all values as text. Raises ValueError if it is too long."""
     notes = {key: value if isinstance(value, str) else str(value) for key, value in (given or {}).items()}
     if sum(len(key) + len(value) for key, value in notes.items()) > MAX_METADATA_BYTES:
         raise ValueError(f"user_metadata has more than {MAX_METADATA_BYTES} characters")
@@ -236,15 +240,17 @@ def metadata(given: dict[str, Any] | None) -> dict[str, str]:
 
 
 def ttl(seconds: float | None) -> float | None:
-    """Checked."""
+    """The time to live, validated; raises ValueError. None: never expires."""
     if seconds is not None and not 0 < seconds <= MAX_TTL_S:
         raise ValueError(
-            f"ttl_seconds must be above 0 and at most {MAX_TTL_S:.0f}, or left out for ever; got {seconds:g}"
+            f"ttl_seconds must be above 0 and at most {MAX_TTL_S:.0f}, or left out to keep it forever; got {seconds:g}"
         )
     return seconds
 
 
 def check_optimizer(config: OptimizerJson) -> None:
-    """ValueError for an optimizer that clients' steps cannot drive."""
+    """Raise ValueError unless the optimizer is AdamW, whose parameters optim_step passes."""
     if config.type not in ("adamw", "adam"):
-        raise ValueError(f"optimizer_config.type must be adamw, whose numbers come with each step; got {config.type!r}")
+        raise ValueError(
+            f"optimizer_config.type must be adamw, whose parameters come with each step; got {config.type!r}"
+        )

@@ -1,7 +1,7 @@
-"""The binary messages of one of the clients: their layout as a table, from which the classes are made.
+"""tinker's protobuf messages: a table of their layout, from which the message classes are generated.
 
-A field is (name, number, type, oneof or ""); a type with a + is repeated. A map is what it is on the wire: repeated
-pairs. Enums are int32, which they are on the wire too.
+A field is (name, number, type, oneof or ""); a + after the type means repeated. As on the wire, maps are repeated
+pairs and enums are int32.
 """
 
 from __future__ import annotations
@@ -91,11 +91,11 @@ _LAYOUT: dict[str, tuple[tuple[str, int, str, str], ...]] = {
 }
 
 DTYPES = {"float32": 1, "int64": 2, "int32": 3, "bfloat16": 4}
-"""The numbers of dtypes."""
+"""The enum values of dtypes."""
 
 
 class MessageClass(Protocol):
-    """What is used of a message's class; its fields are those of the table."""
+    """A message's class, as far as it is used; its fields are in the table."""
 
     def __call__(self, **fields: object) -> Message: ...
 
@@ -124,14 +124,14 @@ def _classes() -> dict[str, MessageClass]:
 
 
 MESSAGES = _classes()
-"""The classes by name."""
+"""The message classes by name."""
 
 
 def parse(name: str, data: bytes) -> Message:
-    """A message of that name; ValueError where data holds none."""
+    """Parse a message of the type `name`. Raises ValueError if `data` is not one."""
     message = MESSAGES[name]()
     try:
         message.ParseFromString(data)
     except DecodeError as problem:
-        raise ValueError(f"the body is no {name} in protobuf: {problem}") from None
+        raise ValueError(f"the body is not a valid {name} in protobuf: {problem}") from None
     return message

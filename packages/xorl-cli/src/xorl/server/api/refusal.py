@@ -1,4 +1,4 @@
-"""Refusal: why a request is not taken, as both clients read it."""
+"""Refusal: an error response that both clients understand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from xorl.server.api.reply import json_response
 
 
 class Refusal(Exception):
-    """Answered with this HTTP status and message. 4xx but 408 and 429 are final, the others are tried again."""
+    """An HTTP error with a status and message. 4xx except 408 and 429, and 507, are final; clients retry others."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -17,11 +17,11 @@ class Refusal(Exception):
 
     @property
     def is_final(self) -> bool:
-        """Whether the client will not send the same again."""
+        """Whether clients must not retry the request."""
         return (400 <= self.status < 500 and self.status not in (408, 429)) or self.status == 507
 
     def response(self) -> Response:
-        """`detail` is what one client shows, the whole body what the other does."""
+        """The response. xorl-client shows its `detail`, tinker the whole body."""
         headers = {"x-should-retry": "false" if self.is_final else "true"}
         if self.status in (429, 503):
             headers["retry-after"] = "1"

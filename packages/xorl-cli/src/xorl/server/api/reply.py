@@ -1,4 +1,4 @@
-"""JSON answers. Numbers that are not finite are written as Python's own parser reads them."""
+"""JSON responses. Non-finite numbers are written as NaN and Infinity, which Python's JSON parser accepts."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON
 
 
 class Floats(list[float]):
-    """Many numbers, none of them as large as to overflow a sum; a list of anything is looked at one by one."""
+    """A long list of numbers whose sum cannot overflow, which makes the check for non-finite values fast."""
 
 
 _encode = msgspec.json.Encoder().encode
 
 
 def json_response(content: JSON, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """`content` as JSON, with NaN and Infinity where they are."""
-    # The fast encoder would write null, which is no number to a client.
+    """`content` as a JSON response; non-finite numbers become NaN and Infinity."""
+    # msgspec's encoder would write null, which clients reject as a number.
     body = _encode(content) if _is_finite(content) else json.dumps(content).encode()
     return Response(body, status, headers, media_type="application/json")
 
@@ -33,6 +33,6 @@ def _is_finite(content: JSON) -> bool:
     if isinstance(content, Mapping):
         return all(_is_finite(value) for value in content.values())
     if isinstance(content, Floats):
-        # A sum is not finite where one of its numbers is not, and takes no time.
+        # The sum is non-finite if any number is, and is much faster than a loop.
         return math.isfinite(sum(content))
     return not isinstance(content, list | tuple) or all(map(_is_finite, content))

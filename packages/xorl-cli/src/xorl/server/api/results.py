@@ -1,4 +1,4 @@
-"""Results as the clients read them: JSON of both dialects, and protobuf. D datums, T tokens, N places, K at each."""
+"""Results in the clients' formats: JSON in two dialects, and protobuf. N positions, K tokens at each."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from xorl.server.operations import (
     Unloaded,
 )
 
-# Loops of that client put these metrics beside numbers of their own, of which `step` is one.
+# Training loops with tinker log these metrics together with a `step` of their own.
 _TINKER_NAMES = {"step": "optimizer_step"}
 _STOP_REASONS = {"stop": 0, "length": 1}
 _SAVED_TYPES = {
@@ -40,7 +40,7 @@ _SAVED_TYPES = {
 
 
 def result_json(result: ClientResult, dialect: Dialect) -> JSON:
-    """The JSON of one result. Only that of a failure has `error`: both clients recognise failures by it."""
+    """The JSON of a result. Only failures have `error`, by which both clients recognize them."""
     match result:
         case Failure():
             return {"error": result.message, "category": result.category, "status": result.status}
@@ -49,7 +49,7 @@ def result_json(result: ClientResult, dialect: Dialect) -> JSON:
         case SampleResult():
             return sample_json(result)
         case ModelCreated():
-            # Without a type: a client that makes a model of a checkpoint expects another than one that makes a new one.
+            # Without `type`: clients expect different types for a new model and one created from a checkpoint.
             return {"model_id": result.model_id, "lora_rank": result.lora_rank, "is_lora": result.lora_rank is not None}
         case Unloaded():
             return {"type": "unload_model", "model_id": result.model_id}
@@ -70,7 +70,7 @@ def result_json(result: ClientResult, dialect: Dialect) -> JSON:
 
 
 def loss_json(result: LossResult) -> JSON:
-    """One dict of tensors per datum, in their order."""
+    """One dict of tensors per datum, in order."""
     num_datums = max((len(arrays) for arrays in result.fields.values()), default=0)
     return {
         "loss_fn_output_type": result.loss_fn_output_type,
@@ -83,7 +83,7 @@ def loss_json(result: LossResult) -> JSON:
 
 
 def strict_metrics(metrics: dict[str, float]) -> dict[str, float]:
-    """For a client that reads no NaN and no Infinity: in their place `{name}_not_finite` is 1."""
+    """Metrics for clients whose JSON parser rejects NaN and Infinity: those are replaced by `{name}_not_finite`: 1."""
     return {
         name if math.isfinite(value) else f"{name}_not_finite": value if math.isfinite(value) else 1.0
         for name, value in metrics.items()
@@ -91,19 +91,19 @@ def strict_metrics(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def likely_tokens(top: TopLogprobs) -> list[list[tuple[int, float]]]:
-    """(token, log-probability) of the cells of each position that have a token."""
+    """(token, log-probability) pairs of each position, without empty cells."""
     rows = zip(top.token_ids.numpy().tolist(), top.logprobs.numpy().tolist(), strict=True)
     return [[cell for cell in zip(*row, strict=True) if cell[1] != NO_LOGPROB] for row in rows]
 
 
 def tensor_json(array: Array) -> JSON:
-    """Values in one row, with their shape."""
+    """A tensor as flat values with dtype and shape."""
     dtype = "int64" if array.dtype in ("int32", "int64") else "float32"
     return {"data": Floats(array.numpy().reshape(-1).tolist()), "dtype": dtype, "shape": list(array.shape)}
 
 
 def sample_json(result: SampleResult) -> JSON:
-    """For clients that ask for no protobuf. The likeliest tokens of a place are pairs (id, log-probability)."""
+    """Samples for clients that do not accept protobuf. The most likely tokens are pairs (id, log-probability)."""
     prompt = None if result.prompt_logprobs is None else result.prompt_logprobs.numpy().tolist()
     top_prompt, targets = _top_pairs(result.topk_prompt_logprobs), _asked_targets(result)
     return {
@@ -125,7 +125,7 @@ def sample_json(result: SampleResult) -> JSON:
 
 
 def saved_json(result: Saved, dialect: Dialect) -> JSON:
-    """A path, or the sampler that samples from what is in memory."""
+    """The checkpoint's path, or the sampling session for weights kept in memory."""
     if result.checkpoint is None:
         return {"type": "save_weights_for_sampler", "path": None, "sampling_session_id": result.sampler_id}
     return {
@@ -137,7 +137,7 @@ def saved_json(result: Saved, dialect: Dialect) -> JSON:
 
 
 def sync_json(result: SyncResult) -> JSON:
-    """What became of a weight sync."""
+    """The outcome of a weight sync."""
     return {
         "success": result.success,
         "message": result.message,
@@ -155,13 +155,13 @@ def sync_json(result: SyncResult) -> JSON:
 
 
 def result_protobuf(result: LossResult | SampleResult) -> bytes:
-    """The two results that one client takes in no other form."""
+    """The two kinds of results that tinker accepts only as protobuf."""
     message = _loss_message(result) if isinstance(result, LossResult) else _sample_message(result)
     return message.SerializeToString()
 
 
 def _loss_message(result: LossResult) -> ProtobufMessage:
-    """Neighbouring datums of one trailing shape are one record: their rows follow each other."""
+    """Consecutive datums with the same trailing shapes are batched into one record, with concatenated rows."""
     names = sorted(result.fields)
     num_datums = max((len(result.fields[name]) for name in names), default=0)
     shapes = [[result.fields[name][index].shape[1:] for name in names] for index in range(num_datums)]
@@ -205,7 +205,7 @@ def _sample_message(result: SampleResult) -> ProtobufMessage:
 
 
 def _asked_targets(result: SampleResult) -> Array | None:
-    """Log-probabilities of given tokens, fp32; where nothing was asked, clients read zero."""
+    """Log-probabilities of the target tokens, fp32, with 0 for entries that were not scored, as clients expect."""
     if result.target_prompt_logprobs is None:
         return None
     return Array.of(np.nan_to_num(result.target_prompt_logprobs.numpy().astype(np.float32), nan=0.0))
@@ -225,7 +225,7 @@ def _sequence_message(sequence: SampledSequence) -> ProtobufMessage:
 
 
 def _top_message(top: TopLogprobs | None, *, pad_first: bool) -> ProtobufMessage | None:
-    """N x K; of a prompt this client wants a row for each of its tokens, the first of empty cells."""
+    """Tables [N, K]. pad_first: prepend a row of empty cells, since tinker expects one for the prompt's first token."""
     if top is None or not math.prod(top.token_ids.shape):
         return None
     ids, logprobs = top.token_ids.numpy().astype("<i4"), top.logprobs.numpy().astype("<f4")

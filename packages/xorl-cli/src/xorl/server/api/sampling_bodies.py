@@ -1,4 +1,4 @@
-"""Bodies that ask for samples, of both dialects, as operations. P tokens of the prompt."""
+"""Bodies of sampling calls in both dialects, and their conversion to operations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from xorl.server.api.data_bodies import ModelInputJson
-from xorl.server.api.tensors import Room, TensorJson, array_of_json, tokens_array
+from xorl.server.api.tensors import ByteBudget, TensorJson, array_of_json, tokens_array
 from xorl.server.identifiers import parse_uri
 from xorl.server.operations import BaseSampler, CheckpointSampler, NamedSampler, Sample, SamplerRef, SessionSampler
 
@@ -17,7 +17,7 @@ MAX_TOP = 1024
 
 
 class SamplingParamsJson(msgspec.Struct, frozen=True):
-    """How to draw. stop: text, texts or token ids; an empty list goes on after the model's end token."""
+    """Sampling parameters. stop: a text, a list of texts or a list of token ids; [] also ignores the end token."""
 
     max_tokens: int | None = None
     seed: int | None = None
@@ -28,7 +28,7 @@ class SamplingParamsJson(msgspec.Struct, frozen=True):
 
 
 class SampleBody(msgspec.Struct, frozen=True):
-    """Of /asample."""
+    """The body of /asample."""
 
     prompt: ModelInputJson
     sampling_params: SamplingParamsJson = SamplingParamsJson()
@@ -36,7 +36,7 @@ class SampleBody(msgspec.Struct, frozen=True):
     sampling_session_id: str | None = None
     base_model: str | None = None
     model_path: str | None = None
-    seq_id: int | None = None  # of any length: one client counts from what it draws
+    seq_id: int | None = None  # unbounded: tinker counts from a random number
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
@@ -45,24 +45,24 @@ class SampleBody(msgspec.Struct, frozen=True):
     prompt_logprobs_last_n: int | None = None
     record_stability_info: bool | None = None
 
-    def operation(self, vocab_size: int | None, room: Room) -> Sample:
-        """Checked; ValueError says what is wrong."""
+    def operation(self, vocab_size: int | None, budget: ByteBudget) -> Sample:
+        """The operation, validated; raises ValueError."""
         if self.record_stability_info:
             raise ValueError(
-                "record_stability_info is not built, nor the loss it is for, stable_reinforce: leave it out, and train "
-                "with another loss_fn, such as ppo, cispo or gspo"
+                "record_stability_info is not supported, nor is its loss stable_reinforce: leave it out and train with "
+                "another loss_fn, such as ppo, cispo or gspo"
             )
         for name in ("prompt_alt_tokens_k", "prompt_logprobs_last_n"):
             if getattr(self, name):
-                raise ValueError(f"{name} is not built, leave it out")
+                raise ValueError(f"{name} is not supported, leave it out")
         prompt = self.prompt.tokens(vocab_size, "prompt")
         targets = None
         if self.target_prompt_logprobs is not None:
-            targets = array_of_json(self.target_prompt_logprobs, room, "target_prompt_logprobs")
+            targets = array_of_json(self.target_prompt_logprobs, budget, "target_prompt_logprobs")
             if targets.dtype != "int64" or len(targets.shape) != 2 or targets.shape[0] != prompt.shape[0] - 1:
                 raise ValueError(
-                    f"target_prompt_logprobs is int64 [{prompt.shape[0] - 1}, K], a row for each token of the prompt "
-                    f"but the first; got {targets.dtype} {list(targets.shape)}"
+                    f"target_prompt_logprobs must be int64 [{prompt.shape[0] - 1}, K], a row for each token of the "
+                    f"prompt but the first; got {targets.dtype} {list(targets.shape)}"
                 )
         params = self.sampling_params
         strings, ids, ignore_end = stops(params.stop)
@@ -118,7 +118,7 @@ class GenerateParamsJson(msgspec.Struct, frozen=True):
     ebnf: str | None = None
 
 
-_NOT_BUILT = {
+_UNSUPPORTED = {
     "min_p": 0.0,
     "min_new_tokens": 0,
     "frequency_penalty": 0.0,
@@ -131,7 +131,7 @@ _NOT_BUILT = {
 
 
 class GenerateBody(msgspec.Struct, frozen=True):
-    """Of /generate, the call of an inference engine: one prompt, as text or ids."""
+    """The body of /generate, in SGLang's format: one prompt, as text or token ids."""
 
     text: str | None = None
     input_ids: list[int] | None = None
@@ -144,19 +144,19 @@ class GenerateBody(msgspec.Struct, frozen=True):
     stream: bool = False
 
     def operation(self, prompt_ids: list[int], vocab_size: int | None) -> Sample:
-        """Checked; ValueError says what is wrong. prompt_ids: input_ids, or those of `text`."""
+        """The operation, validated; raises ValueError. prompt_ids: input_ids, or the tokens of `text`."""
         params = self.sampling_params
-        for name, default in _NOT_BUILT.items():
+        for name, default in _UNSUPPORTED.items():
             if getattr(params, name) != default:
-                raise ValueError(f"sampling_params.{name} is not built, leave it out")
+                raise ValueError(f"sampling_params.{name} is not supported, leave it out")
         if self.return_routed_experts or self.stream:
-            raise ValueError("return_routed_experts and stream are not built, leave them out")
+            raise ValueError("return_routed_experts and stream are not supported, leave them out")
         if not prompt_ids:
             raise ValueError("the prompt is empty")
         strings = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop or ())
         ids = tuple(params.stop_token_ids or ())
         tokens_array(ids, vocab_size, "stop_token_ids")
-        asks_prompt = self.return_logprob and self.logprob_start_len >= 0
+        scores_prompt = self.return_logprob and self.logprob_start_len >= 0
         return checked(
             Sample(
                 BaseSampler() if self.lora_path is None else NamedSampler(self.lora_path),
@@ -170,15 +170,15 @@ class GenerateBody(msgspec.Struct, frozen=True):
                 stop_strings=strings,
                 stop_ids=ids,
                 ignore_end=params.ignore_eos,
-                prompt_logprobs=asks_prompt,
-                topk_prompt_logprobs=self.top_logprobs_num if asks_prompt else 0,
+                prompt_logprobs=scores_prompt,
+                topk_prompt_logprobs=self.top_logprobs_num if scores_prompt else 0,
                 topk_sample_logprobs=self.top_logprobs_num if self.return_logprob else 0,
             )
         )
 
 
 def stops(stop: object) -> tuple[tuple[str, ...], tuple[int, ...], bool]:
-    """Strings, token ids, and whether the model's end token is passed over."""
+    """(strings, token ids, whether the model's end token is ignored) of a `stop`; raises ValueError."""
     if stop is None:
         return (), (), False
     if isinstance(stop, str):
@@ -188,12 +188,12 @@ def stops(stop: object) -> tuple[tuple[str, ...], tuple[int, ...], bool]:
         ids = tuple(one for one in stop if isinstance(one, int) and not isinstance(one, bool))
         if len(strings) == len(stop) or len(ids) == len(stop):
             return strings, ids, not stop
-    raise ValueError("stop is a text, a list of texts or a list of token ids")
+    raise ValueError("stop must be a text, a list of texts or a list of token ids")
 
 
 def checked(sample: Sample) -> Sample:
-    """`sample`; ValueError names what is not possible."""
-    wants = (
+    """`sample`, validated; raises ValueError with the invalid field."""
+    checks = (
         ("num_samples", 1 <= sample.num_samples <= MAX_SAMPLES, f"1 to {MAX_SAMPLES}"),
         ("max_tokens", sample.max_tokens is None or sample.max_tokens >= 0, "0 or more"),
         ("temperature", math.isfinite(sample.temperature) and sample.temperature >= 0, "finite and 0 or more"),
@@ -201,13 +201,13 @@ def checked(sample: Sample) -> Sample:
         ("top_p", 0 < sample.top_p <= 1, "above 0 and at most 1"),
         ("topk_prompt_logprobs", 0 <= sample.topk_prompt_logprobs <= MAX_TOP, f"0 to {MAX_TOP}"),
         ("topk_sample_logprobs", 0 <= sample.topk_sample_logprobs <= MAX_TOP, f"0 to {MAX_TOP}"),
-        ("stop_strings", all(sample.stop_strings), "texts that are not empty"),
-        ("seed", sample.seed is None or -(2**63) <= sample.seed < 2**63, "of 64 bits"),
+        ("stop_strings", all(sample.stop_strings), "non-empty texts"),
+        ("seed", sample.seed is None or -(2**63) <= sample.seed < 2**63, "a signed 64-bit integer"),
     )
-    for name, is_possible, wanted in wants:
-        if not is_possible:
-            raise ValueError(f"{name} must be {wanted}, got {getattr(sample, name)}")
-    asks = sample.prompt_logprobs or sample.topk_prompt_logprobs or sample.target_prompt_tokens is not None
-    if sample.max_tokens == 0 and not asks:
-        raise ValueError("max_tokens is 0 and nothing is asked about the prompt: there is nothing to do")
+    for name, is_valid, requirement in checks:
+        if not is_valid:
+            raise ValueError(f"{name} must be {requirement}, got {getattr(sample, name)}")
+    scores_prompt = sample.prompt_logprobs or sample.topk_prompt_logprobs or sample.target_prompt_tokens is not None
+    if sample.max_tokens == 0 and not scores_prompt:
+        raise ValueError("max_tokens is 0 and the prompt is not scored: request prompt log-probabilities or tokens")
     return sample

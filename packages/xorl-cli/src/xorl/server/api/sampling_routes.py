@@ -1,4 +1,4 @@
-"""Sampling: sessions of it, the call that is polled for, and the call of an inference engine that is not."""
+"""Routes for sampling: sampling sessions, asample (polled), and /generate in SGLang's format (answered directly)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from xorl.server.api.context import Ordered, api_of, future
+from xorl.server.api.context import OrderedOperation, api_of, future_response
 from xorl.server.api.gate import decode
 from xorl.server.api.model_bodies import checkpoint_of
 from xorl.server.api.refusal import Refusal
@@ -27,15 +27,15 @@ from xorl.server.queries import CreateSamplingSession, GetSampler, SamplingSessi
 router = APIRouter()
 
 _GENERATE_S = 1750.0
-# For the counters: nobody is there to read it.
+# For the metrics only, since the client is gone.
 _CLIENT_LEFT = 499
-# What clients who ask about the prompt alone get of it in the form of a sample. It has no version of the weights.
+# The sample in the answer to a request that only scores the prompt. It has no version of the weights.
 _NOTHING_SAMPLED = SampledSequence(Array.of(np.zeros(0, np.int32)), Array.of(np.zeros(0, np.float32)), "length")
 
 
 @router.post("/api/v1/create_sampling_session")
 async def create_sampling_session(request: Request) -> Response:
-    """Begin to sample from a checkpoint or the base."""
+    """Create a session to sample from a checkpoint or the base."""
     api = api_of(request)
     given = await api.bodies.parse(request, SamplingSessionBody)
     try:
@@ -45,8 +45,8 @@ async def create_sampling_session(request: Request) -> Response:
     session_id = None
     if given.session_id is not None and given.sampling_session_seq_id is not None:
         session_id = sampling_session_id_of(given.session_id, given.sampling_session_seq_id)
-    wanted = CreateSamplingSession(session_id, given.session_id, given.base_model, checkpoint)
-    session = await api.orchestrator.ask(wanted, SamplingSession)
+    query = CreateSamplingSession(session_id, given.session_id, given.base_model, checkpoint)
+    session = await api.orchestrator.ask(query, SamplingSession)
     return json_response(
         {
             "type": "create_sampling_session",
@@ -54,14 +54,14 @@ async def create_sampling_session(request: Request) -> Response:
             "success": True,
             "model_path": given.model_path,
             "lora_name": session.name or "",
-            "message": "the service samples itself, by /generate at its own address",
+            "message": "this service samples itself: call /generate at its address",
         }
     )
 
 
 @router.get("/api/v1/samplers/{sampling_session_id}")
 async def get_sampler(request: Request, sampling_session_id: str) -> Response:
-    """What a sampling session is of."""
+    """Describe a sampling session."""
     session = await api_of(request).orchestrator.ask(GetSampler(sampling_session_id), SamplingSession)
     return json_response(
         {
@@ -74,27 +74,27 @@ async def get_sampler(request: Request, sampling_session_id: str) -> Response:
 
 @router.post("/api/v1/asample")
 async def asample(request: Request) -> Response:
-    """Samples, to be polled for."""
-    room = api_of(request).room()
+    """Submit a request for samples; the client polls for the result."""
+    budget = api_of(request).tensor_budget()
 
-    def read(body: bytes, info: ServiceInfo) -> Ordered:
+    def read(body: bytes, info: ServiceInfo) -> OrderedOperation:
         given = decode(body, SampleBody)
         key = None
         if given.sampling_session_id is not None and given.seq_id is not None:
             key = f"sample/{given.sampling_session_id}/{given.seq_id}"
-        return Ordered(given.operation(info.vocab_size, room), key=key)
+        return OrderedOperation(given.operation(info.vocab_size, budget), key=key)
 
-    return await future(request, read)
+    return await future_response(request, read)
 
 
 @router.post("/generate")
 async def generate(request: Request) -> Response:
-    """Samples, answered when they are there, in the form of an inference engine: one dict, or one for each of n."""
+    """Return samples in SGLang's format when they are finished: a dict, or a list of dicts if n > 1."""
     api = api_of(request)
     given = await api.bodies.parse(request, GenerateBody)
     info = await api.orchestrator.info()
     if (given.text is None) == (given.input_ids is None):
-        raise Refusal(400, "give either text or input_ids")
+        raise Refusal(400, "the body must have either text or input_ids")
     ids = given.input_ids or await api.text.encode(info.tokenizer, given.text or "")
     try:
         sample = given.operation(ids, info.vocab_size)
@@ -103,11 +103,11 @@ async def generate(request: Request) -> Response:
     request_id = await api.orchestrator.submit(sample, "xorl")
     result = await _while_connected(request, api.orchestrator.result(request_id, _GENERATE_S))
     if result is None:
-        # It has no other way to its client, who does not know its id.
+        # The client does not know the id, so nobody can fetch the result.
         await api.orchestrator.ask(Cancel(request_id), Ok)
         return Response(status_code=_CLIENT_LEFT)
     if not isinstance(result, SampleResult):
-        raise Refusal(500, "a sample was answered with something else")
+        raise Refusal(500, f"the orchestrator answered a sample with {type(result).__name__}")
     sequences = result.sequences or [_NOTHING_SAMPLED] * given.sampling_params.n
     texts = await asyncio.gather(*(api.text.decode(info.tokenizer, one.tokens.numpy().tolist()) for one in sequences))
     answers = [
@@ -118,18 +118,18 @@ async def generate(request: Request) -> Response:
 
 
 async def _while_connected(request: Request, answer: Coroutine[None, None, Result]) -> Result | None:
-    """The answer; None, and no more waiting for it, once the client has closed its connection."""
-    answering, leaving = asyncio.ensure_future(answer), asyncio.ensure_future(_left(request))
+    """Wait for the answer; cancel it and return None if the client closes its connection first."""
+    answering, disconnecting = asyncio.ensure_future(answer), asyncio.ensure_future(_disconnect(request))
     try:
-        await asyncio.wait([answering, leaving], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([answering, disconnecting], return_when=asyncio.FIRST_COMPLETED)
         return answering.result() if answering.done() else None
     finally:
         answering.cancel()
-        leaving.cancel()
+        disconnecting.cancel()
 
 
-async def _left(request: Request) -> None:
-    """Return once the client of a request whose body was read has closed its connection."""
+async def _disconnect(request: Request) -> None:
+    """Wait until the client closes its connection. The request's body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

@@ -1,4 +1,4 @@
-"""Bodies of a few fields, as the clients name them."""
+"""Bodies with a few fields, named as by the clients."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from xorl.server.identifiers import SeqId
 
 
 class ModelBody(msgspec.Struct, frozen=True):
-    """A model, and a place in its order."""
+    """A model and the number of the call."""
 
     model_id: str = "default"
     seq_id: SeqId | None = None
 
 
 class KillBody(msgspec.Struct, frozen=True):
-    """Of /kill_session."""
+    """The body of /kill_session."""
 
     model_id: str = "default"
     save_checkpoint: bool = True
 
 
 class SessionBody(msgspec.Struct, frozen=True):
-    """Of /create_session and /session_heartbeat."""
+    """The body of /create_session and /session_heartbeat."""
 
     session_id: str | None = None
     tags: list[str] = []
@@ -34,20 +34,20 @@ class SessionBody(msgspec.Struct, frozen=True):
 
 
 class FinishReason(msgspec.Struct, frozen=True):
-    """Why a session ends."""
+    """The reason why a session is finished."""
 
     type: str = "success"
 
 
 class FinishBody(msgspec.Struct, frozen=True):
-    """Of /sessions/{id}/finish."""
+    """The body of /sessions/{id}/finish."""
 
     reason: FinishReason = FinishReason()
     detail: str | None = None
 
 
 class SamplingSessionBody(msgspec.Struct, frozen=True):
-    """Of /create_sampling_session."""
+    """The body of /create_sampling_session."""
 
     session_id: str | None = None
     sampling_session_seq_id: SeqId | None = None
@@ -57,34 +57,34 @@ class SamplingSessionBody(msgspec.Struct, frozen=True):
 
 
 class FutureBody(msgspec.Struct, frozen=True):
-    """Of /retrieve_future and /cancel_future."""
+    """The body of /retrieve_future and /cancel_future."""
 
     request_id: str
     allow_metadata_only: bool = False
 
 
 class WeightsInfoBody(msgspec.Struct, frozen=True):
-    """Of /weights_info; each client has its own name for the URI."""
+    """The body of /weights_info; each client has its own name for the URI."""
 
     tinker_path: str | None = None
     xorl_path: str | None = None
 
 
 class DeleteBody(msgspec.Struct, frozen=True):
-    """Of /delete_checkpoint."""
+    """The body of /delete_checkpoint."""
 
     checkpoint_id: str
     model_id: str = "default"
 
 
 class TtlBody(msgspec.Struct, frozen=True):
-    """Of /ttl; None is for ever."""
+    """The body of .../ttl; None: never expires."""
 
     ttl_seconds: float | None = None
 
 
 class EndpointBody(msgspec.Struct, frozen=True):
-    """Of /add_inference_endpoint and /remove_inference_endpoint."""
+    """The body of /add_inference_endpoint and /remove_inference_endpoint."""
 
     host: str
     port: int
@@ -101,7 +101,7 @@ class EndpointBody(msgspec.Struct, frozen=True):
 
 
 class ConnectBody(msgspec.Struct, frozen=True):
-    """Of /connect_inference_endpoint."""
+    """The body of /connect_inference_endpoint."""
 
     master_address: str | None = None
     master_port: int = 0
@@ -109,7 +109,7 @@ class ConnectBody(msgspec.Struct, frozen=True):
 
 
 class SyncBody(msgspec.Struct, frozen=True):
-    """Of /sync_inference_weights; one client cannot say whose weights."""
+    """The body of /sync_inference_weights. xorl-client does not send a model_id."""
 
     model_id: str | None = None
     sync_method: str | None = None
@@ -126,6 +126,6 @@ class SyncBody(msgspec.Struct, frozen=True):
 
 
 class QuantizationBody(msgspec.Struct, frozen=True):
-    """Of /set_sync_quantization: a `quantization_config` of Hugging Face's, or null."""
+    """The body of /set_sync_quantization: a `quantization_config` as in Hugging Face's files, or null."""
 
     quantization: dict[str, Any] | None

@@ -1,4 +1,4 @@
-"""How the service is: the page in the browser, its numbers, and Prometheus's."""
+"""Routes for the service's status: the status page, its data, and metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from xorl.server.queries import GetStatus, Status
 router = APIRouter()
 
 _PAGE = files("xorl.server.api").joinpath("status.html").read_text(encoding="utf-8")
-# Nothing is loaded from elsewhere, and no other page may show this one.
+# The page may not load anything from elsewhere, and other pages may not embed it.
 _PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -31,13 +31,13 @@ _METRIC = re.compile(r"[a-z_][a-z0-9_]*(\{[^\n{}]*\})?")
 
 @router.get("/")
 async def status_page() -> Response:
-    """The page, which holds nothing of the service until it has asked for it."""
+    """Return the status page. It contains no data: it fetches status.json with the token."""
     return HTMLResponse(_PAGE, headers=_PAGE_HEADERS)
 
 
 @router.get("/status.json")
 async def status_json(request: Request) -> Response:
-    """What the page shows."""
+    """Return the data of the status page."""
     api = api_of(request)
     status = await api.orchestrator.ask(GetStatus(), Status)
     info = await api.orchestrator.info()
@@ -80,22 +80,22 @@ async def status_json(request: Request) -> Response:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """This process's measures, and the orchestrator's where it answers."""
+    """Return the metrics of this process and, if it answers, of the orchestrator."""
     api = api_of(request)
     lines: list[str] = []
     try:
-        status = await api.orchestrator.ask(GetStatus(), Status, answer_s=5.0)
+        status = await api.orchestrator.ask(GetStatus(), Status, timeout_s=5.0)
     except Refusal:
         lines.append("xorl_orchestrator_up 0")
     else:
         lines.append("xorl_orchestrator_up 1")
         lines += [*_lines(status.counters, "counter"), *_lines(status.gauges, "gauge")]
-    own = generate_latest(api.measures.registry).decode()
-    return Response(own + "\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
+    process_metrics = generate_latest(api.metrics.registry).decode()
+    return Response(process_metrics + "\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
 
 
 def _lines(values: dict[str, float], kind: str) -> list[str]:
-    """One of Prometheus's lines for each value, with the type before the first of a name."""
+    """The values in Prometheus's text format, with a TYPE line before the first value of each name."""
     lines: list[str] = []
     seen: set[str] = set()
     for label, value in sorted(values.items()):

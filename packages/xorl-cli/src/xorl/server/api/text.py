@@ -1,4 +1,4 @@
-"""Text to tokens and back for the one call that speaks text; loads the served model's tokenizer when first asked."""
+"""Converts text to tokens and back for /generate; loads the served model's tokenizer on first use."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ logger = logging.getLogger(__name__)
 
 
 class TextCoder:
-    """The tokenizer of the served model, by the name or folder that the orchestrator says; None where there is none."""
+    """Encodes and decodes with the tokenizer of the served model, whose name or folder the orchestrator reports."""
 
     def __init__(self) -> None:
         self._loaded: dict[str, Tokenizer | None] = {}
         self._loading = asyncio.Lock()
 
     async def encode(self, tokenizer: str, text: str) -> list[int]:
-        """Token ids of `text`, with what the tokenizer puts around it; Refusal(501) without a tokenizer."""
+        """Token ids of `text`, including the tokenizer's special tokens. Raises Refusal(501) without a tokenizer."""
         coder = await self._tokenizer(tokenizer)
         if coder is None:
-            raise Refusal(501, f"text needs the tokenizer {tokenizer}, which cannot be loaded: send input_ids")
+            raise Refusal(501, f"the tokenizer {tokenizer}, which text needs, cannot be loaded: send input_ids")
         return coder.encode(text).ids
 
     async def decode(self, tokenizer: str, ids: list[int]) -> str | None:
-        """The text of `ids`, without special tokens; None without a tokenizer, for clients that speak ids alone."""
+        """The text of `ids` without special tokens; None without a tokenizer, since clients may use ids only."""
         coder = await self._tokenizer(tokenizer)
         return None if coder is None else coder.decode(ids)
 
@@ -43,6 +43,6 @@ def _load(name: str) -> Tokenizer | None:
     file = Path(name) / "tokenizer.json"
     try:
         return Tokenizer.from_file(str(file)) if file.is_file() else Tokenizer.from_pretrained(name)
-    except Exception:  # the library raises nothing narrower
+    except Exception:  # the library raises no narrower type
         logger.exception("event=no_tokenizer name=%s", name)
         return None

@@ -1,4 +1,4 @@
-"""Calls on models: made, trained, saved, loaded, ended. Each answers with an id to poll."""
+"""Routes for calls on models: create, train, save, load, unload. Most answer with an id to poll."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from xorl.server.api.context import Ordered, api_of, future, submitted
+from xorl.server.api.context import OrderedOperation, api_of, future_response, submit_operation
 from xorl.server.api.data_bodies import ForwardBody, OptimBody, parse_protobuf
 from xorl.server.api.gate import decode
 from xorl.server.api.model_bodies import (
@@ -21,9 +21,9 @@ from xorl.server.api.model_bodies import (
     SaveForSamplerBody,
     SaveWeightsBody,
 )
-from xorl.server.api.place import is_protobuf
 from xorl.server.api.refusal import Refusal
 from xorl.server.api.reply import json_response
+from xorl.server.api.sequence import is_protobuf
 from xorl.server.api.small_bodies import KillBody, ModelBody
 from xorl.server.identifiers import check_model_id, checkpoint_folder, session_of
 from xorl.server.operations import (
@@ -39,99 +39,99 @@ from xorl.server.queries import GetModel, ModelInfo, ServiceInfo
 
 router = APIRouter(prefix="/api/v1")
 
-# What a client waits for a call that answers when it is done.
+# The timeout of calls that are answered when they are done, just below the clients' timeout.
 _DIRECT_S = 1750.0
 
 
 @router.post("/create_model")
 async def create_model(request: Request) -> Response:
-    """A model over the base."""
+    """Create a model over the base."""
 
-    def read(body: bytes, info: ServiceInfo) -> Ordered:
+    def read(body: bytes, info: ServiceInfo) -> OrderedOperation:
         given = decode(body, CreateModelBody)
-        return _created(given.operation(), given.session_id, given.model_seq_id)
+        return _model_creation(given.operation(), given.session_id, given.model_seq_id)
 
-    return await future(request, read)
+    return await future_response(request, read)
 
 
 @router.post("/load_weights")
 async def load_weights(request: Request) -> Response:
-    """A checkpoint into a model, or a model of a checkpoint."""
+    """Load a checkpoint into a model, or create a model from it."""
 
-    def read(body: bytes, info: ServiceInfo) -> Ordered:
+    def read(body: bytes, info: ServiceInfo) -> OrderedOperation:
         given = decode(body, LoadWeightsBody)
         operation = given.operation()
         if isinstance(operation, CreateModel):
-            return _created(operation, given.session_id, given.model_seq_id)
+            return _model_creation(operation, given.session_id, given.model_seq_id)
         return _called(operation, given.seq_id)
 
-    return await future(request, read)
+    return await future_response(request, read)
 
 
 @router.post("/forward_backward")
 async def forward_backward(request: Request) -> Response:
-    """A gradient, or in protobuf only the loss where that says so."""
+    """Compute a loss and add its gradient; a protobuf body can request the loss only."""
     return await _forward(request, forward_only=False)
 
 
 @router.post("/forward")
 async def forward(request: Request) -> Response:
-    """A loss without a gradient."""
+    """Compute a loss without a gradient."""
     return await _forward(request, forward_only=True)
 
 
 @router.post("/optim_step")
 async def optim_step(request: Request) -> Response:
-    """A step of AdamW."""
+    """Take an optimizer step."""
 
-    def read(body: bytes, info: ServiceInfo) -> Ordered:
+    def read(body: bytes, info: ServiceInfo) -> OrderedOperation:
         given = decode(body, OptimBody)
         return _called(given.operation(), given.seq_id)
 
-    return await future(request, read)
+    return await future_response(request, read)
 
 
 @router.post("/abort_gradient_epoch")
 async def abort_gradients(request: Request) -> Response:
     """Drop the accumulated gradient."""
 
-    def read(body: bytes, info: ServiceInfo) -> Ordered:
+    def read(body: bytes, info: ServiceInfo) -> OrderedOperation:
         given = decode(body, ModelBody)
         return _called(AbortGradients(check_model_id(given.model_id)), given.seq_id)
 
-    return await future(request, read)
+    return await future_response(request, read)
 
 
 @router.post("/save_weights")
 async def save_weights(request: Request) -> Response:
-    """A checkpoint to train on from."""
-    return await future(request, _reads(SaveWeightsBody))
+    """Save a checkpoint from which training can continue."""
+    return await future_response(request, _reads(SaveWeightsBody))
 
 
 @router.post("/save_weights_for_sampler")
 async def save_weights_for_sampler(request: Request) -> Response:
-    """Weights to sample from, under a name or in memory."""
-    return await future(request, _reads(SaveForSamplerBody))
+    """Save weights to sample from, in a named checkpoint or in memory."""
+    return await future_response(request, _reads(SaveForSamplerBody))
 
 
 @router.post("/save_weights_external")
 async def save_weights_external(request: Request) -> Response:
-    """An export that other tools read: of an adapter alone, or of full weights."""
-    return await future(request, _reads(SaveExternalBody))
+    """Export an adapter, or full weights, for other tools."""
+    return await future_response(request, _reads(SaveExternalBody))
 
 
 @router.post("/save_full_weights_safetensors")
 async def save_full_weights(request: Request) -> Response:
-    """A whole model in Hugging Face's layout, an adapter merged into it; answered when it is done."""
+    """Export a whole model in Hugging Face's layout, with an adapter merged into it; answered when it is done."""
 
-    def read(body: bytes, info: ServiceInfo) -> Ordered:
+    def read(body: bytes, info: ServiceInfo) -> OrderedOperation:
         return _called(decode(body, SaveExternalBody).operation(is_merged=True), None)
 
     api = api_of(request)
-    request_id, ordered = await submitted(request, read)
+    request_id, ordered = await submit_operation(request, read)
     saved = await api.orchestrator.result(request_id, _DIRECT_S)
     if not isinstance(saved, Saved) or saved.checkpoint is None or not isinstance(ordered.operation, SaveFullWeights):
-        raise Refusal(500, "the export has answered with something else")
+        raise Refusal(500, f"the orchestrator answered an export with {type(saved).__name__}")
     folder = checkpoint_folder(Path((await api.orchestrator.info()).output_dir), saved.checkpoint)
     num_shards = len(list(folder.glob("*.safetensors")))
     path = saved.checkpoint.uri("xorl")
@@ -140,17 +140,17 @@ async def save_full_weights(request: Request) -> Response:
 
 @router.post("/unload_model")
 async def unload_model(request: Request) -> Response:
-    """Free a model."""
+    """Unload a model."""
 
-    def read(body: bytes, info: ServiceInfo) -> Ordered:
+    def read(body: bytes, info: ServiceInfo) -> OrderedOperation:
         return _called(UnloadModel(check_model_id(decode(body, ModelBody).model_id)), None)
 
-    return await future(request, read)
+    return await future_response(request, read)
 
 
 @router.post("/kill_session")
 async def kill_session(request: Request) -> Response:
-    """Save a model, if asked, and free it; answered when it is done."""
+    """Save a model if `save_checkpoint`, and unload it; answered when it is done."""
     api = api_of(request)
     given = await api.bodies.parse(request, KillBody)
     try:
@@ -163,13 +163,13 @@ async def kill_session(request: Request) -> Response:
         saved = await api.orchestrator.result(await api.orchestrator.submit(save, "xorl"), _DIRECT_S)
         path = saved.checkpoint.uri("xorl") if isinstance(saved, Saved) and saved.checkpoint else None
     await api.orchestrator.result(await api.orchestrator.submit(UnloadModel(model_id), "xorl"), _DIRECT_S)
-    message = f"model {model_id} is unloaded"
+    message = f"model {model_id} was unloaded"
     return json_response({"success": True, "message": message, "checkpoint_path": path})
 
 
 @router.post("/get_info")
 async def get_info(request: Request) -> Response:
-    """What a model is."""
+    """Describe a model."""
     api = api_of(request)
     given = await api.bodies.parse(request, ModelBody)
     info = await api.orchestrator.ask(GetModel(given.model_id), ModelInfo)
@@ -188,23 +188,23 @@ async def get_info(request: Request) -> Response:
 
 
 async def _forward(request: Request, *, forward_only: bool) -> Response:
-    room = api_of(request).room()
+    budget = api_of(request).tensor_budget()
 
-    def read(body: bytes, info: ServiceInfo) -> Ordered:
+    def read(body: bytes, info: ServiceInfo) -> OrderedOperation:
         if is_protobuf(request):
-            operation, seq_id = parse_protobuf(body, info.vocab_size, room)
+            operation, seq_id = parse_protobuf(body, info.vocab_size, budget)
             if seq_id < 1:
                 raise ValueError(f"seq_id must be 1 or more, got {seq_id}")
             return _called(operation, seq_id)
         given = decode(body, ForwardBody)
-        operation = given.operation(forward_only=forward_only, vocab_size=info.vocab_size, room=room)
+        operation = given.operation(forward_only=forward_only, vocab_size=info.vocab_size, budget=budget)
         return _called(operation, given.seq_id)
 
-    return await future(request, read)
+    return await future_response(request, read)
 
 
 class _SavingBody(Protocol):
-    """A body that says what is to be saved of a model."""
+    """The body of a call that saves a model."""
 
     @property
     def seq_id(self) -> int | None: ...
@@ -212,28 +212,28 @@ class _SavingBody(Protocol):
     def operation(self) -> ModelOperation: ...
 
 
-def _reads(kind: type[_SavingBody]) -> Callable[[bytes, ServiceInfo], Ordered]:
-    """What reads bodies of this kind."""
+def _reads(kind: type[_SavingBody]) -> Callable[[bytes, ServiceInfo], OrderedOperation]:
+    """A function that reads bodies of this kind (see `submit_operation`)."""
 
-    def read(body: bytes, info: ServiceInfo) -> Ordered:
+    def read(body: bytes, info: ServiceInfo) -> OrderedOperation:
         given = decode(body, kind)
         return _called(given.operation(), given.seq_id)
 
     return read
 
 
-def _created(operation: CreateModel, session_id: str | None, model_seq_id: int | None) -> Ordered:
+def _model_creation(operation: CreateModel, session_id: str | None, model_seq_id: int | None) -> OrderedOperation:
     if session_id is None:
-        # The model's own name: what comes under it once the model was used is no retry any more (see Admission).
+        # The key is the model's id. Once the model was used, the same key is not a retry any more (see Admission).
         key = f"create/{operation.model_id}"
     else:
         key = None if model_seq_id is None else f"create/{session_id}/{model_seq_id}"
-    return Ordered(operation, key=key, session_id=session_id)
+    return OrderedOperation(operation, key=key, session_id=session_id)
 
 
-def _called(operation: ModelOperation, seq_id: int | None) -> Ordered:
+def _called(operation: ModelOperation, seq_id: int | None) -> OrderedOperation:
     if seq_id is not None and seq_id < 0:
         raise ValueError(f"seq_id must be 0 or more, got {seq_id}")
     model_id = operation.model_id
     session = session_of(model_id) if ":" in model_id else None
-    return Ordered(operation, None if seq_id is None else f"call/{model_id}/{seq_id}", seq_id, session)
+    return OrderedOperation(operation, None if seq_id is None else f"call/{model_id}/{seq_id}", seq_id, session)

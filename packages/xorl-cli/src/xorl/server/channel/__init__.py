@@ -1,4 +1,4 @@
-"""Typed requests and answers between the service's processes, over ZMQ; nothing that arrives is unpickled."""
+"""Typed requests and answers between the service's processes over ZMQ. Messages are msgpack and never unpickled."""
 
 from xorl.server.channel.blocking import BlockingServer, Received
 from xorl.server.channel.client import ChannelClient

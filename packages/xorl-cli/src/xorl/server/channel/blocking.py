@@ -1,4 +1,4 @@
-"""A server for a program that is no event loop: a thread answers pings while the program computes."""
+"""A server for programs without an event loop: a thread answers pings while the program computes."""
 
 from __future__ import annotations
 
@@ -18,32 +18,34 @@ from xorl.server.channel.server import ChannelServer
 from xorl.server.channel.wire import Limits
 from xorl.server.operations import Message
 
-Asked = TypeVar("Asked")
+RequestT = TypeVar("RequestT")
 
 
 @dataclass(frozen=True)
-class Received(Generic[Asked]):
-    """A request, and the way to answer it: `reply` or `fail`, once, from any thread."""
+class Received(Generic[RequestT]):
+    """A received request. Answer it once, by `reply` or `fail`, from any thread."""
 
-    message: Asked
+    message: RequestT
     _answer: Future[Message] = field(repr=False)
 
     def reply(self, message: Message) -> None:
-        """Send the answer; it is dropped where who asked has gone."""
+        """Send the answer; it is dropped if the client is gone."""
         if not self._answer.cancelled():
             self._answer.set_result(message)
 
     def fail(self, problem: Exception) -> None:
-        """Refuse it."""
+        """Refuse the request."""
         if not self._answer.cancelled():
             self._answer.set_exception(problem)
 
 
-class BlockingServer(Generic[Asked]):
-    """A ChannelServer in a thread of its own, which listens once this is made; see there for the arguments.
+class BlockingServer(Generic[RequestT]):
+    """A ChannelServer in a background thread. It listens as soon as it is constructed; see there for the arguments.
 
-    Requests wait in the order in which they came until `receive` takes them. aside: called in that thread with each as
-    it comes; what it answers is answered at once, and None lets the request wait.
+    Requests are queued in the order of their arrival until `receive` takes them.
+
+    intercept: called in the background thread with each request on arrival. If it returns a message, that is the
+        answer; if it returns None, the request is queued.
     """
 
     def __init__(
@@ -53,11 +55,11 @@ class BlockingServer(Generic[Asked]):
         *,
         keys: ChannelKeys | None = None,
         limits: Limits | None = None,
-        aside: Callable[[Asked], Message | None] | None = None,
+        intercept: Callable[[RequestT], Message | None] | None = None,
     ) -> None:
-        self._requests: queue.Queue[Received[Asked]] = queue.Queue()
-        self._aside = aside
-        self._server: ChannelServer[Asked] = ChannelServer(address, asked, self._enqueue, keys=keys, limits=limits)
+        self._requests: queue.Queue[Received[RequestT]] = queue.Queue()
+        self._intercept = intercept
+        self._server: ChannelServer[RequestT] = ChannelServer(address, asked, self._enqueue, keys=keys, limits=limits)
         self._loop = asyncio.new_event_loop()
         self._bound: Future[str] = Future()
         self._thread = threading.Thread(target=self._run, name="channel", daemon=True)
@@ -65,8 +67,8 @@ class BlockingServer(Generic[Asked]):
         self.address = self._bound.result()
         self.incarnation = self._server.incarnation
 
-    def receive(self, timeout_s: float | None = None) -> Received[Asked] | None:
-        """The next request; None after timeout_s without one."""
+    def receive(self, timeout_s: float | None = None) -> Received[RequestT] | None:
+        """The next request, or None if none arrives within timeout_s."""
         try:
             return self._requests.get(timeout=timeout_s)
         except queue.Empty:
@@ -77,9 +79,9 @@ class BlockingServer(Generic[Asked]):
         self._loop.call_soon_threadsafe(self._task.cancel)
         self._thread.join()
 
-    async def _enqueue(self, message: Asked) -> Message:
-        if self._aside is not None and (at_once := self._aside(message)) is not None:
-            return at_once
+    async def _enqueue(self, message: RequestT) -> Message:
+        if self._intercept is not None and (intercepted := self._intercept(message)) is not None:
+            return intercepted
         answer: Future[Message] = Future()
         self._requests.put(Received(message, answer))
         return await asyncio.wrap_future(answer)
@@ -92,12 +94,12 @@ class BlockingServer(Generic[Asked]):
     async def _serve(self) -> None:
         try:
             address = await self._server.bind()
-        # The constructor waits for it, and raises it.
+        # The constructor waits for `_bound` and raises this there.
         except (RuntimeError, OSError, zmq.ZMQError) as problem:
             self._bound.set_exception(problem)
             return
         self._task = asyncio.ensure_future(self._server.serve())
         self._bound.set_result(address)
         await asyncio.gather(self._task, return_exceptions=True)
-        # Cancelled before it began, it has closed nothing, and would hold whoever connects.
+        # A task that is cancelled before it starts has not closed the socket; clients could still connect to it.
         self._server.close()

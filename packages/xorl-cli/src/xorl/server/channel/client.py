@@ -1,4 +1,4 @@
-"""The asking end of a channel: connects, and connects again, and knows when the other side is gone."""
+"""The client of a channel: connects, reconnects, and detects when the server is lost."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ from xorl.server.operations import Message
 
 logger = logging.getLogger(__name__)
 
-Answered = TypeVar("Answered")
+AnswerT = TypeVar("AnswerT")
 
 
-class ChannelClient(Generic[Answered]):
-    """Asks a ChannelServer; answers are of the types `answered`, a union of Message classes.
+class ChannelClient(Generic[AnswerT]):
+    """Sends requests to a ChannelServer. `answered`: the union of the Message classes of answers.
 
-    `await start()` and `await close()` in one event loop; it connects by itself whenever the server is there.
-    incarnation: the server's random name; another one means that the server was started anew.
+    Call `await start()` and `await close()` in the same event loop. The client connects whenever the server is up.
+
+    incarnation: the server's random name; it changes when the server restarts.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class ChannelClient(Generic[Answered]):
         self._encode = msgspec.msgpack.Encoder().encode
         self._keys = keys
         self._limits = limits or Limits()
-        self._waiting: dict[int, asyncio.Future[Answered]] = {}
+        self._waiting: dict[int, asyncio.Future[AnswerT]] = {}
         self._number = 0
         self._connected = asyncio.Event()
         self._mismatch: VersionMismatch | None = None
@@ -65,14 +66,14 @@ class ChannelClient(Generic[Answered]):
 
     @property
     def is_connected(self) -> bool:
-        """Whether the server has answered a ping lately."""
+        """Whether the server has answered a ping recently."""
         return self._connected.is_set()
 
     async def start(self) -> None:
-        """Begin to connect; does not wait for it."""
+        """Start to connect in the background."""
         self._context = zmq.asyncio.Context()
         self._socket = new_socket(self._context, zmq.DEALER, self._limits)
-        # Otherwise what was asked of a server that is gone would reach its successor, when nobody waits any more.
+        # Do not queue messages without a connection: a restarted server would receive requests that nobody waits for.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
@@ -85,41 +86,41 @@ class ChannelClient(Generic[Answered]):
         self._tasks = [asyncio.create_task(work()) for work in (self._receive, self._ping, self._watch)]
 
     async def close(self) -> None:
-        """Stop; requests that wait raise PeerLost."""
+        """Disconnect and stop; pending requests raise PeerLost."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._lose("this side has closed the channel")
+        self._lose("the client closed the channel")
         self._socket.disable_monitor()
         self._context.destroy(linger=0)
 
-    async def move(self, address: str, keys: ChannelKeys | None) -> None:
-        """Connect to another address from now on. Who waits to be connected waits on; other requests raise PeerLost."""
+    async def reconnect(self, address: str, keys: ChannelKeys | None) -> None:
+        """Switch to another address. Requests that wait for a connection keep waiting; sent ones raise PeerLost."""
         check_address(address, keys)
         await self.close()
         self._address, self._keys, self._mismatch = address, keys, None
         await self.start()
 
     async def wait_connected(self, timeout_s: float) -> None:
-        """Return once the server is there; TimeoutError after timeout_s, VersionMismatch where that is why."""
+        """Wait until connected. After timeout_s, raises VersionMismatch if the versions differ, else TimeoutError."""
         try:
             await asyncio.wait_for(self._connected.wait(), timeout_s)
         except TimeoutError:
             if self._mismatch is not None:
                 raise self._mismatch from None
-            raise TimeoutError(f"nobody answers at {self._address} for {timeout_s:g} s") from None
+            raise TimeoutError(f"no server answered at {self._address} within {timeout_s:g} s") from None
 
-    async def request(self, message: Message, *, timeout_s: float, connect_timeout_s: float = 10.0) -> Answered:
-        """The answer to a request, which is sent once, as soon as the server is there.
+    async def request(self, message: Message, *, timeout_s: float, connect_timeout_s: float = 10.0) -> AnswerT:
+        """Send a request once, as soon as the server is connected, and return the answer.
 
         Raises:
-            PeerLost: the server was lost before it answered, or did not appear within connect_timeout_s.
-            TimeoutError: it is there, and has not answered within timeout_s.
-            ChannelError: it refused, or the request is longer than the limit.
+            PeerLost: the server was lost before it answered, or did not connect within connect_timeout_s.
+            TimeoutError: the server is connected but has not answered within timeout_s.
+            ChannelError: the server refused the request, or the request exceeds the limit.
         """
         body = self._encode(message)
         if len(body) > self._limits.message_bytes:
-            raise ChannelError(f"a message of {len(body)} bytes, at most {self._limits.message_bytes} are sent")
+            raise ChannelError(f"the request has {len(body)} bytes, the limit is {self._limits.message_bytes}")
         if not self.is_connected:
             try:
                 await self.wait_connected(connect_timeout_s)
@@ -139,7 +140,7 @@ class ChannelClient(Generic[Answered]):
         try:
             await self._socket.send_multipart([head, body], flags=zmq.NOBLOCK)
         except zmq.ZMQError as problem:
-            raise PeerLost(f"{self._address} is gone: {problem}") from None
+            raise PeerLost(f"cannot send to {self._address}: {problem}") from None
 
     async def _receive(self) -> None:
         while True:
@@ -158,7 +159,7 @@ class ChannelClient(Generic[Answered]):
             return
         if header.incarnation != self.incarnation:
             if self.incarnation is not None:
-                self._lose("it was started anew")
+                self._lose("it restarted")
             self.incarnation = header.incarnation
         self._last_sign = time.monotonic()
         if header.kind == "pong":
@@ -174,10 +175,10 @@ class ChannelClient(Generic[Answered]):
             else:
                 waiting.set_exception(ChannelError(msgspec.msgpack.decode(body, type=str)))
         except msgspec.MsgspecError as problem:
-            waiting.set_exception(ChannelError(f"the answer is none: {problem}"))
+            waiting.set_exception(ChannelError(f"the answer cannot be decoded: {problem}"))
 
     async def _ping(self) -> None:
-        """Ask whether the server is there, often until it is, and declare it lost after a silence."""
+        """Ping the server, more often until it answers, and declare it lost if it stays silent."""
         while True:
             with contextlib.suppress(PeerLost):
                 await self._send(encode_header("ping"), b"")
@@ -186,7 +187,7 @@ class ChannelClient(Generic[Answered]):
                 self._lose(f"it has been silent for {self._limits.lost_after_s:g} s")
 
     async def _watch(self) -> None:
-        """Notice at once what pings would show later: that the connection was closed, or that there is one again."""
+        """Detect a closed or new connection at once, before the next ping would."""
         while True:
             event = await recv_monitor_message(self._monitor)
             if event["event"] == zmq.EVENT_DISCONNECTED:
@@ -195,9 +196,9 @@ class ChannelClient(Generic[Answered]):
                 with contextlib.suppress(PeerLost):
                     await self._send(encode_header("ping"), b"")
 
-    def _lose(self, why: str) -> None:
+    def _lose(self, reason: str) -> None:
         self._connected.clear()
-        self._fail_waiting(PeerLost(f"the process at {self._address} was lost: {why}"))
+        self._fail_waiting(PeerLost(f"the process at {self._address} was lost: {reason}"))
 
     def _fail_waiting(self, problem: Exception) -> None:
         for waiting in self._waiting.values():

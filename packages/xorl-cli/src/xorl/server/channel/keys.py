@@ -1,4 +1,4 @@
-"""CURVE keys of a channel: who has them may speak on it, encrypted; nobody else gets in."""
+"""CURVE keys of a channel: they encrypt it, and only processes that have them can connect."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import zmq.asyncio
 
 @dataclass(frozen=True)
 class ChannelKeys:
-    """The key pairs of both sides, in Z85. Both ends of a channel hold the same four, by a file only they can read."""
+    """The key pairs of both sides, in Z85. Both ends have all four keys, from a file that only their user can read."""
 
     server_public: bytes
     server_secret: bytes = field(repr=False)
@@ -22,39 +22,41 @@ class ChannelKeys:
 
     @classmethod
     def create(cls) -> ChannelKeys:
-        """New ones."""
+        """Create new keys."""
         return cls(*zmq.curve_keypair(), *zmq.curve_keypair())
 
     def save(self, path: Path) -> None:
-        """Write them, readable for this user alone, in place of what is there."""
+        """Write the keys to a file that only this user can read; replaces an existing file."""
         parts = (self.server_public, self.server_secret, self.client_public, self.client_secret)
-        fresh = path.with_name(f".{path.name}.{os.getpid()}")
-        handle = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(handle, "wb") as file:
             file.write(msgspec.json.encode([part.decode() for part in parts]))
-        fresh.replace(path)
+        temporary.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> ChannelKeys:
-        """What `save` wrote; ValueError for anything else, and where others may read it."""
+        """Read the keys that `save` wrote. Raises ValueError if the file is invalid or if other users can access it."""
         if path.stat().st_mode & 0o077:
-            raise ValueError(f"{path} holds secret keys and others may read it: chmod 600 {path}, or make new ones")
+            raise ValueError(
+                f"{path} holds secret keys and other users can read it: chmod 600 {path}, or create new keys"
+            )
         try:
             server_public, server_secret, client_public, client_secret = (
                 part.encode() for part in msgspec.json.decode(path.read_bytes(), type=tuple[str, str, str, str])
             )
         except msgspec.MsgspecError as problem:
-            raise ValueError(f"{path} holds no channel keys: {problem}") from None
+            raise ValueError(f"{path} does not contain channel keys: {problem}") from None
         return cls(server_public, server_secret, client_public, client_secret)
 
     def protect_server_(self, socket: zmq.asyncio.Socket) -> None:
-        """Before it binds. Which clients are let in, an authenticator says."""
+        """Set the keys of a server's socket before it binds. An authenticator must check the clients' keys."""
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self.server_public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.server_secret)
 
     def protect_client_(self, socket: zmq.asyncio.Socket) -> None:
-        """Before it connects."""
+        """Set the keys of a client's socket before it connects."""
         socket.setsockopt(zmq.CURVE_SERVERKEY, self.server_public)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self.client_public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.client_secret)

@@ -1,4 +1,4 @@
-"""The answering end of a channel: binds, decodes what arrives by its type, and answers what the handler returns."""
+"""The server of a channel: binds, decodes requests by their type, and answers with what the handler returns."""
 
 from __future__ import annotations
 
@@ -32,23 +32,25 @@ from xorl.server.operations import Message
 
 logger = logging.getLogger(__name__)
 
-Asked = TypeVar("Asked")
+RequestT = TypeVar("RequestT")
 
 
-class ChannelServer(Generic[Asked]):
-    """Answers requests of the types `asked`, a union of Message classes, at one address.
+class ChannelServer(Generic[RequestT]):
+    """Answers requests at one address. `asked`: the union of the Message classes of requests.
 
-    handler: a request to its answer; many run at once. What it raises is logged and refused with its text.
-    What is no request is refused, or dropped where its sender cannot be told, and counted in `num_refused`.
+    handler: returns the answer to a request; many calls run concurrently. If it raises, the error is logged and the
+        request is refused with the error's text.
 
-    Start it by `await bind()`, then run `serve()` until it is cancelled; both in one event loop.
+    Invalid messages are refused, or dropped if the sender cannot be answered, and counted in `num_refused`.
+
+    Call `await bind()`, then run `serve()` until it is cancelled, in the same event loop.
     """
 
     def __init__(
         self,
         address: str,
         asked: UnionType | type[Message],
-        handler: Callable[[Asked], Awaitable[Message]],
+        handler: Callable[[RequestT], Awaitable[Message]],
         *,
         keys: ChannelKeys | None = None,
         limits: Limits | None = None,
@@ -66,12 +68,12 @@ class ChannelServer(Generic[Asked]):
         self.num_refused = 0
 
     async def bind(self) -> str:
-        """Listen; returns the address, in which a port of `*` has become a number. RuntimeError where it is taken."""
+        """Listen; returns the address, with a port of `*` resolved. Raises RuntimeError if it cannot listen there."""
         self._context = zmq.asyncio.Context()
         self._socket = new_socket(self._context, zmq.ROUTER, self._limits)
         if self._keys is not None:
             self._authenticator = AsyncioAuthenticator(self._context)
-            self._authenticator.configure_curve_callback("*", _OneClient(self._keys.client_public))
+            self._authenticator.configure_curve_callback("*", _ClientKeyCheck(self._keys.client_public))
             self._authenticator.start()
             self._keys.protect_server_(self._socket)
         if "[" in self._wanted_address:
@@ -87,7 +89,7 @@ class ChannelServer(Generic[Asked]):
         return address
 
     async def serve(self) -> None:
-        """Answer until cancelled, then close. A request whose client has gone is still handled."""
+        """Answer requests until cancelled, then close. Requests of clients that disconnect are still handled."""
         try:
             while True:
                 frames = await self._socket.recv_multipart()
@@ -98,7 +100,7 @@ class ChannelServer(Generic[Asked]):
             self.close()
 
     def close(self) -> None:
-        """Stop listening, if it has not been done."""
+        """Stop listening; may be called again."""
         if self._context.closed:
             return
         if self._authenticator is not None:
@@ -106,9 +108,9 @@ class ChannelServer(Generic[Asked]):
         self._context.destroy(linger=0)
 
     async def _take(self, frames: list[bytes]) -> None:
-        """One message of whoever: frames are the sender, a header and a body."""
+        """Process one message, from any sender. The frames are the sender's id, a header and a body."""
         if len(frames) != 3:
-            self._count_refusal(f"a message of {len(frames) - 1} frames, where 2 are wanted")
+            self._count_refusal(f"a message of {len(frames) - 1} frames instead of 2")
             return
         sender, head, body = frames
         try:
@@ -121,9 +123,9 @@ class ChannelServer(Generic[Asked]):
         elif header.kind == "ping":
             await self._send(sender, "pong", header.number, b"")
         elif header.kind != "request":
-            self._count_refusal(f"a client that sent {header.kind}")
+            self._count_refusal(f"a message of kind {header.kind}, which clients must not send")
         elif len(self._running) >= self._limits.num_pending:
-            await self._refuse(sender, header, f"{len(self._running)} requests are waiting already: try again later")
+            await self._refuse(sender, header, f"{len(self._running)} requests are pending already: try again later")
         else:
             await self._start(sender, header, body)
 
@@ -131,42 +133,42 @@ class ChannelServer(Generic[Asked]):
         try:
             request = self._decode(body)
         except (msgspec.MsgspecError, RecursionError) as problem:
-            await self._refuse(sender, header, f"this is no request: {problem}")
+            await self._refuse(sender, header, f"not a valid request: {problem}")
             return
         task = asyncio.create_task(self._answer(sender, header, request))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
-    async def _answer(self, sender: bytes, header: Header, request: Asked) -> None:
+    async def _answer(self, sender: bytes, header: Header, request: RequestT) -> None:
         try:
             body = self._encode(await self._handler(request))
             if len(body) > self._limits.message_bytes:
-                raise RuntimeError(f"the answer has {len(body)} bytes, at most {self._limits.message_bytes} are sent")
-        # The border of the process: the client is told, and the others go on.
+                raise RuntimeError(f"the answer has {len(body)} bytes, the limit is {self._limits.message_bytes}")
+        # Process boundary: the error is reported to this client; other requests are not affected.
         except Exception as problem:
             logger.exception("event=request_failed request=%s", type(request).__name__)
             await self._refuse(sender, header, f"{type(problem).__name__}: {problem}")
             return
         await self._send(sender, "answer", header.number, body)
 
-    async def _refuse(self, sender: bytes, header: Header, why: str) -> None:
-        self._count_refusal(why)
-        await self._send(sender, "refusal", header.number, self._encode(why))
+    async def _refuse(self, sender: bytes, header: Header, reason: str) -> None:
+        self._count_refusal(reason)
+        await self._send(sender, "refusal", header.number, self._encode(reason))
 
     async def _send(self, receiver: bytes, kind: Kind, number: int, body: bytes) -> None:
-        # Where the client has gone, a router drops what is for it, or says that it cannot be reached.
+        # If the client is gone, the ROUTER socket drops the message or raises that it is unreachable.
         with contextlib.suppress(zmq.ZMQError):
             await self._socket.send_multipart([receiver, encode_header(kind, number, self.incarnation), body])
 
-    def _count_refusal(self, why: str) -> None:
+    def _count_refusal(self, reason: str) -> None:
         self.num_refused += 1
-        # Whoever floods the socket does not also fill the log.
+        # Log at powers of two only, so that a flood of messages does not fill the log.
         if self.num_refused.bit_count() == 1:
-            logger.warning("event=message_refused total=%d why=%r", self.num_refused, why[:500])
+            logger.warning("event=message_refused total=%d why=%r", self.num_refused, reason[:500])
 
 
-class _OneClient:
-    """ZMQ's question at each connection: may whoever holds this key, in Z85, come in?"""
+class _ClientKeyCheck:
+    """ZMQ's callback for each connection: whether the client's key, in Z85, is accepted."""
 
     def __init__(self, client_public: bytes) -> None:
         self._client_public = client_public

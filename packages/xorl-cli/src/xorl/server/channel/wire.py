@@ -1,7 +1,7 @@
-"""What both ends of a channel share: frames, limits, errors, and which addresses may be used without keys.
+"""Shared by both ends of a channel: frames, limits, errors, and the check of addresses.
 
-A request is two frames, a header and a body; so is its answer. The header says the sender's version before anything
-of the body is looked at, so that two versions can still tell each other that they differ.
+Requests and answers consist of two frames, a header and a body. The header has the sender's version and is decoded
+before the body, so that two incompatible versions can still report their mismatch.
 """
 
 from __future__ import annotations
@@ -19,27 +19,31 @@ from xorl.server.channel.keys import ChannelKeys
 from xorl.server.messages import PROTOCOL_VERSION
 
 Kind = Literal["request", "answer", "refusal", "ping", "pong"]
-# sockaddr_un has room for 108 bytes with the closing zero.
+# sockaddr_un has room for 108 bytes including the terminating zero.
 MAX_IPC_PATH_BYTES = 107
 
 
 class ChannelError(RuntimeError):
-    """The other side could not answer, and says why."""
+    """The other side refused the request or could not answer it."""
 
 
 class PeerLost(ConnectionError):
-    """The other side is gone, or was replaced: what was asked may or may not have been done."""
+    """The other side is gone or was replaced; a sent request may or may not have been executed."""
 
 
 class VersionMismatch(ChannelError):
-    """The two sides speak different versions."""
+    """The two sides use different versions of the protocol."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """message_bytes: the longest frame. num_pending: requests that a server has not answered yet; more are refused.
+    """Limits and intervals of a channel.
 
-    ping_every_s: how often a client asks whether the server is there; it is lost after lost_after_s without a sign.
+    Attributes:
+        message_bytes: the maximum length of a frame.
+        num_pending: the maximum number of requests that a server has not answered yet; more are refused.
+        ping_every_s: the interval of a client's pings.
+        lost_after_s: a server that is silent for this long is lost.
     """
 
     message_bytes: int = 512 * 2**20
@@ -49,10 +53,11 @@ class Limits:
 
 
 class Header(msgspec.Struct, frozen=True):
-    """Unknown fields are let through here alone: a later version may have more, and must still be told its number.
+    """The first frame of each message. Unlike in other messages, unknown fields are allowed: a later version may have
+    more fields, and its version number must still be readable.
 
-    number: of a client's request, which the answer repeats. incarnation: a random name that each server gets when it
-    starts; a client that sees another one knows that what it waits for is lost.
+    number: the number of a client's request; the answer repeats it. incarnation: a random name that each server takes
+    at its start; if it changes, the client knows that its pending requests are lost.
     """
 
     version: int
@@ -66,42 +71,44 @@ _decode_header = msgspec.msgpack.Decoder(Header).decode
 
 
 def encode_header(kind: Kind, number: int = 0, incarnation: str = "") -> bytes:
-    """A header of this version."""
+    """An encoded header with this version."""
     return _encode(Header(PROTOCOL_VERSION, kind, number, incarnation))
 
 
 def decode_header(frame: bytes) -> Header:
-    """Raises msgspec.MsgspecError where the frame is none."""
+    """Decode a header. Raises msgspec.MsgspecError if the frame is not a header."""
     return _decode_header(frame)
 
 
 def version_text(ours: str, theirs: str, their_version: int) -> str:
-    """What both sides of a mismatch say."""
+    """The error message for a version mismatch, on either side."""
     return (
-        f"the {ours} speaks version {PROTOCOL_VERSION} of the service's messages and the {theirs} version "
-        f"{their_version}: install the same xorl-cli for both and start both again"
+        f"the {ours} uses version {PROTOCOL_VERSION} of the service's messages and the {theirs} version "
+        f"{their_version}: install the same xorl-cli for both and restart both"
     )
 
 
 def check_address(address: str, keys: ChannelKeys | None) -> None:
-    """Raise ValueError for an address that cannot be used, or not without keys: tcp beyond this machine."""
+    """Raise ValueError for an invalid address, and for a tcp address that other machines can reach without keys."""
     scheme, separator, rest = address.partition("://")
     if not separator or scheme not in ("ipc", "tcp") or not rest:
-        raise ValueError(f"an address is ipc://PATH or tcp://HOST:PORT, got {address!r}")
+        raise ValueError(f"an address must be ipc://PATH or tcp://HOST:PORT, got {address!r}")
     if scheme == "ipc":
         if len(os.fsencode(rest)) > MAX_IPC_PATH_BYTES:
-            raise ValueError(f"the path of an ipc address has at most {MAX_IPC_PATH_BYTES} bytes, got {address!r}")
+            raise ValueError(
+                f"the path of an ipc address must have at most {MAX_IPC_PATH_BYTES} bytes, got {address!r}"
+            )
         return
     host = rest.rpartition(":")[0].strip("[]")
     if keys is None and not is_loopback(host):
         raise ValueError(
-            f"{address} can be reached from other machines, and a channel without keys takes requests from anybody: "
-            "bind 127.0.0.1, or give both sides the same ChannelKeys"
+            f"{address} can be reached from other machines, and a channel without keys accepts requests from anyone: "
+            "use 127.0.0.1 or pass the same ChannelKeys to both sides"
         )
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches that address; names other than localhost are taken for others'."""
+    """Whether only this machine can reach the host; False for all names other than localhost."""
     if host == "localhost":
         return True
     try:
@@ -111,7 +118,7 @@ def is_loopback(host: str) -> bool:
 
 
 def new_socket(context: zmq.asyncio.Context, kind: int, limits: Limits) -> zmq.asyncio.Socket:
-    """A socket that neither takes longer frames nor holds up the end of the process."""
+    """A socket that rejects frames beyond the limit and does not delay the end of the process."""
     socket = context.socket(kind)
     socket.setsockopt(zmq.MAXMSGSIZE, limits.message_bytes)
     socket.setsockopt(zmq.LINGER, 0)

@@ -1,4 +1,4 @@
-"""Inference servers that the service knows: which there are, how they are, and sampling from them. No torch here."""
+"""Registered inference servers: their addresses and states, and sampling from them. Does not import torch."""
 
 from xorl.server.endpoints.engine import EngineError
 from xorl.server.endpoints.forwarding import EndpointSampler

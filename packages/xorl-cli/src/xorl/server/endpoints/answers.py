@@ -1,4 +1,4 @@
-"""What engines answer a Sample with, whichever they are: tokens, log-probabilities, tables of likely tokens."""
+"""Common to the answers of all engines: tokens, log-probabilities, tables of likely tokens, and errors."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from xorl.server.operations import NO_LOGPROB, TopLogprobs
 
 # (log-probability, token id, text)
 Candidate: TypeAlias = tuple[float | None, int, str | None]
-# Of an empty cell of a table of likely tokens.
+# The token id in empty cells of a table of likely tokens.
 _NO_TOKEN = 0
 
 
-class Interrupted(Exception):
-    """A request that was ended by the server, not by its own limits."""
+class RequestInterrupted(Exception):
+    """The server ended the request before it reached its limits, for example to update its weights."""
 
 
-class OtherWeights(Exception):
-    """Tokens of other weights than were asked for."""
+class UnexpectedWeights(Exception):
+    """The answer was computed with weights of another version than expected."""
 
     def __init__(self, version: str) -> None:
         super().__init__(version)
@@ -30,21 +30,21 @@ class OtherWeights(Exception):
 
 
 def tokens(ids: Sequence[int]) -> Array:
-    """int32 [N]."""
+    """Token ids as int32 [N]."""
     return Array.of(np.array(ids, dtype=np.int32))
 
 
 def logprobs(values: Sequence[float | None]) -> Array:
-    """float32 [N], NaN for None."""
+    """Log-probabilities as float32 [N], with NaN for None."""
     return Array.of(np.array([math.nan if value is None else value for value in values], dtype=np.float32))
 
 
 def top_table(rows: Sequence[Sequence[Candidate] | None], num_top: int) -> TopLogprobs:
-    """Tables [N, K] of the most likely tokens, of rows that may hold more."""
+    """Tables [N, K] of the most likely tokens; rows may have more or fewer than K candidates."""
     ids = np.full((len(rows), num_top), _NO_TOKEN, dtype=np.int32)
     values = np.full((len(rows), num_top), NO_LOGPROB, dtype=np.float32)
-    for place, row in enumerate(rows):
+    for position, row in enumerate(rows):
         for index, (value, token, _) in enumerate((row or [])[:num_top]):
-            ids[place, index] = token
-            values[place, index] = NO_LOGPROB if value is None else value
+            ids[position, index] = token
+            values[position, index] = NO_LOGPROB if value is None else value
     return TopLogprobs(Array.of(ids), Array.of(values))

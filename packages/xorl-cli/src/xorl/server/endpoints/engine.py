@@ -1,6 +1,6 @@
-"""What an inference server is asked over HTTP, beside taking new weights: what it is, adapters, samples.
+"""HTTP requests to an inference server: health, description, adapters, samples; not the transfer of weights.
 
-Two kinds are told apart by what they answer: SGLang and vLLM.
+There are two kinds of servers, SGLang and vLLM, recognized by the paths that they serve.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import httpx
 EngineKind = Literal["sglang", "vllm"]
 Info: TypeAlias = dict[str, str | int | float | bool | None]
 
-# Of what a server says of itself, what decides whether it fits, and what clients show.
+# The fields of a server's description that are checked for compatibility or shown to clients.
 _KEPT = (
     "model_path",
     "served_model_name",
@@ -29,7 +29,7 @@ _KEPT = (
 
 
 class EngineError(Exception):
-    """A server that did not do what it was asked. is_gone: it does not answer at all."""
+    """A server failed or refused a request. is_gone: it did not answer at all."""
 
     def __init__(self, message: str, *, is_gone: bool = False) -> None:
         super().__init__(message)
@@ -37,9 +37,9 @@ class EngineError(Exception):
 
 
 class InferenceEngine:
-    """A server at `http://host:port`; every call raises EngineError where it does not do it.
+    """A server at `http://host:port`. Every method raises EngineError if the request fails.
 
-    The client is shared and stays the caller's.
+    The client is shared; the caller closes it.
     """
 
     def __init__(self, client: httpx.AsyncClient, host: str, port: int) -> None:
@@ -47,40 +47,40 @@ class InferenceEngine:
         self._base = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def check_health(self, *, timeout_s: float) -> None:
-        """Whether it answers and is ready."""
+        """Raise EngineError unless the server answers and is ready."""
         await self._request("GET", "/health", None, timeout_s)
 
     async def describe(self, *, timeout_s: float) -> tuple[EngineKind, Info]:
-        """Which kind it is, and what it says of itself; `kind` is among that."""
+        """The server's kind and its description, which includes `kind`."""
         for path in ("/server_info", "/get_server_info"):
-            said = await self._optional(path, timeout_s)
-            if said is not None:
-                return "sglang", {"kind": "sglang", **_kept(said)}
-        said = await self._optional("/version", timeout_s)
-        if said is None:
+            info = await self._optional(path, timeout_s)
+            if info is not None:
+                return "sglang", {"kind": "sglang", **_kept(info)}
+        info = await self._optional("/version", timeout_s)
+        if info is None:
             raise EngineError(
-                f"{self._base} answers neither /server_info, as SGLang does, nor /version, as vLLM does: other engines "
-                "are not known"
+                f"{self._base} serves neither /server_info (SGLang) nor /version (vLLM); other engines are not "
+                "supported"
             )
         models = await self._request("GET", "/v1/models", None, timeout_s)
         listed = models.get("data")
         first = listed[0] if isinstance(listed, list) and listed else {}
         path, length = first.get("root") or first.get("id"), first.get("max_model_len")
-        own = {"model_path": path, "served_model_name": first.get("id"), "context_length": length}
-        return "vllm", {"kind": "vllm", **_kept({**own, "version": said.get("version")})}
+        model = {"model_path": path, "served_model_name": first.get("id"), "context_length": length}
+        return "vllm", {"kind": "vllm", **_kept({**model, "version": info.get("version")})}
 
     async def load_adapter(self, kind: EngineKind, name: str, folder: str, *, timeout_s: float) -> None:
-        """Load PEFT's files from a folder that the server sees too, under a name that is not taken."""
+        """Load an adapter in PEFT's format under an unused name. The server must be able to read the folder."""
         path = "/load_lora_adapter" if kind == "sglang" else "/v1/load_lora_adapter"
         await self._request("POST", path, {"lora_name": name, "lora_path": folder}, timeout_s)
 
     async def unload_adapter(self, kind: EngineKind, name: str, *, timeout_s: float) -> None:
-        """Forget an adapter."""
+        """Unload an adapter."""
         path = "/unload_lora_adapter" if kind == "sglang" else "/v1/unload_lora_adapter"
         await self._request("POST", path, {"lora_name": name}, timeout_s)
 
     async def post(self, path: str, body: Mapping[str, object], *, timeout_s: float) -> object:
-        """The JSON that answers a request."""
+        """The JSON answer to a POST request."""
         return await self._send("POST", path, body, timeout_s)
 
     async def _request(
@@ -90,7 +90,7 @@ class InferenceEngine:
         return cast("dict[str, object]", answer) if isinstance(answer, dict) else {}
 
     async def _optional(self, path: str, timeout_s: float) -> dict[str, object] | None:
-        """The answer to a GET; None where there is no such path."""
+        """The answer to a GET request; None if the server refuses it, for example because it lacks the path."""
         try:
             return await self._request("GET", path, None, timeout_s)
         except EngineError as error:
@@ -108,17 +108,17 @@ class InferenceEngine:
         try:
             content: object = reply.json()
         except ValueError:
-            content = reply.text  # vLLM answers some requests by a sentence
+            content = reply.text  # vLLM answers some requests in plain text
         refused = isinstance(content, dict) and content.get("success") is False
         if reply.status_code != 200 or refused:
-            said = content.get("message") or content.get("error") if isinstance(content, dict) else content
-            raise EngineError(f"{self._base}{path}: HTTP {reply.status_code}: {str(said)[:500]}")
+            reason = content.get("message") or content.get("error") if isinstance(content, dict) else content
+            raise EngineError(f"{self._base}{path}: HTTP {reply.status_code}: {str(reason)[:500]}")
         return content
 
 
-def _kept(said: Mapping[str, object]) -> Info:
+def _kept(info: Mapping[str, object]) -> Info:
     return {
         name: value
         for name in _KEPT
-        if isinstance(value := said.get(name), (str, int, float, bool)) or (value is None and name in said)
+        if isinstance(value := info.get(name), (str, int, float, bool)) or (value is None and name in info)
     }

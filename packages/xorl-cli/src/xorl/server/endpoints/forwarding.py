@@ -1,10 +1,10 @@
-"""Sampling by an inference server in place of the workers."""
+"""Sampling from an inference server instead of the workers."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from xorl.server.endpoints.answers import Interrupted, OtherWeights
+from xorl.server.endpoints.answers import RequestInterrupted, UnexpectedWeights
 from xorl.server.endpoints.engine import EngineError
 from xorl.server.endpoints.registry import FIRST_VERSION, EndpointRegistry
 from xorl.server.endpoints.sglang import sglang_request, sglang_result
@@ -29,27 +29,29 @@ class EndpointSampler:
         context_length: int | None,
         adapter: tuple[str, Path] | None = None,
     ) -> SampleResult | None:
-        """The samples, or None where no endpoint has these weights or can do what is asked: then it is the workers'.
+        """The samples, or None if no endpoint has these weights or supports the request; the workers then sample.
 
-        version: of the full weights to sample from, None those the endpoints were started with; context_length: of the
-        model, None where it is not known; adapter: a name for it that says its version too, and the folder of PEFT's
-        files. An endpoint that does not answer, or ends the request
-        because its weights change, is left for another. Raises EngineError where one refuses what it was asked.
+        If an endpoint does not answer, or interrupts the request because its weights change, the next one is tried.
+        Raises EngineError if an endpoint refuses the request.
+
+        version: the version of the full weights; None: the weights that the endpoints started with.
+        context_length: of the model; None if unknown.
+        adapter: the adapter's name, which must include its version, and the folder with its files in PEFT's format.
         """
         if _refusal(operation, context_length) is not None:
             return None
         for _ in self._registry.states:
-            state = self._registry.sampling(version)
+            state = self._registry.next_for_sampling(version)
             if state is None:
                 return None
             try:
                 if adapter is not None:
                     await self._registry.load_adapter(state, *adapter)
                 return await self._ask(state, operation, context_length, None if adapter is None else adapter[0])
-            except Interrupted:
+            except RequestInterrupted:
                 continue
-            except OtherWeights as other:
-                self._registry.note_other_weights(state.endpoint, other.version)
+            except UnexpectedWeights as other:
+                self._registry.note_unexpected_weights(state.endpoint, other.version)
             except EngineError as error:
                 self._registry.forget_adapters(state.endpoint)
                 if not error.is_gone:
@@ -63,7 +65,7 @@ class EndpointSampler:
         prompt = [int(token) for token in operation.prompt.numpy()]
         limit = operation.max_tokens
         if limit is None:
-            assert context_length is not None, "refused otherwise"
+            assert context_length is not None, "checked by `_refusal`"
             limit = context_length - len(prompt)
         engine = self._registry.engine(state.endpoint)
         if state.server_info.get("kind") == "vllm":
@@ -78,14 +80,14 @@ class EndpointSampler:
 
 
 def _refusal(operation: Sample, context_length: int | None) -> str | None:
-    """What of a request no endpoint can do, or None."""
+    """Why endpoints do not support a request, or None if they do."""
     if operation.target_prompt_tokens is not None:
-        return "target_prompt_tokens: engines take one list of tokens for all places"
+        return "target_prompt_tokens: engines accept only one list of tokens for all positions"
     if operation.max_tokens is None and context_length is None:
-        return "max_tokens: without a limit of the model's context one is needed"
+        return "max_tokens: required if the model's context length is unknown"
     if operation.max_tokens == 0:
         return "max_tokens: engines generate at least one token"
     num_tokens = operation.prompt.shape[0] + (operation.max_tokens or 1)
     if context_length is not None and num_tokens > context_length:
-        return "the context: engines need a place for a sample's last token too, where workers need none"
+        return "context length: engines, unlike the workers, also need room for a sample's last token"
     return None

@@ -1,4 +1,4 @@
-"""Which inference servers there are and how they are. Pure state over probes: keeping it on disk is the caller's."""
+"""The registered inference servers and their states. Kept in memory; the caller saves the states to disk."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from xorl.server.queries import EndpointState
 
 PROBE_TIMEOUT_S = 10.0
 ADAPTER_TIMEOUT_S = 300.0
-# What SGLang calls the weights that it was started with.
+# SGLang's name for the version of the weights that it was started with.
 FIRST_VERSION = "default"
-# Of adapters that stay loaded on a server; the one that was not asked for longest leaves for another.
+# The maximum number of adapters loaded on a server; beyond it, the least recently used one is unloaded.
 MAX_ADAPTERS = 32
 # Servers that sample for the same clients must agree on these.
 _SHARED = ("kind", "model_path", "quantization", "tp_size")
@@ -29,11 +29,11 @@ State = Literal["healthy", "unreachable", "disconnected", "failed"]
 class EndpointRegistry:
     """Registered endpoints by host and port, in the order in which they were added.
 
-    `states` are those of a registry before; it tells `changed` (None: no one) after each change, so that they can be
-    kept. One task of one event loop may be in a call that changes something at a time.
+    `states` are the saved states of an earlier registry. `changed` is called after each change, so that the caller can
+    save them. Only one task at a time may be in a method that changes states.
 
-    A server that a sync left with mixed weights is `failed`: it samples for no one until it is removed, or a whole sync
-    has mended it. weight_version None: it holds what it was started with.
+    A server that a failed sync left with mixed weights is `failed`: it is not used for sampling until a complete sync
+    succeeds or it is removed. If weight_version is None, the server has the weights that it was started with.
     """
 
     def __init__(
@@ -50,27 +50,27 @@ class EndpointRegistry:
 
     @property
     def states(self) -> list[EndpointState]:
-        """All of them, as they were found last."""
+        """The last known states of all endpoints."""
         return list(self._states.values())
 
     def engine(self, endpoint: Endpoint) -> InferenceEngine:
-        """What to ask it by."""
+        """The client of an endpoint's server."""
         return InferenceEngine(self._client, endpoint.host, endpoint.port)
 
     async def add(self, endpoint: Endpoint) -> EndpointState:
-        """Ask a server how it is and register it; one that is registered already is asked again and takes its place.
+        """Probe a server and register it. A server that is already registered is probed again and its entry updated.
 
-        The server's own tp_size is its number of ranks where it says one. Raises EngineError where it does not answer,
-        where it differs from the others in what all must share, and where it is to be sent weights and takes none.
+        If the server reports a tp_size, that is its number of ranks. Raises EngineError if the server does not answer,
+        if it is not compatible with the other endpoints, or if `sync_weights` is set and it cannot receive weights.
         """
         engine = self.engine(endpoint)
         await engine.check_health(timeout_s=PROBE_TIMEOUT_S)
         kind, info = await engine.describe(timeout_s=PROBE_TIMEOUT_S)
         if kind == "vllm" and endpoint.sync_weights:
             raise EngineError(
-                f"sync_weights: {endpoint.host}:{endpoint.port} is vLLM, which takes weights only from a communicator "
-                "of its own kind, whose id travels as a pickle; add it with sync_weights false to sample from it, or "
-                "use SGLang"
+                f"sync_weights: {endpoint.host}:{endpoint.port} is vLLM, which receives weights only through its own "
+                "kind of communicator, whose id is sent as a pickle; add it with sync_weights false to sample from it, "
+                "or use SGLang"
             )
         ranks = info.get("tp_size")
         if isinstance(ranks, int) and ranks > 1:
@@ -81,19 +81,19 @@ class EndpointRegistry:
                 if state.server_info.get(name) != info.get(name):
                     raise EngineError(
                         f"{name}: {endpoint.host}:{endpoint.port} has {info.get(name)!r}, and {other[0]}:{other[1]} "
-                        f"{state.server_info.get(name)!r}; endpoints of one service are alike"
+                        f"{state.server_info.get(name)!r}; all endpoints of a service must agree"
                     )
         added = EndpointState(endpoint, "healthy", weight_version=_version(info), server_info=info)
         old = self._states.get(key)
         if old is not None and old.state == "failed":
-            # Whether it was started anew since no one can tell.
+            # It may have restarted since then, with clean weights, but there is no way to know.
             added = replace(added, state="failed", message=old.message)
         self._adapters.pop(key, None)
-        self._put(added)
+        self._store(added)
         return added
 
     def remove(self, host: str, port: int) -> bool:
-        """Whether it was registered; now it is not."""
+        """Remove an endpoint; returns whether it was registered."""
         self._adapters.pop((host, port), None)
         found = self._states.pop((host, port), None)
         if found is not None:
@@ -101,28 +101,27 @@ class EndpointRegistry:
         return found is not None
 
     async def check(self) -> list[EndpointState]:
-        """Ask all how they are, but for those that are disconnected, and return them."""
+        """Probe all endpoints that are not disconnected; returns the states of all."""
         await asyncio.gather(*(self._check(state) for state in self.states if state.state != "disconnected"))
         return self.states
 
     async def connect(self) -> list[EndpointState]:
-        """Use all of them again, and ask them how they are."""
+        """Use disconnected endpoints again; probes all and returns their states."""
         for state in self.states:
             if state.state == "disconnected":
-                self._put(replace(state, state="unreachable", message=""))
+                self._store(replace(state, state="unreachable", message=""))
         return await self.check()
 
     def disconnect(self) -> list[EndpointState]:
-        """Use none of them until `connect`; one with mixed weights stays marked."""
+        """Stop using all endpoints until `connect`; failed ones stay failed."""
         for state in self.states:
             if state.state != "failed":
-                self._put(replace(state, state="disconnected", message="disconnected by a client"))
+                self._store(replace(state, state="disconnected", message="disconnected by a client"))
         return self.states
 
     def receivers(self, *, after_step: bool = False) -> tuple[Endpoint, ...]:
-        """Where a model's weights go: all that take any, or after a step those that were added with sync_weights.
-
-        Those that failed are among them, since a whole sync mends them.
+        """The endpoints to send a model's weights to: all that can receive weights, or with `after_step` only those
+        that were added with sync_weights. Includes failed ones, since a complete sync repairs them.
         """
         return tuple(
             state.endpoint
@@ -133,49 +132,49 @@ class EndpointRegistry:
         )
 
     def note_sync(self, result: SyncResult) -> None:
-        """What became of each endpoint in a sync."""
+        """Record the result of a sync for each endpoint."""
         for synced in result.endpoints:
             state = self._states.get((synced.host, synced.port))
             if state is None:
                 continue
             if synced.weights == "mixed":
-                message = f"holds parts of two versions and is paused: {synced.message}"
-                self._put(replace(state, state="failed", message=message, weight_version=None))
+                message = f"has a mixture of two versions of the weights and is paused: {synced.message}"
+                self._store(replace(state, state="failed", message=message, weight_version=None))
             elif synced.weights == "new":
                 version = result.weight_version
-                self._put(replace(state, state="healthy", message=synced.message, weight_version=version))
+                self._store(replace(state, state="healthy", message=synced.message, weight_version=version))
                 self._adapters.pop((synced.host, synced.port), None)
 
-    def note_other_weights(self, endpoint: Endpoint, version: str) -> None:
-        """It answered with weights of another version than it was sent last, as one does that was started anew."""
+    def note_unexpected_weights(self, endpoint: Endpoint, version: str) -> None:
+        """Record that an endpoint answered with another version than it was sent last, for example after a restart."""
         state = self._states.get((endpoint.host, endpoint.port))
         if state is not None:
-            message = f"holds weights of version {version}, which were not sent to it; add it again to use it"
-            self._put(replace(state, weight_version=version, message=message))
+            message = f"has weights of version {version}, which this service did not send; add it again to use it"
+            self._store(replace(state, weight_version=version, message=message))
             self.forget_adapters(endpoint)
 
     def forget_adapters(self, endpoint: Endpoint) -> None:
-        """Load adapters again when they are asked for: it may have lost them."""
+        """Assume that an endpoint lost its adapters; they are loaded again when requests need them."""
         self._adapters.pop((endpoint.host, endpoint.port), None)
 
-    def note_unreachable(self, endpoint: Endpoint, why: str) -> None:
-        """It did not answer; `check` finds out when it does again."""
+    def note_unreachable(self, endpoint: Endpoint, reason: str) -> None:
+        """Record that an endpoint did not answer; `check` notices when it does again."""
         state = self._states.get((endpoint.host, endpoint.port))
         if state is not None and state.state == "healthy":
-            self._put(replace(state, state="unreachable", message=why))
+            self._store(replace(state, state="unreachable", message=reason))
 
-    def sampling(self, version: str | None) -> EndpointState | None:
-        """One in turn that holds these weights (None: those it was started with); None where there is none."""
-        able = [state for state in self.states if state.state == "healthy" and state.weight_version == version]
-        if not able:
+    def next_for_sampling(self, version: str | None) -> EndpointState | None:
+        """The next healthy endpoint in turn with this version of the weights (None: those it started with), if any."""
+        candidates = [state for state in self.states if state.state == "healthy" and state.weight_version == version]
+        if not candidates:
             return None
         self._turn += 1
-        return able[self._turn % len(able)]
+        return candidates[self._turn % len(candidates)]
 
     async def load_adapter(self, state: EndpointState, name: str, folder: Path) -> None:
-        """Let a server load the adapter in `folder` under `name`, unless it has it; another of that name goes first.
+        """Load the adapter in `folder` under `name` unless it is loaded; replaces another adapter of that name.
 
-        Names must say which version it is where adapters change: what a server computed for a name may be used again.
+        The name must include a version if adapters change, since servers may reuse values cached for a name.
         Raises EngineError.
         """
         endpoint = state.endpoint
@@ -185,22 +184,22 @@ class EndpointRegistry:
             return
         kind: EngineKind = "vllm" if state.server_info.get("kind") == "vllm" else "sglang"
         engine = self.engine(endpoint)
-        for leaving in [name] if name in loaded else list(loaded)[: max(len(loaded) - MAX_ADAPTERS + 1, 0)]:
-            del loaded[leaving]
-            await engine.unload_adapter(kind, leaving, timeout_s=ADAPTER_TIMEOUT_S)
+        for evicted in [name] if name in loaded else list(loaded)[: max(len(loaded) - MAX_ADAPTERS + 1, 0)]:
+            del loaded[evicted]
+            await engine.unload_adapter(kind, evicted, timeout_s=ADAPTER_TIMEOUT_S)
         try:
             await engine.load_adapter(kind, name, str(folder.resolve()), timeout_s=ADAPTER_TIMEOUT_S)
         except EngineError as error:
-            # From before this process: a name stands for one folder as long as both live.
+            # Loaded before this process started. That is fine, since a name always refers to the same folder.
             if "already" not in str(error):
                 raise
         loaded[name] = str(folder)
 
     async def publish_adapter(self, name: str, folder: Path) -> list[EndpointState]:
-        """Load an adapter on every healthy server; returns those. Raises EngineError where one of them does not."""
-        able = [state for state in self.states if state.state == "healthy"]
-        await asyncio.gather(*(self.load_adapter(state, name, folder) for state in able))
-        return able
+        """Load an adapter on every healthy server and return their states. Raises EngineError if one fails."""
+        healthy = [state for state in self.states if state.state == "healthy"]
+        await asyncio.gather(*(self.load_adapter(state, name, folder) for state in healthy))
+        return healthy
 
     async def _check(self, state: EndpointState) -> None:
         engine = self.engine(state.endpoint)
@@ -212,14 +211,14 @@ class EndpointRegistry:
         now = self._states.get((state.endpoint.host, state.endpoint.port))
         if now is None or now.state in ("failed", "disconnected") or (now.state, now.message) == found:
             return
-        self._put(replace(now, state=found[0], message=found[1]))
+        self._store(replace(now, state=found[0], message=found[1]))
 
-    def _put(self, state: EndpointState) -> None:
+    def _store(self, state: EndpointState) -> None:
         self._states[state.endpoint.host, state.endpoint.port] = state
         self._changed()
 
 
 def _version(info: Info) -> str | None:
-    """Of the weights that it holds now; None for those that it was started with."""
-    said = info.get("weight_version")
-    return None if said in (None, FIRST_VERSION) else str(said)
+    """The version of the server's current weights; None for the weights that it was started with."""
+    version = info.get("weight_version")
+    return None if version in (None, FIRST_VERSION) else str(version)

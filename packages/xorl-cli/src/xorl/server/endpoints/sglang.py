@@ -1,4 +1,4 @@
-"""A Sample as SGLang is asked for it, and its answer."""
+"""Requests to SGLang for a Sample, and their answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from xorl.server.datum import Array
-from xorl.server.endpoints.answers import Candidate, Interrupted, OtherWeights, logprobs, tokens, top_table
+from xorl.server.endpoints.answers import Candidate, RequestInterrupted, UnexpectedWeights, logprobs, tokens, top_table
 from xorl.server.endpoints.engine import EngineError
 from xorl.server.operations import Sample, SampledSequence, SampleResult
 
@@ -33,7 +33,7 @@ class _Generated(msgspec.Struct):
 
 
 def sglang_request(operation: Sample, prompt: Sequence[int], limit: int, adapter: str | None) -> dict[str, object]:
-    """The body of /generate: one prompt for each sample, since samples have seeds of their own."""
+    """The body of /generate; repeats the prompt for each sample, since samples have different seeds."""
     params = [_sglang_params(operation, limit, index) for index in range(operation.num_samples)]
     wants_prompt = operation.prompt_logprobs or operation.topk_prompt_logprobs > 0
     num_top = max(operation.topk_sample_logprobs, operation.topk_prompt_logprobs)
@@ -69,17 +69,17 @@ def _sglang_params(operation: Sample, limit: int, index: int) -> dict[str, objec
 def sglang_result(operation: Sample, prompt: Sequence[int], answer: object, version: str) -> SampleResult:
     """The samples in an answer of /generate.
 
-    Raises EngineError for an answer that does not fit the request, OtherWeights if it was computed with weights of
-    another version, Interrupted if the server ended the request early.
+    Raises EngineError if the answer does not fit the request, UnexpectedWeights if it was computed with another version
+    of the weights, and RequestInterrupted if the server ended the request early.
     """
     try:
         generated = msgspec.convert(answer if isinstance(answer, list) else [answer], list[_Generated])
     except msgspec.ValidationError as error:
-        raise EngineError(f"/generate: not an answer of SGLang's: {error}") from error
+        raise EngineError(f"/generate: unexpected format of the answer: {error}") from error
     if len(generated) != operation.num_samples:
-        raise EngineError(f"/generate: {len(generated)} samples, and {operation.num_samples} were wanted")
+        raise EngineError(f"/generate: got {len(generated)} samples instead of {operation.num_samples}")
     sequences = [_sequence(one, operation.topk_sample_logprobs, version) for one in generated]
-    # What is said of the prompt is the same for all samples.
+    # The prompt's values are the same for all samples.
     meta, num_top = generated[0].meta_info, operation.topk_prompt_logprobs
     return SampleResult(
         sequences=sequences,
@@ -92,12 +92,12 @@ def sglang_result(operation: Sample, prompt: Sequence[int], answer: object, vers
 def _sequence(one: _Generated, num_top: int, version: str) -> SampledSequence:
     meta = one.meta_info
     if meta.weight_version not in (None, version):
-        raise OtherWeights(meta.weight_version)
+        raise UnexpectedWeights(meta.weight_version)
     reason = (meta.finish_reason or {}).get("type")
     if reason not in ("stop", "length"):
-        raise Interrupted(str(meta.finish_reason))
+        raise RequestInterrupted(str(meta.finish_reason))
     if [token for _, token, _ in meta.output_token_logprobs] != one.output_ids:
-        raise EngineError("/generate: log-probabilities are not those of the tokens")
+        raise EngineError("/generate: the log-probabilities do not belong to the returned tokens")
     return SampledSequence(
         tokens=tokens(one.output_ids),
         logprobs=logprobs([value for value, _, _ in meta.output_token_logprobs]),
@@ -107,7 +107,7 @@ def _sequence(one: _Generated, num_top: int, version: str) -> SampledSequence:
 
 
 def _prompt_logprobs(meta: _Meta, prompt_len: int) -> Array:
-    given = meta.input_token_logprobs or []
-    if len(given) != prompt_len:
-        raise EngineError(f"/generate: {len(given)} log-probabilities of a prompt of {prompt_len} tokens")
-    return logprobs([None, *(value for value, _, _ in given[1:])])
+    rows = meta.input_token_logprobs or []
+    if len(rows) != prompt_len:
+        raise EngineError(f"/generate: got {len(rows)} log-probabilities for a prompt of {prompt_len} tokens")
+    return logprobs([None, *(value for value, _, _ in rows[1:])])

@@ -1,4 +1,4 @@
-"""A Sample as vLLM is asked for it, by its form of completions, and its answer."""
+"""Requests to vLLM's completions API for a Sample, and their answers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from xorl.server.endpoints.answers import Candidate, Interrupted, logprobs, tokens, top_table
+from xorl.server.endpoints.answers import Candidate, RequestInterrupted, logprobs, tokens, top_table
 from xorl.server.endpoints.engine import EngineError
 from xorl.server.operations import Sample, SampledSequence, SampleResult
 
@@ -17,7 +17,7 @@ class _VllmLogprob(msgspec.Struct):
 
 
 class _VllmLogprobs(msgspec.Struct):
-    """`logprobs` of a completion: at each place that of the token, and of the likely ones by `token_id:N`."""
+    """`logprobs` of a completion: for each position, the token's and those of likely tokens, by `token_id:N`."""
 
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None] | None = None
@@ -36,7 +36,7 @@ class _VllmAnswer(msgspec.Struct):
 
 
 def vllm_request(operation: Sample, prompt: Sequence[int], limit: int, model: str) -> dict[str, object]:
-    """The body of /v1/completions; vLLM itself gives sample i the seed + i."""
+    """The body of /v1/completions. vLLM, like this service, uses seed + i for sample i."""
     body: dict[str, object] = {
         "model": model,
         "prompt": list(prompt),
@@ -64,18 +64,18 @@ def vllm_request(operation: Sample, prompt: Sequence[int], limit: int, model: st
 def vllm_result(operation: Sample, prompt: Sequence[int], answer: object) -> SampleResult:
     """The samples in an answer of /v1/completions.
 
-    Raises EngineError for an answer that does not fit the request, Interrupted if the server ended the request early.
+    Raises EngineError if the answer does not fit the request, and RequestInterrupted if the server ended it early.
     """
     try:
         choices = sorted(msgspec.convert(answer, _VllmAnswer).choices, key=lambda choice: choice.index)
     except msgspec.ValidationError as error:
-        raise EngineError(f"/v1/completions: not an answer of vLLM's with token ids: {error}") from error
+        raise EngineError(f"/v1/completions: unexpected format of the answer: {error}") from error
     if len(choices) != operation.num_samples:
-        raise EngineError(f"/v1/completions: {len(choices)} samples, and {operation.num_samples} were wanted")
+        raise EngineError(f"/v1/completions: got {len(choices)} samples instead of {operation.num_samples}")
     sequences: list[SampledSequence] = []
     for choice in choices:
         if choice.finish_reason not in ("stop", "length"):
-            raise Interrupted(str(choice.finish_reason))
+            raise RequestInterrupted(str(choice.finish_reason))
         top = None
         if operation.topk_sample_logprobs:
             rows = [_by_likelihood(row) for row in choice.logprobs.top_logprobs or []]
@@ -88,15 +88,16 @@ def vllm_result(operation: Sample, prompt: Sequence[int], answer: object) -> Sam
                 top_logprobs=top,
             )
         )
-    given = choices[0].prompt_logprobs
-    if (operation.prompt_logprobs or operation.topk_prompt_logprobs) and (given is None or len(given) != len(prompt)):
-        raise EngineError("/v1/completions: no log-probabilities for each token of the prompt")
-    rows = [row or {} for row in given or []]
-    own = [None if not row else row[str(token)].logprob for row, token in zip(rows, prompt, strict=False)]
+    returned = choices[0].prompt_logprobs
+    wants_prompt = operation.prompt_logprobs or operation.topk_prompt_logprobs
+    if wants_prompt and (returned is None or len(returned) != len(prompt)):
+        raise EngineError("/v1/completions: log-probabilities of the prompt's tokens are missing")
+    rows = [row or {} for row in returned or []]
+    prompt_values = [None if not row else row[str(token)].logprob for row, token in zip(rows, prompt, strict=False)]
     likely = [_by_likelihood({f":{token}": each.logprob for token, each in row.items()}) for row in rows[1:]]
     return SampleResult(
         sequences=sequences,
-        prompt_logprobs=logprobs(own) if operation.prompt_logprobs else None,
+        prompt_logprobs=logprobs(prompt_values) if operation.prompt_logprobs else None,
         topk_prompt_logprobs=top_table(likely, operation.topk_prompt_logprobs)
         if operation.topk_prompt_logprobs
         else None,
@@ -104,6 +105,6 @@ def vllm_result(operation: Sample, prompt: Sequence[int], answer: object) -> Sam
 
 
 def _by_likelihood(row: dict[str, float] | None) -> list[Candidate]:
-    """`token_id:N` to its log-probability, as SGLang's rows."""
+    """Converts {`token_id:N`: log-probability} to a row in SGLang's format, most likely first."""
     ids = {int(name.rpartition(":")[2]): value for name, value in (row or {}).items()}
     return [(ids[token], token, None) for token in sorted(ids, key=ids.__getitem__, reverse=True)]

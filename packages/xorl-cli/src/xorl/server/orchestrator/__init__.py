@@ -1,4 +1,4 @@
-"""The process that knows every request: it journals requests, orders them, hands them to workers, keeps results."""
+"""The orchestrator: journals requests, orders them, dispatches them to the workers, and stores their results."""
 
 from xorl.server.orchestrator.options import OrchestratorOptions
 from xorl.server.orchestrator.orchestrator import Orchestrator

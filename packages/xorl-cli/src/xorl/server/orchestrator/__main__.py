@@ -1,4 +1,4 @@
-"""`python -m xorl.server.orchestrator`: the orchestrator's process, from a configuration until a signal ends it."""
+"""`python -m xorl.server.orchestrator`: runs the orchestrator of a configuration until a signal ends it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pathlib import Path
 from xorl.config import load_server_config
 from xorl.server.channel import ChannelError
 from xorl.server.orchestrator.commit import Damaged, JournalError, OtherVersion
+from xorl.server.orchestrator.from_config import options_from_config
 from xorl.server.orchestrator.options import OrchestratorOptions
 from xorl.server.orchestrator.orchestrator import Orchestrator
-from xorl.server.orchestrator.served import options_of
 from xorl.server.process import begin_process
 from xorl.server.supervise import BAD_INPUT
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 async def serve(options: OrchestratorOptions) -> None:
-    """Run until SIGTERM or SIGINT, then save what the workers hold."""
+    """Run until SIGTERM or SIGINT, then save the models that the workers hold."""
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
@@ -37,22 +37,22 @@ async def serve(options: OrchestratorOptions) -> None:
         logger.info("event=stopping")
         await orchestrator.save_models()
     finally:
-        # Also where a part has broken and the loop was stopped: open sockets would keep the process from ending.
+        # Also after a task failed and stopped the loop: open sockets would keep the process from ending.
         await orchestrator.stop()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the orchestrator and returns its exit code: after bad input one with which nobody starts it again."""
+    """Run the orchestrator and return its exit code: BAD_INPUT, with which it is not restarted, or 1."""
     parser = argparse.ArgumentParser(prog="python -m xorl.server.orchestrator", description=serve.__doc__)
-    parser.add_argument("--config", type=Path, required=True, help="the service's configuration, resolved")
-    parser.add_argument("--bind", required=True, help="address that the API asks")
-    parser.add_argument("--workers", required=True, help="address at which the first worker listens")
-    parser.add_argument("--workers-file", type=Path, help="file with the address of workers that came after those")
-    parser.add_argument("--keys", type=Path, help="file of the keys of the channel to the workers")
+    parser.add_argument("--config", type=Path, required=True, help="the service's resolved configuration")
+    parser.add_argument("--bind", required=True, help="address to which the API connects")
+    parser.add_argument("--workers", required=True, help="address on which the first worker listens")
+    parser.add_argument("--workers-file", type=Path, help="file in which restarted workers publish their address")
+    parser.add_argument("--keys", type=Path, help="file with the keys of the channel to the workers")
     flags = parser.parse_args(arguments)
     config = load_server_config(flags.config, []).config
     begin_process("orchestrator", config.log_level, follows_parent=False)
-    options = options_of(
+    options = options_from_config(
         config, api_address=flags.bind, worker_address=flags.workers, workers_file=flags.workers_file, keys=flags.keys
     )
     options.journal_path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             logger.error(
-                "event=journal_in_use path=%s: another orchestrator has it; stop that one", options.journal_path
+                "event=journal_in_use path=%s: another orchestrator has locked it; stop that one", options.journal_path
             )
             return 1
         try:
@@ -70,13 +70,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stderr.write(f"error: {problem}\n")
             return BAD_INPUT
         except (sqlite3.OperationalError, sqlite3.ProgrammingError, sqlite3.IntegrityError):
-            # A lock, or a disk that is full: the next start may find it otherwise. The others are not the file's fault.
+            # Possibly a lock or a full disk, which a restart may resolve; in any case not damage to the file.
             raise
         except (sqlite3.DatabaseError, Damaged) as problem:
             path = options.journal_path
             sys.stderr.write(
-                f"error: {path} is damaged ({problem}): put a copy of it in its place, or move {path.name} and the "
-                "files beside it away; checkpoints stay where they are, and calls since the last ones are lost\n"
+                f"error: {path} is damaged ({problem}): restore a copy of it, or move {path.name} and the files beside "
+                "it away; checkpoints are kept, but calls since the last checkpoints are lost\n"
             )
             return BAD_INPUT
         except (RuntimeError, ChannelError, JournalError) as problem:

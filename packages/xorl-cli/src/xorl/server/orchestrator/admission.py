@@ -1,4 +1,4 @@
-"""Takes new requests: checks them, writes them to the journal, and queues them; also notes numbers that never come."""
+"""Admits new requests: checks them, writes them to the journal and queues them. Also records refused numbers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from msgspec.structs import replace
 from xorl.server.identifiers import seed_of
 from xorl.server.messages import Accepted, Ok, Rejected, Submit, Tombstone
 from xorl.server.operations import CreateModel, Failure, LoraSpec, ModelCreated, ModelOperation, Sample, SessionSampler
-from xorl.server.orchestrator.calls import (
-    OWN_PREFIX,
+from xorl.server.orchestrator.commit import JournalError
+from xorl.server.orchestrator.journal import Submission, Unfinished, Written
+from xorl.server.orchestrator.lane import Ticket
+from xorl.server.orchestrator.operation_properties import (
+    INTERNAL_PREFIX,
     RECOVERY_PREFIX,
     cost_of,
     decode_result,
@@ -22,18 +25,15 @@ from xorl.server.orchestrator.calls import (
     saved_as,
     share_of,
 )
-from xorl.server.orchestrator.commit import JournalError
-from xorl.server.orchestrator.journal import Submission, Unfinished, Written
-from xorl.server.orchestrator.lane import Ticket
 from xorl.server.orchestrator.registry import ModelRecord, stored
-from xorl.server.orchestrator.sessions import too_many
+from xorl.server.orchestrator.sessions import session_limit_refusal
 from xorl.server.orchestrator.state import State
 
 logger = logging.getLogger(__name__)
 
 
 class Refused(Exception):
-    """A request that is refused: the HTTP status, and what the client can do."""
+    """A refused request; `rejected` is the answer, with the HTTP status and the remedy."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -41,17 +41,17 @@ class Refused(Exception):
 
 
 class Admission:
-    """Takes requests. Each is in the journal before it is accepted, and in the scheduler right after."""
+    """Admits requests. Each is written to the journal before it is accepted, and then queued in the scheduler."""
 
     def __init__(self, state: State) -> None:
         self._state = state
         self._creating = asyncio.Lock()
 
-    def reopen(self) -> list[Ticket]:
-        """Queue the requests that have no result in the journal; returns those that cannot run any more."""
+    def requeue_unfinished(self) -> list[Ticket]:
+        """Queue the journal's unfinished requests; returns those that can no longer run."""
         state, stale = self._state, []
         for model in state.registry.models.values():
-            if model.is_there:
+            if model.exists:
                 state.scheduler.open_lane(model.lane, model.next_seq)
         for lane, seq in state.journal.tombstones():
             if state.scheduler.has_lane(lane):
@@ -65,35 +65,35 @@ class Admission:
         return stale
 
     async def submit(self, submit: Submit) -> Accepted | Rejected:
-        """Accept a request, durably. For a retry, answers the id of the first request."""
+        """Accept a request durably. For a retry, answer with the id of the first request."""
         try:
             return await self._submit(submit)
         except Refused as refused:
             return refused.rejected
         except JournalError as problem:
-            return Rejected(507, f"the request cannot be kept: {problem}; make room on the service's disk")
+            return Rejected(507, f"the request cannot be saved: {problem}; free space on the service's disk")
 
-    async def submit_own(self, operation: ModelOperation, kind: str | None = None) -> str | None:
-        """Queue a request of the service's own behind those of its model; None if the journal cannot take it."""
+    async def submit_internal(self, operation: ModelOperation, kind: str | None = None) -> str | None:
+        """Queue an internal request behind those of its model; returns None if the journal cannot be written."""
         model = self._state.registry.models[operation.model_id]
-        request_id = f"{OWN_PREFIX}{secrets.token_hex(8)}"
+        request_id = f"{INTERNAL_PREFIX}{secrets.token_hex(8)}"
         try:
-            await self._keep(_submission(request_id, operation, model.client, model.lane, kind=kind))
+            await self._journal_and_queue(_submission(request_id, operation, model.client, model.lane, kind=kind))
         except JournalError as problem:
             logger.error("event=not_ordered operation=%s why=%r", type(operation).__name__, str(problem))
             return None
         return request_id
 
     async def reject(self, tombstone: Tombstone) -> Ok | Rejected:
-        """Note that the API refused a number of a model, so that the model's later requests do not wait for it."""
+        """Record that the API refused a number of a model, so that the model's later requests do not wait for it."""
         state = self._state
         model = state.registry.models.get(tombstone.model_id)
-        if model is None or not model.is_there or not state.scheduler.admits(model.lane, tombstone.seq_id):
+        if model is None or not model.exists or not state.scheduler.admits(model.lane, tombstone.seq_id):
             return Ok()
         try:
             await state.journal.reject(model.lane, tombstone.seq_id)
         except JournalError as problem:
-            return Rejected(507, f"the service's disk takes nothing: {problem}")
+            return Rejected(507, f"the refusal cannot be saved: {problem}; free space on the service's disk")
         if state.scheduler.has_lane(model.lane):
             state.scheduler.reject(model.lane, tombstone.seq_id)
             state.wake.set()
@@ -102,7 +102,7 @@ class Admission:
     async def _submit(self, submit: Submit) -> Accepted:
         state, operation = self._state, submit.operation
         if isinstance(operation, CreateModel):
-            # One after the other, so that a retry finds the one before it in the journal.
+            # One at a time, so that a retry finds the first request in the journal.
             async with self._creating:
                 return await self._create(operation, submit)
         found = self._find(submit)
@@ -111,47 +111,49 @@ class Admission:
         self._check_open()
         if isinstance(operation, Sample):
             client = self._sampling_client(operation, submit)
-            return await self._keep(_submission(submit.request_id, operation, client, None, submit=submit))
+            return await self._journal_and_queue(_submission(submit.request_id, operation, client, None, submit=submit))
         model = self._model(operation)
         model.last_active = time.time()
         if not state.scheduler.admits(model.lane, submit.seq_id):
             raise Refused(
                 400,
-                f"request {submit.seq_id} of model {model.model_id} was taken or passed over before; the next one is "
-                f"{state.scheduler.next_seq(model.lane)}",
+                f"request {submit.seq_id} of model {model.model_id} was already accepted or skipped; the next number "
+                f"is {state.scheduler.next_seq(model.lane)}",
             )
         checkpoint = saved_as(operation)
         if checkpoint is not None and checkpoint.name.startswith(RECOVERY_PREFIX):
             if submit.seq_id is not None:
                 await self.reject(Tombstone(model.model_id, submit.seq_id))
-            raise Refused(400, f"names that begin with {RECOVERY_PREFIX} are the service's own; choose another one")
-        return await self._keep(_submission(submit.request_id, operation, model.client, model.lane, submit=submit))
+            raise Refused(400, f"names that begin with {RECOVERY_PREFIX} are reserved for the service; choose another")
+        return await self._journal_and_queue(
+            _submission(submit.request_id, operation, model.client, model.lane, submit=submit)
+        )
 
     def _check_open(self) -> None:
-        """Raise Refused if no new requests are taken at the moment."""
+        """Raise Refused if no new requests are accepted at the moment."""
         state = self._state
         if len(state.scheduler) >= state.options.max_queued:
-            raise Refused(429, f"{len(state.scheduler)} requests are waiting, no more are taken: send it again later")
-        if state.workers.are_gone:
-            away = f"{state.workers.timeout_s:g} s"
-            raise Refused(503, f"the workers have been away for more than {away}: see the service's log")
+            raise Refused(429, f"{len(state.scheduler)} requests are waiting, which is the limit: try again later")
+        if state.workers.absent_too_long:
+            absence = f"{state.workers.timeout_s:g} s"
+            raise Refused(503, f"the workers have been away for more than {absence}: see the service's log")
 
-    async def _keep(self, submission: Submission) -> Accepted:
+    async def _journal_and_queue(self, submission: Submission) -> Accepted:
         state, s = self._state, submission
         written = await state.journal.submit(submission)
         if written.number is None:
             return _accepted(written, s.key)
         ticket = Ticket(s.request_id, s.lane, s.seq, s.client, s.share, s.cost, written.number, len(s.body))
-        state.tally.count("requests_total", operation=s.kind)
+        state.counters.count("requests_total", operation=s.kind)
         if _can_run(state, ticket):
             state.admit(ticket, s.kind)
         else:
-            # Its model went, or its number was given up, while it was written.
+            # While it was written, its model was unloaded or its number was skipped.
             await state.fail([ticket], Failure("user", 410, "the model was unloaded, or the request came too late"))
         return Accepted(written.request_id)
 
     def _find(self, submit: Submit) -> Written | None:
-        """The request of which this one is a retry, if it is one."""
+        """The first request, if this one is a retry; else None."""
         return None if submit.key is None else self._state.journal.find_key(submit.key, submit.body_hash)
 
     async def _create(self, operation: CreateModel, submit: Submit) -> Accepted:
@@ -163,50 +165,50 @@ class Admission:
         self._check_open()
         self._check_creation(operation, submit, old)
         generation = 1 if old is None else old.generation + 1
-        create = self._completed(operation)
+        create = self._fill_defaults(operation)
         now = time.time()
         model = ModelRecord(create.model_id, submit.session_id, generation, create, now, now)
         model.replaces = old is not None and (old.workers is not None or old.replaces)
-        if old is not None and old.is_there and old.session_id != submit.session_id:
-            # Two clients that took the same name look like one that began again.
+        if old is not None and old.exists and old.session_id != submit.session_id:
+            # Two clients that use the same name cannot be told from one that starts over.
             logger.warning("event=replaced model=%s session=%s", model.model_id, old.session_id)
         submission = _submission(submit.request_id, create, model.client, model.lane, submit=submit)
         ends_lane = None if old is None else old.lane
         submission = dataclasses.replace(submission, records=[stored(model)], ends_lane=ends_lane)
-        dropped = state.scheduler.close_lane(old.lane) if old is not None and old.is_there else []
+        dropped = state.scheduler.close_lane(old.lane) if old is not None and old.exists else []
         state.registry.models[model.model_id] = model
         state.scheduler.open_lane(model.lane)
         try:
-            answer = await self._keep(submission)
+            answer = await self._journal_and_queue(submission)
         except JournalError:
             del state.registry.models[model.model_id]
             state.scheduler.close_lane(model.lane)
             if old is not None:
                 state.registry.models[model.model_id] = old
-                if old.is_there:
+                if old.exists:
                     state.scheduler.open_lane(old.lane, old.next_seq)
             await state.fail(dropped, Failure("server", 507, "the journal's disk is full"))
             raise
         if dropped:
-            await state.fail(dropped, Failure("user", 410, f"model {model.model_id} was created anew"))
+            await state.fail(dropped, Failure("user", 410, f"model {model.model_id} was recreated"))
         return answer
 
     def _is_retry(self, submit: Submit, old: ModelRecord | None, found: Written) -> bool:
-        """Whether a creation asks for the one that was found, and does not begin anew.
+        """Whether a creation is a retry of the request that was found, rather than a new creation.
 
-        It begins anew where there is none since that failed; without a session also once the model was used.
+        It is a new creation if the earlier one failed; without a session, also once the model has been used.
         """
         if old is not None and old.state == "failed":
             return False
         if submit.session_id is not None:
             return True
         state = self._state
-        if not found.is_same or old is None or not old.is_there or not state.scheduler.is_pristine(old.lane):
+        if not found.is_same or old is None or not old.exists or not state.scheduler.is_pristine(old.lane):
             return False
         created = state.journal.find(found.request_id)
         if created is None or not created.is_finished:
             return created is not None
-        # Calls need not have numbers: a gradient is in the tail, and steps are counted.
+        # Requests without numbers also count as use: gradients are in the tail, and steps change num_steps.
         result = None if created.result is None else decode_result(created.result)
         is_unchanged = isinstance(result, ModelCreated) and old.num_steps == result.num_steps
         return is_unchanged and not state.journal.tail(old.lane)
@@ -214,16 +216,17 @@ class Admission:
     def _check_creation(self, operation: CreateModel, submit: Submit, old: ModelRecord | None) -> None:
         state, options = self._state, self._state.options
         if operation.base_model not in (None, options.model_name, options.model_path):
-            raise Refused(400, f"this service trains {options.model_name}, and not {operation.base_model!r}")
+            raise Refused(400, f"base_model: this service trains {options.model_name}, got {operation.base_model!r}")
         if submit.session_id is not None and submit.session_id not in state.registry.sessions:
             raise Refused(404, f"there is no session {submit.session_id}")
-        if old is not None and old.is_there and submit.session_id is not None:
-            raise Refused(400, f"model {operation.model_id} was created already, by another request")
-        if submit.session_id is None and (old is None or not old.is_there) and (why := too_many(state)) is not None:
-            raise Refused(429, why)
+        exists = old is not None and old.exists
+        if exists and submit.session_id is not None:
+            raise Refused(400, f"model {operation.model_id} was already created by another request")
+        if not exists and submit.session_id is None and (refusal := session_limit_refusal(state)) is not None:
+            raise Refused(429, refusal)
 
-    def _completed(self, operation: CreateModel) -> CreateModel:
-        """With what the client left open decided, so that it can be done again and give the same."""
+    def _fill_defaults(self, operation: CreateModel) -> CreateModel:
+        """The creation with its defaults filled in, so that running it again gives the same model."""
         options = self._state.options
         if not options.enable_lora:
             return replace(operation, lora=None)
@@ -235,17 +238,17 @@ class Admission:
 
     def _model(self, operation: ModelOperation) -> ModelRecord:
         model = self._state.registry.models.get(operation.model_id)
-        if model is None or not model.is_there:
-            gone = "" if model is None else f": it is {model.state}"
-            raise Refused(404, f"there is no model {operation.model_id}{gone}; create it first")
+        if model is None or not model.exists:
+            reason = "" if model is None else f": it is {model.state}"
+            raise Refused(404, f"there is no model {operation.model_id}{reason}; create it first")
         return model
 
     def _sampling_client(self, operation: Sample, submit: Submit) -> str:
-        """Among whom the workers are shared, of a sample that fits into the model's context."""
-        most, longest = operation.max_tokens or 0, self._state.workers.max_context_length
-        if longest is not None and most > longest:
-            # Its client would be held to have had as much of the workers' time.
-            raise Refused(400, f"max_tokens: {most} is more than the {longest} that the model has positions for")
+        """The client under which the scheduler accounts for a sample. Raises Refused if the sample is too long."""
+        max_tokens, limit = operation.max_tokens or 0, self._state.workers.max_context_length
+        if limit is not None and max_tokens > limit:
+            # The scheduler would charge the client for tokens that cannot be sampled.
+            raise Refused(400, f"max_tokens: {max_tokens} is more than the {limit} that the model has positions for")
         if isinstance(operation.sampler, SessionSampler):
             name = operation.sampler.sampling_session_id
             sampler = self._state.registry.samplers.get(name)
@@ -270,7 +273,7 @@ def _submission(
         key=submit.key if submit else None,
         body_hash=submit.body_hash if submit else b"",
         lane=lane,
-        # A creation comes before all numbers, a sample has none in its model's order.
+        # A creation precedes all numbers of its model, and a sample is not in its order.
         seq=submit.seq_id if submit and not isinstance(operation, CreateModel | Sample) else None,
         client=client,
         dialect=submit.dialect if submit else "xorl",
@@ -294,5 +297,7 @@ def _can_run(state: State, ticket: Ticket) -> bool:
 
 def _accepted(written: Written, key: str | None) -> Accepted:
     if not written.is_same:
-        raise Refused(400, f"{key} was sent before with another content: a number is used once, a retry sends the same")
+        raise Refused(
+            400, f"{key} was sent before with other content: use a new number; a retry must send the same content"
+        )
     return Accepted(written.request_id)

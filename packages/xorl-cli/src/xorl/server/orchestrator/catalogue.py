@@ -1,4 +1,4 @@
-"""Checkpoints as they lie in the output folder: found, measured, deleted, and the room that is left for more."""
+"""Checkpoint folders on disk: finds, measures and deletes them, and checks that there is storage for more."""
 
 from __future__ import annotations
 
@@ -13,46 +13,47 @@ from typing import Any, get_args
 
 from xorl.server.identifiers import CheckpointKind, CheckpointRef, check_name, checkpoint_folder, model_id_in_folder
 
-# Beside the limit, what a file system needs to stay usable while a checkpoint is written.
+# Kept free on the disk, so that the file system stays usable while a checkpoint is written.
 FREE_MARGIN_BYTES = 64 * 2**20
 
 
 class StorageLimitError(Exception):
-    """There is no room for what is to be saved; the message says how much there is and what to do."""
+    """There is no storage for a checkpoint; the message has the sizes and the remedy."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """A checkpoint's folder. created: seconds since 1970."""
+class CheckpointFolder:
+    """A checkpoint on disk. created: seconds since 1970."""
 
     checkpoint: CheckpointRef
     created: float
     size_bytes: int
 
 
-def scan(output_dir: Path, model_id: str | None = None) -> list[Found]:
-    """All checkpoints there are, or those of one model, newest first; what is still being written is none."""
+def scan(output_dir: Path, model_id: str | None = None) -> list[CheckpointFolder]:
+    """All complete checkpoints, or those of one model, newest first."""
     found = [
-        Found(ref, entry.stat().st_mtime, size_of(Path(entry.path))) for ref, entry in _entries(output_dir, model_id)
+        CheckpointFolder(ref, entry.stat().st_mtime, size_of(Path(entry.path)))
+        for ref, entry in _entries(output_dir, model_id)
     ]
     return sorted(found, key=lambda one: one.created, reverse=True)
 
 
-def names(output_dir: Path) -> list[CheckpointRef]:
-    """All checkpoints there are, without a look at what they hold."""
+def list_refs(output_dir: Path) -> list[CheckpointRef]:
+    """References to all complete checkpoints, without their sizes."""
     return [ref for ref, _ in _entries(output_dir, None)]
 
 
-def find(output_dir: Path, checkpoint: CheckpointRef) -> Found | None:
-    """One checkpoint, if it is there."""
+def find(output_dir: Path, checkpoint: CheckpointRef) -> CheckpointFolder | None:
+    """One checkpoint, or None if it does not exist."""
     folder = checkpoint_folder(output_dir, checkpoint)
     if not folder.is_dir():
         return None
-    return Found(checkpoint, folder.stat().st_mtime, size_of(folder))
+    return CheckpointFolder(checkpoint, folder.stat().st_mtime, size_of(folder))
 
 
 def manifest(output_dir: Path, checkpoint: CheckpointRef) -> Mapping[str, Any]:
-    """What the workers wrote beside a checkpoint's values; empty for an export, or where it cannot be read."""
+    """The metadata.json that the workers wrote; empty for an export, or if it cannot be read."""
     try:
         return json.loads((checkpoint_folder(output_dir, checkpoint) / "metadata.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -60,38 +61,38 @@ def manifest(output_dir: Path, checkpoint: CheckpointRef) -> Mapping[str, Any]:
 
 
 def delete(output_dir: Path, checkpoint: CheckpointRef) -> bool:
-    """Remove a checkpoint, all at once for whoever looks; False where there is none."""
+    """Delete a checkpoint; it disappears atomically. Returns False if it does not exist."""
     folder = checkpoint_folder(output_dir, checkpoint)
-    gone = folder.with_name(f".deleting_{folder.name}_{secrets.token_hex(4)}")
+    hidden = folder.with_name(f".deleting_{folder.name}_{secrets.token_hex(4)}")
     try:
-        folder.rename(gone)
+        folder.rename(hidden)
     except FileNotFoundError:
         return False
-    shutil.rmtree(gone, ignore_errors=True)
+    shutil.rmtree(hidden, ignore_errors=True)
     return True
 
 
-def check_room(output_dir: Path, kind: CheckpointKind, limit_bytes: int, wanted_bytes: int) -> None:
-    """Raise StorageLimitError unless wanted_bytes more of a kind are within the limit and on its disk."""
+def check_storage(output_dir: Path, kind: CheckpointKind, limit_bytes: int, new_bytes: int) -> None:
+    """Raise StorageLimitError unless new_bytes more of a kind fit within the limit and on the disk."""
     linked = [output_dir / other for other in get_args(CheckpointKind) if (output_dir / other).is_symlink()]
     used = sum(size_of(folder) for folder in (output_dir, *linked))
-    if used + wanted_bytes > limit_bytes:
+    if used + new_bytes > limit_bytes:
         raise StorageLimitError(
-            f"StorageLimitError: {output_dir} holds {_readable(used)}, this would add about "
-            f"{_readable(wanted_bytes)}, and storage_limit is {_readable(limit_bytes)}: delete checkpoints, or start "
-            "the service with a higher storage_limit"
+            f"StorageLimitError: {output_dir} holds {_readable(used)} and this would add about "
+            f"{_readable(new_bytes)}, but storage_limit is {_readable(limit_bytes)}: delete checkpoints, or start the "
+            "service with a higher storage_limit"
         )
     disk = output_dir / kind if (output_dir / kind).exists() else output_dir
     free = shutil.disk_usage(disk).free
-    if wanted_bytes + FREE_MARGIN_BYTES > free:
+    if new_bytes + FREE_MARGIN_BYTES > free:
         raise StorageLimitError(
-            f"StorageLimitError: the disk of {disk} has {_readable(free)} free, and this would take about "
-            f"{_readable(wanted_bytes)}: delete checkpoints or make room"
+            f"StorageLimitError: the disk of {disk} has {_readable(free)} free, but this would take about "
+            f"{_readable(new_bytes)}: delete checkpoints, or free space on the disk"
         )
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files below a folder; what vanishes meanwhile counts nothing, links are not followed."""
+    """Bytes of all files below a folder; ignores files deleted meanwhile and does not follow links."""
     total = 0
     for root, _, files in os.walk(folder):
         for name in files:

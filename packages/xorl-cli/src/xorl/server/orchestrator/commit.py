@@ -1,6 +1,6 @@
-"""GroupCommit: one thread that writes to a SQLite file; what waits at the same time shares a transaction and its fsync.
+"""GroupCommit: one thread that writes to a SQLite file; concurrent writes share a transaction and its fsync.
 
-Here is how writes become durable; what is written is `journal`'s.
+This module makes writes durable; `journal` defines their contents.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Write = Callable[[sqlite3.Connection], T]
 
-# A transaction that takes more than this of others' waiting time for its own is cut.
+# Bounds a transaction, since every write in it waits for the whole.
 MAX_WRITES = 256
 
 
 class JournalError(Exception):
-    """Nothing of a write was kept: the disk is full or broken, or what was to be written is none. It says why."""
+    """A write failed and nothing of it was kept, for example because the disk is full. The message has the reason."""
 
 
 class OtherVersion(JournalError):
-    """The file was written by another version, which alone can read it."""
+    """The file was written by another version of the journal, which this one cannot read."""
 
 
 class Damaged(Exception):
-    """The file holds what nobody has written there, although SQLite takes it; it says what."""
+    """SQLite can read the file, but its contents are inconsistent. The message says where."""
 
 
 class GroupCommit:
-    """Runs writes in the order in which they were given, each whole or not at all.
+    """Runs writes in the order in which they were submitted, each completely or not at all.
 
-    WAL with synchronous FULL: once `write` returns, what was written survives the process and the machine. One loop
-    gives writes; a thread runs them. `write` raises JournalError, a file of another version OtherVersion, and one whose
-    tables are not those of the schema Damaged. If the thread ends, so does the loop, since all that is given from then
-    on would wait for ever.
+    It uses WAL with synchronous FULL: once the future of `write` is done, the data survive a crash of the process and
+    of the machine. Writes come from one event loop and run in a thread. A failed write raises JournalError. The
+    constructor raises OtherVersion for a file of another version, and Damaged if the tables do not match the schema.
+    If the thread fails, it stops the loop, since later writes would wait forever.
     """
 
     def __init__(self, path: Path, *, schema: str, version: int) -> None:
@@ -50,20 +50,20 @@ class GroupCommit:
         self._connection = connect(path)
         _check_version(self._connection, path, version)
         _check_tables(self._connection, schema)
-        # All tables or none: a file that has some of them is damaged.
+        # In one transaction, so that a file with only some of the tables is known to be damaged.
         self._connection.executescript(f"BEGIN;{schema}COMMIT;")
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     def write(self, write: Write[T]) -> asyncio.Future[T]:
-        """Run `write` in a transaction; the future is done when it is durable."""
+        """Run `write` in a transaction; the future completes once it is durable."""
         future: asyncio.Future[T] = self._loop.create_future()
         self._waiting.put((write, future))
         return future
 
     def close(self) -> None:
-        """Write what waits, and stop."""
+        """Finish all queued writes, and stop."""
         self._waiting.put(None)
         self._thread.join()
         self._connection.close()
@@ -72,7 +72,7 @@ class GroupCommit:
         try:
             self._write_until_closed()
         except BaseException:
-            # Whoever supervises this process starts it again.
+            # The launcher restarts this process.
             logger.critical("event=journal_ended path=%s", self._path, exc_info=True)
             self._call(self._loop.stop)
 
@@ -91,9 +91,9 @@ class GroupCommit:
         try:
             values = self._transact([write for write, _ in writes])
         except Exception as error:
-            # Whatever it was, who gave the write is told, and the thread goes on.
+            # Report any error to the write's caller and keep the thread running.
             if len(writes) > 1:
-                # One of them may be to blame, and the others must not fail with it.
+                # A single write may have caused it, so retry each one alone.
                 for write in writes:
                     self._commit([write])
                 return
@@ -111,7 +111,7 @@ class GroupCommit:
             values = [write(connection) for write in writes]
             connection.execute("COMMIT")
         finally:
-            if connection.in_transaction:  # what failed is not kept; a full disk may have rolled it back already
+            if connection.in_transaction:  # SQLite itself may have rolled back, for example on a full disk
                 connection.execute("ROLLBACK")
         return values
 
@@ -119,12 +119,12 @@ class GroupCommit:
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:
-            return  # the loop has ended: nobody waits
+            return  # the loop is closed, so no caller is waiting
 
 
 def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
-    """A connection as the journal's are set; statements begin no transaction by themselves."""
-    # As a URI, in which a folder's name may have another meaning unless it is quoted.
+    """Open a connection with the journal's settings, without implicit transactions."""
+    # `as_uri` quotes characters such as ? and #, which have a meaning in a URI.
     source = path.absolute().as_uri() + ("?mode=ro" if read_only else "")
     connection = sqlite3.connect(source, uri=True, isolation_level=None, check_same_thread=False, timeout=30)
     if not read_only:
@@ -136,29 +136,29 @@ def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
 
 
 def _check_version(connection: sqlite3.Connection, path: Path, version: int) -> None:
-    """What is in the file was written in the form of a version, and is read by the same."""
+    """Raise OtherVersion if another version wrote the file; set the version of a new file."""
     (found,) = connection.execute("PRAGMA user_version").fetchone()
     (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     if tables and found != version:
         raise OtherVersion(
-            f"{path} was written by another version of xorl-cli (in a journal of version {found}, here it is of "
-            f"{version}): end its sessions with that one, or move {path.name} and the files beside it away; "
-            "checkpoints stay where they are"
+            f"{path} was written by another version of xorl-cli (journal version {found}; this one reads version "
+            f"{version}): finish its sessions with that version, or move {path.name} and the files beside it away; "
+            "checkpoints are kept"
         )
     connection.execute(f"PRAGMA user_version = {version}")
 
 
 def _check_tables(connection: sqlite3.Connection, schema: str) -> None:
-    """A file has the columns of the schema, or nothing yet; a table that went missing would be made anew, empty."""
-    plain = sqlite3.connect(":memory:")
-    plain.executescript(schema)
+    """Raise Damaged if a file that is not new lacks tables or columns; a missing table would be recreated empty."""
+    expected = sqlite3.connect(":memory:")
+    expected.executescript(schema)
     found = _columns(connection)
-    for table, columns in _columns(plain).items() if found else ():
+    for table, columns in _columns(expected).items() if found else ():
         if table not in found:
-            raise Damaged(f"it has no table {table}")
+            raise Damaged(f"table {table} is missing")
         if missing := [column for column in columns if column not in found[table]]:
-            raise Damaged(f"its table {table} has no column {missing[0]}")
-    plain.close()
+            raise Damaged(f"table {table} has no column {missing[0]}")
+    expected.close()
 
 
 def _columns(connection: sqlite3.Connection) -> dict[str, list[str]]:

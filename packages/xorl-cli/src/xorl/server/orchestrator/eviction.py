@@ -1,4 +1,4 @@
-"""Saves models on the service's own behalf, and takes them off the workers without losing anything."""
+"""Saves models on the service's own initiative, and evicts them from the workers without losing anything."""
 
 from __future__ import annotations
 
@@ -10,110 +10,136 @@ import time
 from xorl.server.identifiers import CheckpointKind, CheckpointRef
 from xorl.server.messages import Operation, Result, Work
 from xorl.server.operations import Failure, Saved, SaveWeights, UnloadModel
-from xorl.server.orchestrator import catalogue
-from xorl.server.orchestrator.calls import OWN_PREFIX, RECOVERY_PREFIX, RELEASE
-from xorl.server.orchestrator.effects import Effects
+from xorl.server.orchestrator import catalogue, waiting
+from xorl.server.orchestrator.admission import Admission
+from xorl.server.orchestrator.apply_result import apply_save
+from xorl.server.orchestrator.operation_properties import EVICTION, INTERNAL_PREFIX, RECOVERY_PREFIX
 from xorl.server.orchestrator.registry import ModelRecord, stored
 from xorl.server.orchestrator.state import State
 from xorl.server.orchestrator.workers import Incarnation
 
 logger = logging.getLogger(__name__)
 
-# Clients with a session send heartbeats every ten seconds, and warn their user after this long without an answer.
-SILENT_S = 120.0
+# Clients with a session send a heartbeat every ten seconds, and warn their user after this long without an answer.
+SESSION_SILENCE_S = 120.0
 # A client without heartbeats may be busy with its last result.
-SILENT_ALONE_S = 600.0
+SESSIONLESS_SILENCE_S = 600.0
+# How often `save_dependents` checks whether a model still needs the checkpoint.
+DEPENDENT_POLL_S = 1.0
 
 
-def silence_of(model: ModelRecord) -> float:
-    """How many seconds without a word mean that a model's client has gone."""
-    return SILENT_S if model.session_id is not None else SILENT_ALONE_S
+def silence_limit_s(model: ModelRecord) -> float:
+    """After how many seconds of silence a model's client counts as gone."""
+    return SESSION_SILENCE_S if model.session_id is not None else SESSIONLESS_SILENCE_S
 
 
 def recovery_save(model: ModelRecord) -> SaveWeights:
-    """A save by the service itself, to one of two names in turn, so that the boundary is never overwritten."""
+    """An internal save of a model. It alternates between two names, so that it never overwrites the boundary."""
     name = f"{RECOVERY_PREFIX}{model.num_recoveries % 2}"
     if model.boundary is not None and model.boundary.name == name:
         name = f"{RECOVERY_PREFIX}{(model.num_recoveries + 1) % 2}"
     return SaveWeights(model.model_id, name, overwrite=True)
 
 
+async def save_dependents(
+    state: State, admission: Admission, checkpoint: CheckpointRef, besides: ModelRecord | None = None
+) -> str | None:
+    """Move the models that depend on a checkpoint off it, by saving each to a recovery checkpoint.
+
+    Returns an error message if a model other than `besides` still depends on it.
+    """
+    for model in state.registry.dependents(checkpoint):
+        if model is besides:
+            continue
+        request_id = await admission.submit_internal(recovery_save(model))
+        # Another request may save the model before this save gets its turn.
+        while request_id is not None and request_id in state.open and model in state.registry.dependents(checkpoint):
+            await waiting.wait_for_end(state, request_id, timeout_s=DEPENDENT_POLL_S)
+        if model in state.registry.dependents(checkpoint):
+            return (
+                f"model {model.model_id} needs {checkpoint.uri('xorl')} to be restored and could not be saved "
+                "elsewhere: try again later, or unload the model"
+            )
+    return None
+
+
 class Eviction:
-    """Saves models and takes them off the workers. Raises WorkersLost, and JournalError if the journal fails."""
+    """Saves models and evicts them. Methods raise WorkersLost, and JournalError if the journal cannot be written."""
 
-    def __init__(self, state: State, effects: Effects) -> None:
+    def __init__(self, state: State) -> None:
         self._state = state
-        self._effects = effects
-        self._setting_aside = asyncio.Lock()
+        self._evicting = asyncio.Lock()
 
-    def is_silent(self, model: ModelRecord) -> bool:
-        """Whether a model's client seems to have gone, and waits for nothing."""
+    def is_client_silent(self, model: ModelRecord) -> bool:
+        """Whether a model's client has gone silent and is not waiting for a request."""
         registry, requests = self._state.registry, self._state.open.values()
-        waits = any(request.ticket.lane == model.lane and request.kind != RELEASE for request in requests)
-        return not waits and (registry.has_left(model) or time.time() - registry.activity(model) > silence_of(model))
+        if any(request.ticket.lane == model.lane and request.kind != EVICTION for request in requests):
+            return False
+        return registry.client_has_left(model) or time.time() - registry.last_activity(model) > silence_limit_s(model)
 
-    async def check_room(
-        self, model: ModelRecord, kind: CheckpointKind, like: CheckpointKind | None = None, times: int = 1
+    async def check_storage(
+        self, model: ModelRecord, kind: CheckpointKind, like: CheckpointKind | None = None, factor: int = 1
     ) -> Failure | None:
-        """Why there is no room for one more checkpoint of a kind, if there is none; asked before every save.
+        """Before every save: the failure if there is no storage for one more checkpoint of a kind, else None.
 
-        The checkpoint takes `times` the size of one of the kind `like`, by default of its own kind.
+        Its size is estimated as `factor` times that of a checkpoint of the kind `like`, by default the same kind.
         """
         options = self._state.options
-        wanted = times * model.checkpoint_bytes.get(like or kind, 0)
+        size = factor * model.checkpoint_bytes.get(like or kind, 0)
         try:
-            await asyncio.to_thread(catalogue.check_room, options.folder, kind, options.storage_limit_bytes, wanted)
+            await asyncio.to_thread(catalogue.check_storage, options.folder, kind, options.storage_limit_bytes, size)
         except catalogue.StorageLimitError as problem:
             return Failure("user", 507, str(problem))
         return None
 
     async def save(self, model: ModelRecord, workers: Incarnation) -> Failure | None:
-        """Save a model, so that only a pending gradient is left in its tail; does nothing if that is so already."""
+        """Save a model, unless its boundary already holds everything but the accumulated gradient."""
         if not self._state.journal.num_settled(model.lane):
             return None
-        return await self.save_elsewhere(model, workers)
+        return await self.save_to_recovery(model, workers)
 
-    async def save_elsewhere(self, model: ModelRecord, workers: Incarnation) -> Failure | None:
-        """The same, also where the boundary is there: it is in a checkpoint of the service's own afterwards."""
+    async def save_to_recovery(self, model: ModelRecord, workers: Incarnation) -> Failure | None:
+        """Save a model to a recovery checkpoint, which becomes its boundary."""
         state = self._state
-        full = await self.check_room(model, "weights")
+        full = await self.check_storage(model, "weights")
         if full is not None:
             return full
         save = recovery_save(model)
-        result = await _work(save, workers)
+        result = await _run_internal(save, workers)
         if not isinstance(result, Saved):
             return result if isinstance(result, Failure) else Failure("server", 500, f"not saved: {result}")
-        self._effects.saved(model, save, result, workers.name, is_own=True)
+        apply_save(state, model, save, result, workers.name, is_internal=True)
         await state.journal.settle(model.lane, [stored(model)])
-        await self.drop_obsolete(model)
+        await self.delete_obsolete(model)
         return None
 
-    async def drop_obsolete(self, model: ModelRecord) -> None:
-        """Delete the service's own checkpoints of a model but its boundary, which the journal has already."""
+    async def delete_obsolete(self, model: ModelRecord) -> None:
+        """Delete a model's recovery checkpoints except its boundary. The journal must already have the boundary."""
         for number in range(2):
-            own = CheckpointRef(model.model_id, "weights", f"{RECOVERY_PREFIX}{number}")
-            if (own != model.boundary or not model.is_there) and not self._state.registry.readers(own):
+            recovery = CheckpointRef(model.model_id, "weights", f"{RECOVERY_PREFIX}{number}")
+            is_obsolete = recovery != model.boundary or not model.exists
+            if is_obsolete and not self._state.registry.dependents(recovery):
                 try:
-                    await asyncio.to_thread(catalogue.delete, self._state.options.folder, own)
+                    await asyncio.to_thread(catalogue.delete, self._state.options.folder, recovery)
                 except (OSError, ValueError) as problem:
-                    # It takes room and is in nobody's way.
-                    logger.warning("event=not_deleted checkpoint=%s why=%r", own.uri("xorl"), str(problem))
+                    # It only takes up storage.
+                    logger.warning("event=not_deleted checkpoint=%s why=%r", recovery.uri("xorl"), str(problem))
 
-    async def set_aside(self, model: ModelRecord, workers: Incarnation) -> Failure | None:
-        """Save a model, unless a checkpoint has it, and free what it holds; it comes back when it is called."""
-        # The clock may want the same as who needs the place: the second finds it done.
-        async with self._setting_aside:
+    async def evict(self, model: ModelRecord, workers: Incarnation) -> Failure | None:
+        """Save a model if necessary and unload it from the workers. Its next request restores it."""
+        # Housekeeping and a request that needs the base may both evict it; the second call finds it done.
+        async with self._evicting:
             if model.workers == workers.name:
                 failure = await self.save(model, workers)
                 if failure is not None:
                     return failure
-                await _work(UnloadModel(model.model_id), workers)
+                await _run_internal(UnloadModel(model.model_id), workers)
             model.state, model.workers = "released", None
             await self._state.journal.put([stored(model), *self._state.registry.drop_snapshots(model.model_id)])
         logger.info("event=released model=%s", model.model_id)
         return None
 
 
-async def _work(operation: Operation, workers: Incarnation) -> Result:
-    name = f"{OWN_PREFIX}{secrets.token_hex(8)}"
+async def _run_internal(operation: Operation, workers: Incarnation) -> Result:
+    name = f"{INTERNAL_PREFIX}{secrets.token_hex(8)}"
     return (await workers.run(Work([name], [operation]))).results[0]

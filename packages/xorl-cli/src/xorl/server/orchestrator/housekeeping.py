@@ -1,4 +1,4 @@
-"""What happens by the clock: numbers that never come, workers that stay away, idle models, expired checkpoints."""
+"""Periodic work: fails requests that can no longer run, evicts idle models, prunes the journal, deletes checkpoints."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ import time
 from xorl.server.operations import Failure, UnloadModel
 from xorl.server.orchestrator import checkpoint_queries
 from xorl.server.orchestrator.admission import Admission
-from xorl.server.orchestrator.calls import RELEASE
 from xorl.server.orchestrator.commit import JournalError
 from xorl.server.orchestrator.journal import PRUNED_AT_ONCE, Retention
-from xorl.server.orchestrator.registry import dropped, stored
+from xorl.server.orchestrator.operation_properties import EVICTION
+from xorl.server.orchestrator.registry import deleted, stored
 from xorl.server.orchestrator.runner import stop_if_broken
 from xorl.server.orchestrator.state import State
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 1.0
-# Pruning reads an index and writes; nothing is in a hurry for it.
+# Pruning scans an index and writes, and is not urgent.
 PRUNE_EVERY_S = 15.0
-# A release that failed, as for want of room, is tried again.
-RETRY_RELEASE_S = 60.0
+# When to retry an eviction that failed, for example for lack of storage.
+RETRY_EVICTION_S = 60.0
 SAMPLERS_KEPT_S = 24 * 3600.0
 SESSIONS_KEPT_S = 30 * 24 * 3600.0
 
 
 class Housekeeping:
-    """Runs until it is cancelled."""
+    """Periodic work of the orchestrator; `run` continues until it is cancelled."""
 
     def __init__(self, state: State, admission: Admission, retention: Retention) -> None:
         self._state = state
         self._admission = admission
         self._retention = retention
-        # All since when, by a clock that nobody sets: `time.monotonic`.
-        self._gaps: dict[tuple[str, int], float] = {}
-        self._released: dict[str, float] = {}
+        # Times of `time.monotonic`, which adjustments of the system clock do not affect.
+        self._gaps: dict[tuple[str, int], float] = {}  # by lane and number: when the gap was first seen
+        self._eviction_attempts: dict[str, float] = {}  # by lane
         self._pruned = -math.inf
         self._expiring: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """All of it, again and again."""
+        """Call `tick` every TICK_S."""
         try:
             while True:
                 await asyncio.sleep(TICK_S)
@@ -56,67 +56,68 @@ class Housekeeping:
 
     async def tick(self, now: float) -> None:
         """Do everything that is due at `now`, seconds since 1970."""
-        await self._give_up_on_workers()
-        await self._give_up_on_gaps()
-        await self._release_idle(now)
+        await self._fail_without_workers()
+        await self._fail_behind_gaps()
+        await self._evict_idle(now)
         if time.monotonic() - self._pruned >= PRUNE_EVERY_S:
             self._pruned = time.monotonic()
             await self._prune(now)
 
-    async def _give_up_on_workers(self) -> None:
+    async def _fail_without_workers(self) -> None:
+        """Fail all queued requests if the workers have been absent for too long."""
         state = self._state
-        if not state.workers.are_gone or not len(state.scheduler):
+        if not state.workers.absent_too_long or not len(state.scheduler):
             return
         message = (
             f"the workers have been away for more than {state.workers.timeout_s:g} s, so this did not run; models that "
-            "were made are kept, and are there again when the workers are"
+            "had been created are restored when the workers return"
         )
         drained = state.scheduler.drain()
-        state.doubt(ticket for ticket in drained if state.open[ticket.request_id].begun_by is not None)
+        state.invalidate_models(ticket for ticket in drained if state.open[ticket.request_id].begun_by is not None)
         await state.fail(drained, Failure("server", 503, message))
 
-    async def _give_up_on_gaps(self) -> None:
-        """Fail the requests behind a number that nobody will send: running them would leave something out."""
+    async def _fail_behind_gaps(self) -> None:
+        """Fail the requests behind a number that did not arrive in time; running them would skip its changes."""
         state, gaps, now = self._state, self._state.scheduler.gaps(), time.monotonic()
         keys = [(lane, gap.seq) for lane, gap in gaps.items()]
         self._gaps = {key: self._gaps.get(key, now) for key in keys}
         for (lane, seq), since in self._gaps.items():
-            # While others were failed it may have been filled, or its model have gone.
+            # While the requests of other lanes failed, the number may have arrived or the lane closed.
             gap = state.scheduler.gap(lane)
             if now - since < state.options.gap_timeout_s or gap is None or gap.seq != seq:
                 continue
             message = (
-                f"request {seq} of this model did not arrive within {state.options.gap_timeout_s:g} s, so what was "
-                "sent after it did not run; gradients are as they were before it. Go on with new requests"
+                f"request {seq} of this model did not arrive within {state.options.gap_timeout_s:g} s, so the requests "
+                "after it did not run; accumulated gradients are unchanged. Continue with new requests"
             )
             await state.fail(state.scheduler.clear_lane(lane), Failure("user", 408, message))
             state.wake.set()
 
-    async def _release_idle(self, now: float) -> None:
-        """Take models whose clients are silent off the workers; they come back when they are called."""
+    async def _evict_idle(self, now: float) -> None:
+        """Evict models whose clients are idle; their next request restores them."""
         state, registry = self._state, self._state.registry
         busy = {request.ticket.lane for request in state.open.values()}
-        since = time.monotonic() - RETRY_RELEASE_S
-        self._released = {lane: tried for lane, tried in self._released.items() if tried > since}
+        since = time.monotonic() - RETRY_EVICTION_S
+        self._eviction_attempts = {lane: tried for lane, tried in self._eviction_attempts.items() if tried > since}
         for model in list(registry.models.values()):
-            if model.state != "ready" or model.lane in busy or model.lane in self._released:
+            if model.state != "ready" or model.lane in busy or model.lane in self._eviction_attempts:
                 continue
-            is_idle = now - registry.activity(model) > state.options.idle_session_timeout_s
-            if is_idle or registry.has_left(model):
-                self._released[model.lane] = time.monotonic()
-                await self._admission.submit_own(UnloadModel(model.model_id), RELEASE)
+            is_idle = now - registry.last_activity(model) > state.options.idle_session_timeout_s
+            if is_idle or registry.client_has_left(model):
+                self._eviction_attempts[model.lane] = time.monotonic()
+                await self._admission.submit_internal(UnloadModel(model.model_id), EVICTION)
 
-    async def _forget(self, now: float) -> None:
-        """Drop what nobody can ask for any more: old sessions that ended, samplers whose weights are gone."""
+    async def _delete_old_records(self, now: float) -> None:
+        """Delete the records of sessions long unused, of their samplers, and of samplers whose weights are gone."""
         registry, current = self._state.registry, self._state.workers.incarnation
-        used = {model.session_id for model in registry.models.values() if model.is_there}
+        used = {model.session_id for model in registry.models.values() if model.exists}
         sessions = [
             session
             for session in registry.sessions.values()
             if now - session.last_active > SESSIONS_KEPT_S and session.session_id not in used
         ]
         ended = {session.session_id for session in sessions}
-        # One whose weights are gone has to say so to who still samples from it; a day is enough.
+        # A sampler without weights is kept for a day, so that clients that still use it get a helpful error.
         samplers = [
             sampler
             for sampler in registry.samplers.values()
@@ -131,21 +132,21 @@ class Housekeeping:
             del registry.samplers[sampler.sampling_session_id]
         for session in sessions:
             del registry.sessions[session.session_id]
-        await self._state.journal.put([dropped(record) for record in (*samplers, *sessions)])
+        await self._state.journal.put([deleted(record) for record in (*samplers, *sessions)])
 
     async def _prune(self, now: float) -> None:
         state = self._state
         retrieved, state.retrieved = state.retrieved, set()
         if retrieved:
             await state.journal.mark_retrieved(retrieved, now)
-        models = [model for model in state.registry.models.values() if model.is_there]
-        num_gone = await state.journal.prune(now, self._retention, {model.lane: model.next_seq for model in models})
-        if num_gone >= PRUNED_AT_ONCE:
+        models = [model for model in state.registry.models.values() if model.exists]
+        num_pruned = await state.journal.prune(now, self._retention, {model.lane: model.next_seq for model in models})
+        if num_pruned >= PRUNED_AT_ONCE:
             self._pruned = -math.inf
         active = [*state.registry.sessions.values(), *models]
         await state.journal.put([stored(record) for record in active if record.last_active > now - 2 * PRUNE_EVERY_S])
-        await self._forget(now)
+        await self._delete_old_records(now)
         if self._expiring is None or self._expiring.done():
-            # It may wait for a save, which nothing else here does.
+            # In a separate task, since it may wait for saves.
             self._expiring = asyncio.create_task(checkpoint_queries.delete_expired(state, self._admission, now))
             self._expiring.add_done_callback(stop_if_broken)

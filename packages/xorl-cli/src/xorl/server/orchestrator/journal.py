@@ -1,13 +1,14 @@
-"""The journal: keeps every request on disk, from before it is acknowledged until nobody can need it any more.
+"""The journal: stores every request on disk, from before it is acknowledged until it can no longer be needed.
 
 Tables:
-- requests: one row for each.
-- operations: the bodies of requests, until they have run and cannot be needed again.
+- requests: one row per request.
+- tombstones: numbers of lanes that the API refused.
+- operations: the bodies of requests that have not run yet or that `recovery` may replay.
 - results.
 - tail: the requests that changed a model since its boundary, in the order in which they ran; `recovery` replays them.
-- records: the latest state of sessions, models, samplers and so on.
+- records: the latest state of sessions, models, samplers and other objects.
 
-A lane stands for a model from its creation to its end. Bodies are bytes, whose meaning is not known here.
+A lane is the lifetime of one model, from its creation to its end. The journal does not interpret bodies.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from xorl.server.orchestrator.commit import Damaged, GroupCommit, connect
 
 T = TypeVar("T")
 
-# Raise it whenever these tables change, or what is stored in them or means: the operations and results of `operations`,
-# and the records of `registry` and `inference`. All other messages between processes may change without it, and a
-# service continues with the requests and models that it had before.
+# Raise it whenever these tables change, or the form or meaning of their contents: the operations and results of
+# `operations`, and the records of `registry` and `inference`. Other messages between processes may change without it;
+# an upgraded service then continues with its requests and models.
 JOURNAL_VERSION = 3
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS requests(
@@ -47,13 +48,13 @@ CREATE TABLE IF NOT EXISTS tail(
 CREATE INDEX IF NOT EXISTS tail_by_lane ON tail(lane, position);
 CREATE TABLE IF NOT EXISTS records(kind TEXT, name TEXT, body BLOB NOT NULL, PRIMARY KEY(kind, name)) WITHOUT ROWID;
 """
-# Submissions wait while this many are pruned.
+# The most rows pruned in one transaction, since submissions wait for it.
 PRUNED_AT_ONCE = 1000
 
 
 @dataclass(frozen=True)
 class Record:
-    """The latest state of something, by kind and name; body None removes it."""
+    """The latest state of an object, by kind and name; body None deletes it."""
 
     kind: str
     name: str
@@ -62,9 +63,9 @@ class Record:
 
 @dataclass(frozen=True)
 class Submission:
-    """A new request. key: the same for every retry of it. share: the group with which it can share a pass (`Ticket`).
+    """A new request. key: the same for every retry. share: the group with which it can share a pass (`Ticket.group`).
 
-    records: written with it. ends_lane: a lane whose keys, numbers and tail are void from now on.
+    records: written in the same transaction. ends_lane: a lane whose keys, tombstones and tail are deleted.
     """
 
     request_id: str
@@ -84,9 +85,9 @@ class Submission:
 
 @dataclass(frozen=True)
 class Written:
-    """What became of a submission: number is its place among all requests, None where it was there already.
+    """The result of a submission. number: its position among all requests, or None if the request was known already.
 
-    is_same: whether what was there has the same body.
+    is_same: whether the known request has the same body.
     """
 
     request_id: str
@@ -96,9 +97,9 @@ class Written:
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A request that has been acknowledged and has no result.
+    """An acknowledged request without a result.
 
-    attempts: how often the workers were lost while they ran it. begun_by: the workers that were given it last.
+    attempts: how many times the workers were lost while running it. begun_by: the incarnation that it was last sent to.
     """
 
     request_id: str
@@ -116,11 +117,11 @@ class Unfinished:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a request, and what it changed, in one transaction.
+    """The end of a request and its changes, written in one transaction.
 
-    tail: "changes" where the request changed its model and has to run again if that is restored; "settles" if it also
-    left no gradient behind; None otherwise. cuts: the lane's tail is not needed any more but for what came after the
-    last request that settled (a checkpoint holds the rest); "all" drops that too.
+    tail: "changes" if the request changed its model and must be replayed when the model is restored; "settles" if in
+    addition no accumulated gradient is left; None otherwise. cuts: "settled" deletes the lane's tail up to the last
+    request that settled, since a checkpoint now holds it; "all" deletes the whole tail.
     """
 
     request_id: str
@@ -134,7 +135,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Stored:
-    """What is known of a request. result: None where there is none yet, or not any more (`is_finished`)."""
+    """The stored state of a request. result: None if it has not ended, or (if is_finished) has been deleted."""
 
     dialect: Dialect
     number: int
@@ -144,7 +145,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Retention:
-    """How long and how much of finished requests is kept; times in seconds."""
+    """Limits on how long and how many finished requests are kept. Times are in seconds."""
 
     after_retrieval_s: float = 600.0
     unretrieved_s: float = 24 * 3600.0
@@ -153,10 +154,10 @@ class Retention:
 
 
 class Journal:
-    """The journal's file, opened by the loop that runs it. Whatever is awaited here is durable then.
+    """The journal's file, opened in the event loop that uses it. A write is durable once its await returns.
 
-    Raises JournalError where the disk does not take it; nothing of that write was kept then. Raises Damaged where it
-    holds what it cannot have been given.
+    Methods raise JournalError if a write fails, in which case nothing of it is kept, and Damaged if the file's contents
+    are inconsistent.
     """
 
     def __init__(self, path: Path) -> None:
@@ -165,7 +166,7 @@ class Journal:
         self._reader = connect(path, read_only=True)
 
     def close(self) -> None:
-        """Write what was given, and stop."""
+        """Write what is queued, and stop."""
         self._reader.close()
         self._commit.close()
 
@@ -176,21 +177,21 @@ class Journal:
         return await self._commit.write(lambda connection: _submit(connection, submission))
 
     async def finish(self, outcomes: Sequence[Outcome]) -> None:
-        """Write results and the records that come with them; a second result of a request changes nothing."""
+        """Write results and their records; a second result of the same request is ignored."""
         await self._commit.write(lambda connection: _finish(connection, outcomes))
 
     async def reject(self, lane: str, seq: int) -> None:
-        """Write that a number of a lane will never come."""
+        """Record that a number of a lane will never arrive."""
         statement = "INSERT OR IGNORE INTO tombstones VALUES(?, ?)"
         await self._commit.write(lambda connection: _execute(connection, statement, (lane, seq)))
 
     async def put(self, records: Iterable[Record]) -> None:
-        """Write or remove records."""
+        """Write or delete records."""
         kept = list(records)
         await self._commit.write(lambda connection: _put(connection, kept))
 
     async def begin(self, request_ids: Sequence[str], workers: str) -> None:
-        """Write that workers are about to get these requests. Other workers than before count as another attempt."""
+        """Record that these requests are about to be sent to workers; a change of workers counts as another attempt."""
         statement = (
             "UPDATE requests SET attempts = attempts + (begun_by IS NOT NULL AND begun_by != ?), begun_by = ?"
             " WHERE id = ?"
@@ -199,23 +200,23 @@ class Journal:
         await self._commit.write(lambda connection: _execute_many(connection, statement, rows))
 
     async def settle(self, lane: str, records: Iterable[Record]) -> None:
-        """Write that a checkpoint holds a lane's model, except for what came after the last request that settled."""
+        """Record that a checkpoint holds a lane's model up to the last request that settled."""
         kept = list(records)
         await self._commit.write(lambda connection: (_cut_tail(connection, lane, "settled"), _put(connection, kept)))
 
     async def mark_retrieved(self, request_ids: Iterable[str], now: float) -> None:
-        """Write that these results were fetched."""
+        """Record that these results were fetched."""
         statement = "UPDATE requests SET retrieved = ? WHERE id = ? AND retrieved IS NULL"
         rows = [(now, request_id) for request_id in request_ids]
         await self._commit.write(lambda connection: _execute_many(connection, statement, rows))
 
     async def prune(self, now: float, retention: Retention, next_seqs: Mapping[str, int]) -> int:
-        """Drop results and requests kept long enough or too many, PRUNED_AT_ONCE of each; returns how many results.
+        """Delete results and requests beyond `retention`, up to PRUNED_AT_ONCE of each; returns the number of results.
 
-        next_seqs: by lane, the lowest number that has not been passed over.
+        next_seqs: by lane, the lowest number that has not been skipped; earlier tombstones are deleted.
         """
-        passed = list(next_seqs.items())
-        return await self._commit.write(lambda connection: _prune(connection, now, retention, passed))
+        lanes = list(next_seqs.items())
+        return await self._commit.write(lambda connection: _prune(connection, now, retention, lanes))
 
     # --- reading ---
 
@@ -228,7 +229,7 @@ class Journal:
         return [Unfinished(*row) for row in rows]
 
     def tombstones(self) -> list[tuple[str, int]]:
-        """(lane, number) of all that were rejected."""
+        """(lane, number) of all tombstones."""
         return self._reader.execute("SELECT lane, seq FROM tombstones").fetchall()
 
     def operation(self, request_id: str) -> bytes:
@@ -242,18 +243,18 @@ class Journal:
         return [number for (number,) in rows]
 
     def num_settled(self, lane: str) -> int:
-        """How many requests of a tail a checkpoint made now would hold: all but those of the pending gradient."""
+        """How many requests of a tail a checkpoint saved now would hold: all but those of the accumulated gradient."""
         last = "SELECT max(position) FROM tail WHERE lane = ? AND settles"
         statement = f"SELECT count(*) FROM tail WHERE lane = ? AND position <= ({last})"
         (count,) = self._reader.execute(statement, (lane, lane)).fetchone()
         return count
 
     def tail_operation(self, number: int) -> bytes:
-        """The body of a request of a tail."""
+        """The body of a request in a tail."""
         return self._body("SELECT body FROM operations WHERE number = ?", (number,))
 
     def find(self, request_id: str) -> Stored | None:
-        """What is known of a request."""
+        """The stored state of a request; None if it is unknown."""
         row = self._reader.execute(
             "SELECT dialect, number, finished IS NOT NULL, body FROM requests LEFT JOIN results USING(number)"
             " WHERE id = ?",
@@ -262,7 +263,7 @@ class Journal:
         return None if row is None else Stored(row[0], row[1], bool(row[2]), row[3])
 
     def find_key(self, key: str, body_hash: bytes) -> Written | None:
-        """The request that has this natural key."""
+        """The request with this natural key, or None."""
         row = self._reader.execute("SELECT id, body_hash FROM requests WHERE key = ?", (key,)).fetchone()
         return None if row is None else Written(row[0], None, row[1] == body_hash)
 
@@ -271,7 +272,7 @@ class Journal:
         return self._reader.execute("SELECT name, body FROM records WHERE kind = ?", (kind,)).fetchall()
 
     def size_bytes(self) -> int:
-        """What the file takes, without what waits to be copied into it."""
+        """The size of the file, without the write-ahead log."""
         (pages,) = self._reader.execute("PRAGMA page_count").fetchone()
         (page,) = self._reader.execute("PRAGMA page_size").fetchone()
         return pages * page
@@ -279,12 +280,12 @@ class Journal:
     def _body(self, statement: str, row: tuple[object, ...]) -> bytes:
         found = self._reader.execute(statement, row).fetchone()
         if found is None:
-            raise Damaged("what a request asks for is not there")
+            raise Damaged("the body of a request is missing")
         return found[0]
 
 
 def decoded(decode: Callable[[bytes], T], body: bytes, what: str) -> T:
-    """What a body was encoded from. Raises Damaged where it is the body of nothing."""
+    """Decode a stored body. Raises Damaged, naming `what`, if that fails."""
     try:
         return decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError) as problem:
@@ -350,16 +351,16 @@ def _put(connection: sqlite3.Connection, records: Sequence[Record]) -> None:
             connection.execute("INSERT OR REPLACE INTO records VALUES(?, ?, ?)", row)
 
 
-def _prune(connection: sqlite3.Connection, now: float, retention: Retention, passed: Sequence[tuple[str, int]]) -> int:
-    """Results first; of a request without one its row stays as long as there is room, since retries find it by key."""
-    over = "finished <= ? OR retrieved <= ?"
+def _prune(connection: sqlite3.Connection, now: float, retention: Retention, lanes: Sequence[tuple[str, int]]) -> int:
+    """Delete results first. The row of a request stays longer, up to num_requests, since retries find it by key."""
+    expired = "finished <= ? OR retrieved <= ?"
     times = (now - retention.unretrieved_s, now - retention.after_retrieval_s)
-    find = f"SELECT number FROM requests WHERE result_bytes IS NOT NULL AND ({over}) LIMIT {PRUNED_AT_ONCE}"
+    find = f"SELECT number FROM requests WHERE result_bytes IS NOT NULL AND ({expired}) LIMIT {PRUNED_AT_ONCE}"
     rows = connection.execute(find, times).fetchall()
     _drop_results(connection, rows)
     (total,) = connection.execute("SELECT coalesce(sum(result_bytes), 0) FROM requests").fetchone()
     if total > retention.result_bytes:
-        # Too much: what was retrieved goes first, then what is oldest.
+        # Delete retrieved results first, then the oldest.
         find = "SELECT number, result_bytes FROM requests WHERE result_bytes IS NOT NULL"
         sizes = connection.execute(f"{find} ORDER BY retrieved IS NULL, number LIMIT {PRUNED_AT_ONCE}")
         for number, size in sizes.fetchall():
@@ -372,7 +373,7 @@ def _prune(connection: sqlite3.Connection, now: float, retention: Retention, pas
     oldest = f"SELECT number FROM requests WHERE {finished} AND number <= (SELECT max(number) FROM requests) - ?"
     remove = f"DELETE FROM requests WHERE number IN ({oldest} LIMIT {PRUNED_AT_ONCE})"
     connection.execute(remove, (retention.num_requests,))
-    _execute_many(connection, "DELETE FROM tombstones WHERE lane = ? AND seq < ?", passed)
+    _execute_many(connection, "DELETE FROM tombstones WHERE lane = ? AND seq < ?", lanes)
     return len(rows)
 
 

@@ -1,4 +1,4 @@
-"""The order of one model's requests: by their numbers, whatever order they arrive in. A pure data structure."""
+"""The queue of one model's requests, ordered by their numbers regardless of arrival. A pure data structure."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class Ticket:
     """A request as the scheduler sees it.
 
     Attributes:
-        lane: the model in whose order it runs; None if the order does not matter.
-        seq: its number in that order; None puts it behind everything that arrived before it.
-        client: whose share of the workers' time it takes.
+        lane: the lane of its model; None if it belongs to no model's order.
+        seq: its number in the lane; None puts it behind everything that arrived before it.
+        client: the client whose share of the workers' time it uses.
         group: requests of one group can share a pass; None runs alone.
-        cost: how much of the workers' time it takes, in any unit that is the same for all.
-        arrival: a number that grows from request to request.
+        cost: the workers' time that it takes, in any common unit.
+        arrival: a number that increases from request to request.
         size: bytes of its body.
     """
 
@@ -34,17 +34,17 @@ class Ticket:
 
 
 @dataclass(frozen=True)
-class Gap:
-    """A missing number, for which a lane waits, and the requests that wait behind it."""
+class SequenceGap:
+    """A missing number in a lane, and the requests that wait behind it."""
 
     seq: int
     waiting: tuple[Ticket, ...]
 
 
 class Lane:
-    """The requests of one model. At most one runs at a time; those with numbers run in their order, once each.
+    """The requests of one model. At most one runs at a time; numbered requests run once each, in order.
 
-    A number that was refused (a tombstone) is passed over. A number that has not arrived holds back all later ones.
+    A refused number (a tombstone) is skipped. A number that has not arrived holds back all later ones.
     """
 
     def __init__(self, next_seq: int = FIRST_SEQ) -> None:
@@ -56,23 +56,23 @@ class Lane:
 
     @property
     def next_seq(self) -> int:
-        """The lowest number that has neither run nor been passed over."""
+        """The lowest number that has neither started nor been skipped."""
         return self._next
 
     def admits(self, seq: int | None) -> bool:
-        """Whether a request with this number can still run: the number is not taken yet."""
+        """Whether a request with this number can still be queued: the number is not used yet."""
         return seq is None or (seq >= self._next and seq not in self._numbered and seq not in self._tombstones)
 
     def add(self, ticket: Ticket) -> None:
         """Queue a request that the lane admits."""
-        assert self.admits(ticket.seq), f"request {ticket.seq} is a second one"
+        assert self.admits(ticket.seq), f"number {ticket.seq} is already used"
         if ticket.seq is None:
             self._unnumbered.append(ticket)
         else:
             self._numbered[ticket.seq] = ticket
 
     def reject(self, seq: int) -> None:
-        """Never wait for a number: its request was refused, so none will come."""
+        """Skip a number: its request was refused and will never arrive."""
         if self.admits(seq):
             self._tombstones.add(seq)
             self._pass_tombstones()
@@ -87,9 +87,9 @@ class Lane:
         return min(ready, key=lambda ticket: ticket.arrival, default=None)
 
     def take(self) -> Ticket:
-        """Start the head."""
+        """Start the head and return it."""
         ticket = self.head()
-        assert ticket is not None, "nothing can run"
+        assert ticket is not None, "the lane has no request that can run"
         if ticket.seq is None:
             self._unnumbered.popleft()
         else:
@@ -100,30 +100,30 @@ class Lane:
         return ticket
 
     def finish(self) -> None:
-        """The running request has ended."""
+        """Mark the running request as ended."""
         self.running = None
 
-    def put_back(self) -> None:
+    def requeue(self) -> None:
         """Queue the running request again, before all others."""
         ticket = self.running
-        assert ticket is not None, "nothing runs"
+        assert ticket is not None, "no request is running"
         self.running = None
         if ticket.seq is None:
             self._unnumbered.appendleft(ticket)
         else:
-            # Tombstones between it and the next one were passed; they are passed over again as they come.
+            # The tombstones after it have been skipped already; restore them so that they are skipped again.
             self._tombstones.update(range(ticket.seq + 1, self._next))
             self._next = ticket.seq
             self._numbered[ticket.seq] = ticket
 
-    def gap(self) -> Gap | None:
-        """The gap, if the lane holds numbered requests but not the next number."""
+    def gap(self) -> SequenceGap | None:
+        """The gap, if the lane has numbered requests but the next number is missing."""
         if not self._numbered or self._next in self._numbered or self.running is not None:
             return None
-        return Gap(self._next, tuple(self._numbered[seq] for seq in sorted(self._numbered)))
+        return SequenceGap(self._next, tuple(self._numbered[seq] for seq in sorted(self._numbered)))
 
     def clear(self) -> list[Ticket]:
-        """Remove everything that is queued and return it in order; the lane then waits for later numbers."""
+        """Remove and return all queued requests, in order; the lane then waits for later numbers."""
         tickets = [self._numbered[seq] for seq in sorted(self._numbered)] + list(self._unnumbered)
         if self._numbered:
             self._next = max(self._numbered) + 1
@@ -135,7 +135,7 @@ class Lane:
 
     @property
     def is_pristine(self) -> bool:
-        """Whether the lane has never seen a number."""
+        """Whether no number has arrived, run or been skipped."""
         return self._next == FIRST_SEQ and not self._numbered and not self._tombstones
 
     def _pass_tombstones(self) -> None:

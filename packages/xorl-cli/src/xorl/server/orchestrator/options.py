@@ -1,4 +1,4 @@
-"""What an orchestrator is started with: plain values, so that it reads no configuration and loads no torch."""
+"""The orchestrator's options as plain values, independent of the service's configuration."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from xorl.server.queries import AddEndpoint
 
 
 class OrchestratorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The service as its configuration has it, and where the other processes are. Times are in seconds.
+    """The service's settings and the addresses of the other processes. Times are in seconds.
 
-    api_address: where it listens for the API. worker_address: where rank 0 listens; keys: a file of ChannelKeys where
-    that is beyond this machine. workers_file: where a later rank 0 publishes its address, if it may have another.
-    model_name: what clients ask for and see; model_path is taken as its name too. tokenizer: a name or folder.
-    lora_rank, lora_alpha: of adapters for which the client says nothing; None where full weights are trained.
-    gap_timeout_s: for how long a number may be missing before what waits for it fails; clients retry for 300 s.
+    api_address: on which it listens for the API. worker_address: on which rank 0 listens; keys: a file of ChannelKeys,
+    needed if rank 0 is reached over the network. workers_file: in which a restarted rank 0 publishes its address, if
+    that can change. model_name: the name that clients use; they may also use model_path. tokenizer: a name or folder.
+    lora_rank, lora_alpha: defaults for adapters; None if full weights are trained. gap_timeout_s: how long requests
+    wait for a missing number before they fail; clients retry for 300 s.
     """
 
     api_address: str
@@ -51,5 +51,5 @@ class OrchestratorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
     @property
     def journal_path(self) -> Path:
-        """The journal; its folder holds the lock that keeps a second orchestrator away."""
+        """The journal's file. The lock beside it keeps out a second orchestrator."""
         return self.folder / "service" / "journal.sqlite"

@@ -1,4 +1,4 @@
-"""Orchestrator: puts the parts of this package together, starts and stops them, and answers the API."""
+"""Orchestrator: creates the parts of this package, starts and stops them, and answers the API."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from xorl.server.addresses import published
+from xorl.server.addresses import read_published
 from xorl.server.channel import ChannelKeys, ChannelServer, Limits
 from xorl.server.messages import Cancel, Poll, Rejected, Submit, Tombstone
 from xorl.server.operations import Failure, Message
@@ -53,7 +53,7 @@ from xorl.server.queries import (
 
 logger = logging.getLogger(__name__)
 
-Answering = Callable[[Any], Awaitable[Message]]
+QueryHandler = Callable[[Any], Awaitable[Message]]
 
 QUERIES: dict[type[Message], Callable[[State, Any], Awaitable[Message]]] = {
     Poll: waiting.poll,
@@ -79,7 +79,7 @@ QUERIES: dict[type[Message], Callable[[State, Any], Awaitable[Message]]] = {
 class Orchestrator:
     """Answers the API and drives the workers, from `start` to `stop`, in one event loop.
 
-    address: where it listens, once it is started.
+    address: the address on which it listens, once it is started.
     """
 
     def __init__(self, options: OrchestratorOptions, *, limits: Limits | None = None) -> None:
@@ -88,7 +88,7 @@ class Orchestrator:
         self.address = options.api_address
 
     async def start(self) -> None:
-        """Continue with what the journal holds, and listen."""
+        """Continue with the requests in the journal, and listen."""
         options = self._options
         keys = None if options.keys is None else ChannelKeys.load(Path(options.keys))
         wake = asyncio.Event()
@@ -96,7 +96,7 @@ class Orchestrator:
         workers = Workers(
             options.worker_address,
             keys=keys,
-            find=None if options.workers_file is None else partial(published, Path(options.workers_file)),
+            find=None if options.workers_file is None else partial(read_published, Path(options.workers_file)),
             limits=self._limits,
             connection_timeout_s=options.worker_connection_timeout_s,
             on_change=wake.set,
@@ -105,7 +105,7 @@ class Orchestrator:
         inference = Inference(options, journal, registry)
         self.state = State(options, journal, registry, Scheduler(), workers, inference, {}, wake)
         self._admission = Admission(self.state)
-        self._queries: dict[type[Message], Answering] = {
+        self._queries: dict[type[Message], QueryHandler] = {
             DeleteCheckpoint: partial(checkpoint_queries.delete_checkpoint, self.state, self._admission),
             AddEndpoint: inference.add,
             RemoveEndpoint: inference.remove,
@@ -115,9 +115,9 @@ class Orchestrator:
             SetSyncQuantization: inference.set_quantization,
             **{kind: partial(query, self.state) for kind, query in QUERIES.items()},
         }
-        stale = self._admission.reopen()
+        stale = self._admission.requeue_unfinished()
         logger.info("event=journal_read requests=%d bytes=%d", len(self.state.open), journal.size_bytes())
-        await self.state.fail(stale, Failure("user", 410, "the model was unloaded or created anew before this ran"))
+        await self.state.fail(stale, Failure("user", 410, "the model was unloaded or recreated before this ran"))
         await checkpoint_queries.adopt(self.state)
         (await workers.start()).add_done_callback(stop_if_broken)
         self._server: ChannelServer[Request] = ChannelServer(
@@ -137,28 +137,28 @@ class Orchestrator:
             task.add_done_callback(stop_if_broken)
 
     async def save_models(self) -> None:
-        """Save what the workers hold, before `stop`, so that the next start need not run anything again."""
+        """Save the models on the workers, before `stop`, so that the next start replays nothing."""
         await self.runner.save_models()
 
     async def stop(self) -> None:
-        """Close. The next start continues with the requests that have not ended."""
+        """Stop all tasks and close. The next start continues with the unfinished requests."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        # A task that is cancelled before it began closes nothing.
+        # `serve` closes the server, but not if its task was cancelled before it began.
         self._server.close()
         await self.runner.stop()
         await self.state.workers.close()
         await self.state.inference.close()
         self.state.journal.close()
 
-    async def answer(self, ask: Request) -> Message:
-        """The answer to one request of the API."""
-        if isinstance(ask, Submit):
-            return await self._admission.submit(ask)
-        if isinstance(ask, Tombstone):
-            return await self._admission.reject(ask)
+    async def answer(self, request: Request) -> Message:
+        """Answer one request of the API."""
+        if isinstance(request, Submit):
+            return await self._admission.submit(request)
+        if isinstance(request, Tombstone):
+            return await self._admission.reject(request)
         try:
-            return await self._queries[type(ask)](ask)
+            return await self._queries[type(request)](request)
         except JournalError as problem:
-            return Rejected(507, f"this cannot be kept: {problem}; make room on the service's disk")
+            return Rejected(507, f"the change cannot be saved: {problem}; free space on the service's disk")

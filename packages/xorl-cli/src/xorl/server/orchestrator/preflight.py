@@ -1,4 +1,4 @@
-"""What must be true before a request can run: its model is on the workers, a save has room, a sampler is found."""
+"""Prepares a request before it is dispatched: restores its model, checks storage and checkpoints, resolves samplers."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from xorl.server.operations import (
     UnloadModel,
 )
 from xorl.server.orchestrator import catalogue
-from xorl.server.orchestrator.calls import AFTER_STEP, kept_size, saved_as
-from xorl.server.orchestrator.eviction import Eviction, silence_of
+from xorl.server.orchestrator.eviction import Eviction, silence_limit_s
 from xorl.server.orchestrator.lane import Ticket
+from xorl.server.orchestrator.operation_properties import SYNC_AFTER_STEP, estimated_size, saved_as
 from xorl.server.orchestrator.recovery import RecoveryError, restore
 from xorl.server.orchestrator.registry import ModelRecord, SamplerRecord, checkpoint_key, stored
 from xorl.server.orchestrator.state import OpenRequest, State
@@ -35,7 +35,7 @@ from xorl.server.orchestrator.workers import Incarnation
 
 
 class CannotRun(Exception):
-    """A request that ends without the workers; `failure` is its result."""
+    """The request ends without being run; `failure` is its result."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
@@ -43,7 +43,7 @@ class CannotRun(Exception):
 
 
 class CheckpointInUse(Exception):
-    """A save would overwrite a checkpoint from which other models would be made again: save those elsewhere first."""
+    """A save would overwrite a checkpoint on which other models depend; those must be saved elsewhere first."""
 
     def __init__(self, model: ModelRecord, checkpoint: CheckpointRef) -> None:
         super().__init__(checkpoint.uri("xorl"))
@@ -52,14 +52,14 @@ class CheckpointInUse(Exception):
 
 
 class Preflight:
-    """Makes sure that the workers can run a request, before they get it."""
+    """Ensures that the workers can run a request before it is dispatched."""
 
-    def __init__(self, state: State, models: Eviction) -> None:
+    def __init__(self, state: State, eviction: Eviction) -> None:
         self._state = state
-        self._models = models
+        self._eviction = eviction
 
-    def over_initial(self, operation: Operation) -> Operation:
-        """The operation, but a save under the name of the service's own initial checkpoint may overwrite that one."""
+    def allow_initial_overwrite(self, operation: Operation) -> Operation:
+        """The operation; a save under the name of the service's initial checkpoint is allowed to overwrite it."""
         checkpoint = saved_as(operation)
         if isinstance(operation, SaveWeights) and checkpoint is not None:
             record = self._state.registry.checkpoints.get(checkpoint_key(checkpoint))
@@ -68,152 +68,150 @@ class Preflight:
         return operation
 
     async def prepare(self, ticket: Ticket, operation: Operation, workers: Incarnation) -> Operation:
-        """The operation as the workers get it.
+        """Prepare an operation and return it in the form that the workers get.
 
-        Raises CannotRun if it ends without them, CheckpointInUse if it would write over what other models need.
+        Raises CannotRun if it cannot run, and CheckpointInUse if it would overwrite a checkpoint of other models.
         """
         if isinstance(operation, Sample):
-            return self.with_weights(operation, workers)
+            return self.resolve_sampler(operation, workers)
         model = self._state.model_of(ticket)
-        if model is None or not model.is_there:
-            raise CannotRun(Failure("user", 410, "the model was unloaded or created anew before this ran"))
-        await self._bring(model, operation, workers)
+        if model is None or not model.exists:
+            raise CannotRun(Failure("user", 410, "the model was unloaded or recreated before this ran"))
+        if isinstance(operation, CreateModel):
+            await self._unload_predecessor(model, workers)
+            await self._free_base(model, workers)
+        elif model.state == "creating":
+            raise CannotRun(Failure("user", 404, f"model {model.model_id} has not been created"))
+        elif not isinstance(operation, UnloadModel):
+            await self._ensure_loaded(model, workers)
         checkpoint = saved_as(operation)
-        replaced = checkpoint if isinstance(operation, SaveWeights) and operation.overwrite else None
-        if replaced is not None:
-            await self._free_of_own(model, replaced, workers)
+        overwritten = checkpoint if isinstance(operation, SaveWeights) and operation.overwrite else None
+        if overwritten is not None:
+            await self._remove_dependence(model, overwritten, workers)
         if checkpoint is not None:
-            await self._make_room(model, checkpoint, operation)
+            await self._check_storage(model, checkpoint, operation)
         if isinstance(operation, CreateModel | LoadWeights) and operation.checkpoint is not None:
-            self._require(operation.checkpoint)
+            self._require_checkpoint(operation.checkpoint)
         if isinstance(operation, LoadWeights):
-            # Before it runs: from then on nobody may write over what it loads.
+            # Recorded before the load runs: from now on, no save may overwrite the checkpoint.
             model.loads = [*{*model.loads, operation.checkpoint}]
             await self._state.journal.put([stored(model)])
-        if replaced is not None and self._others(model, replaced):
-            # The last check, directly before the workers get the operation: who loads it from now on does so after it.
-            raise CheckpointInUse(model, replaced)
+        if overwritten is not None and self._other_dependents(model, overwritten):
+            # The last check before the operation is dispatched: any later load runs after this save.
+            raise CheckpointInUse(model, overwritten)
         if isinstance(operation, SyncWeights):
             return self._with_receivers(operation, model, ticket)
         return operation
 
-    def with_weights(self, operation: Sample, workers: Incarnation | None) -> Sample:
-        """A sample with the weights that it is of. Raises CannotRun if nobody has them.
+    def resolve_sampler(self, operation: Sample, workers: Incarnation | None) -> Sample:
+        """The sample with its weights resolved. Raises CannotRun if they no longer exist.
 
-        Without `workers`, they need not be in these: an inference endpoint may hold them still.
+        With `workers` None, the workers need not hold the weights, since an inference endpoint may.
         """
         sampler = self._resolve(operation.sampler, workers)
         if isinstance(sampler, CheckpointSampler):
-            self._require(sampler.checkpoint)
+            self._require_checkpoint(sampler.checkpoint)
         return replace(operation, sampler=sampler)
 
-    async def _bring(self, model: ModelRecord, operation: Operation, workers: Incarnation) -> None:
-        """Have the workers hold what the operation works on: its model, or for a new model, room for it."""
-        if isinstance(operation, CreateModel):
-            await self._make_way(model, workers)
-            await self._make_place(model, workers)
-        elif model.state == "creating":
-            raise CannotRun(Failure("user", 404, f"model {model.model_id} has not been created"))
-        elif not isinstance(operation, UnloadModel):
-            await self._make_present(model, workers)
+    async def check_name(self, request: OpenRequest, operation: Operation, workers: str) -> None:
+        """Raise CannotRun if a save would create a checkpoint that already exists. Called just before it is dispatched.
 
-    async def check_begin(self, request: OpenRequest, operation: Operation, workers: str) -> None:
-        """Called just before the workers get a save: raises CannotRun if a checkpoint of that name exists already.
-
-        If the request was begun by workers that are gone, a checkpoint there is their work for this same request,
-        since its name was free when it first began: it is removed.
+        If an earlier incarnation began this request, a checkpoint of that name was left by that attempt, since the
+        name was free when the request first began. It is deleted.
         """
         checkpoint = saved_as(operation)
         if checkpoint is None or (isinstance(operation, SaveWeights) and operation.overwrite):
             return
         folder = self._state.options.folder
         if request.begun_by is None and await asyncio.to_thread(catalogue.find, folder, checkpoint) is not None:
-            message = f"there is a checkpoint {checkpoint.uri('xorl')} already: choose another name"
+            message = f"checkpoint {checkpoint.uri('xorl')} exists already: choose another name"
             raise CannotRun(Failure("user", 409, message))
         if request.begun_by not in (None, workers):
             await asyncio.to_thread(catalogue.delete, folder, checkpoint)
 
-    async def _make_way(self, model: ModelRecord, workers: Incarnation) -> None:
-        """Take an earlier model of the same id off the workers, and record that before the new one is made."""
+    async def _unload_predecessor(self, model: ModelRecord, workers: Incarnation) -> None:
+        """Unload an earlier model of the same id, and record that before the new one is created."""
         if not model.replaces:
             return
         await workers.run(Work([f"make-way-{secrets.token_hex(8)}"], [UnloadModel(model.model_id)]))
         model.replaces = False
         await self._state.journal.put([stored(model), *self._state.registry.drop_snapshots(model.model_id)])
 
-    async def _make_present(self, model: ModelRecord, workers: Incarnation) -> None:
+    async def _ensure_loaded(self, model: ModelRecord, workers: Incarnation) -> None:
+        """Restore a model that the workers do not hold."""
         state = self._state
         if model.workers == workers.name:
             return
         options, base = state.options, model.create.base_model
         if options.enable_lora and base not in (None, options.model_name, options.model_path):
             message = (
-                f"model {model.model_id} is an adapter over {base!r}, and this service has {options.model_name!r} now: "
-                "start it with that base, or create a model anew"
+                f"model {model.model_id} is an adapter over {base!r}, but this service now has {options.model_name!r}: "
+                "start the service with that base, or create a new model"
             )
             raise CannotRun(Failure("user", 409, message))
-        await self._make_place(model, workers)
+        await self._free_base(model, workers)
         try:
-            # What workers may still hold of it is dropped first, with the weights of samplers.
+            # Restoring begins by unloading the model, which also drops its in-memory sampler weights.
             await state.journal.put(state.registry.drop_snapshots(model.model_id))
-            again = await restore(model, state.journal, workers)
+            num_replayed = await restore(model, state.journal, workers)
         except RecoveryError as problem:
             raise CannotRun(Failure("server", 500, str(problem))) from None
-        state.tally.count("restores_total")
-        state.tally.count("requests_run_again_total", again)
+        state.counters.count("restores_total")
+        state.counters.count("requests_run_again_total", num_replayed)
 
-    async def _make_place(self, model: ModelRecord, workers: Incarnation) -> None:
-        """With full weights, a single model has the base. Another one is set aside if its client has gone."""
+    async def _free_base(self, model: ModelRecord, workers: Incarnation) -> None:
+        """With full weights, only one model can use the base: evict another one if its client has gone."""
         if self._state.options.enable_lora:
             return
         for other in self._state.registry.models.values():
             if other is model or other.workers != workers.name:
                 continue
-            if not self._models.is_silent(other):
+            if not self._eviction.is_client_silent(other):
                 message = (
-                    f"model {other.model_id} has the base, and its client is there: unload it, or close that client; "
-                    f"one that is gone makes way after {silence_of(other):.0f} s"
+                    f"model {other.model_id} uses the base and its client is still active: unload that model, or close "
+                    f"its client; it is evicted after {silence_limit_s(other):.0f} s without activity"
                 )
                 raise CannotRun(Failure("user", 409, message))
-            failure = await self._models.set_aside(other, workers)
+            failure = await self._eviction.evict(other, workers)
             if failure is not None:
                 raise CannotRun(failure)
 
-    async def _free_of_own(self, model: ModelRecord, checkpoint: CheckpointRef, workers: Incarnation) -> None:
+    async def _remove_dependence(self, model: ModelRecord, checkpoint: CheckpointRef, workers: Incarnation) -> None:
         """Save a model elsewhere before it overwrites a checkpoint that its creation or its tail reads.
 
-        After a crash, nobody could tell whether these have to read the old or the new checkpoint. It is also saved if
-        it reads any checkpoint while other models need the one to be overwritten: a model that waits until others are
-        saved must not be one that they wait for.
+        Otherwise, after a crash, recovery could not tell whether to read the old or the new checkpoint. The model is
+        also saved if it reads any checkpoint while other models depend on the one to be overwritten. Those models are
+        saved before this one continues, which could deadlock if they also waited for this model to be saved.
         """
         start = None if model.boundary is not None else model.create.checkpoint
         reads = {start, *model.loads} - {None}
-        if checkpoint in reads or (reads and self._others(model, checkpoint)):
-            failure = await self._models.save_elsewhere(model, workers)
+        if checkpoint in reads or (reads and self._other_dependents(model, checkpoint)):
+            failure = await self._eviction.save_to_recovery(model, workers)
             if failure is not None:
                 raise CannotRun(failure)
 
-    def _others(self, model: ModelRecord, checkpoint: CheckpointRef) -> list[ModelRecord]:
-        return [other for other in self._state.registry.readers(checkpoint) if other is not model]
+    def _other_dependents(self, model: ModelRecord, checkpoint: CheckpointRef) -> list[ModelRecord]:
+        return [other for other in self._state.registry.dependents(checkpoint) if other is not model]
 
-    async def _make_room(self, model: ModelRecord, checkpoint: CheckpointRef, operation: Operation) -> None:
-        like, times = kept_size(operation, checkpoint, is_adapter=self._state.options.enable_lora)
-        full = await self._models.check_room(model, checkpoint.kind, like, times)
+    async def _check_storage(self, model: ModelRecord, checkpoint: CheckpointRef, operation: Operation) -> None:
+        """Raise CannotRun if there is no storage for a save; record if it overwrites the model's boundary."""
+        like, factor = estimated_size(operation, checkpoint, is_adapter=self._state.options.enable_lora)
+        full = await self._eviction.check_storage(model, checkpoint.kind, like, factor)
         if full is not None:
             raise CannotRun(full)
         if checkpoint == model.boundary:
             model.is_overwriting = True
             await self._state.journal.put([stored(model)])
 
-    def _require(self, checkpoint: CheckpointRef) -> None:
+    def _require_checkpoint(self, checkpoint: CheckpointRef) -> None:
+        """Raise CannotRun if a checkpoint does not exist; workers could still sample from their copy of it."""
         state = self._state
         is_known = checkpoint_key(checkpoint) in state.registry.checkpoints
-        # Workers may still hold what was deleted, and would sample from it until they are started anew.
         if not is_known and not checkpoint_folder(state.options.folder, checkpoint).is_dir():
             raise CannotRun(Failure("user", 404, f"there is no checkpoint {checkpoint.uri('xorl')}"))
-        if state.is_gone(checkpoint):
-            why = "is being deleted" if checkpoint in state.deleting else "is there no more: its time is over"
-            raise CannotRun(Failure("user", 404, f"{checkpoint.uri('xorl')} {why}"))
+        if state.is_unavailable(checkpoint):
+            reason = "is being deleted" if checkpoint in state.deleting else "has expired"
+            raise CannotRun(Failure("user", 404, f"{checkpoint.uri('xorl')} {reason}"))
 
     def _resolve(self, sampler: SamplerRef, workers: Incarnation | None) -> SamplerRef:
         registry = self._state.registry
@@ -221,7 +219,7 @@ class Preflight:
             name = sampler.sampling_session_id
             record = registry.samplers.get(name)
             if record is None:
-                message = f"sampling session {name} is not kept any more, its weights are gone: make it again"
+                message = f"sampling session {name} and its weights no longer exist: create it again"
                 raise CannotRun(Failure("user", 404, message))
             return _weights_of(record, workers)
         if not isinstance(sampler, NamedSampler):
@@ -231,17 +229,17 @@ class Preflight:
             for record in registry.checkpoints.values()
             if record.checkpoint.name == sampler.name
             and record.checkpoint.kind == "sampler_weights"
-            and not self._state.is_gone(record.checkpoint)
+            and not self._state.is_unavailable(record.checkpoint)
         ]
         if not named:
-            raise CannotRun(Failure("user", 404, f"there are no sampler weights of the name {sampler.name}"))
+            raise CannotRun(Failure("user", 404, f"there are no sampler weights named {sampler.name}"))
         return CheckpointSampler(max(named, key=lambda record: record.created).checkpoint)
 
     def _with_receivers(self, operation: SyncWeights, model: ModelRecord, ticket: Ticket) -> SyncWeights:
-        is_own = self._state.open[ticket.request_id].kind == AFTER_STEP
-        complete = self._state.inference.complete(operation, model, after_step=is_own)
+        after_step = self._state.open[ticket.request_id].kind == SYNC_AFTER_STEP
+        complete = self._state.inference.complete(operation, model, after_step=after_step)
         if complete is None:
-            message = "no inference endpoint takes weights: add one, an SGLang server that answers, first"
+            message = "no inference endpoint can receive weights: add a running SGLang server first"
             raise CannotRun(Failure("user", 400, message))
         return complete
 
@@ -253,10 +251,10 @@ def _weights_of(record: SamplerRecord, workers: Incarnation | None) -> SamplerRe
         return BaseSampler()
     if workers is not None and record.workers != workers.name:
         message = (
-            f"the weights of sampling session {record.sampling_session_id} were in the workers' memory alone, and are "
-            f"gone: the workers were started anew, or model {record.snapshot_of} was taken off them (unloaded, idle, "
+            f"the weights of sampling session {record.sampling_session_id} were only in the workers' memory and are "
+            f"gone: the workers were restarted, or model {record.snapshot_of} was removed from them (unloaded, idle, "
             "or after a step or a load that failed half way). Save its weights for sampling again, under a name if "
-            "they are to be kept"
+            "they must persist"
         )
         raise CannotRun(Failure("user", 404, message))
     return SnapshotSampler(record.snapshot_of, record.sampling_session_id)

@@ -1,8 +1,7 @@
-"""Makes a model again that the workers do not hold: from its boundary, then by replaying what changed it since.
+"""Restores a model that the workers do not hold: loads its boundary, then replays the requests that changed it since.
 
-This serves four cases: the workers died, they gave the model up since an operation failed that had begun to change it,
-the whole service was started again, or the model was released while its client was idle. A model is only made again
-when a request needs it.
+There are four cases: the workers died, the workers dropped the model after an operation failed half way, the service
+was restarted, or the model was evicted while its client was idle. A model is only restored when a request needs it.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from msgspec.structs import replace
 
 from xorl.server.messages import Operation, Result, Work
 from xorl.server.operations import CreateModel, Failure, ModelCreated, UnloadModel
-from xorl.server.orchestrator.calls import decode_operation
 from xorl.server.orchestrator.commit import Damaged
 from xorl.server.orchestrator.journal import Journal
+from xorl.server.orchestrator.operation_properties import decode_operation
 from xorl.server.orchestrator.registry import ModelRecord, stored
 from xorl.server.orchestrator.workers import Incarnation
 
@@ -26,17 +25,17 @@ logger = logging.getLogger(__name__)
 
 
 class RecoveryError(Exception):
-    """A model cannot be made again; the message says why and what its client can do."""
+    """A model cannot be restored; the message has the reason and the remedy."""
 
 
 async def restore(model: ModelRecord, journal: Journal, workers: Incarnation) -> int:
-    """Make the model as it was after the last request that ended. Returns how many requests were run again.
+    """Restore a model to its state after the last request that ended. Returns the number of replayed requests.
 
-    Raises RecoveryError, or WorkersLost if the workers die again. A model that is half made does no harm then: the next
-    attempt begins by unloading it, and only at the end does the record say that the workers hold the model.
+    Raises RecoveryError, or WorkersLost if the workers die meanwhile. A partly restored model is harmless: the next
+    attempt begins by unloading it, and the record names the workers only once the model is complete.
     """
     started = time.monotonic()
-    # Its answer does not matter: there may be none to unload.
+    # The result is ignored, since there may be no model to unload.
     await _run(workers, UnloadModel(model.model_id))
     created = await _run(workers, _creation(model))
     if not isinstance(created, ModelCreated):
@@ -65,9 +64,9 @@ async def restore(model: ModelRecord, journal: Journal, workers: Incarnation) ->
 def _creation(model: ModelRecord) -> CreateModel:
     if model.boundary is None:
         if model.lora is None or model.create.lora is None:
-            # Full weights, or the adapter of a checkpoint, which says by itself what it is.
+            # Full weights, or the adapter of a checkpoint, which contains its own settings.
             return model.create
-        # As it was made: what the service does where a client says nothing may be another since.
+        # The settings it was created with, since the service's defaults may have changed.
         return replace(model.create, lora=model.lora)
     return replace(model.create, checkpoint=model.boundary, lora=None, with_optimizer=True)
 
@@ -75,8 +74,8 @@ def _creation(model: ModelRecord) -> CreateModel:
 def _after_boundary(model: ModelRecord, created: ModelCreated, journal: Journal) -> Sequence[int]:
     """The requests of the tail that the boundary does not hold.
 
-    If the boundary was just being overwritten by a newer save, which may have finished or not, its number of steps
-    tells which of the two it is.
+    If a newer save was overwriting the boundary, it may or may not have finished; the number of steps in the loaded
+    checkpoint tells.
     """
     numbers = journal.tail(model.lane)
     if not model.is_overwriting or created.num_steps == model.boundary_steps:
@@ -85,15 +84,15 @@ def _after_boundary(model: ModelRecord, created: ModelCreated, journal: Journal)
 
 
 async def _run(workers: Incarnation, operation: Operation) -> Result:
-    # A new name: the workers would answer an old one with what they remember, and do nothing.
+    # A new id, since the workers answer a known id with the remembered result.
     done = await workers.run(Work([f"again-{secrets.token_hex(8)}"], [operation]))
     return done.results[0]
 
 
 def _advice(model: ModelRecord, result: Result) -> str:
-    why = result.message if isinstance(result, Failure) else f"the workers answered {type(result).__name__}"
-    where = "its creation" if model.boundary is None else model.boundary.uri("xorl")
+    reason = result.message if isinstance(result, Failure) else f"the workers answered {type(result).__name__}"
+    source = "its creation" if model.boundary is None else model.boundary.uri("xorl")
     return (
-        f"model {model.model_id} was not on the workers any more and could not be made again from {where}: {why}. "
-        "Create a model from one of its checkpoints and go on from there"
+        f"model {model.model_id} was no longer on the workers and could not be restored from {source}: {reason}. "
+        "Create a model from one of its checkpoints and continue from there"
     )

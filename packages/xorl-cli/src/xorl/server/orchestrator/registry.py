@@ -1,4 +1,4 @@
-"""The records of sessions, models, samplers and checkpoints: in memory to be asked, in the journal to survive."""
+"""Records of sessions, models, samplers and checkpoints: held in memory, persisted in the journal."""
 
 from __future__ import annotations
 
@@ -24,23 +24,26 @@ class SessionRecord(msgspec.Struct):
 
 
 class ModelRecord(msgspec.Struct):
-    """A model: what it is, where its state is, and from what it can be made again.
+    """A model: its properties, the location of its state, and how to restore it.
+
+    The journal's tail holds the requests that changed the model since its boundary; replaying them on the boundary
+    restores the model.
 
     Attributes:
-        generation: how often a model of this id was created.
-        create: the operation that made it, with its seed chosen.
-        state: creating until the workers have made it, then ready; released after it was saved and taken off the
-            workers, from where it comes back when it is called; unloaded or failed if it does not exist any more.
+        generation: how many models of this id have been created, including this one.
+        create: the operation that created it, with its seed filled in.
+        state: creating until the workers have created it, then ready; released after it was saved and evicted from the
+            workers, until its next request restores it; unloaded or failed if it no longer exists.
         workers: the incarnation of the workers that holds it, or None.
         weights_id: changes whenever its weights change.
-        replaces: whether the workers may still hold the model of this id before it.
-        boundary: the checkpoint from which the journal's tail makes the model again; None for its creation.
+        replaces: whether the workers may still hold the previous model of this id.
+        boundary: the checkpoint to which the tail applies; None if the tail applies to the newly created model.
         boundary_steps: the optimizer steps in the boundary.
         is_overwriting: whether a newer state is being saved over the boundary.
         loads: the checkpoints that the tail loads.
         num_steps: optimizer steps so far.
         tail_s, save_s: how long the workers took for the tail, and for the last save.
-        checkpoint_bytes: the size of the last checkpoint, by kind; until there is one, what the workers expect.
+        checkpoint_bytes: the size of the last checkpoint, by kind; before the first one, the workers' estimate.
     """
 
     model_id: str
@@ -73,25 +76,25 @@ class ModelRecord(msgspec.Struct):
 
     @property
     def client(self) -> str:
-        """Among whom the workers are shared."""
+        """The client under which the scheduler accounts for its requests."""
         return self.session_id or self.model_id
 
     @property
-    def is_there(self) -> bool:
-        """Whether it takes requests."""
+    def exists(self) -> bool:
+        """Whether it accepts requests."""
         return self.state in ("creating", "ready", "released")
 
     @property
-    def origin(self) -> CheckpointRef | None:
-        """The checkpoint from which it is made again, before its tail."""
+    def restore_checkpoint(self) -> CheckpointRef | None:
+        """The checkpoint that is loaded to restore it, before its tail is replayed."""
         return self.create.checkpoint if self.boundary is None else self.boundary
 
 
 class SamplerRecord(msgspec.Struct):
     """A sampling session: of the base, of a checkpoint, or of a model's weights in the workers' memory (`snapshot_of`).
 
-    workers: the incarnation in whose memory they are, None once it has dropped them.
-    version: that of the weights, as endpoints are told it.
+    workers: the incarnation that holds those weights; None once it has dropped them.
+    version: the version of the weights, as sent to endpoints.
     """
 
     sampling_session_id: str
@@ -106,9 +109,9 @@ class SamplerRecord(msgspec.Struct):
 
 
 class CheckpointRecord(msgspec.Struct):
-    """What a checkpoint's files do not say by themselves; expires: when to delete it; version: as of SamplerRecord.
+    """A checkpoint's metadata. expires: when to delete it. version: as in SamplerRecord.
 
-    is_initial: the service made it when the model was created, and the client's first save of that name replaces it.
+    is_initial: the service saved it when the model was created; the client's first save of that name replaces it.
     """
 
     checkpoint: CheckpointRef
@@ -125,13 +128,13 @@ class CheckpointRecord(msgspec.Struct):
     def key(self) -> str:
         return checkpoint_key(self.checkpoint)
 
-    def is_over(self, now: float) -> bool:
-        """Whether its time is, `now`, seconds since 1970: its files may still be there, and nobody is to see them."""
+    def has_expired(self, now: float) -> bool:
+        """Whether it has expired at `now` (seconds since 1970); it is hidden even if its files still exist."""
         return self.expires is not None and self.expires <= now
 
 
 AnyRecord = SessionRecord | ModelRecord | SamplerRecord | CheckpointRecord
-Kept = TypeVar("Kept", SessionRecord, ModelRecord, SamplerRecord, CheckpointRecord)
+RecordT = TypeVar("RecordT", SessionRecord, ModelRecord, SamplerRecord, CheckpointRecord)
 _KINDS: dict[type, str] = {
     SessionRecord: "session",
     ModelRecord: "model",
@@ -141,38 +144,38 @@ _KINDS: dict[type, str] = {
 
 
 class Registry:
-    """All records, read from the journal once. Who changes one must write `stored(record)` in the same transaction."""
+    """All records, loaded once from the journal. After changing a record, write `stored(record)` to the journal."""
 
     def __init__(self, journal: Journal) -> None:
-        self.sessions = _read(journal, SessionRecord)
-        self.models = _read(journal, ModelRecord)
-        self.samplers = _read(journal, SamplerRecord)
-        self.checkpoints = _read(journal, CheckpointRecord)
+        self.sessions = _load(journal, SessionRecord)
+        self.models = _load(journal, ModelRecord)
+        self.samplers = _load(journal, SamplerRecord)
+        self.checkpoints = _load(journal, CheckpointRecord)
 
-    def activity(self, model: ModelRecord) -> float:
-        """When a model's client was last heard of."""
+    def last_activity(self, model: ModelRecord) -> float:
+        """When a model's client was last active."""
         session = self.sessions.get(model.session_id or "")
         return max(model.last_active, session.last_active if session is not None else 0.0)
 
-    def has_left(self, model: ModelRecord) -> bool:
-        """Whether a model's client has ended its session, and has not called since."""
+    def client_has_left(self, model: ModelRecord) -> bool:
+        """Whether a model's client has ended its session and has not used the model since."""
         session = self.sessions.get(model.session_id or "")
         return session is not None and session.is_finished and session.last_active >= model.last_active
 
-    def readers(self, checkpoint: CheckpointRef) -> list[ModelRecord]:
-        """The models whose boundary, creation or tail reads a checkpoint: without it, they would be lost."""
-        there = [model for model in self.models.values() if model.is_there]
-        return [model for model in there if checkpoint in (model.origin, *model.loads)]
+    def dependents(self, checkpoint: CheckpointRef) -> list[ModelRecord]:
+        """The models that need a checkpoint to be restored, for their boundary, their creation or their tail."""
+        existing = [model for model in self.models.values() if model.exists]
+        return [model for model in existing if checkpoint in (model.restore_checkpoint, *model.loads)]
 
     def drop_snapshots(self, model_id: str) -> list[Record]:
-        """Note that workers took a model off, with what samplers had of it in memory; the records are to be written."""
+        """Record that the workers dropped a model with its in-memory sampler weights; returns the records to write."""
         lost = [one for one in self.samplers.values() if one.snapshot_of == model_id and one.workers is not None]
         for sampler in lost:
             sampler.workers = None
         return [stored(sampler) for sampler in lost]
 
     def models_of(self, session_id: str) -> list[ModelRecord]:
-        """The models of a session, in the order of their creation."""
+        """The models of a session, in order of creation."""
         found = [model for model in self.models.values() if model.session_id == session_id]
         return sorted(found, key=lambda model: model.created)
 
@@ -183,12 +186,12 @@ def checkpoint_key(checkpoint: CheckpointRef) -> str:
 
 
 def stored(record: AnyRecord) -> Record:
-    """The record as the journal keeps it."""
+    """The journal record that stores this record."""
     return Record(_KINDS[type(record)], _name(record), msgspec.msgpack.encode(record))
 
 
-def dropped(record: AnyRecord) -> Record:
-    """The journal's record to be removed."""
+def deleted(record: AnyRecord) -> Record:
+    """The journal record that deletes this record."""
     return Record(_KINDS[type(record)], _name(record), None)
 
 
@@ -204,7 +207,7 @@ def _name(record: AnyRecord) -> str:
             return record.key
 
 
-def _read(journal: Journal, kind: type[Kept]) -> dict[str, Kept]:
+def _load(journal: Journal, kind: type[RecordT]) -> dict[str, RecordT]:
     decode = msgspec.msgpack.Decoder(kind).decode
     records = journal.records(_KINDS[kind])
     return {name: decoded(decode, body, f"the record of {_KINDS[kind]} {name!r}") for name, body in records}

@@ -1,6 +1,6 @@
-"""Which requests the workers run next: in order for each model, in fair turns of the clients, together if possible.
+"""Chooses the requests that the workers run next: in order for each model, fairly between clients, batched if possible.
 
-A pure data structure: it knows no time, no disk and no network. Every request in it is in the journal.
+A pure data structure without time, disk or network. Every request in it is also in the journal.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from xorl.server.orchestrator.lane import FIRST_SEQ, Gap, Lane, Ticket
+from xorl.server.orchestrator.lane import FIRST_SEQ, Lane, SequenceGap, Ticket
 
-# A mixed pass saves little beyond some dozens of calls, and all of them wait for the last.
+# Beyond a few dozen calls a mixed pass saves little, and each call waits for the whole pass.
 MAX_GROUP_SIZE = 64
 MAX_GROUP_COST = 64 * 1024 * 1024
 
 
 @dataclass
 class _Client:
-    """One who shares the workers. served: the cost run for it; a new client starts at the level of the others."""
+    """A client with its queued requests. served: the cost run for it; a new client starts at the current floor."""
 
     served: float
     lanes: set[str] = field(default_factory=set)
@@ -27,10 +27,10 @@ class _Client:
 
 
 class Scheduler:
-    """The requests that wait for the workers, and those that run there.
+    """The requests that are queued for the workers or running on them.
 
-    Clients take turns by the cost of what was run for them (start-time fair queueing, Goyal et al. 1996). A client that
-    was idle is owed nothing for that time, and owes nothing. Requests of one client run in the order of their arrival.
+    The client with the least served cost goes next (start-time fair queueing, Goyal et al. 1996). An idle client gains
+    no credit and no debt. Requests of one client run in the order of their arrival.
     """
 
     def __init__(self, *, max_group_size: int = MAX_GROUP_SIZE, max_group_cost: float = MAX_GROUP_COST) -> None:
@@ -39,23 +39,23 @@ class Scheduler:
         self._lanes: dict[str, Lane] = {}
         self._ready: dict[str, Ticket] = {}  # the head of each lane that has one
         self._clients: dict[str, _Client] = {}
-        self._arrivals: list[int] = []  # of all that are queued, growing
+        self._arrivals: list[int] = []  # of all queued requests, sorted
         self._alone: set[str] = set()
         self._floor = 0.0
 
     def open_lane(self, lane: str, next_seq: int = FIRST_SEQ) -> None:
-        """Begin the order of a model; requests of a lane need it open."""
-        assert lane not in self._lanes, f"{lane} is open"
+        """Open the lane of a model. A lane must be open before requests are added to it."""
+        assert lane not in self._lanes, f"lane {lane} is already open"
         self._lanes[lane] = Lane(next_seq)
 
     def close_lane(self, lane: str) -> list[Ticket]:
-        """End the order of a model of which no request runs; returns what was queued, which will not run."""
+        """Close the lane of a model without a running request; returns the requests that were queued in it."""
         dropped = self.clear_lane(lane)
         del self._lanes[lane]
         return dropped
 
     def clear_lane(self, lane: str) -> list[Ticket]:
-        """Remove and return what is queued in a lane, which then waits for later numbers."""
+        """Remove and return the requests queued in a lane, which then waits for later numbers."""
         dropped = self._lanes[lane].clear()
         for ticket in dropped:
             self._forget(ticket)
@@ -67,19 +67,19 @@ class Scheduler:
         return lane in self._lanes
 
     def next_seq(self, lane: str) -> int:
-        """The lowest number of an open lane that neither ran nor was passed over."""
+        """The lowest number of an open lane that has neither started nor been skipped."""
         return self._lanes[lane].next_seq
 
     def is_pristine(self, lane: str) -> bool:
-        """Whether no number of an open lane has come, run or been passed over."""
+        """Whether no number of an open lane has arrived, run or been skipped."""
         return self._lanes[lane].is_pristine
 
     def admits(self, lane: str, seq: int | None) -> bool:
-        """Whether a request of this number can still run in an open lane."""
+        """Whether a request with this number can still be queued in an open lane."""
         return self._lanes[lane].admits(seq)
 
     def add(self, ticket: Ticket) -> None:
-        """Queue a request; its lane is open and admits it."""
+        """Queue a request. Its lane must be open and admit it."""
         insort(self._arrivals, ticket.arrival)
         client = self._clients.setdefault(ticket.client, _Client(self._floor))
         if ticket.lane is None:
@@ -89,12 +89,12 @@ class Scheduler:
             self._refresh(ticket.lane)
 
     def reject(self, lane: str, seq: int) -> None:
-        """Never wait for a number of an open lane."""
+        """Skip a number of an open lane: it will never arrive."""
         self._lanes[lane].reject(seq)
         self._refresh(lane)
 
     def take(self) -> list[Ticket]:
-        """Start what runs next: one request, or several of one group and of different models; [] if nothing can run."""
+        """Start the next requests: one, or several of one group and of different models; [] if none can run."""
         turns = self._turns()
         if not turns:
             return []
@@ -109,7 +109,7 @@ class Scheduler:
         return group
 
     def finish(self, tickets: Sequence[Ticket]) -> None:
-        """Running requests have ended."""
+        """Mark running requests as ended."""
         for ticket in tickets:
             self._alone.discard(ticket.request_id)
             if ticket.lane is not None and ticket.lane in self._lanes:
@@ -117,8 +117,8 @@ class Scheduler:
                 self._refresh(ticket.lane)
         self._drop_idle_clients()
 
-    def put_back(self, tickets: Sequence[Ticket], *, alone: bool = False) -> None:
-        """Queue running requests again, before others of their model. alone: each in a pass of its own."""
+    def requeue(self, tickets: Sequence[Ticket], *, alone: bool = False) -> None:
+        """Queue running requests again, before others of their model. alone: run each in a separate pass."""
         for ticket in tickets:
             insort(self._arrivals, ticket.arrival)
             client = self._clients.setdefault(ticket.client, _Client(self._floor))
@@ -127,7 +127,7 @@ class Scheduler:
             if ticket.lane is None:
                 client.unordered.appendleft(ticket)
             else:
-                self._lanes[ticket.lane].put_back()
+                self._lanes[ticket.lane].requeue()
                 self._refresh(ticket.lane)
 
     def drop(self, ticket: Ticket) -> bool:
@@ -141,7 +141,7 @@ class Scheduler:
         return True
 
     def drain(self) -> list[Ticket]:
-        """Remove and return everything that is queued."""
+        """Remove and return all queued requests."""
         tickets = [ticket for lane in self._lanes for ticket in self.clear_lane(lane)]
         for client in self._clients.values():
             tickets += client.unordered
@@ -150,25 +150,25 @@ class Scheduler:
         self._drop_idle_clients()
         return tickets
 
-    def gaps(self) -> dict[str, Gap]:
-        """The lanes that wait for a missing number."""
+    def gaps(self) -> dict[str, SequenceGap]:
+        """The gaps of all lanes that wait for a missing number."""
         found = {name: lane.gap() for name, lane in self._lanes.items()}
         return {name: gap for name, gap in found.items() if gap is not None}
 
-    def gap(self, lane: str) -> Gap | None:
+    def gap(self, lane: str) -> SequenceGap | None:
         """The gap of a lane, if it waits for a missing number."""
         return self._lanes[lane].gap() if lane in self._lanes else None
 
-    def place(self, arrival: int) -> int:
-        """How many queued requests arrived before this one."""
+    def queue_position(self, arrival: int) -> int:
+        """The number of queued requests that arrived before this one."""
         return bisect_left(self._arrivals, arrival)
 
     def __len__(self) -> int:
-        """How many requests are queued."""
+        """The number of queued requests."""
         return len(self._arrivals)
 
     def _turns(self) -> list[Ticket]:
-        """The first request of each client that has one, the client whose turn it is first."""
+        """The head request of each client that has one, sorted by the clients' turns."""
         heads = [head for head in map(self._head_of, self._clients.values()) if head is not None]
         return sorted(heads, key=lambda ticket: (self._clients[ticket.client].served, ticket.arrival))
 
@@ -179,16 +179,16 @@ class Scheduler:
         return min(ready, key=lambda ticket: ticket.arrival, default=None)
 
     def _companions(self, first: Ticket) -> list[Ticket]:
-        """The requests that share a pass with `first`; those of clients with the least served cost come first."""
+        """The requests to run in one pass with `first`, preferring clients with the least served cost."""
         ready = [*self._ready.values(), *(t for client in self._clients.values() for t in client.unordered)]
-        fitting = [
+        candidates = [
             ticket
             for ticket in ready
             if ticket is not first and ticket.group == first.group and ticket.request_id not in self._alone
         ]
-        fitting.sort(key=lambda ticket: (self._clients[ticket.client].served, ticket.arrival))
+        candidates.sort(key=lambda ticket: (self._clients[ticket.client].served, ticket.arrival))
         companions, cost = [], first.cost
-        for ticket in fitting[: self._max_group_size - 1]:
+        for ticket in candidates[: self._max_group_size - 1]:
             cost += ticket.cost
             if cost > self._max_group_cost:
                 break
@@ -206,7 +206,7 @@ class Scheduler:
         self._forget(ticket)
 
     def _refresh(self, lane: str) -> None:
-        """Bring `_ready` and the client's lanes up to what the lane has at its head."""
+        """Update `_ready` and the client's lanes after a change of the lane's head."""
         before = self._ready.pop(lane, None)
         if before is not None:
             self._clients[before.client].lanes.discard(lane)
@@ -216,14 +216,14 @@ class Scheduler:
             self._clients.setdefault(head.client, _Client(self._floor)).lanes.add(lane)
 
     def _forget(self, ticket: Ticket) -> None:
-        place = bisect_left(self._arrivals, ticket.arrival)
-        if place < len(self._arrivals) and self._arrivals[place] == ticket.arrival:
-            del self._arrivals[place]
+        index = bisect_left(self._arrivals, ticket.arrival)
+        if index < len(self._arrivals) and self._arrivals[index] == ticket.arrival:
+            del self._arrivals[index]
 
     def _drop_idle_clients(self) -> None:
-        """Forget clients that wait for nothing and owe nothing, so that memory does not grow with every new client."""
+        """Forget idle clients without debt, so that memory does not grow with every new client."""
         if not self._arrivals:
-            # Nobody waits, so nobody was made to wait by those who were served most: all begin anew.
+            # The queue is empty, so no client is waiting on account of the others: reset all debts.
             self._floor = max((client.served for client in self._clients.values()), default=self._floor)
         idle = [
             name

@@ -1,4 +1,4 @@
-"""How the service is, for whoever looks: the status page, `xorl serve status` and Prometheus."""
+"""Service status, for the status page, `xorl serve status` and Prometheus."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from xorl.server.orchestrator.state import State
 from xorl.server.queries import GetService, GetStatus, ServiceInfo, SessionStatus, Status
 
 
-async def get_service(state: State, ask: GetService) -> ServiceInfo:
-    """What is served."""
+async def get_service(state: State, query: GetService) -> ServiceInfo:
+    """The served model and its settings."""
     options = state.options
     return ServiceInfo(
         model_name=options.model_name,
@@ -23,8 +23,8 @@ async def get_service(state: State, ask: GetService) -> ServiceInfo:
     )
 
 
-async def get_status(state: State, ask: GetStatus) -> Status:
-    """How it is now."""
+async def get_status(state: State, query: GetStatus) -> Status:
+    """The current status."""
     health, workers = state.workers.health, state.workers
     return Status(
         started=state.started,
@@ -33,17 +33,17 @@ async def get_status(state: State, ask: GetStatus) -> Status:
         world_size=health.world_size if health else 0,
         queue_depth=len(state.scheduler),
         running=[_described(state, name) for name, request in state.open.items() if request.is_running],
-        tokens_per_second=state.tally.tokens_per_second(),
+        tokens_per_second=state.counters.tokens_per_second(),
         sessions=_sessions(state),
         gpu_bytes_used=health.gpu_bytes_used if health else [],
         gpu_bytes_total=health.gpu_bytes_total if health else [],
-        last_errors=list(state.tally.errors)[::-1],
-        counters=dict(state.tally.counters),
+        last_errors=list(state.counters.errors)[::-1],
+        counters=dict(state.counters.totals),
         gauges={
             "queued_requests": float(len(state.scheduler)),
             "open_requests": float(len(state.open)),
             "models": float(sum(model.state == "ready" for model in state.registry.models.values())),
-            "tokens_per_second": state.tally.tokens_per_second(),
+            "tokens_per_second": state.counters.tokens_per_second(),
             "journal_bytes": float(state.journal.size_bytes()),
             "workers_ready": float(workers.is_ready),
         },
@@ -57,7 +57,7 @@ def _described(state: State, request_id: str) -> str:
 
 
 def _sessions(state: State) -> list[SessionStatus]:
-    """Those in use, active last first: sessions, and models without one."""
+    """Active sessions, and models without a session, most recently active first."""
     registry = state.registry
     queued: dict[str, int] = {}
     for request in state.open.values():
@@ -65,16 +65,16 @@ def _sessions(state: State) -> list[SessionStatus]:
     shown = [
         SessionStatus(
             session.session_id,
-            [model.model_id for model in registry.models_of(session.session_id) if model.is_there],
+            [model.model_id for model in registry.models_of(session.session_id) if model.exists],
             queued.get(session.session_id, 0),
             session.last_active,
         )
         for session in registry.sessions.values()
         if not session.is_finished
     ]
-    alone = [model for model in registry.models.values() if model.session_id is None and model.is_there]
     shown += [
         SessionStatus(model.model_id, [model.model_id], queued.get(model.model_id, 0), model.last_active)
-        for model in alone
+        for model in registry.models.values()
+        if model.session_id is None and model.exists
     ]
     return sorted(shown, key=lambda status: status.last_active, reverse=True)

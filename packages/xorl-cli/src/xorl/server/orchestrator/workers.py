@@ -1,4 +1,4 @@
-"""The workers as the orchestrator sees them: whether they are there, whether they are still the same, and work."""
+"""The orchestrator's connection to the workers: their presence, their incarnation, and running work on them."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from xorl.server.operations import Failure
 logger = logging.getLogger(__name__)
 
 
-# How much memory they use is for people to look at.
+# Refreshes the memory figures of the status page.
 HEALTH_EVERY_S = 10.0
-# Far below what a restart takes, far above what a look costs.
-LOOK_EVERY_S = 0.05
-# A file on a disk that hosts share, while there is nobody to talk to.
+# Far shorter than a restart of the workers, and cheap.
+POLL_EVERY_S = 0.05
+# Reading the workers' file may go to a network file system.
 FIND_EVERY_S = 1.0
-# A thread beside the computation answers.
-CANCEL_S = 10.0
+# Rank 0 answers from a separate thread, even during a computation.
+CANCEL_TIMEOUT_S = 10.0
 
 
 class WorkersLost(Exception):
-    """The workers that were asked are gone, with everything in their memory."""
+    """The incarnation of the workers that was used is gone, with everything in its memory."""
 
 
 class Workers:
     """The channel to rank 0. `on_change` is called whenever `is_ready` may have changed.
 
-    find: says at which address and with which keys the newest workers are, if it knows; asked while they are absent.
+    find: returns the address and keys of the newest workers, if known; called while the workers are absent.
 
-    An incarnation is one start of the workers: their memory holds what was done in it, and they remember the results
-    of the last operations that succeeded, so that work which is sent again is not done again.
+    An incarnation is one start of the workers, with everything in their memory. They remember the results of their
+    last successful operations, so work that is sent again is not run again.
     """
 
     def __init__(
@@ -51,94 +51,94 @@ class Workers:
         on_change: Callable[[], None],
     ) -> None:
         self._channel: ChannelClient[Done | Ok] = ChannelClient(address, Done | Ok, keys=keys, limits=limits)
-        self._place = (address, keys)
+        self._location = (address, keys)
         self._find = find
-        self._asked_find = 0.0
+        self._last_find = 0.0
         self._timeout_s = connection_timeout_s
         self._on_change = on_change
-        self._absent_since: float | None = time.monotonic()  # None until an absence is noticed
+        self._absent_since: float | None = time.monotonic()  # None while they are present
         self.incarnation: str | None = None
         self.health: HealthResult | None = None
-        self._asked_health = 0.0
+        self._last_health_check = 0.0
         self._is_closing = False
 
     @property
     def is_connected(self) -> bool:
-        """Whether rank 0 answers, if only to say that it still loads."""
+        """Whether rank 0 is connected; it may still be loading the model."""
         return self._channel.is_connected
 
     @property
     def is_ready(self) -> bool:
-        """Whether the workers take work: they have answered Health since they were started."""
+        """Whether the workers accept work: they have answered Health since they were started."""
         return self.is_connected and self.incarnation is not None and self._channel.incarnation == self.incarnation
 
     @property
-    def are_gone(self) -> bool:
-        """Whether they were absent for so long that nobody should wait for them any more."""
+    def absent_too_long(self) -> bool:
+        """Whether they have been absent for longer than timeout_s, so that requests should no longer wait for them."""
         since = self._absent_since
         return since is not None and not self.is_connected and time.monotonic() - since > self._timeout_s
 
     @property
     def timeout_s(self) -> float:
-        """How long they may be absent."""
+        """How long they may be absent before waiting requests fail."""
         return self._timeout_s
 
     @property
     def max_context_length(self) -> int | None:
-        """The tokens that the model has positions for; None until workers have said it."""
+        """The number of tokens that the model has positions for; None until workers have reported it."""
         return None if self.health is None else self.health.max_context_length
 
     async def start(self) -> asyncio.Task[None]:
-        """Begin to connect; returns the task that looks for them until `close`, without which they are never found."""
+        """Start connecting; returns the task that watches the workers until `close`."""
         await self._channel.start()
         self._watching = asyncio.create_task(self._watch())
         return self._watching
 
     async def close(self) -> None:
-        """Leave the workers alone."""
-        # Before Python 3.12 an answer that comes at the same time swallows the cancellation (asyncio.wait_for).
+        """Disconnect; the workers keep running."""
+        # Before Python 3.12, asyncio.wait_for loses a cancellation that arrives together with the answer.
         self._is_closing = True
         self._watching.cancel()
         await asyncio.gather(self._watching, return_exceptions=True)
         await self._channel.close()
 
     def current(self) -> Incarnation:
-        """The workers that are there, by name: what is begun with them is ended with them or not at all."""
+        """The current incarnation. Raises WorkersLost if there is none."""
         if self.incarnation is None:
-            raise WorkersLost("there are none")
+            raise WorkersLost("the workers have not been ready yet")
         return Incarnation(self.incarnation, self)
 
     async def run(self, work: Work, incarnation: str) -> Done:
-        """The results of work, which is sent again if only the connection was lost, and not the workers.
+        """Run work and return its results. If only the connection is lost, send the work again.
 
-        Raises WorkersLost where they were replaced, or stayed away for longer than the time-out.
+        Raises WorkersLost if the workers are restarted, or absent for longer than timeout_s.
         """
         while True:
-            # What is asked of who comes next, who knows no model, would be answered with a failure.
-            await self._connected()
+            # A new incarnation does not hold the models, so it must not get work that was prepared for another.
+            await self._wait_connected()
             if self.incarnation != incarnation or self._channel.incarnation != incarnation:
-                raise WorkersLost("the workers were started anew")
+                raise WorkersLost("the workers were restarted")
             try:
-                return await self._ask(work, connect_timeout_s=0.0)
+                return await self._send(work, connect_timeout_s=0.0)
             except PeerLost as problem:
                 logger.warning("event=workers_lost why=%r", str(problem))
-                # Until the channel has noticed, too, it would be asked again at once.
-                await asyncio.sleep(LOOK_EVERY_S)
+                # Avoids a busy loop until the channel also notices the loss.
+                await asyncio.sleep(POLL_EVERY_S)
             except ChannelError as problem:
-                failure = Failure("server", 500, f"the workers refused: {problem}")
+                failure = Failure("server", 500, f"the workers refused the work: {problem}")
                 return Done(work.ids, [failure for _ in work.ids])
 
     async def cancel(self, request_id: str) -> None:
-        """Have them end a sample at its next token. Where they cannot be asked, it is as if they had been too late."""
+        """Ask them to end a sample at its next token. If they cannot be reached, the sample may run to its end."""
         with contextlib.suppress(PeerLost, TimeoutError, ChannelError):
-            await self._channel.request(Cancel(request_id), timeout_s=CANCEL_S, connect_timeout_s=0.0)
+            await self._channel.request(Cancel(request_id), timeout_s=CANCEL_TIMEOUT_S, connect_timeout_s=0.0)
 
-    async def _ask(self, work: Work, *, connect_timeout_s: float = 10.0) -> Done:
+    async def _send(self, work: Work, *, connect_timeout_s: float = 10.0) -> Done:
         done = await self._channel.request(work, timeout_s=math.inf, connect_timeout_s=connect_timeout_s)
-        assert isinstance(done, Done), "work is answered by what became of it"
+        assert isinstance(done, Done), "Work is answered by Done"
         return done
 
-    async def _connected(self) -> None:
+    async def _wait_connected(self) -> None:
         if self.is_connected:
             return
         try:
@@ -147,7 +147,7 @@ class Workers:
             raise WorkersLost(str(problem)) from None
 
     async def _watch(self) -> None:
-        """Ask each new incarnation whether it is ready, and notice when one goes."""
+        """Check the health of each new incarnation and regularly afterwards, and detect absence."""
         was_connected = False
         while not self._is_closing:
             if self.is_connected != was_connected:
@@ -155,29 +155,29 @@ class Workers:
                 self._absent_since = None if was_connected else time.monotonic()
                 self._on_change()
             if not self.is_connected:
-                await self._follow()
+                await self._follow_relocation()
             if self.is_connected and self._channel.incarnation != self.incarnation:
-                await self._ask_health()
-            if self.is_ready and time.monotonic() - self._asked_health > HEALTH_EVERY_S:
-                await self._ask_health()
-            await asyncio.sleep(LOOK_EVERY_S)
+                await self._check_health()
+            if self.is_ready and time.monotonic() - self._last_health_check > HEALTH_EVERY_S:
+                await self._check_health()
+            await asyncio.sleep(POLL_EVERY_S)
 
-    async def _follow(self) -> None:
-        """Go to where the newest workers are, if that is elsewhere."""
-        if self._find is None or time.monotonic() - self._asked_find < FIND_EVERY_S:
+    async def _follow_relocation(self) -> None:
+        """Reconnect if the newest workers have published another address."""
+        if self._find is None or time.monotonic() - self._last_find < FIND_EVERY_S:
             return
-        self._asked_find = time.monotonic()
-        # The disk may be another host's.
-        place = await asyncio.to_thread(self._find)
-        if place is not None and place != self._place and not self.is_connected:
-            self._place = place
-            logger.info("event=workers_elsewhere address=%s", place[0])
-            await self._channel.move(*place)
+        self._last_find = time.monotonic()
+        # In a thread, since the file may be on a network file system.
+        location = await asyncio.to_thread(self._find)
+        if location is not None and location != self._location and not self.is_connected:
+            self._location = location
+            logger.info("event=workers_elsewhere address=%s", location[0])
+            await self._channel.reconnect(*location)
 
-    async def _ask_health(self) -> None:
-        asked, self._asked_health = self._channel.incarnation, time.monotonic()
+    async def _check_health(self) -> None:
+        incarnation, self._last_health_check = self._channel.incarnation, time.monotonic()
         try:
-            done = await self._ask(Work([f"health-{time.monotonic_ns()}"], [Health()]))
+            done = await self._send(Work([f"health-{time.monotonic_ns()}"], [Health()]))
         except PeerLost:
             return
         except ChannelError as problem:
@@ -190,9 +190,9 @@ class Workers:
             await asyncio.sleep(1.0)
             return
         self.health = result
-        if asked != self.incarnation:
-            logger.info("event=workers_ready incarnation=%s world_size=%d", asked, result.world_size)
-            self.incarnation = asked
+        if incarnation != self.incarnation:
+            logger.info("event=workers_ready incarnation=%s world_size=%d", incarnation, result.world_size)
+            self.incarnation = incarnation
             self._on_change()
 
 
@@ -204,5 +204,5 @@ class Incarnation:
     _workers: Workers = field(repr=False)
 
     async def run(self, work: Work) -> Done:
-        """What they make of work; WorkersLost once they are not the ones any more."""
+        """Run work on this incarnation. Raises WorkersLost once it is gone."""
         return await self._workers.run(work, self.name)

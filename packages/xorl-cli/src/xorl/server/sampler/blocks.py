@@ -1,4 +1,4 @@
-"""The blocks of the KV cache: reference counts, prefix sharing by content keys, reuse of the oldest first."""
+"""The blocks of the KV cache: reference counts, prefix sharing by content keys, least recently used reuse."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 
 class BlockPool:
-    """Blocks by number. A full block may have a key, which identifies its tokens and all before them.
+    """Blocks by number. A full block may have a key, which identifies its tokens and all tokens before them.
 
-    An unused block keeps its key until it is reused. Until then, another request with the same tokens can find it.
+    An unused block keeps its key until it is allocated again; until then, requests with the same tokens can share it.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -24,24 +24,24 @@ class BlockPool:
 
     @property
     def num_unused(self) -> int:
-        """The number of blocks that can be taken."""
+        """The number of blocks that can be allocated."""
         return len(self._unused)
 
-    def take(self) -> int:
-        """A block for new tokens: the least recently used one. There must be one."""
+    def allocate(self) -> int:
+        """Allocate the least recently used block for new tokens. There must be an unused block."""
         block, _ = self._unused.popitem(last=False)
         self._forget(block)
         self._num_users[block] = 1
         return block
 
-    def name(self, block: int, key: bytes) -> None:
-        """Set the key of a full block; of two blocks with the same tokens, only the first is found."""
+    def set_key(self, block: int, key: bytes) -> None:
+        """Set the key of a full block. If another block already has this key, only that one is found."""
         if key not in self._block_of:
             self._block_of[key] = block
             self._key_of[block] = key
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest prefix of known keys; this does not mark them as used."""
+        """The blocks of the longest prefix of `keys` that is known; does not mark them as used."""
         found: list[int] = []
         for key in keys:
             if key not in self._block_of:
@@ -59,14 +59,14 @@ class BlockPool:
             self._num_users[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Release blocks, given in token order: the last is reused first, as the fewest requests can share it."""
+        """Release blocks, given in token order. The last is reused first, since the fewest requests can share it."""
         for block in reversed(blocks):
             self._num_users[block] -= 1
             if self._num_users[block] == 0:
                 self._unused[block] = None
 
-    def forget_all(self) -> None:
-        """Delete all keys, so that no block is found again; blocks in use stay in use."""
+    def forget_keys(self) -> None:
+        """Delete all keys so that no block is found again; blocks in use stay in use."""
         for block in list(self._key_of):
             self._forget(block)
 
@@ -84,5 +84,5 @@ def block_keys(tokens: Sequence[int], block_size: int, root: bytes) -> Iterator[
 
 
 def next_key(previous: bytes, tokens: Sequence[int]) -> bytes:
-    """The key of a block of `tokens` that follows the block with the key before."""
+    """The key of a block of `tokens` that follows the block with the key `previous`."""
     return hashlib.blake2b(previous + array("q", tokens).tobytes(), digest_size=16).digest()

@@ -1,10 +1,10 @@
-"""Decode passes: each of several samples grows by one token. Most of generation consists of them.
+"""Decode passes, which add one token to each of several samples. Most of generation consists of them.
 
-Such a pass launches a thousand small kernels, and launching takes the host several times as long as running takes the
-GPU. While the model's memory stays in place, a pass is recorded once as a CUDA graph for each power of two of samples,
-and then replayed. If fewer samples grow, the other rows are padding.
+A decode pass launches about a thousand small kernels, and the host takes several times as long to launch them as the
+GPU takes to run them. As long as the weights stay at the same addresses, a pass is recorded once as a CUDA graph for
+each power of two of samples and then replayed. With fewer samples, the remaining rows are padding.
 
-Shapes: N samples, M samples at most, W blocks at most, V vocabulary.
+Shapes: N samples, M maximum samples, W maximum blocks, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from xorl.kernels.linear_ce import wide_logits
 
 logger = logging.getLogger(__name__)
 
-# The most recorded passes: up to nine sizes, for each of the adapters that are sampled from in turn.
+# The maximum number of recorded passes: up to nine sizes for each combination of adapters.
 MAX_RECORDED = 128
 
 
 class DecodePass:
-    """DecodePass on one device, over one cache.
+    """Computes decode passes on one device, over one cache.
 
     Args:
         model: its module is a Decoder.
-        cache: its last block belongs to no sample: padding rows of a recorded pass are written there.
+        cache: its last block must not belong to a sample: padding rows of recorded passes write to it.
         max_samples: M, rounded up to a power of two.
-        max_tokens: of one sample.
-        device: of the model; see `growth_refusal`.
+        max_tokens: the maximum length of one sample.
+        device: the model's device; see `decode_refusal`.
         keep_gathered: see `ParallelModel.generation`.
     """
 
@@ -57,7 +57,7 @@ class DecodePass:
         self._decoder = decoder
         self._keep_gathered = keep_gathered
         self._cache = cache
-        # fp8 training frees its converted weights and makes new ones, elsewhere in memory.
+        # fp8 training frees its converted weights and allocates new ones at other addresses.
         self._can_record = model.fp8_weights is None
         room = power_of_2(max_samples)
         max_blocks = -(-max_tokens // cache.block_size)
@@ -74,31 +74,31 @@ class DecodePass:
         self._addresses: list[int] = []
 
     def num_rows(self, num_samples: int) -> int:
-        """The number of rows of the next pass, for this number of growing samples."""
-        return power_of_2(num_samples) if self._records() else num_samples
+        """The number of rows of the next pass for this number of samples."""
+        return power_of_2(num_samples) if self._is_recorded() else num_samples
 
     def logits(
         self, tokens: Sequence[int], tables: Sequence[Sequence[int]], totals: Sequence[int], choice: Hashable
     ) -> Tensor:
-        """Logits [N, V] fp32 after the newest tokens; valid until the next call.
+        """Logits [N, V] fp32 for the tokens after the newest ones; valid until the next call.
 
         Args:
             tokens: the newest token of each sample.
             tables: the blocks of each sample, with room for its newest token.
-            totals: tokens of each sample.
-            choice: distinguishes this pass from others with the same number of rows: which adapters it uses.
+            totals: the number of tokens of each sample.
+            choice: identifies the adapters of the pass; recorded passes are replayed only for the same choice.
         """
         num_samples = len(tokens)
         num_rows = self.num_rows(num_samples)
-        self._tell(tokens, tables, totals, num_rows)
-        if not self._records():
+        self._copy_inputs(tokens, tables, totals, num_rows)
+        if not self._is_recorded():
             return self._pass(num_rows)
         if not self._recorded or [weight.data_ptr() for weight in self._weights] != self._addresses:
-            self._begin_anew()
+            self._discard_recordings()
         key = (num_rows, choice)
         if key in self._recorded:
             self._recorded.move_to_end(key)
-        elif (reason := self._waits(num_rows)) is None:
+        elif (reason := self._recording_refusal(num_rows)) is None:
             self._record(key, num_rows)
         else:
             logger.warning("event=generation_not_recorded rows=%d why=%s", num_rows, reason)
@@ -108,22 +108,22 @@ class DecodePass:
         self._recorded[key].replay()
         return self._logits[:num_samples]
 
-    def _records(self) -> bool:
-        """Whether the next pass is or will be a recorded one."""
+    def _is_recorded(self) -> bool:
+        """Whether the next pass is replayed, or recorded first if it has not been."""
         return self._can_record and self._model.is_gathered
 
-    def _begin_anew(self) -> None:
-        """Discard the recorded passes, if any, and note where the weights are now."""
+    def _discard_recordings(self) -> None:
+        """Discard all recorded passes and store the current addresses of the weights."""
         self._recorded.clear()
-        # Torch does not allow a pool to be used again once nothing uses it.
+        # Torch does not allow a pool to be reused once all its graphs are freed.
         self._memory = torch.cuda.graph_pool_handle()
         self._weights = [*self._decoder.parameters(), *self._decoder.buffers()]
         self._addresses = [weight.data_ptr() for weight in self._weights]
 
-    def _tell(
+    def _copy_inputs(
         self, tokens: Sequence[int], tables: Sequence[Sequence[int]], totals: Sequence[int], num_rows: int
     ) -> None:
-        """Copy the pass's inputs to the device; rows beyond the samples write to the cache's last block."""
+        """Copy the inputs of the pass to the device; padding rows write to the cache's last block."""
         count = len(tokens)
         numbers, host_tables = self._numbers.numpy(), self._tables.numpy()
         numbers[:, count:num_rows] = 0
@@ -143,15 +143,16 @@ class DecodePass:
         with self._model.generation(keep_gathered=self._keep_gathered):
             return self._model.forward(tokens, layout, loss=wide_logits)
 
-    def _waits(self, num_rows: int) -> str | None:
-        """Why a pass cannot be recorded: the host waits for the device in it. None if it can be.
+    def _recording_refusal(self, num_rows: int) -> str | None:
+        """The reason why a pass cannot be recorded (the host waits for the device in it), or None if it can.
 
-        Checked before each recording, since one that fails midway leaves torch's allocator and generators recording.
+        Checked before each recording, since a recording that fails midway leaves torch's allocator and random number
+        generators in recording mode.
         """
-        # The first pass compiles kernels and creates cached values, such as the rotary embedding's frequencies.
+        # The first pass compiles kernels and creates cached values such as the rotary embedding's frequencies.
         self._pass(num_rows)
         with warnings.catch_warnings():
-            # Torch says so once. Nobody who runs a service can do anything about it.
+            # Torch's warning about this mode, which users of the service cannot act on.
             warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature")
             torch.cuda.set_sync_debug_mode("error")
         try:
@@ -167,9 +168,9 @@ class DecodePass:
     def _record(self, key: Hashable, num_rows: int) -> None:
         graph = torch.cuda.CUDAGraph()
         with (
-            # So that the current stream is restored, whatever happens.
+            # Restores the current stream even if recording fails.
             torch.cuda.stream(torch.cuda.current_stream()),
-            self._model.recordable(),
+            self._model.cuda_graph_capture(),
             torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"),
         ):
             self._logits[:num_rows].copy_(self._pass(num_rows))

@@ -1,6 +1,6 @@
-"""Draws tokens from logits, with their log-probabilities. Every row has its own rules and is independent of the others.
+"""Draws tokens from logits and returns their log-probabilities. Each row has its own rule; rows are independent.
 
-Shapes: R rows, V vocabulary, K tokens of the widest top list.
+Shapes: R rows, V vocabulary, K tokens of the longest top list.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Lower temperatures count as 0: dividing fp32 logits by them gives infinities, and NaN as their differences.
-LEAST_TEMPERATURE = 1e-6
+# Lower temperatures count as 0: dividing fp32 logits by them gives infinities, whose differences are NaN.
+MIN_TEMPERATURE = 1e-6
 
 
 class DrawRule(NamedTuple):
-    """How to draw one row. `uniform` is the random number in [0, 1) to use; others as in `SampleRequest`."""
+    """How to draw from one row. `uniform` is its random number in [0, 1); for the rest see `GenerationRequest`."""
 
     temperature: float
     top_k: int | None
@@ -27,7 +27,7 @@ class DrawRule(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """tokens [R] int64; logprobs [R]; top tokens and logprobs [R, K], most likely first. On the host."""
+    """tokens [R] int64; logprobs [R]; top tokens and logprobs [R, K], most likely first. All on the host."""
 
     tokens: Tensor
     logprobs: Tensor
@@ -35,20 +35,20 @@ class Drawn(NamedTuple):
     top_logprobs: Tensor
 
 
-def uniform_number(seed: int, place: int) -> float:
-    """The random number in [0, 1) for the token at `place` of the sample with `seed`: a function of these two alone."""
-    digest = hashlib.blake2b(struct.pack("<qq", _wrapped(seed), place), digest_size=8).digest()
+def uniform_number(seed: int, position: int) -> float:
+    """The random number in [0, 1) for the token at `position` of a sample with `seed`; depends only on these two."""
+    digest = hashlib.blake2b(struct.pack("<qq", _wrapped(seed), position), digest_size=8).digest()
     return (int.from_bytes(digest, "big") >> 11) * 2.0**-53
 
 
 def draw(logits: Tensor, rules: Sequence[DrawRule], num_top: int) -> Drawn:
-    """A token for each row of logits [R, V] fp32, by inverting its distribution function at the row's `uniform`.
+    """Draw a token for each row of logits [R, V] fp32, by inverting its distribution function at the row's `uniform`.
 
-    Tokens are ordered by id, or by probability if some are cut off (ties by id). Sums are fp64, so that they do not
-    depend on the number of rows.
+    The distribution function orders tokens by id, or by probability if top_k or top_p cut some off (ties by id). Sums
+    are fp64, so that results do not depend on the number of rows.
     """
     device = logits.device
-    is_greedy = [rule.temperature < LEAST_TEMPERATURE for rule in rules]
+    is_greedy = [rule.temperature < MIN_TEMPERATURE for rule in rules]
     divisors = [1.0 if greedy else rule.temperature for rule, greedy in zip(rules, is_greedy, strict=True)]
     temperatures = torch.tensor(divisors, device=device)
     logprobs = (logits / temperatures[:, None]).log_softmax(dim=-1)
@@ -66,7 +66,7 @@ def draw(logits: Tensor, rules: Sequence[DrawRule], num_top: int) -> Drawn:
 
 
 def _draw_among_likely(logprobs: Tensor, rules: Sequence[DrawRule]) -> Tensor:
-    """Tokens [R] from the k most likely ones, limited to the fewest of these whose probability adds up to top_p."""
+    """Draw tokens [R] among the top_k most likely, and of these the fewest whose probabilities add up to top_p."""
     device, num_tokens = logprobs.device, logprobs.shape[1]
     ordered, token_ids = logprobs.sort(dim=-1, descending=True, stable=True)
     weights = ordered.double().exp_()
@@ -75,10 +75,10 @@ def _draw_among_likely(logprobs: Tensor, rules: Sequence[DrawRule]) -> Tensor:
     shares = torch.tensor([rule.top_p for rule in rules], dtype=torch.float64, device=device)
     before = weights.cumsum(dim=-1) - weights
     limit = shares * weights.sum(dim=-1)
-    # The most likely token always stays, whatever top_p is.
+    # The most likely token always stays, even if top_p is tiny.
     weights[:, 1:].masked_fill_(before[:, 1:] >= limit[:, None], 0.0)
-    places = _invert(weights, [rule.uniform for rule in rules])
-    return token_ids.gather(1, places[:, None]).squeeze(1)
+    ranks = _invert(weights, [rule.uniform for rule in rules])
+    return token_ids.gather(1, ranks[:, None]).squeeze(1)
 
 
 def _invert(weights: Tensor, uniforms: Sequence[float]) -> Tensor:
@@ -86,7 +86,7 @@ def _invert(weights: Tensor, uniforms: Sequence[float]) -> Tensor:
     sums = weights.cumsum(dim=-1)
     wanted = torch.tensor(uniforms, dtype=torch.float64, device=weights.device)[:, None] * sums[:, -1:]
     found = torch.searchsorted(sums, wanted, right=True)
-    # Rounding may raise the number to the total: then the last token with any weight is taken.
+    # If rounding raises the product to the total, take the last token with nonzero weight.
     last = weights.shape[1] - 1 - (weights > 0).flip(1).int().argmax(dim=1, keepdim=True)
     return torch.minimum(found, last).squeeze(1)
 

@@ -1,6 +1,6 @@
-"""The sampler's requests and results. Independent of any model.
+"""The sampler's requests and results, independent of the model.
 
-Shapes: P tokens of the prompt, N tokens of a sample, K tokens asked about.
+Shapes: P tokens of the prompt, N tokens of a sample, K scored tokens per position.
 """
 
 from __future__ import annotations
@@ -15,32 +15,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 SKIP = -1
-"""Among target tokens: nothing is asked here."""
+"""Marks entries of `target_tokens` that are not scored."""
 
 
 @dataclass(frozen=True)
-class SampleRequest:
-    """Continue `prompt` num_samples times, and return log-probabilities of its tokens.
+class GenerationRequest:
+    """A request to continue `prompt` num_samples times and to return log-probabilities.
 
-    Log-probabilities of the prompt are the model's. Those of sampled tokens are of the model's logits divided by the
-    temperature, over the whole vocabulary: before top_k and top_p, and at temperature 0 undivided.
+    Log-probabilities of the prompt are at temperature 1. Those of sampled tokens are of the logits divided by the
+    temperature (undivided at temperature 0), over the whole vocabulary, before top_k and top_p.
 
     Attributes:
         prompt: P token ids, at least one.
-        max_tokens: the most tokens of a sample; 0 only scores the prompt.
+        max_tokens: the maximum number of tokens of a sample; 0 only scores the prompt.
         num_samples: the number of samples.
-        temperature: divides the logits; below 1e-6 it counts as 0: the most likely token, the first of equals.
-        top_k: sample among the k most likely tokens; None, all.
-        top_p: and among the fewest of these whose probability adds up to top_p.
-        seed: of the first sample; sample i has seed + i. A sample depends on its seed, the prompt and the weights, and
-            not on what is generated beside it, up to the rounding of matrix products.
-        stop: token sequences that end a sample, as its last tokens. A stop token is a sequence of length 1.
-        is_end: called with a sample's tokens after each token, returns whether they end the sample. For stop strings,
-            which a tokenizer may split in several ways. Every rank must return the same.
-        adapter: its name in the bank; None is the base alone.
-        prompt_logprobs: whether to return those of the prompt's tokens.
-        top_prompt_logprobs, top_sample_logprobs: how many of the most likely tokens to return at each place.
-        target_tokens: [P - 1, K] int64 or None: tokens to score at the prompt's places 1, 2, ...; -1 scores none.
+        temperature: divides the logits. Values below 1e-6 count as 0, which takes the most likely token (the lowest id
+            of equals).
+        top_k: sample among the k most likely tokens; None: among all.
+        top_p: and of these, among the fewest whose probabilities add up to top_p.
+        seed: the seed of the first sample; sample i has seed + i. A sample depends on its seed, the prompt and the
+            weights, and not on other samples in the batch, up to the rounding of matrix products.
+        stop: token sequences that end a sample; they are included in it. A stop token is a sequence of length 1.
+        is_end: called with a sample's tokens after each token; returns whether the sample ends. For stop strings,
+            which a tokenizer may split in several ways. Must return the same on every rank.
+        adapter: the name of an adapter in the bank; None: the base without an adapter.
+        prompt_logprobs: whether to return the log-probabilities of the prompt's tokens.
+        top_prompt_logprobs, top_sample_logprobs: how many of the most likely tokens to return at each position.
+        target_tokens: [P - 1, K] int64 or None: tokens to score at the prompt's positions 1, 2, ...; -1 scores none.
 
     Raises ValueError for invalid values.
     """
@@ -61,7 +62,7 @@ class SampleRequest:
     target_tokens: NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
-        wants: tuple[tuple[str, bool, object, str], ...] = (
+        checks: tuple[tuple[str, bool, object, str], ...] = (
             ("prompt", bool(self.prompt), self.prompt, "at least one token"),
             ("max_tokens", self.max_tokens >= 0, self.max_tokens, "0 or more"),
             ("num_samples", self.num_samples >= 1, self.num_samples, "1 or more"),
@@ -72,81 +73,81 @@ class SampleRequest:
             ("top_prompt_logprobs", self.top_prompt_logprobs >= 0, self.top_prompt_logprobs, "0 or more"),
             ("top_sample_logprobs", self.top_sample_logprobs >= 0, self.top_sample_logprobs, "0 or more"),
         )
-        for name, is_possible, value, wanted in wants:
-            if not is_possible:
-                raise ValueError(f"{name} must be {wanted}, got {value}")
+        for name, is_valid, value, requirement in checks:
+            if not is_valid:
+                raise ValueError(f"{name} must be {requirement}, got {value}")
         targets = self.target_tokens
         if targets is not None and (targets.ndim != 2 or len(targets) != len(self.prompt) - 1):
             raise ValueError(
                 f"target_tokens must be [{len(self.prompt) - 1}, K], a row for each token of the prompt but the first, "
                 f"got {list(targets.shape)}"
             )
-        if self.max_tokens == 0 and not self.asks_about_prompt:
-            raise ValueError("max_tokens is 0 and nothing is asked about the prompt: there is nothing to do")
+        if self.max_tokens == 0 and not self.scores_prompt:
+            raise ValueError("max_tokens is 0 and the prompt is not scored: request prompt log-probabilities or tokens")
 
     @property
-    def asks_about_prompt(self) -> bool:
-        """Whether the prompt's own tokens have to be scored."""
+    def scores_prompt(self) -> bool:
+        """Whether the prompt's tokens must be scored."""
         return self.prompt_logprobs or self.top_prompt_logprobs > 0 or self.target_tokens is not None
 
-    def shares(self, num_shares: int) -> list[SampleRequest]:
-        """Splits the request into requests for some of its samples each, in order; only the first scores the prompt."""
+    def shares(self, num_shares: int) -> list[GenerationRequest]:
+        """Split the request into requests for parts of its samples, in order; only the first scores the prompt."""
         bounds = [self.num_samples * index // num_shares for index in range(num_shares + 1)]
-        unasked: dict[str, Any] = {"prompt_logprobs": False, "top_prompt_logprobs": 0, "target_tokens": None}
+        unscored: dict[str, Any] = {"prompt_logprobs": False, "top_prompt_logprobs": 0, "target_tokens": None}
         return [
-            replace(self, seed=self.seed + start, num_samples=stop - start, **(unasked if start else {}))
+            replace(self, seed=self.seed + start, num_samples=stop - start, **(unscored if start else {}))
             for start, stop in pairwise(bounds)
         ]
 
 
-class TopLogprobs(NamedTuple):
-    """The K most likely tokens at each place, most likely first: token_ids [N, K] int32, logprobs [N, K] fp32."""
+class LikelyTokens(NamedTuple):
+    """The K most likely tokens at each position, most likely first: token_ids [N, K] int32, logprobs [N, K] fp32."""
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class Sample:
+class GeneratedSample:
     """One continuation.
 
     Attributes:
-        tokens: N, the stop sequence included.
+        tokens: N token ids, including the stop sequence.
         logprobs: [N] fp32.
-        finish_reason: stop, or length if max_tokens came first.
+        finish_reason: stop, or length if max_tokens was reached first.
         top_logprobs: if requested.
-        versions: of the weights (`Sampler.weights_changed`) that sampled the first and the last token; they
-            differ if weights changed in between.
+        versions: the versions of the weights (`Sampler.weights_changed`) that sampled the first and the last token;
+            they differ if the weights changed in between.
     """
 
     tokens: tuple[int, ...]
     logprobs: NDArray[np.float32]
     finish_reason: Literal["stop", "length"]
-    top_logprobs: TopLogprobs | None
+    top_logprobs: LikelyTokens | None
     versions: tuple[int, int]
 
 
 @dataclass(frozen=True)
-class SampleResult:
+class GenerationResult:
     """The result of one request.
 
     Attributes:
         request_id: the id that `submit` returned.
-        samples: in the order of their seeds; none if max_tokens is 0.
+        samples: in the order of their seeds; empty if max_tokens is 0.
         prompt_logprobs: [P] fp32, NaN for the first token, which nothing predicts.
-        top_prompt_logprobs: of P - 1 places, those of the tokens 1, 2, ...
+        top_prompt_logprobs: at P - 1 positions, those of the tokens 1, 2, ...
         target_logprobs: [P - 1, K] fp32, NaN where nothing was scored.
-        num_cached_tokens: the number of the prompt's tokens that the first sample found in the cache.
+        num_cached_tokens: how many of the prompt's tokens the first sample found in the cache.
     """
 
     request_id: int
-    samples: tuple[Sample, ...]
+    samples: tuple[GeneratedSample, ...]
     prompt_logprobs: NDArray[np.float32] | None
-    top_prompt_logprobs: TopLogprobs | None
+    top_prompt_logprobs: LikelyTokens | None
     target_logprobs: NDArray[np.float32] | None
     num_cached_tokens: int
 
     @classmethod
-    def of_shares(cls, results: Sequence[SampleResult]) -> SampleResult:
+    def of_shares(cls, results: Sequence[GenerationResult]) -> GenerationResult:
         """The result of a request from the results of its `shares`, in order."""
         return replace(results[0], samples=tuple(chain.from_iterable(result.samples for result in results)))

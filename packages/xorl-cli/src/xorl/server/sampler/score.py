@@ -1,6 +1,6 @@
-"""Log-probabilities of the prompt's own tokens, collected over the passes that a prompt takes.
+"""Log-probabilities of the prompt's tokens, collected over the passes that compute the prompt.
 
-Shapes: P tokens of the prompt, K tokens asked about, L places of one pass, V vocabulary.
+Shapes: P tokens of the prompt, K scored tokens per position, L positions of one pass, D model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from xorl.kernels.linear_ce import chunk_rows, wide_logits
-from xorl.server.sampler.request import SKIP, SampleRequest, TopLogprobs
+from xorl.server.sampler.request import SKIP, GenerationRequest, LikelyTokens
 
 
 class PromptScores:
-    """The requested scores of a prompt; place i has the log-probability of token i given those before it."""
+    """The requested scores of a prompt; position i has the log-probability of token i given the tokens before it."""
 
-    def __init__(self, request: SampleRequest) -> None:
+    def __init__(self, request: GenerationRequest) -> None:
         num_tokens, num_top = len(request.prompt), request.top_prompt_logprobs
         self._request = request
         self._logprobs = np.full(num_tokens, np.nan, np.float32)
@@ -27,10 +27,11 @@ class PromptScores:
         self._target_logprobs = None if targets is None else np.full(targets.shape, np.nan, np.float32)
 
     def add(self, hidden: Tensor, weight: Tensor, first: int) -> None:
-        """Add hidden states [L, D] of the tokens from `first` on; the prompt's last token predicts none of the prompt.
+        """Add the hidden states [L, D] of the tokens from `first` on.
 
-        Logits exist for as many places at once as in the loss, in fp32.
+        Logits are computed in fp32, for as many positions at once as in the loss.
         """
+        # The prompt's last token does not predict a token of the prompt.
         hidden = hidden[: len(self._request.prompt) - 1 - first]
         size = chunk_rows(len(hidden), torch.float32.itemsize * weight.shape[0])
         for start in range(0, len(hidden), size):
@@ -39,25 +40,25 @@ class PromptScores:
     def _add_rows(self, logits: Tensor, first: int) -> None:
         request, num_rows = self._request, len(logits)
         logprobs = logits.log_softmax(dim=-1)
-        places = slice(first, first + num_rows)
+        rows = slice(first, first + num_rows)
         following = torch.tensor(request.prompt[first + 1 : first + 1 + num_rows], device=logits.device)
         self._logprobs[first + 1 : first + 1 + num_rows] = _host(logprobs.gather(1, following[:, None]).squeeze(1))
         if request.top_prompt_logprobs:
             values, token_ids = logprobs.topk(request.top_prompt_logprobs, dim=-1)
-            self._top_ids[places], self._top_logprobs[places] = _host(token_ids), _host(values)
+            self._top_ids[rows], self._top_logprobs[rows] = _host(token_ids), _host(values)
         if request.target_tokens is not None and self._target_logprobs is not None:
-            wanted = request.target_tokens[places]
-            token_ids = torch.from_numpy(np.where(wanted == SKIP, 0, wanted)).to(logits.device)
+            targets = request.target_tokens[rows]
+            token_ids = torch.from_numpy(np.where(targets == SKIP, 0, targets)).to(logits.device)
             values = _host(logprobs.gather(1, token_ids))
-            self._target_logprobs[places] = np.where(wanted == SKIP, np.float32(np.nan), values)
+            self._target_logprobs[rows] = np.where(targets == SKIP, np.float32(np.nan), values)
 
     @property
     def prompt_logprobs(self) -> NDArray[np.float32] | None:
         return self._logprobs if self._request.prompt_logprobs else None
 
     @property
-    def top_prompt_logprobs(self) -> TopLogprobs | None:
-        return TopLogprobs(self._top_ids, self._top_logprobs) if self._request.top_prompt_logprobs else None
+    def top_prompt_logprobs(self) -> LikelyTokens | None:
+        return LikelyTokens(self._top_ids, self._top_logprobs) if self._request.top_prompt_logprobs else None
 
     @property
     def target_logprobs(self) -> NDArray[np.float32] | None:

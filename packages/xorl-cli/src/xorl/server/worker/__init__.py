@@ -1,1 +1,1 @@
-"""The workers of the service: rank 0 is asked, and all ranks do the same operations in the same order."""
+"""The service's workers: rank 0 receives the work, and all ranks run the same operations in the same order."""

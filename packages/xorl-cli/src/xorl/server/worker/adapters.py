@@ -1,4 +1,4 @@
-"""Clients' models as adapters over one frozen base: many at once, in a bank."""
+"""Clients' models as adapters over one frozen base, many at once in a bank."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from xorl.ckpt import JSON, Stateful
+from xorl.ckpt import Stateful
+from xorl.ckpt.layout import JSON
 from xorl.core.loss import LossFn
 from xorl.core.nn import Linear
-from xorl.lora import Adam, AdapterBank, AdapterSnapshot, AdapterSpec
-from xorl.lora.snapshot import STATES
+from xorl.lora import Adam, AdapterBank, AdapterSpec
+from xorl.lora.snapshot import STATES, AdapterSnapshot
 from xorl.lora.targets import Site, resolve, sites_of
 from xorl.server.identifiers import seed_of
 from xorl.server.operations import LoraSpec
 from xorl.server.worker.base import Base
-from xorl.server.worker.models import UnknownName, kept_source, source_name
+from xorl.server.worker.models import UnknownName, require_source, source_name
 from xorl.server.worker.passes import Row
 from xorl.train.adapters.files import AdapterFiles
 from xorl.train.bank_engine import BankEngine, MixedBatch
@@ -30,16 +31,16 @@ from xorl.train.engine import OnOutput, Update
 
 logger = logging.getLogger(__name__)
 
-# The share of the host's memory for adapters that wait off the device, of all ranks together; further ones go to disk.
+# The share of the host's memory that all ranks together use for adapters off the device; further ones go to disk.
 HOST_SHARE = 0.25
-# Copies that are held to sample from, before the oldest is forgotten.
+# The maximum number of sources to sample from; beyond it, the least recently used one is dropped.
 NUM_SOURCES = 64
 PAGES = "service/adapters"
 
 
 @dataclass(frozen=True)
 class AdapterModel:
-    """One client's adapter: what it is, and the seed of its first values."""
+    """One client's adapter: its spec and the seed of its initial values."""
 
     spec: AdapterSpec
     seed: int
@@ -52,7 +53,7 @@ class AdapterRows:
         self._engine = engine
 
     def gradients_kept(self, rows: Sequence[Row]) -> AbstractContextManager[None]:
-        """Those of the adapters that have tokens here."""
+        """Restores the gradients of the adapters that have tokens in these rows."""
         return self._engine.bank.gradients_kept({model_id for row in rows for model_id, _ in row})
 
     def forward_backward(
@@ -65,11 +66,11 @@ class AdapterRows:
     ) -> None:
         """Add these adapters' gradients."""
         self._engine.forward_backward([MixedBatch.of(row) for row in rows], loss_fn, model_ids, on_output, whole)
-        # Nobody reads them here, and a client may never step.
+        # Discard the timings: the service does not report them, and they would pile up without optimizer steps.
         self._engine.timer.take()
 
     def forward(self, rows: Sequence[Row], loss_fn: LossFn, on_output: OnOutput) -> None:
-        """The losses alone."""
+        """Compute the losses without gradients."""
         for index, row in enumerate(rows):
             on_output(index, self._engine.forward(MixedBatch.of(row), loss_fn))
 
@@ -80,7 +81,7 @@ class AdapterModels:
     samples_together = True
 
     def __init__(self, base: Base) -> None:
-        """Raises ValueError that names the option where the base takes no such adapters."""
+        """Raises ValueError with the option that does not fit the base."""
         self._base = base
         config, module = base.config, base.module
         self._sites = _available_sites(base)
@@ -94,10 +95,10 @@ class AdapterModels:
                 max_rank=config.max_lora_rank,
                 device=base.device,
                 host_limit=_host_limit(base, self._sites, config.max_lora_rank),
-                folder=base.output_dir / PAGES / f"rank{base.place.rank}",
+                folder=base.output_dir / PAGES / f"rank{base.runtime.rank}",
                 group=base.mesh.dp_group,
             )
-            # What the options ask of every adapter is refused here, and not when the first client comes.
+            # Validate the options for adapters now, not when the first client creates one.
             self.bank.add("", self._spec(LoraSpec()))
             self.bank.remove("")
         except ValueError as error:
@@ -110,16 +111,16 @@ class AdapterModels:
 
     @property
     def names(self) -> Sequence[str]:
-        """All models."""
+        """The ids of all models."""
         return tuple(self._models)
 
     @property
     def max_per_pass(self) -> int:
-        """How many models one pass can have."""
+        """The maximum number of models in one pass."""
         return self.bank.num_resident
 
     def create(self, model_id: str, lora: LoraSpec | None, saved: Mapping[str, JSON] | None) -> None:
-        """A new adapter with the values that its seed gives it."""
+        """Create an adapter and initialize it from its seed."""
         if lora is None and saved is not None:
             model = _from_json(saved)
         else:
@@ -127,22 +128,20 @@ class AdapterModels:
             seed = seed_of(model_id, self._base.local.train.seed) if lora.seed is None else lora.seed
             model = AdapterModel(self._spec(lora), seed)
         if saved is not None and _shape_of(_from_json(saved).spec) != _shape_of(model.spec):
-            raise ValueError(
-                "the checkpoint is of an adapter of another rank, alpha or other layers than was asked for"
-            )
+            raise ValueError("the checkpoint's adapter differs from the requested one in rank, alpha or layers")
         self.bank.add(model_id, model.spec, seed=model.seed)
         self._models[model_id] = model
 
     def remove(self, model_id: str) -> None:
-        """Forget an adapter, and what was kept of it to sample from."""
+        """Remove an adapter and its snapshots."""
         self._model(model_id)
         del self._models[model_id]
         self.bank.remove(model_id)
         for source in [source for source in self._sources if source.startswith(source_name(model_id, ""))]:
             self._forget(source)
 
-    def described(self, model_id: str) -> dict[str, JSON]:
-        """Spec, seed, and which parts of a decoder it trains, as clients name them."""
+    def describe(self, model_id: str) -> dict[str, JSON]:
+        """The adapter's spec and seed, and the parts of the decoder that it trains, as clients name them."""
         model = self._model(model_id)
         sites = [site for site in self._sites if any(_is_target(site.name, name) for name in model.spec.targets)]
         parts = sorted({_part_of(site) for site in sites})
@@ -154,26 +153,26 @@ class AdapterModels:
         return spec.rank, spec.alpha
 
     def step(self, model_id: str, adam: Adam, divisor: float, max_norm: float | None, *, with_norms: bool) -> Update:
-        """One step of AdamW; norms are by the last parts of the adapted layers' names."""
+        """Take a step of AdamW; norms are grouped by the last part of the adapted layers' names."""
         self._model(model_id)
         return self._bank_engine.optim_step(model_id, adam, divisor, max_norm, _kind_of if with_norms else None)
 
     def zero_grad(self, model_id: str) -> None:
-        """Forget what was accumulated."""
+        """Drop the accumulated gradient."""
         self._model(model_id)
         self.bank.zero_grad(model_id)
 
     def state(self, model_id: str, *, with_optimizer: bool) -> Mapping[str, Stateful]:
-        """The adapter alone; the base is not in it."""
+        """The state of the adapter, without the base."""
         self._model(model_id)
         return {"adapter": AdapterState(self.bank, model_id, with_optimizer=with_optimizer)}
 
     def before_loading(self, model_id: str) -> None:
-        """Nothing depends on them."""
+        """Nothing to do: sources are copies and do not depend on the model's weights."""
         self._model(model_id)
 
-    def loaded(self, model_id: str, *, keeps_optimizer: bool) -> None:
-        """Its values are others now."""
+    def after_loading(self, model_id: str, *, keeps_optimizer: bool) -> None:
+        """Drop gradients and, unless it is kept, optimizer state."""
         if not keeps_optimizer:
             held = self.bank.snapshot(model_id)
             values = {kind: torch.zeros_like(flat) if kind in STATES else flat for kind, flat in held.values.items()}
@@ -181,7 +180,7 @@ class AdapterModels:
         self.bank.zero_grad(model_id)
 
     def adapter_files(self, model_id: str) -> AdapterFiles:
-        """The adapter, in the bank's memory until another one comes there."""
+        """The adapter, as views of the bank's memory; valid until another adapter is loaded there."""
         base, model = self._base, self._model(model_id)
         return AdapterFiles.of(
             base.model,
@@ -192,8 +191,8 @@ class AdapterModels:
             chat_template=base.architecture.chat_template,
         )
 
-    def keep(self, model_id: str, sampler_id: str) -> None:
-        """A copy of its values, under a name of its own in the bank."""
+    def snapshot(self, model_id: str, sampler_id: str) -> None:
+        """Copy the adapter's values to another name in the bank."""
         self._model(model_id)
         source = source_name(model_id, sampler_id)
         if source in self._sources:
@@ -202,15 +201,15 @@ class AdapterModels:
         self.bank.copy(model_id, source)
         self._sources[source] = None
 
-    def kept(self, model_id: str, sampler_id: str) -> str:
-        """The source that `keep` made."""
-        return kept_source(model_id, sampler_id, self._sources, NUM_SOURCES)
+    def snapshot_source(self, model_id: str, sampler_id: str) -> str:
+        """The source that `snapshot` made. Raises UnknownName if it is no longer in memory."""
+        return require_source(model_id, sampler_id, self._sources, NUM_SOURCES)
 
-    def is_held(self, source: str) -> bool:
-        """Whether it is in the bank."""
+    def has_source(self, source: str) -> bool:
+        """Whether a source is in the bank."""
         return source in self._sources
 
-    def hold(
+    def load_source(
         self,
         source: str,
         saved: Mapping[str, JSON],
@@ -218,7 +217,7 @@ class AdapterModels:
         *,
         has_optimizer: bool,
     ) -> None:
-        """A checkpoint's adapter under a name of its own in the bank."""
+        """Load a checkpoint's adapter into the bank under the name of the source."""
         self._make_room()
         self.bank.add(source, _from_json(saved).spec)
         try:
@@ -228,14 +227,14 @@ class AdapterModels:
             raise
         self._sources[source] = None
 
-    def release(self, source: str) -> None:
-        """Forget a copy."""
+    def release_source(self, source: str) -> None:
+        """Drop a source if it is in memory."""
         if source in self._sources:
             self._forget(source)
 
     @contextmanager
-    def sampling(self, sources: Sequence[str | None]) -> Iterator[Sequence[str | None]]:
-        """The bank has them all."""
+    def sampling_from(self, sources: Sequence[str | None]) -> Iterator[Sequence[str | None]]:
+        """Yields the sources: all are adapters of the bank."""
         for source in sources:
             if source is not None:
                 self._sources.move_to_end(source)
@@ -251,8 +250,8 @@ class AdapterModels:
         rank = config.lora_rank if lora.rank is None else lora.rank
         if config.max_lora_rank is not None and rank > config.max_lora_rank:
             raise ValueError(
-                f"rank {rank} is more than this service has room for, {config.max_lora_rank}: ask for less, or start "
-                "it with a higher max_lora_rank"
+                f"rank {rank} is above this service's maximum of {config.max_lora_rank}: request a lower rank, or "
+                "start the service with a higher max_lora_rank"
             )
         return AdapterSpec(
             rank=rank,
@@ -276,7 +275,7 @@ class AdapterModels:
 
 
 class AdapterState:
-    """One adapter of a bank for checkpoints, by the names of its tensors; without its optimizer, its values alone."""
+    """The state of one adapter of a bank, for checkpoints; with or without its optimizer's state."""
 
     def __init__(self, bank: AdapterBank, name: str, *, with_optimizer: bool) -> None:
         self._bank = bank
@@ -284,13 +283,13 @@ class AdapterState:
         self._with_optimizer = with_optimizer
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Copies on the host; a load fills them and hands them to `load_state_dict`."""
+        """Copies of the tensors on the host; a load fills them and passes them to `load_state_dict`."""
         held = self._bank.snapshot(self._name)
         tensors = held.tensors()
         return tensors if self._with_optimizer else {name: tensors[name] for name, _ in held.names}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Let the adapter be what `state` says; its optimizer stays where `state` has none."""
+        """Set the adapter's values, and its optimizer's state if `state` has it."""
         held = self._bank.snapshot(self._name)
         tensors = {**held.tensors(), **state}
         self._bank.restore(self._name, AdapterSnapshot.of_tensors(held.spec, held.names, tensors))
@@ -301,7 +300,7 @@ def _kind_of(name: str) -> str:
 
 
 def _available_sites(base: Base) -> list[Site]:
-    """What clients may train: the service's targets, or by default those of the architecture and its head."""
+    """The layers that clients may train: the configured targets, or by default the architecture's and its head."""
     options = base.local.lora
     targets = options.lora_target_modules
     if targets is None:
@@ -315,16 +314,16 @@ def _available_sites(base: Base) -> list[Site]:
 
 
 def _host_limit(base: Base, sites: Sequence[Site], max_rank: int) -> int:
-    """How many of the largest adapters a rank keeps in host memory: values and two states each, in fp32."""
+    """How many adapters of the largest size a rank keeps in host memory: values and two optimizer states, in fp32."""
     inputs = [cast(Linear, base.module.get_submodule(site.path)).in_features for site in sites]
     widths = [width + site.stop - site.start for width, site in zip(inputs, sites, strict=True)]
     num_bytes = 3 * 4 * max_rank * sum(widths)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return int(HOST_SHARE * total / base.place.world_size / num_bytes)
+    return int(HOST_SHARE * total / base.runtime.world_size / num_bytes)
 
 
 def _chosen(sites: Sequence[Site], lora: LoraSpec) -> list[Site]:
-    """Those that a client asks for. Raises ValueError where there is none, or a name is none of the service's."""
+    """The sites that a client selects. Raises ValueError if there are none, or for the name of an unknown layer."""
     wanted = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed, "other": True}
     chosen = [site for site in sites if wanted[_part_of(site)]]
     if lora.target_modules is not None:
@@ -332,17 +331,17 @@ def _chosen(sites: Sequence[Site], lora: LoraSpec) -> list[Site]:
         for name in lora.target_modules:
             if not any(_is_target(site.name, name) for site in sites):
                 known = sorted({site.name.rpartition(".")[2] for site in sites})
-                raise ValueError(f"target_modules: {name!r} is no layer that this service adapts: {', '.join(known)}")
+                raise ValueError(f"target_modules: {name!r} must be one of the adapted layers: {', '.join(known)}")
     if not chosen:
         raise ValueError(
-            "the adapter would train nothing: switch on train_attn, train_mlp or train_unembed (which a model whose "
-            "head is its embedding does not have)"
+            "the adapter would train nothing: set train_attn, train_mlp or train_unembed (models with tied embeddings "
+            "do not support train_unembed)"
         )
     return chosen
 
 
 def _part_of(site: Site) -> str:
-    """Attention, MLP or head: every decoder has its layers' two halves under names that say it."""
+    """attn, mlp, unembed or other. Decoders name the two halves of their layers so that they end in attn or mlp."""
     if site.is_head:
         return "unembed"
     parts = site.name.split(".")
@@ -354,7 +353,7 @@ def _is_target(name: str, target: str) -> bool:
 
 
 def _target_names(all_names: Iterable[str], chosen: Sequence[Site]) -> tuple[str, ...]:
-    """The shortest last parts of names that mean the chosen sites and no other of the model."""
+    """The shortest suffixes of names that match the chosen sites and no other site of the model."""
     others = set(all_names) - {site.name for site in chosen}
     names: dict[str, None] = {}
     for site in chosen:
@@ -369,10 +368,10 @@ def _shape_of(spec: AdapterSpec) -> tuple[object, ...]:
 
 
 def _from_json(saved: Mapping[str, JSON]) -> AdapterModel:
-    """What `described` made. Raises ValueError for the checkpoint of something else."""
+    """The model that `describe` described. Raises ValueError for a checkpoint of full weights."""
     lora = saved.get("lora")
     if not isinstance(lora, Mapping):
-        raise ValueError("the checkpoint is of full weights, and this service trains adapters")
+        raise ValueError("the checkpoint holds full weights, but this service trains adapters")
     content = cast(Mapping[str, object], lora["spec"])
     fields = {key: tuple(value) if isinstance(value, list) else value for key, value in content.items()}
     return AdapterModel(AdapterSpec(**fields), cast(int, lora["seed"]))  # pyright: ignore[reportArgumentType]

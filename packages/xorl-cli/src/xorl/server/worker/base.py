@@ -1,4 +1,4 @@
-"""The base of the service: the model as local training builds and places it, before anybody trains on it."""
+"""The base model of the service, built and placed on the ranks as in local training."""
 
 from __future__ import annotations
 
@@ -10,39 +10,40 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from xorl.ckpt import JSON
-from xorl.config import Config, ServerConfig, SweepMemberConfig
+from xorl.ckpt.layout import JSON
+from xorl.config import Config, ServerConfig
+from xorl.config.entries import SweepMemberConfig
 from xorl.config.server_training import in_server_terms, training_config
-from xorl.core import runtime
 from xorl.core.mesh import Mesh
 from xorl.core.models import Decoder
 from xorl.core.parallel import ParallelModel
-from xorl.core.runtime import Runtime
+from xorl.core.runtime import Runtime, seed_everything
 from xorl.train.architecture import Architecture
-from xorl.train.build import parallel_dims
 from xorl.train.checkpoint_model import StartingCheckpoint, describe_model, open_start
 from xorl.train.model import build_model, fill_base, head_options_of, read_architecture
 from xorl.train.quantization import read_options, scheme_of
+from xorl.train.startup import parallel_dims
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Base:
-    """A placed model and what it was built from.
+    """The base model on its devices, with the configuration that it was built from.
 
     Attributes:
-        config: the service's, resolved.
-        local: the same as local training has it.
-        described: what checkpoints say of the model.
-        identity: which weights these are, as far as names tell: an adapter over others computes something else.
-        fill: gives the base's parameters the values that they began with; collective.
+        config: the service's configuration, resolved.
+        local: the equivalent configuration of local training.
+        described: the description of the model in checkpoints.
+        identity: the origin of the base weights (name, checkpoint, seed). An adapter is valid only over the base that
+            it was trained on; adapter checkpoints record this and loading compares it.
+        fill: resets the base's parameters to their initial values; collective.
     """
 
     config: ServerConfig
     local: Config
     architecture: Architecture
-    place: Runtime
+    runtime: Runtime
     mesh: Mesh
     model: ParallelModel
     described: Mapping[str, JSON]
@@ -51,8 +52,8 @@ class Base:
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
-        return self.place.device
+        """The device of this rank."""
+        return self.runtime.device
 
     @property
     def module(self) -> Decoder:
@@ -62,44 +63,44 @@ class Base:
 
     @property
     def output_dir(self) -> Path:
-        """Where everything is saved."""
+        """The folder of all checkpoints and exports."""
         return Path(self.config.output_dir)
 
     @property
     def head_options(self) -> dict[str, bool]:
-        """How losses compute logits."""
+        """The options of the losses that concern logits."""
         return head_options_of(self.local.model, self.local.train)
 
 
-def build_base(config: ServerConfig, place: Runtime) -> Base:
-    """Build and place the model in this process's part of the job; collective.
+def build_base(config: ServerConfig, runtime: Runtime) -> Base:
+    """Build the model and place this rank's part of it; collective.
 
-    Raises ValueError that names the option for what the user can correct.
+    Raises ValueError, with the name of the option, for errors in the configuration.
     """
     try:
-        return _build(config, place)
+        return _build(config, runtime)
     except ValueError as error:
         raise ValueError(in_server_terms(str(error))) from error
 
 
-def _build(config: ServerConfig, place: Runtime) -> Base:
+def _build(config: ServerConfig, runtime: Runtime) -> Base:
     local = training_config(config)
-    runtime.seed_everything(local.train.seed, place.rank)
+    seed_everything(local.train.seed, runtime.rank)
     architecture = read_architecture(local.model)
-    mesh = Mesh(parallel_dims(local, place.world_size), place.device.type)
+    mesh = Mesh(parallel_dims(local, runtime.world_size), runtime.device.type)
     quantization = read_options(local.lora, architecture.hf_config)
     start = _start_of(config, architecture)
     source = None if start is None else start.weights()
 
     def fill(module: nn.Module) -> None:
         assert isinstance(module, Decoder)
-        fill_base(module, architecture, local.model, local.train, quantization, place.device, source)
+        fill_base(module, architecture, local.model, local.train, quantization, runtime.device, source)
 
     lora = local.lora
     if lora.enable_lora:
-        # The adapters are a bank's, as those of a sweep are: the base is frozen, and has none of its own.
+        # As in a sweep, the base is frozen and has no adapter itself: all adapters are in a bank.
         lora = lora.model_copy(update={"sweep": [SweepMemberConfig(name="adapter")]})
-    model = build_model(architecture, local.model, local.train, lora, mesh, place.device, fill)
+    model = build_model(architecture, local.model, local.train, lora, mesh, runtime.device, fill)
     module = model.module
     assert isinstance(module, Decoder)
 
@@ -109,7 +110,7 @@ def _build(config: ServerConfig, place: Runtime) -> Base:
         model.drop_gathered()
 
     described = describe_model(local.model, architecture, scheme_of(module))
-    return Base(config, local, architecture, place, mesh, model, described, _identity(config, local), refill)
+    return Base(config, local, architecture, runtime, mesh, model, described, _identity(config, local), refill)
 
 
 def _identity(config: ServerConfig, local: Config) -> Mapping[str, JSON]:
@@ -121,13 +122,13 @@ def _identity(config: ServerConfig, local: Config) -> Mapping[str, JSON]:
 
 
 def _start_of(config: ServerConfig, architecture: Architecture) -> StartingCheckpoint | None:
-    """The checkpoint whose weights the base starts from in place of the model's own, if it does."""
+    """The checkpoint that the base's weights are loaded from, if it is configured."""
     if not config.load_checkpoint_path:
         return None
     start = open_start(
         "load_checkpoint_path",
         config.load_checkpoint_path,
-        for_adapters="leave it out, and let a client create a model from the adapter's checkpoint",
+        for_adapters="leave it out and create a model from the adapter's checkpoint as a client",
     )
     start.require_model(architecture, "config_path")
     return start

@@ -1,4 +1,4 @@
-"""Checks what clients ask of forward and backward passes, and makes the results that go back to them.
+"""Validates the arguments of forward and backward calls, and builds their results.
 
 Shapes: n tokens of a datum, K targets at each token.
 """
@@ -12,8 +12,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from xorl.core.loss import HeadLoss, check_inputs, loss_named
+from xorl.core.loss import get_loss
+from xorl.core.loss.output import HeadLoss
 from xorl.core.loss.policy import PolicyLoss
+from xorl.core.loss.table import check_inputs
 from xorl.server.batching import Example, check_examples
 from xorl.server.datum import Array, Datum
 from xorl.server.operations import ForwardBackward, LossResult
@@ -23,18 +25,18 @@ INPUTS = (
     *("weights", "advantages", "logprobs", "old_logprobs", "ref_logprobs", "rollout_logprobs"),
     *("clip_low_threshold", "clip_high_threshold", "sequence_ratio_mask"),
 )
-# Parameters of the request rather than of the loss; num_chunks asks for what our head does by itself: bound its memory.
+# Parameters of the request, not of the loss. num_chunks is accepted and ignored: the head bounds its memory itself.
 RETURN_PER_TOKEN, NUM_CHUNKS = "return_per_token", "num_chunks"
 OUTPUT_TYPE: Literal["TorchLossReturn"] = "TorchLossReturn"
 
 
 @dataclass(frozen=True)
-class Call:
-    """One ForwardBackward that can be computed.
+class PassCall:
+    """A validated ForwardBackward.
 
     Attributes:
-        key: calls of one key can share a pass.
-        returns_tokens: whether values per token go back beside the metrics.
+        returns_tokens: whether the result contains values per token, in addition to the metrics.
+        key: calls with the same key can share a pass.
     """
 
     model_id: str
@@ -45,36 +47,36 @@ class Call:
     key: tuple[object, ...]
 
 
-def read_call(operation: ForwardBackward, *, bin_len: int, vocab_size: int) -> Call:
-    """Check what a client asks for. Raises ValueError that names the datum or the parameter at fault."""
+def read_call(operation: ForwardBackward, *, bin_len: int, vocab_size: int) -> PassCall:
+    """Validate a client's call. Raises ValueError with the datum or the parameter that is invalid."""
     if not operation.data:
         raise ValueError("data is empty: a forward or forward_backward needs at least one datum")
     parameters = dict(operation.loss_params)
-    returns_tokens = _switch(RETURN_PER_TOKEN, parameters.pop(RETURN_PER_TOKEN, True))
+    returns_tokens = _boolean(RETURN_PER_TOKEN, parameters.pop(RETURN_PER_TOKEN, True))
     num_chunks = parameters.pop(NUM_CHUNKS, None)
     if num_chunks is not None and (not isinstance(num_chunks, float | int) or num_chunks < 1):
-        raise ValueError(f"{NUM_CHUNKS} is a number of at least 1, got {num_chunks!r}")
-    loss = loss_named(operation.loss_fn, parameters)
+        raise ValueError(f"{NUM_CHUNKS} must be a number of at least 1, got {num_chunks!r}")
+    loss = get_loss(operation.loss_fn, parameters)
     examples = tuple(_example(index, datum, operation.model_id) for index, datum in enumerate(operation.data))
     check_examples(examples, bin_len=bin_len, vocab_size=vocab_size)
     names = sorted({name for example in examples for name in example.fields})
     check_inputs(loss, names)
-    several = any(example.targets.ndim == 2 for example in examples)
-    if several and isinstance(loss, PolicyLoss):
-        raise ValueError(f"loss {operation.loss_fn!r} takes one target token at each place, and data have several")
+    has_several_targets = any(example.targets.ndim == 2 for example in examples)
+    if has_several_targets and isinstance(loss, PolicyLoss):
+        raise ValueError(f"loss {operation.loss_fn!r} takes one target token per position, but the data have several")
     key = (
         operation.loss_fn,
         tuple(sorted(parameters.items())),
         operation.forward_only,
         tuple(names),
-        several,
+        has_several_targets,
     )
-    return Call(operation.model_id, examples, loss, operation.forward_only, returns_tokens, key)
+    return PassCall(operation.model_id, examples, loss, operation.forward_only, returns_tokens, key)
 
 
-def _switch(name: str, value: object) -> bool:
+def _boolean(name: str, value: object) -> bool:
     if value not in (0, 1, True, False):
-        raise ValueError(f"{name} is true or false, got {value!r}")
+        raise ValueError(f"{name} must be true or false, got {value!r}")
     return bool(value)
 
 
@@ -83,7 +85,7 @@ def _example(index: int, datum: Datum, owner: str) -> Example:
         raise ValueError(f"datum {index} has no {TARGETS}: the tokens that follow each of its tokens")
     unknown = sorted(datum.arrays.keys() - {TARGETS, *INPUTS})
     if unknown:
-        raise ValueError(f"datum {index}: no loss reads {unknown[0]}; there are {TARGETS}, {', '.join(INPUTS)}")
+        raise ValueError(f"datum {index}: unknown input {unknown[0]}, must be one of {TARGETS}, {', '.join(INPUTS)}")
     fields = {name: _floats(array) for name, array in datum.arrays.items() if name != TARGETS}
     return Example(_integers(datum.tokens), _integers(datum.arrays[TARGETS]), fields, owner)
 
@@ -97,19 +99,19 @@ def _floats(array: Array) -> NDArray[np.float32]:
 
 
 def result_of(
-    call: Call,
+    call: PassCall,
     logprobs: Sequence[NDArray[np.float32]],
     losses: Sequence[NDArray[np.float32]] | None,
     metrics: Mapping[str, float],
 ) -> LossResult:
-    """What a call gives back: values of each datum, in the order of the data.
+    """The result of a call: the values of each datum, in the order of the data.
 
-    losses: None where targets are [n, K]: they are made of the log-probabilities.
+    losses: None if targets are [n, K]; the losses are then computed from the log-probabilities.
     """
     fields: dict[str, list[Array]] = {}
     if call.returns_tokens:
         if losses is None:
-            losses = [_weighted(example, own) for example, own in zip(call.examples, logprobs, strict=True)]
+            losses = [_weighted(example, values) for example, values in zip(call.examples, logprobs, strict=True)]
         fields = {
             "logprobs": [Array.of(values) for values in logprobs],
             "elementwise_loss": [Array.of(values) for values in losses],

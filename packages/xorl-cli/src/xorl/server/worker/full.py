@@ -1,4 +1,4 @@
-"""The one client's model where the whole model is trained: its weights are those of the base, until it is removed."""
+"""The client's model of a service that trains full weights: there is one, and it trains the base's parameters."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor
 
-from xorl.ckpt import JSON, Stateful
+from xorl.ckpt import Stateful
+from xorl.ckpt.layout import JSON
 from xorl.core.loss import LossFn
 from xorl.core.parallel import local_part
 from xorl.lora import Adam
 from xorl.server.operations import LoraSpec
 from xorl.server.worker.base import Base
-from xorl.server.worker.models import UnknownName, kept_source, source_name
+from xorl.server.worker.models import UnknownName, require_source, source_name
 from xorl.server.worker.passes import Row
 from xorl.train.build import engine_over
 from xorl.train.engine import Engine, OnOutput, Update
 
 logger = logging.getLogger(__name__)
 
-# Each takes this rank's part of the model in host memory, once the model has changed.
+# The maximum number of sources. Each takes this rank's part of the model in host memory once the model has changed.
 NUM_SOURCES = 2
 
 
@@ -34,7 +35,7 @@ class WholeRows:
         self._engine = engine
 
     def gradients_kept(self, rows: Sequence[Row]) -> AbstractContextManager[None]:
-        """The model's, whatever the rows."""
+        """Restores the model's gradients."""
         return self._engine.gradients_kept()
 
     def forward_backward(
@@ -45,15 +46,15 @@ class WholeRows:
         on_output: OnOutput,
         whole: AbstractContextManager[None],
     ) -> None:
-        """Add the gradient."""
+        """Add the gradients of the rows."""
         assert len(model_ids) == 1, "one model"
         with whole:
             self._engine.forward_backward([batch for ((_, batch),) in rows], loss_fn, on_output)
-        # Nobody reads them here, and a client may never step.
+        # Discard the timings: the service does not report them, and they would pile up without optimizer steps.
         self._engine.timer.take()
 
     def forward(self, rows: Sequence[Row], loss_fn: LossFn, on_output: OnOutput) -> None:
-        """The losses alone."""
+        """Compute the losses without gradients."""
         try:
             for index, ((_, batch),) in enumerate(rows):
                 on_output(index, self._engine.forward(batch, loss_fn))
@@ -63,9 +64,9 @@ class WholeRows:
 
 
 class WholeModel:
-    """One client's model (see `models.Models`); sources to sample from are copies of its weights in host memory.
+    """One client's model (see `models.Models`). Sources to sample from are copies of its weights in host memory.
 
-    A copy is made when the model changes, and not before.
+    A snapshot is copied only when the model changes; until then it shares the model's weights.
     """
 
     max_per_pass = 1
@@ -76,22 +77,22 @@ class WholeModel:
         self._train = engine_over(base.model, base.local, base.architecture, base.device)
         self.engine = WholeRows(self._train)
         self._model_id: str | None = None
-        # Sources by name: weights, or None while the model has these itself.
+        # Sources by name: their weights, or None while these are the model's current weights.
         self._sources: OrderedDict[str, dict[str, Tensor] | None] = OrderedDict()
         self._is_base = True
 
     @property
     def names(self) -> Sequence[str]:
-        """The model, if there is one."""
+        """The id of the model, if there is one."""
         return () if self._model_id is None else (self._model_id,)
 
     def create(self, model_id: str, lora: LoraSpec | None, saved: Mapping[str, JSON] | None) -> None:
-        """The base's weights, from the beginning."""
+        """Create the model with the base's initial weights."""
         if saved is not None and saved.get("lora") is not None:
-            raise ValueError("the checkpoint is of an adapter, and this service trains full weights")
+            raise ValueError("the checkpoint holds an adapter, but this service trains full weights")
         if self._model_id is not None:
             raise ValueError(
-                f"this service trains full weights, of one model at a time, which is {self._model_id!r}: unload it, or "
+                f"this service trains full weights of one model at a time, currently {self._model_id!r}: unload it, or "
                 "start the service with enable_lora: true"
             )
         if not self._is_base:
@@ -102,42 +103,42 @@ class WholeModel:
         self._forget_optimizer()
 
     def remove(self, model_id: str) -> None:
-        """Forget it; the next one begins with the base's weights."""
+        """Remove the model and its snapshots; the next model starts from the base's weights."""
         self._require(model_id)
         self._train.zero_grad()
         self._model_id = None
         self._sources.clear()
 
-    def described(self, model_id: str) -> dict[str, JSON]:
-        """Full weights need nothing else."""
+    def describe(self, model_id: str) -> dict[str, JSON]:
+        """Full weights need no further description."""
         self._require(model_id)
         return {"lora": None}
 
     def lora(self, model_id: str) -> tuple[int, float] | None:
-        """None."""
+        """Always None."""
         self._require(model_id)
         return None
 
     def step(self, model_id: str, adam: Adam, divisor: float, max_norm: float | None, *, with_norms: bool) -> Update:
-        """One step of the service's optimizer; norms are by the names of the modules that have the parameters."""
+        """Take a step of the service's optimizer; norms are grouped by the names of the parameters' modules."""
         self._require(model_id)
         self._before_change()
         self._is_base = False
         return self._train.optim_step_with(adam, divisor, max_norm, _kind_of if with_norms else None)
 
     def zero_grad(self, model_id: str) -> None:
-        """Forget what was accumulated."""
+        """Drop the accumulated gradient."""
         self._require(model_id)
         self._train.zero_grad()
 
     def state(self, model_id: str, *, with_optimizer: bool) -> Mapping[str, Stateful]:
-        """What local training saves."""
+        """The same state as in checkpoints of local training."""
         self._require(model_id)
         state = self._train.state()
         return state if with_optimizer else {"model": state["model"]}
 
-    def loaded(self, model_id: str, *, keeps_optimizer: bool) -> None:
-        """Its weights are others now."""
+    def after_loading(self, model_id: str, *, keeps_optimizer: bool) -> None:
+        """Drop gradients and, unless it is kept, optimizer state."""
         self._require(model_id)
         self._base.model.drop_gathered()
         self._train.zero_grad()
@@ -145,33 +146,33 @@ class WholeModel:
             self._forget_optimizer()
 
     def before_loading(self, model_id: str) -> None:
-        """Its weights are about to be others."""
+        """Copy the weights for snapshots that share them."""
         self._require(model_id)
-        # Whatever comes of it, so that all ranks know the same.
+        # Set even if the load fails later on some ranks, so that all ranks agree.
         self._is_base = False
         self._before_change()
 
     def adapter_files(self, model_id: str) -> None:
-        """None: the weights are its own."""
+        """Always None."""
         self._require(model_id)
 
-    def keep(self, model_id: str, sampler_id: str) -> None:
-        """Its weights as they are now, which the model has until it changes."""
+    def snapshot(self, model_id: str, sampler_id: str) -> None:
+        """Keep the current weights; copied when the model changes."""
         self._require(model_id)
         source = source_name(model_id, sampler_id)
-        self.release(source)
+        self.release_source(source)
         self._make_room()
         self._sources[source] = None
 
-    def kept(self, model_id: str, sampler_id: str) -> str:
-        """The source that `keep` made."""
-        return kept_source(model_id, sampler_id, self._sources, NUM_SOURCES)
+    def snapshot_source(self, model_id: str, sampler_id: str) -> str:
+        """The source that `snapshot` made. Raises UnknownName if it is no longer in memory."""
+        return require_source(model_id, sampler_id, self._sources, NUM_SOURCES)
 
-    def is_held(self, source: str) -> bool:
-        """Whether its weights are in memory."""
+    def has_source(self, source: str) -> bool:
+        """Whether a source is in memory."""
         return source in self._sources
 
-    def hold(
+    def load_source(
         self,
         source: str,
         saved: Mapping[str, JSON],
@@ -179,15 +180,15 @@ class WholeModel:
         *,
         has_optimizer: bool,
     ) -> None:
-        """A checkpoint's weights in host memory."""
-        del has_optimizer  # it is a part of its own, which is not read
+        """Load a checkpoint's weights into host memory."""
+        del has_optimizer  # the optimizer's state is a separate part of the checkpoint, which is not read
         if saved.get("lora") is not None:
-            raise ValueError("the checkpoint is of an adapter, and this service trains full weights")
-        # Checkpoints can be read again, so one makes room for the next; what a client keeps is nowhere else.
+            raise ValueError("the checkpoint holds an adapter, but this service trains full weights")
+        # Evict other checkpoints first: they can be read again, and snapshots exist only here.
         checkpoints = [held for held in self._sources if not held.startswith(source_name(self._model_id or "", ""))]
         if checkpoints and len(self._sources) >= NUM_SOURCES:
-            self.release(checkpoints[0])
-        # Before it is read, as a rank that cannot read it has to forget the same as the others.
+            self.release_source(checkpoints[0])
+        # Evict before reading, so that a rank that fails to read has evicted the same sources as the others.
         self._make_room()
         current = self._copy()
         try:
@@ -197,13 +198,13 @@ class WholeModel:
             self._put(current)
         self._sources[source] = loaded
 
-    def release(self, source: str) -> None:
-        """Forget a copy."""
+    def release_source(self, source: str) -> None:
+        """Drop a source if it is in memory."""
         self._sources.pop(source, None)
 
     @contextmanager
-    def sampling(self, sources: Sequence[str | None]) -> Iterator[Sequence[str | None]]:
-        """All sources are one. Where the model has other weights, these take their place for so long."""
+    def sampling_from(self, sources: Sequence[str | None]) -> Iterator[Sequence[str | None]]:
+        """Put the weights of the source, the same for all, into the model; restore the model's own on exit."""
         (source,) = set(sources)
         if source is not None:
             self._sources.move_to_end(source)
@@ -227,15 +228,15 @@ class WholeModel:
 
     def _make_room(self) -> None:
         while len(self._sources) >= NUM_SOURCES:
-            gone, _ = self._sources.popitem(last=False)
-            logger.info("event=source_dropped source=%s", gone)
+            evicted, _ = self._sources.popitem(last=False)
+            logger.info("event=source_dropped source=%s", evicted)
 
     def _before_change(self) -> None:
-        """Copy the weights for the sources that rely on the model's."""
-        waiting = [source for source, weights in self._sources.items() if weights is None]
-        if waiting:
+        """Copy the weights for the sources that share the model's."""
+        sharing = [source for source, weights in self._sources.items() if weights is None]
+        if sharing:
             copied = self._copy()
-            self._sources.update(dict.fromkeys(waiting, copied))
+            self._sources.update(dict.fromkeys(sharing, copied))
 
     @torch.no_grad()
     def _copy(self) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""What the worker's operations ask of the models that clients train: adapters over one base, or the whole model."""
+"""The interface between the worker's operations and clients' models: adapters over one base, or the whole model."""
 
 from __future__ import annotations
 
@@ -6,65 +6,68 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from xorl.ckpt import JSON, Stateful
+from xorl.ckpt import Stateful
+from xorl.ckpt.layout import JSON
 from xorl.lora import Adam
 from xorl.server.operations import LoraSpec
 from xorl.server.worker.passes import RowEngine
 from xorl.train.adapters.files import AdapterFiles
 from xorl.train.engine import Update
 
-# In a checkpoint's manifest, beside what local training writes: what makes such a model anew.
+# The key in a checkpoint's manifest under which the service records how to recreate the model.
 SERVICE = "service"
 
 
 class UnknownName(ValueError):
-    """There is no such model, snapshot or checkpoint."""
+    """The model, snapshot or checkpoint does not exist."""
 
 
 class Models(Protocol):
-    """The models of a worker by their ids. What changes or reads one is collective.
+    """The models of a worker, by id. Methods that change or read a model are collective.
 
-    Raises UnknownName for an id that does not exist and ValueError for what a client can correct, alike on all ranks.
+    A source is a set of weights to sample from: a snapshot of a model, kept in memory, or a loaded checkpoint.
+
+    Methods raise UnknownName for an id that does not exist and ValueError for the client's errors, on all ranks.
     """
 
     @property
     def engine(self) -> RowEngine:
-        """Runs passes of these models."""
+        """Runs forward and backward passes of these models."""
         ...
 
     @property
     def names(self) -> Sequence[str]:
-        """All models."""
+        """The ids of all models."""
         ...
 
     @property
     def max_per_pass(self) -> int:
-        """How many models one pass can have."""
+        """The maximum number of models in one pass."""
         ...
 
     @property
     def samples_together(self) -> bool:
-        """Whether one pass of generation can have several of the sources."""
+        """Whether one pass of the sampler can use several sources."""
         ...
 
     def create(self, model_id: str, lora: LoraSpec | None, saved: Mapping[str, JSON] | None) -> None:
-        """Make a model as `lora` says, or if that is None, as `described` recorded it in a checkpoint."""
+        """Create a model as `lora` specifies or, if `lora` is None, as `describe` recorded it in a checkpoint."""
         ...
 
     def remove(self, model_id: str) -> None:
-        """Forget a model."""
+        """Remove a model and its snapshots."""
         ...
 
-    def described(self, model_id: str) -> dict[str, JSON]:
-        """What `create` needs to make such a model again; goes into its checkpoints."""
+    def describe(self, model_id: str) -> dict[str, JSON]:
+        """The description from which `create` recreates the model; recorded in its checkpoints."""
         ...
 
     def lora(self, model_id: str) -> tuple[int, float] | None:
-        """(rank, alpha); None of full weights."""
+        """(rank, alpha); None for full weights."""
         ...
 
     def step(self, model_id: str, adam: Adam, divisor: float, max_norm: float | None, *, with_norms: bool) -> Update:
-        """Take an optimizer step with the accumulated gradient, and clear it. with_norms: by kind of layer."""
+        """Take an optimizer step with the accumulated gradient and clear it. with_norms: norms by kind of layer."""
         ...
 
     def zero_grad(self, model_id: str) -> None:
@@ -72,34 +75,34 @@ class Models(Protocol):
         ...
 
     def state(self, model_id: str, *, with_optimizer: bool) -> Mapping[str, Stateful]:
-        """The state that a checkpoint holds. To load the model, load into it and then call `loaded`."""
+        """The state that a checkpoint holds. To load a model: `before_loading`, load this state, `after_loading`."""
         ...
 
     def before_loading(self, model_id: str) -> None:
-        """Called before its weights are replaced."""
+        """Called before the model's weights are replaced."""
         ...
 
-    def loaded(self, model_id: str, *, keeps_optimizer: bool) -> None:
-        """Called after its weights were replaced: drop gradients and, unless told to keep it, optimizer state."""
+    def after_loading(self, model_id: str, *, keeps_optimizer: bool) -> None:
+        """Called after the model's weights were replaced: drop gradients and, unless it is kept, optimizer state."""
         ...
 
     def adapter_files(self, model_id: str) -> AdapterFiles | None:
-        """The adapter, to be written or merged into the base; None for full weights."""
+        """The adapter, for writing it or merging it into the base; None for full weights."""
         ...
 
-    def keep(self, model_id: str, sampler_id: str) -> None:
-        """Keep its weights, as they are now, to sample from."""
+    def snapshot(self, model_id: str, sampler_id: str) -> None:
+        """Keep the model's current weights in memory to sample from."""
         ...
 
-    def kept(self, model_id: str, sampler_id: str) -> str:
-        """The source for `sampling` that `keep` made."""
+    def snapshot_source(self, model_id: str, sampler_id: str) -> str:
+        """The source that `snapshot` made. Raises UnknownName if it is no longer in memory."""
         ...
 
-    def is_held(self, source: str) -> bool:
-        """Whether `sampling` knows this source."""
+    def has_source(self, source: str) -> bool:
+        """Whether a source is in memory."""
         ...
 
-    def hold(
+    def load_source(
         self,
         source: str,
         saved: Mapping[str, JSON],
@@ -107,29 +110,29 @@ class Models(Protocol):
         *,
         has_optimizer: bool,
     ) -> None:
-        """Let `source` be the weights in a checkpoint, which `read` loads into the state that it is passed."""
+        """Add a source with the weights of a checkpoint. `read` loads them into the state that it is passed."""
         ...
 
-    def release(self, source: str) -> None:
-        """Forget a source, if it is there."""
+    def release_source(self, source: str) -> None:
+        """Drop a source if it is in memory."""
         ...
 
-    def sampling(self, sources: Sequence[str | None]) -> AbstractContextManager[Sequence[str | None]]:
-        """While entered, forward passes compute with these sources (None: the base); yields the adapter of each."""
+    def sampling_from(self, sources: Sequence[str | None]) -> AbstractContextManager[Sequence[str | None]]:
+        """Within the context, forward passes use these sources (None: the base); yields the adapter of each."""
         ...
 
 
 def source_name(model_id: str, sampler_id: str) -> str:
-    """The name of the source that holds a model's weights for a sampler in memory."""
+    """The name of the source for a sampler's snapshot of a model."""
     return f"{model_id}#{sampler_id}"
 
 
-def kept_source(model_id: str, sampler_id: str, held: Container[str], num_held: int) -> str:
-    """The `source_name`. Raises UnknownName if it is not among `held` any more, which has at most `num_held`."""
+def require_source(model_id: str, sampler_id: str, held: Container[str], num_held: int) -> str:
+    """The `source_name`. Raises UnknownName if it is no longer in `held`, which keeps at most `num_held` sources."""
     source = source_name(model_id, sampler_id)
     if source not in held:
         raise UnknownName(
-            f"sampler {sampler_id!r} is not in the workers' memory any more, which holds the newest {num_held}: "
-            "save the weights again, under a name if they are to stay"
+            f"sampler {sampler_id!r} is no longer in the workers' memory, which holds the newest {num_held}: "
+            "save the weights again, under a name to keep them"
         )
     return source

@@ -1,4 +1,4 @@
-"""Runs calls: deals their data to ranks, runs the micro-batches on an engine, and collects values and metrics.
+"""Runs calls: distributes their data over ranks, runs the micro-batches on an engine, and gathers values and metrics.
 
 Shapes: T tokens of a row, K targets at each token.
 """
@@ -16,32 +16,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from xorl.core.loss import (
-    LossFn,
-    LossOutput,
-    all_reduce_metrics,
-    combine_metrics,
-    metrics_between,
-    no_metrics,
-    read_metrics,
-)
+from xorl.core.loss import LossFn, LossOutput, all_reduce_metrics, combine_metrics, read_metrics
+from xorl.core.loss.metrics import empty_metrics, metrics_between
 from xorl.data import PackedBatch
 from xorl.server.batching import Assignment, Example, Layout, assign, in_datum_order, rows_of
 from xorl.server.collectives import all_or_none, gather_rows
 from xorl.server.operations import LossResult
 from xorl.server.worker.base import Base
-from xorl.server.worker.calls import Call, result_of
+from xorl.server.worker.calls import PassCall, result_of
 from xorl.train.engine import OnOutput
 
 Row = Sequence[tuple[str, PackedBatch]]
-"""One micro-batch: (model, its tokens), one after the other."""
+"""One micro-batch: the segments (model, its tokens) in order."""
 
 
 class RowEngine(Protocol):
-    """Computes rows with the models that they name; passes are collective."""
+    """Computes rows with the models of their segments; passes are collective."""
 
     def gradients_kept(self, rows: Sequence[Row]) -> AbstractContextManager[None]:
-        """Around `forward_backward` of these rows: if it fails, on all ranks, restore the earlier gradients."""
+        """A context for `forward_backward` of these rows. If it raises, on all ranks, it restores the gradients."""
         ...
 
     def forward_backward(
@@ -52,11 +45,11 @@ class RowEngine(Protocol):
         on_output: OnOutput,
         whole: AbstractContextManager[None],
     ) -> None:
-        """Add the gradients of these models; `whole` surrounds the passes."""
+        """Add the gradients of these models. All passes run within the context `whole`."""
         ...
 
     def forward(self, rows: Sequence[Row], loss_fn: LossFn, on_output: OnOutput) -> None:
-        """The losses alone."""
+        """Compute the losses without gradients."""
         ...
 
 
@@ -73,19 +66,21 @@ class PassOutcome:
 
 @dataclass(frozen=True)
 class PassRunner:
-    """Runs calls that share a pass: those of one key, of different models.
+    """Runs calls that share a pass: they have the same key and different models.
 
-    pad_to_multiple_of: of the tokens of a row, as in local training.
+    pad_to_multiple_of: for the tokens of a row, as in local training.
     """
 
     base: Base
     engine: RowEngine
     pad_to_multiple_of: int
 
-    def run(self, calls: Sequence[Call]) -> list[PassOutcome]:
-        """The outcome of each call. Collective; if it fails on any rank, no rank's gradients have changed."""
+    def run(self, calls: Sequence[PassCall]) -> list[PassOutcome]:
+        """The outcome of each call. Collective; if it fails on any rank, no rank's gradients change."""
         config, mesh = self.base.config, self.base.mesh
-        assert (mesh.dp_rank, mesh.dp_size) == (self.base.place.rank, self.base.place.world_size), "one axis alone"
+        assert (mesh.dp_rank, mesh.dp_size) == (self.base.runtime.rank, self.base.runtime.world_size), (
+            "data parallelism is the only axis"
+        )
         examples = [example for call in calls for example in call.examples]
         assignment = assign(
             [len(example.tokens) for example in examples],
@@ -96,27 +91,27 @@ class PassRunner:
         )
         layout = Layout.of(examples, self.pad_to_multiple_of)
         model_ids = [call.model_id for call in calls]
-        found: list[PassOutcome] = []
+        outcomes: list[PassOutcome] = []
 
         @contextmanager
         def whole() -> Iterator[None]:
-            # A rank that failed alone must not meet others in collectives that are not these.
+            # If one rank fails, it must not enter the next collectives while the others are still in these.
             with all_or_none("the pass"):
                 yield
-            with all_or_none("reading what the pass gave"):
+            with all_or_none("reading the results of the pass"):
                 is_flat = layout.num_targets == 0
-                # Queued before the host waits for the metrics.
-                own = outputs.values(is_flat=is_flat)
+                # Queue this on the device before the host waits for the metrics.
+                local = outputs.values(is_flat=is_flat)
                 metrics = self._metrics(outputs, model_ids)
-                values = self._values(own, examples, assignment, is_flat=is_flat)
-                found.extend(_outcomes(calls, metrics, values))
+                values = self._values(local, examples, assignment, is_flat=is_flat)
+                outcomes.extend(_outcomes(calls, metrics, values))
 
         loss_fn = partial(calls[0].loss, **self.base.head_options)
         with ExitStack() as kept:
-            # It may fail here alone, where this rank's own data and adapters are; others must not begin the pass then.
+            # This may fail on one rank only, because data and adapters differ; the others must not start the pass then.
             with all_or_none("preparing the pass"):
                 rows = [
-                    # Padding is nobody's; somebody has to compute it.
+                    # Padding has no owner; assign it to the first model.
                     [(owner or model_ids[0], batch) for owner, batch in rows_of(examples, members, layout)]
                     for members in assignment.bins[mesh.dp_rank]
                 ]
@@ -128,55 +123,57 @@ class PassRunner:
                     self.engine.forward(rows, loss_fn, outputs.take)
             else:
                 self.engine.forward_backward(rows, loss_fn, model_ids, outputs.take, whole())
-        return found
+        return outcomes
 
     def _metrics(self, outputs: _Outputs, model_ids: Sequence[str]) -> list[dict[str, float]]:
-        """Of each call, over all ranks."""
+        """The metrics of each call, over all ranks."""
         by_model = [outputs.metrics(model_id, self.base.device) for model_id in model_ids]
-        stacked = {name: torch.stack([own[name] for own in by_model]) for name in by_model[0]}
+        stacked = {name: torch.stack([metrics[name] for metrics in by_model]) for name in by_model[0]}
         reduced = all_reduce_metrics(stacked, self.base.mesh.dp_group)
         table = torch.stack(list(reduced.values()), dim=1).cpu()
         return [read_metrics(dict(zip(reduced, row.unbind(), strict=True))) for row in table]
 
     def _values(
-        self, own: Tensor, examples: Sequence[Example], assignment: Assignment, *, is_flat: bool
+        self, local: Tensor, examples: Sequence[Example], assignment: Assignment, *, is_flat: bool
     ) -> Values | None:
-        """(log-probabilities, losses) of each datum on rank 0; the losses of several targets are made of the former.
+        """(log-probabilities, losses) of each datum on rank 0; None on others. No losses if there are several targets.
 
-        own: what `_Outputs.values` gave on this rank.
+        local: `_Outputs.values` of this rank.
         """
         sizes = [
             sum(len(examples[index].tokens) for index in assignment.order(rank)) for rank in range(len(assignment.bins))
         ]
-        by_rank = gather_rows(own, sizes)
+        by_rank = gather_rows(local, sizes)
         if by_rank is None:
             return None
         if not is_flat:
-            return in_datum_order(examples, assignment, by_rank, lambda one: one.targets.shape), None
-        logprobs = in_datum_order(examples, assignment, [part[:, 0] for part in by_rank], _flat_shape)
-        return logprobs, in_datum_order(examples, assignment, [part[:, 1] for part in by_rank], _flat_shape)
+            return in_datum_order(examples, assignment, by_rank, _target_shape), None
+        logprobs = in_datum_order(examples, assignment, [part[:, 0] for part in by_rank], _target_shape)
+        return logprobs, in_datum_order(examples, assignment, [part[:, 1] for part in by_rank], _target_shape)
 
 
-def _outcomes(calls: Sequence[Call], metrics: Sequence[dict[str, float]], values: Values | None) -> list[PassOutcome]:
+def _outcomes(
+    calls: Sequence[PassCall], metrics: Sequence[dict[str, float]], values: Values | None
+) -> list[PassOutcome]:
     outcomes: list[PassOutcome] = []
     start = 0
-    for call, own in zip(calls, metrics, strict=True):
+    for call, call_metrics in zip(calls, metrics, strict=True):
         logprobs: Sequence[NDArray[np.float32]] = ()
         losses: Sequence[NDArray[np.float32]] | None = ()
         part = slice(start, start + len(call.examples))
         if values is not None:
             logprobs, losses = values[0][part], None if values[1] is None else values[1][part]
-        outcomes.append(PassOutcome(own, result_of(call, logprobs, losses, own)))
+        outcomes.append(PassOutcome(call_metrics, result_of(call, logprobs, losses, call_metrics)))
         start = part.stop
     return outcomes
 
 
-def _flat_shape(example: Example) -> tuple[int, ...]:
+def _target_shape(example: Example) -> tuple[int, ...]:
     return example.targets.shape
 
 
 class _Outputs:
-    """What the loss gave for the rows of this rank, on the device, until all are queued."""
+    """Collects the loss outputs of this rank's rows on the device, without waiting for it."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = rows
@@ -186,8 +183,8 @@ class _Outputs:
         self._names: tuple[str, ...] = ()
 
     def take(self, index: int, output: LossOutput) -> None:
-        """One row's, without what is of padding."""
-        assert output.logprobs is not None, "a loss of the table"
+        """Add the output of one row, without its padding."""
+        assert output.logprobs is not None, "all losses of `get_loss` return them"
         num_tokens = sum(batch.num_tokens for _, batch in self._rows[index])
         self._logprobs.append(output.logprobs[:num_tokens].float())
         self._losses.append(output.per_token[:num_tokens].float())
@@ -195,16 +192,16 @@ class _Outputs:
         start = 0
         for model_id, batch in self._rows[index]:
             stop = start + len(batch.input_ids)
-            own = output.metrics if len(self._rows[index]) == 1 else metrics_between(output, start, stop)
-            self._metrics.setdefault(model_id, []).append(own)
+            metrics = output.metrics if len(self._rows[index]) == 1 else metrics_between(output, start, stop)
+            self._metrics.setdefault(model_id, []).append(metrics)
             start = stop
 
     def metrics(self, model_id: str, device: torch.device) -> dict[str, Tensor]:
-        """Of a model's tokens on this rank, where it may have none."""
+        """The metrics of a model's tokens on this rank, which may have none."""
         parts = self._metrics.get(model_id)
-        return combine_metrics(parts) if parts else no_metrics(self._names, device)
+        return combine_metrics(parts) if parts else empty_metrics(self._names, device)
 
     def values(self, *, is_flat: bool) -> Tensor:
-        """[tokens, 2], log-probability and loss, or with several targets log-probabilities [tokens, K]."""
+        """[tokens, 2]: log-probability and loss; if not `is_flat`, log-probabilities of the K targets [tokens, K]."""
         logprobs = torch.cat(self._logprobs)
         return torch.stack([logprobs, torch.cat(self._losses)], dim=1) if is_flat else logprobs

@@ -1,4 +1,4 @@
-"""Draws samples for clients with the embedded sampler: from the base, weights kept in memory, and checkpoints."""
+"""Samples with the embedded sampler from the base, from snapshots of models, and from checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from xorl.data import TextTokenizer, load_tokenizer
+from xorl.data.formats import TextTokenizer, load_tokenizer
 from xorl.lora import AdapterBank
 from xorl.server.collectives import all_or_none
 from xorl.server.datum import Array
@@ -32,30 +32,28 @@ from xorl.server.operations import (
     SnapshotSampler,
     TopLogprobs,
 )
-from xorl.server.sampler import Sampler, SampleRequest, cache_bytes_per_token
-from xorl.server.sampler import SampleResult as Sampled
-from xorl.server.sampler import TopLogprobs as Likeliest
+from xorl.server.sampler import GenerationRequest, GenerationResult, LikelyTokens, Sampler, cache_bytes_per_token
 from xorl.server.worker.base import Base
 from xorl.server.worker.models import Models
 from xorl.server.worker.saved_models import SavedModels
 
-# Of a device's memory, the share that the cache of keys and values may take; and never more than so many contexts.
+# The default size of the KV cache: this share of the device's memory, but at most this many full contexts.
 CACHE_SHARE = 0.1
 CACHE_CONTEXTS = 64
-# Samples for which it is worth to compute their prompt once more, on a rank that would have nothing to do.
+# The minimum number of samples for an idle rank, which must compute the prompt again for them.
 MIN_SHARE = 4
 
 
-class Drawing(NamedTuple):
-    """An operation, by its id, as a request to the sampler, and what it samples from (`Sampling.source_of`)."""
+class SampleCall(NamedTuple):
+    """The sampler's request for an operation, and the source that it samples from (`WorkerSampler.source_of`)."""
 
     operation_id: str
-    request: SampleRequest
+    request: GenerationRequest
     source: str | None
 
 
-class Sampling:
-    """The sampler over the worker's models. A source's name is what the cache knows its weights by."""
+class WorkerSampler:
+    """The sampler over the worker's models. The KV cache identifies weights by the name of their source."""
 
     def __init__(self, base: Base, models: Models, saved: SavedModels, bank: AdapterBank | None) -> None:
         self._base = base
@@ -65,9 +63,9 @@ class Sampling:
             base.model,
             device=base.device,
             cache_tokens=base.config.sampler_cache_tokens or _cache_tokens(base),
-            # Else every token of every sample would gather the whole model again. Training frees it.
+            # Otherwise each step would gather the whole model again. Training frees it (`before_training`).
             keep_gathered=True,
-            is_dealt=base.place.world_size > 1,
+            is_distributed=base.runtime.world_size > 1,
             bank=bank,
         )
         self._has_gathered = False
@@ -75,46 +73,46 @@ class Sampling:
         self._current: str | None = None
 
     def source_of(self, ref: SamplerRef) -> str | None:
-        """What `run` samples from; None is the base. Collective: a checkpoint that is not held is read.
+        """The source to sample from; None is the base. Collective: reads a checkpoint that is not in memory.
 
-        Raises UnknownName where it is not there.
+        Raises UnknownName if the snapshot or checkpoint does not exist.
         """
         if isinstance(ref, BaseSampler):
             return None
         if isinstance(ref, SnapshotSampler):
-            return self._models.kept(ref.model_id, ref.sampler_id)
+            return self._models.snapshot_source(ref.model_id, ref.sampler_id)
         if not isinstance(ref, CheckpointSampler):
-            raise ValueError(f"workers sample from what a {type(ref).__name__} stands for, which the orchestrator says")
+            raise ValueError(f"the orchestrator must resolve a {type(ref).__name__} before workers can sample from it")
         source = ref.checkpoint.uri("xorl")
-        if not self._models.is_held(source):
+        if not self._models.has_source(source):
             try:
                 with all_or_none(f"reading {source}"):
-                    self._saved.hold(source, ref.checkpoint)
+                    self._saved.load_source(source, ref.checkpoint)
             except BaseException:
-                self._models.release(source)
+                self._models.release_source(source)
                 raise
         return source
 
     def saved(self, ref: CheckpointRef) -> None:
-        """Called when a checkpoint was saved, perhaps in place of an older one of the same name.
+        """Called when a checkpoint was saved, which may have replaced one of the same name.
 
-        The older one may still be held in memory, and keys and values computed with it may be in the cache.
+        The replaced one may still be in memory, and the cache may hold keys and values computed with it.
         """
         source = ref.uri("xorl")
-        self._models.release(source)
+        self._models.release_source(source)
         self.changed(source)
 
-    def request(self, operation: Sample, operation_id: str, source: str | None) -> SampleRequest:
-        """The operation as a request to the sampler. Raises ValueError for what the sampler cannot do."""
+    def request(self, operation: Sample, operation_id: str, source: str | None) -> GenerationRequest:
+        """The sampler's request for an operation. Raises ValueError if the sampler cannot run it."""
         prompt = tuple(operation.prompt.numpy().tolist())
         limit = self._sampler.limit
-        # The last token of a sample needs no place.
+        # The last token of a sample is not computed and needs no room in the cache.
         room = limit - len(prompt) + 1
         if operation.max_tokens is None and room < 1:
-            raise ValueError(f"prompt: {len(prompt)} tokens are more than the {limit} that there is room for")
+            raise ValueError(f"prompt: {len(prompt)} tokens are more than the {limit} that the sampler supports")
         ends = () if operation.ignore_end else self.end_tokens
         targets = operation.target_prompt_tokens
-        return SampleRequest(
+        return GenerationRequest(
             prompt,
             room if operation.max_tokens is None else operation.max_tokens,
             seed=_seed_of(operation_id) if operation.seed is None else operation.seed,
@@ -131,53 +129,53 @@ class Sampling:
             target_tokens=None if targets is None else targets.numpy().astype(np.int64),
         )
 
-    def run(self, drawings: Sequence[Drawing], cancelled: Container[str] = ()) -> list[SampleResult | Failure]:
+    def run(self, calls: Sequence[SampleCall], cancelled: Container[str] = ()) -> list[SampleResult | Failure]:
         """The results of requests that can be sampled together; collective. If it fails on any rank, it fails on all.
 
-        If a model computes NaN, its own requests fail, and no others. cancelled: asked at each step for the ids of
-        operations to end there and then; it is enough that one rank has them.
+        If a model computes NaN, only its requests fail. cancelled: checked at each step for the ids of operations to
+        cancel; an id that one rank has is cancelled on all.
         """
-        sources = [drawing.source for drawing in drawings]
+        sources = [call.source for call in calls]
         if not self._models.samples_together and sources[0] != self._current:
             self.changed()
             self._current = sources[0]
         self._has_gathered = True
         with ExitStack() as entered:
             try:
-                # It may fail here alone; others must not begin to step then.
+                # This may fail on one rank only; the others must not start to step then.
                 with all_or_none("preparing to sample"):
-                    entered.enter_context(self._models.sampling(sources))
-                    # The sampler deals them to the ranks in turn: where these are more than the requests, some would
-                    # have none.
-                    max_shares = self._base.place.world_size // len(drawings)
-                    shared = [_shares(drawing.request, max_shares) for drawing in drawings]
-                    pending = [[self._sampler.submit(share) for share in shares] for shares in shared]
-                found: dict[int, Sampled] = {}
-                running = {drawing.operation_id: ids for drawing, ids in zip(drawings, pending, strict=True)}
+                    entered.enter_context(self._models.sampling_from(sources))
+                    # The sampler assigns requests to ranks in turn. With fewer requests than ranks, some would be
+                    # idle, so requests are split.
+                    max_shares = self._base.runtime.world_size // len(calls)
+                    split = [_shares(call.request, max_shares) for call in calls]
+                    pending = [[self._sampler.submit(share) for share in shares] for shares in split]
+                found: dict[int, GenerationResult] = {}
+                running = {call.operation_id: ids for call, ids in zip(calls, pending, strict=True)}
                 while self._sampler.num_pending:
-                    gone = [running.pop(name) for name in list(running) if name in cancelled]
-                    finished = self._sampler.step(list(chain.from_iterable(gone)))
+                    ended = [running.pop(name) for name in list(running) if name in cancelled]
+                    finished = self._sampler.step(list(chain.from_iterable(ended)))
                     found |= {result.request_id: result for result in finished}
             except BaseException:
                 self._sampler.cancel_all()
-                self._sampler.forget()
+                self._sampler.release_memory()
                 self._base.model.recover()
                 raise
         return [
-            _result(Sampled.of_shares([found[request_id] for request_id in ids]))
+            _result(GenerationResult.of_shares([found[request_id] for request_id in ids]))
             if found.keys() >= {*ids}
             else CANCELLED
             for ids in pending
         ]
 
-    def check(self, request: SampleRequest) -> None:
-        """Raise ValueError for a request that this model cannot continue."""
+    def check(self, request: GenerationRequest) -> None:
+        """Raise ValueError for a request that the sampler cannot run."""
         self._sampler.cancel(self._sampler.submit(request))
 
     def changed(self, source: str | None = None) -> None:
-        """Called when the weights of a source, or with None those of the model, have changed."""
+        """Called when the weights of a source changed; None: the model's."""
         self._num_changes += 1
-        # Sources that cannot be sampled together are all the base to the sampler.
+        # If sources cannot be sampled together, their weights are put into the base, one source at a time.
         self._sampler.weights_changed(self._num_changes, source if self._models.samples_together else None)
 
     def before_training(self) -> None:
@@ -188,7 +186,7 @@ class Sampling:
 
     @cached_property
     def end_tokens(self) -> tuple[int, ...]:
-        """The model's end tokens, as its files name them."""
+        """The model's end tokens, from its configuration, generation_config.json or tokenizer."""
         architecture = self._base.architecture
         found = _ids(architecture.hf_config.get("eos_token_id"))
         folder = architecture.tokenizer_folder
@@ -202,12 +200,12 @@ class Sampling:
     def _tokenizer(self) -> TextTokenizer:
         folder = self._base.architecture.tokenizer_folder
         if folder is None:
-            raise ValueError("stop: strings need the model's tokenizer, and it has none: give token ids")
+            raise ValueError("stop: strings need a tokenizer, which the model does not have: pass token ids")
         return load_tokenizer(folder)
 
     def _ends_with(self, strings: Sequence[str]) -> Callable[[Sequence[int]], bool]:
         core = self._tokenizer.core
-        # A token has at least one byte of the text, but for parts of characters at both ends.
+        # Each token has at least one byte of the text; 8 more for characters that are cut at both ends.
         width = max(len(string.encode()) for string in strings) + 8
 
         def is_end(tokens: Sequence[int]) -> bool:
@@ -217,8 +215,8 @@ class Sampling:
         return is_end
 
 
-def _shares(request: SampleRequest, max_shares: int) -> list[SampleRequest]:
-    """A request in as many parts as are worth it."""
+def _shares(request: GenerationRequest, max_shares: int) -> list[GenerationRequest]:
+    """Splits a request into at most `max_shares` parts of at least MIN_SHARE samples."""
     num_samples = request.num_samples if request.max_tokens else 1
     return request.shares(max(min(max_shares, num_samples // MIN_SHARE), 1))
 
@@ -233,25 +231,25 @@ def _cache_tokens(base: Base) -> int:
 
 
 def _seed_of(operation_id: str) -> int:
-    """A seed that depends on the operation alone, so that it is the same if the operation runs again."""
+    """A seed that depends only on the operation's id, so that the operation gives the same result if it runs again."""
     return int.from_bytes(hashlib.blake2b(operation_id.encode(), digest_size=7).digest(), "big")
 
 
 def _ids(value: object) -> list[int]:
-    """A list, from what a configuration may hold: one token, several, or none."""
+    """The token ids in a configuration's value, which may be one id, a list or None."""
     if isinstance(value, int):
         return [value]
     return [token for token in value if isinstance(token, int)] if isinstance(value, list) else []
 
 
-def _result(sampled: Sampled) -> SampleResult | Failure:
+def _result(sampled: GenerationResult) -> SampleResult | Failure:
     if _has_diverged(sampled):
-        # No matter of the service's: what was drawn of it is no sample, and what comes next would be neither.
+        # Not a fault of the service, and a retry would give the same.
         return Failure(
             "user",
             400,
-            "the model's logits are no numbers (NaN), so there is nothing to sample: it has diverged; go back to a "
-            "checkpoint from before, and train on with a lower learning rate",
+            "the model's logits are NaN, so it cannot be sampled from: it has diverged; load an earlier checkpoint and "
+            "train with a lower learning rate",
         )
     return SampleResult(
         sequences=[
@@ -271,11 +269,11 @@ def _result(sampled: Sampled) -> SampleResult | Failure:
     )
 
 
-def _has_diverged(sampled: Sampled) -> bool:
-    """Whether there are tokens whose log-probability is NaN; that of an impossible one is -inf, as it should be."""
+def _has_diverged(sampled: GenerationResult) -> bool:
+    """Whether any token's log-probability is NaN. Impossible tokens have -inf, which is valid."""
     found = [one.logprobs for one in sampled.samples]
     if sampled.prompt_logprobs is not None:
-        # The first token has none, which is NaN, too.
+        # The first token's is always NaN, since nothing predicts it.
         found.append(sampled.prompt_logprobs[1:])
     return any(bool(np.isnan(logprobs).any()) for logprobs in found)
 
@@ -284,7 +282,7 @@ def _optional(values: NDArray[np.float32] | None) -> Array | None:
     return None if values is None else Array.of(values.astype(np.float32))
 
 
-def _top(top: Likeliest | None) -> TopLogprobs | None:
+def _top(top: LikelyTokens | None) -> TopLogprobs | None:
     if top is None:
         return None
     return TopLogprobs(Array.of(top.token_ids.astype(np.int32)), Array.of(top.logprobs.astype(np.float32)))

@@ -1,4 +1,4 @@
-"""Models to checkpoints and back: `{output_dir}/{kind}/{model}/{name}`, written and published as local training's."""
+"""Saves models to checkpoints in `{output_dir}/{kind}/{model}/{name}` and loads them, as local training does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import cast
 
 import torch
 
-from xorl.ckpt import JSON, Checkpointer, CheckpointError, Manifest, Stateful, is_complete, read_manifest
+from xorl.ckpt import Checkpointer, CheckpointError, Stateful, read_manifest
+from xorl.ckpt.layout import JSON, Manifest, is_complete
 from xorl.core.runtime import rng_state, set_rng_state
 from xorl.server.collectives import all_or_none
 from xorl.server.identifiers import CheckpointKind, CheckpointRef, checkpoint_folder
@@ -21,17 +22,17 @@ from xorl.train.export.folder import AdapterExport, ModelExport
 
 logger = logging.getLogger(__name__)
 
-# What a checkpoint takes for each tensor beside its values: names, shapes and headers, in its file and the index.
+# The overhead of a checkpoint per tensor: names, shapes and headers, in the tensor's file and the index.
 HEADER_BYTES = 2048
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 class AlreadySaved(ValueError):
-    """There is a checkpoint of this name."""
+    """A checkpoint with this name exists."""
 
 
-class HalfLoaded(RuntimeError):
-    """A model is no longer as it was before a load, on some rank at least, nor what was to be loaded."""
+class PartiallyLoaded(RuntimeError):
+    """A load failed partway: on some rank at least, the model is in neither its old state nor the loaded one."""
 
 
 class SavedModels:
@@ -52,15 +53,15 @@ class SavedModels:
         replaces: bool = False,
         user_metadata: Mapping[str, str] | None = None,
     ) -> Saved:
-        """Publish a checkpoint, whole and durable. The same operation again finds it there.
+        """Write a checkpoint durably and publish it atomically. If the operation runs again, it returns the same one.
 
-        Raises AlreadySaved for a name that is taken, unless it `replaces` what is there.
+        Raises AlreadySaved if the name is taken, unless `replaces`.
         """
         folder = self._folder(ref)
-        described = self._models.described(model_id)
+        described = self._models.describe(model_id)
         if is_complete(folder) and not replaces:
             if _service_info(read_manifest(folder)).get("operation") != operation_id:
-                raise AlreadySaved(f"there is a checkpoint {ref.name!r} of model {ref.model_id!r} already")
+                raise AlreadySaved(f"checkpoint {ref.name!r} of model {ref.model_id!r} already exists")
             return _saved(ref, folder)
         info: dict[str, JSON] = {
             "model": self._base.described,
@@ -81,7 +82,7 @@ class SavedModels:
             info=info,
             scalars={"step": num_steps},
             rng=rng_state(self._base.device),
-            write_further=None if files is None else files.write,
+            write_extra_files=None if files is None else files.write,
             name=ref.name,
             replaces=replaces,
         )
@@ -89,69 +90,69 @@ class SavedModels:
         return _saved(ref, folder)
 
     def estimated_bytes(self, model_id: str) -> dict[CheckpointKind, int]:
-        """About what a checkpoint of a model takes, by kind, before there is one."""
+        """The estimated size of a checkpoint of a model, by kind."""
         parts = self._models.state(model_id, with_optimizer=False).values()
         tensors = [tensor for part in parts for tensor in part.state_dict().values()]
         values = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        # AdamW's two in fp32; other optimizers keep less.
+        # AdamW's two moments in fp32; other optimizers keep less.
         moments = 2 * sum(tensor.numel() * torch.float32.itemsize + HEADER_BYTES for tensor in tensors)
         if self._models.adapter_files(model_id) is not None:
-            values *= 2  # written once more, as other tools read it
+            values *= 2  # adapters are also written in PEFT's format
         values += len(tensors) * HEADER_BYTES
-        # In bf16, as exports are by default.
+        # In bf16, the default dtype of exports.
         exported = torch.bfloat16.itemsize * sum(p.numel() for p in self._base.model.module.parameters())
         return {"weights": values + moments, "sampler_weights": values, "external_weights": exported}
 
-    def described(self, ref: CheckpointRef) -> Mapping[str, JSON]:
-        """What the checkpoint says of the model in it.
+    def describe(self, ref: CheckpointRef) -> Mapping[str, JSON]:
+        """The description of the model in a checkpoint (see `Models.describe`).
 
-        Raises UnknownName where there is none, and ValueError for an adapter over another base than this one.
+        Raises UnknownName if the checkpoint does not exist, and ValueError for an adapter over a different base.
         """
         saved = _service_info(self._manifest(ref))
         self._check_base(ref, saved)
         return saved
 
     def load(self, model_id: str, ref: CheckpointRef, *, with_optimizer: bool) -> int:
-        """Put a model where the checkpoint was; the number of steps that its optimizer has taken then.
+        """Load a checkpoint into a model; returns the number of steps that its optimizer has taken.
 
-        Raises UnknownName where there is none, and ValueError for one of another kind of model, without any change;
-        on every rank HalfLoaded if it failed on any once the model was being changed.
+        Raises UnknownName if the checkpoint does not exist and ValueError if it does not fit the model, both without
+        any change. Raises PartiallyLoaded on every rank if any rank fails after it began to change the model.
         """
         has_optimizer = ref.kind == "weights"
         with all_or_none("looking at the checkpoint"):
-            _check_same(self._models.described(model_id), self.described(ref))
+            _check_same(self._models.describe(model_id), self.describe(ref))
             if with_optimizer and not has_optimizer:
                 raise ValueError(
-                    f"checkpoint {ref.name!r} was saved to sample from and holds no optimizer: load weights/"
+                    f"checkpoint {ref.name!r} was saved for sampling and has no optimizer state: load one of weights/"
                 )
         with all_or_none("checking the checkpoint"):
             state = self._models.state(model_id, with_optimizer=has_optimizer)
-            copy = self._checkpointer(ref).checked(self._folder(ref), state)
+            copy = self._checkpointer(ref).prepare_load(self._folder(ref), state)
         try:
             with all_or_none("making room for the checkpoint"):
                 self._models.before_loading(model_id)
             with all_or_none("copying the checkpoint"):
                 loaded = copy()
-                self._models.loaded(model_id, keeps_optimizer=with_optimizer)
+                self._models.after_loading(model_id, keeps_optimizer=with_optimizer)
                 if with_optimizer and loaded.rng is not None:
                     set_rng_state(loaded.rng, self._base.device)
         except Exception as problem:
-            raise HalfLoaded(str(problem)) from problem
+            raise PartiallyLoaded(str(problem)) from problem
         return loaded.step if with_optimizer else 0
 
-    def hold(self, source: str, ref: CheckpointRef) -> None:
-        """Let the models hold a checkpoint's weights as `source`, to sample from."""
+    def load_source(self, source: str, ref: CheckpointRef) -> None:
+        """Load a checkpoint's weights into memory as `source`, to sample from."""
 
         def read(state: Mapping[str, Stateful]) -> None:
-            self._checkpointer(ref).load(self._folder(ref), state, leaves_out=("optimizer",))
+            self._checkpointer(ref).load(self._folder(ref), state, skip_parts=("optimizer",))
 
-        self._models.hold(source, self.described(ref), read, has_optimizer=ref.kind == "weights")
+        self._models.load_source(source, self.describe(ref), read, has_optimizer=ref.kind == "weights")
 
     def export(self, model_id: str, ref: CheckpointRef, dtype: str, *, is_merged: bool) -> Saved:
-        """Write the model as Hugging Face's libraries read it, an adapter folded into the base or alone."""
+        """Write the model in Hugging Face's format; an adapter is merged into the base, or else written in PEFT's."""
         folder = self._folder(ref)
         if folder.exists():
-            raise AlreadySaved(f"there is an export {ref.name!r} of model {ref.model_id!r} already")
+            raise AlreadySaved(f"export {ref.name!r} of model {ref.model_id!r} already exists")
         base = self._base
         files = self._models.adapter_files(model_id)
         if files is not None and not is_merged:
@@ -163,7 +164,7 @@ class SavedModels:
 
     def _check_base(self, ref: CheckpointRef, saved: Mapping[str, JSON]) -> None:
         theirs, ours = saved.get("base"), self._base.identity
-        # Full weights bring their base with them.
+        # Full weights do not depend on a base.
         if saved.get("lora") is not None and isinstance(theirs, Mapping) and theirs != ours:
             differing = (
                 f"{key} {value!r} (this service: {ours[key]!r})"
@@ -172,14 +173,14 @@ class SavedModels:
             )
             raise ValueError(
                 f"checkpoint {ref.name!r} of model {ref.model_id!r} is an adapter over another base: "
-                f"{', '.join(differing)}. Start the service with that base, or, where it is the same under another "
-                "name, with its old name as model_name"
+                f"{', '.join(differing)}. Start the service with that base or, if it is the same base under another "
+                "name, set model_name to the old name"
             )
 
     def _manifest(self, ref: CheckpointRef) -> Manifest:
         folder = self._folder(ref)
         if not is_complete(folder):
-            raise UnknownName(f"there is no checkpoint {ref.kind}/{ref.name} of model {ref.model_id!r}")
+            raise UnknownName(f"model {ref.model_id!r} has no checkpoint {ref.kind}/{ref.name}")
         return read_manifest(folder)
 
     def _folder(self, ref: CheckpointRef) -> Path:
@@ -192,28 +193,28 @@ class SavedModels:
 def _service_info(manifest: Manifest) -> Mapping[str, JSON]:
     info = manifest.info.get(SERVICE)
     if not isinstance(info, Mapping):
-        raise CheckpointError("it was not saved by the service: no client can load it")
+        raise CheckpointError("the checkpoint was not saved by the service: clients can load only the service's own")
     return cast("Mapping[str, JSON]", info)
 
 
-def _check_same(own: Mapping[str, JSON], saved: Mapping[str, JSON]) -> None:
-    """Raise ValueError unless a checkpoint holds a model of the same kind; the seeds of adapters may differ."""
-    ours, theirs = own.get("lora"), saved.get("lora")
+def _check_same(model: Mapping[str, JSON], saved: Mapping[str, JSON]) -> None:
+    """Raise ValueError unless a checkpoint fits the model; the seeds of adapters may differ."""
+    ours, theirs = model.get("lora"), saved.get("lora")
     if (ours is None) != (theirs is None):
         kinds = {True: "full weights", False: "an adapter"}
-        raise ValueError(f"the checkpoint is of {kinds[theirs is None]}, and the model is {kinds[ours is None]}")
+        raise ValueError(f"the checkpoint holds {kinds[theirs is None]}, but the model is {kinds[ours is None]}")
     if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
         mine, other = (cast("Mapping[str, JSON]", lora["spec"]) for lora in (ours, theirs))
         differing = [key for key in mine if _plain(mine[key]) != _plain(other.get(key))]
         if differing:
-            told = ", ".join(f"{key} {other.get(key)} (the model: {mine[key]})" for key in differing)
+            reasons = ", ".join(f"{key} {other.get(key)} (the model: {mine[key]})" for key in differing)
             raise ValueError(
-                f"the checkpoint is of another adapter: {told}. Create a model from the checkpoint instead"
+                f"the checkpoint's adapter differs from the model's: {reasons}. Create a new model from the checkpoint"
             )
 
 
 def _plain(value: JSON) -> JSON:
-    """JSON has no tuples."""
+    """Tuples as lists, since JSON has no tuples."""
     return list(value) if isinstance(value, tuple) else value
 
 

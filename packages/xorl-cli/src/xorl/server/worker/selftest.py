@@ -1,4 +1,4 @@
-"""A pass on made-up tokens before the first client comes: whether this model trains here at all."""
+"""A self-test at startup: trains a step on random tokens, to check that this model trains on this machine."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ NUM_TOKENS = 64
 
 
 def self_test(worker: Worker) -> None:
-    """Train a model of its own for a step that changes nothing; collective.
+    """Train a temporary model for one step with learning rate 0; collective.
 
-    Raises RuntimeError, on every rank, where that fails or gives a loss or a gradient that is not finite.
+    Raises RuntimeError on every rank if that fails or if the loss or the gradient is not finite.
     """
     vocab_size = worker.base.architecture.config.vocab_size
     length = min(NUM_TOKENS, worker.base.config.sample_packing_sequence_len)
     tokens = np.random.default_rng(0).integers(0, vocab_size, length + 1)
     datum = Datum(Array.of(tokens[:-1].astype(np.int32)), {"target_tokens": Array.of(tokens[1:].astype(np.int64))})
     _run(worker, CreateModel(MODEL_ID))
-    # Every data-parallel rank has something to compute.
+    # One datum for each data-parallel rank.
     loss = _run(worker, ForwardBackward(MODEL_ID, [datum] * worker.base.mesh.dp_size, "cross_entropy"))
     update = _run(worker, OptimStep(MODEL_ID, learning_rate=0.0))
     _run(worker, UnloadModel(MODEL_ID))

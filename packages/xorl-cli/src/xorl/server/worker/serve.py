@@ -1,4 +1,4 @@
-"""The worker's loop: rank 0 receives work and tells the others, all run it, rank 0 answers."""
+"""The worker's loop: rank 0 receives work and broadcasts it, all ranks run it, rank 0 answers."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from xorl.server.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-# Other ranks wait for rank 0 in a collective, which gives up at some time, and notice that way that it is gone.
+# Other ranks wait for rank 0 in a broadcast, whose timeout detects a lost rank 0. An idle rank 0 sends an empty one
+# this often, so that it does not expire.
 IDLE_S = 10.0
 MAX_RESULTS, MAX_RESULT_BYTES = 512, 512 * 2**20
-# Far more samples than can be on their way to the workers at once.
+# Far more than the number of samples that can be in flight at once.
 MAX_CANCELLED = 4096
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Work).decode
 
 
-class Results:
-    """The results of the last operations that succeeded, by id, for an orchestrator that asks for one again."""
+class ResultCache:
+    """The results of the last successful operations by id, in case the orchestrator sends an operation again."""
 
     def __init__(self, *, max_results: int = MAX_RESULTS, max_bytes: int = MAX_RESULT_BYTES) -> None:
         self._max_results = max_results
@@ -36,34 +37,34 @@ class Results:
         self._num_bytes = 0
 
     def add(self, operation_id: str, result: Result) -> None:
-        """Remember one and forget the oldest if there are too many. A failure is not remembered: it may run again."""
+        """Add a result and evict the oldest if there are too many. Failures are not cached: they may be retried."""
         if isinstance(result, Failure):
             return
         size = len(_encode(result))
         self._results[operation_id] = (result, size)
         self._num_bytes += size
         while len(self._results) > 1 and (len(self._results) > self._max_results or self._num_bytes > self._max_bytes):
-            _, (_, gone) = self._results.popitem(last=False)
-            self._num_bytes -= gone
+            _, (_, evicted) = self._results.popitem(last=False)
+            self._num_bytes -= evicted
 
-    def of(self, operation_id: str) -> Result | None:
-        """The result, if it is remembered."""
+    def get(self, operation_id: str) -> Result | None:
+        """The result if it is cached."""
         found = self._results.get(operation_id)
         return None if found is None else found[0]
 
 
-class Cancelled:
-    """The ids of the last operations that were cancelled, also of some that have not come yet or are over.
+class CancelledIds:
+    """The ids of the operations that were cancelled last, including ones that have not arrived or have finished.
 
-    The channel's thread adds to them while the worker's computes and looks.
+    The channel's thread adds ids while the worker's thread checks them.
     """
 
     def __init__(self, *, max_ids: int = MAX_CANCELLED) -> None:
         self._max_ids = max_ids
         self._ids: dict[str, None] = {}
 
-    def take(self, message: Work | Cancel) -> Ok | None:
-        """The answer to a Cancel; None for work, which waits its turn."""
+    def intercept(self, message: Work | Cancel) -> Ok | None:
+        """The answer to a Cancel; None for Work, which is queued."""
         if isinstance(message, Work):
             return None
         self._ids[message.request_id] = None
@@ -75,9 +76,9 @@ class Cancelled:
         return operation_id in self._ids
 
 
-def lead(worker: Worker, server: BlockingServer[Work | Cancel], cancelled: Cancelled) -> None:
-    """Rank 0, until it is asked to shut down; collective with `follow`. cancelled: what takes messages aside."""
-    results = Results()
+def lead(worker: Worker, server: BlockingServer[Work | Cancel], cancelled: CancelledIds) -> None:
+    """Run rank 0 until it is asked to shut down; collective with `follow`. cancelled: intercepts Cancel messages."""
+    results = ResultCache()
     with _garbage(worker) as garbage:
         number = 0
         while True:
@@ -85,7 +86,7 @@ def lead(worker: Worker, server: BlockingServer[Work | Cancel], cancelled: Cance
             if received is None:
                 broadcast_bytes(b"")
                 continue
-            assert isinstance(received.message, Work), "what is cancelled is taken aside"
+            assert isinstance(received.message, Work), "`cancelled` intercepts Cancel"
             done = _do(worker, received.message, results, cancelled)
             received.reply(done)
             number += 1
@@ -95,7 +96,7 @@ def lead(worker: Worker, server: BlockingServer[Work | Cancel], cancelled: Cance
 
 
 def follow(worker: Worker) -> None:
-    """Other ranks: do what rank 0 does, until it shuts down."""
+    """Run another rank: do the same as rank 0 until it shuts down."""
     with _garbage(worker) as garbage:
         number = 0
         while True:
@@ -109,9 +110,9 @@ def follow(worker: Worker) -> None:
                 return
 
 
-def _do(worker: Worker, work: Work, results: Results, cancelled: Cancelled) -> Done:
-    """Run the operations whose results are not remembered."""
-    missing = [index for index, operation_id in enumerate(work.ids) if results.of(operation_id) is None]
+def _do(worker: Worker, work: Work, results: ResultCache, cancelled: CancelledIds) -> Done:
+    """Run the operations whose results are not cached."""
+    missing = [index for index, operation_id in enumerate(work.ids) if results.get(operation_id) is None]
     if missing:
         rest = Work([work.ids[index] for index in missing], [work.operations[index] for index in missing])
         broadcast_bytes(_encode(rest))
@@ -121,8 +122,8 @@ def _do(worker: Worker, work: Work, results: Results, cancelled: Cancelled) -> D
         logger.info("event=answered_again ids=%s", ",".join(work.ids))
     answer: list[Result] = []
     for index, operation_id in enumerate(work.ids):
-        result = found.get(index) or results.of(operation_id)
-        assert result is not None, "either it was done now, or before"
+        result = found.get(index) or results.get(operation_id)
+        assert result is not None, "it is either new or cached"
         answer.append(result)
     for index, result in found.items():
         results.add(work.ids[index], result)

@@ -1,8 +1,8 @@
-"""A model's weights to inference servers, as the orchestrator asks for it: `xorl.train.sync` in the service's words."""
+"""Sends a model's weights to inference servers: adapts the SyncWeights operation to `xorl.train.sync`."""
 
 from __future__ import annotations
 
-from xorl.lora import checkpoint_linears
+from xorl.lora.quantized import checkpoint_linears
 from xorl.server.operations import EndpointSynced, SyncResult, SyncWeights
 from xorl.server.worker.base import Base
 from xorl.server.worker.models import Models
@@ -10,8 +10,8 @@ from xorl.train.export.hf_weights import hf_groups
 from xorl.train.sync import ReceiverAddress, SyncOptions, SyncOutcome, WeightSender, in_block_fp8
 
 
-class Syncing:
-    """Sends models of this worker, an adapter folded into the base; collective."""
+class WeightSyncer:
+    """Sends models of this worker, adapters merged into the base; collective."""
 
     def __init__(self, base: Base, models: Models) -> None:
         self._base = base
@@ -19,12 +19,12 @@ class Syncing:
         self._sender = WeightSender(base.device)
 
     def send(self, operation: SyncWeights) -> SyncResult:
-        """Send a model to the endpoints of the operation, which may fail each for itself.
+        """Send a model to the endpoints of the operation; each endpoint may fail independently.
 
-        Raises ValueError for what cannot be sent, before anything is.
+        Raises ValueError, before anything is sent, if the operation is invalid.
         """
         if not operation.endpoints:
-            raise ValueError("there are no endpoints to send weights to: add one with add_inference_endpoint")
+            raise ValueError("no endpoints to send weights to: add one with add_inference_endpoint")
         options = SyncOptions(
             master_address=operation.master_address,
             master_port=operation.master_port,
@@ -41,7 +41,7 @@ class Syncing:
             base.architecture.recipes(merge_qkv=base.local.model.merge_qkv),
             dtype=base.module.compute_dtype,
             device=base.device,
-            found=None if files is None else files.found,
+            merged_adapters=None if files is None else files.found,
         )
         if operation.quantization is not None:
             groups = in_block_fp8(groups, checkpoint_linears(base.module, operation.quantization.exclude))

@@ -1,7 +1,8 @@
-"""What the worker does for each operation: a method of `Worker`, found by the table at the end of this file.
+"""The worker's operations: each is a method of `Worker`, listed in the table near the end of this file.
 
-Every operation runs on all ranks, in the same order; its result is that of rank 0. One that fails returns a `Failure`
-and has changed nothing; where it had begun to, its model is on no rank any more, and the failure says so.
+Every operation runs on all ranks in the same order; its result is rank 0's. An operation that fails returns a `Failure`
+and changes nothing. If it fails after it began to change a model, that model is dropped on all ranks and the failure
+says so (`model_given_up`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from msgspec.structs import replace
 
 from xorl.ckpt import CheckpointError
-from xorl.core.loss import NUM_TRAINED
+from xorl.core.loss.metrics import NUM_TRAINED
 from xorl.lora import Adam
 from xorl.server.collectives import all_or_none, gather_numbers
 from xorl.server.identifiers import CheckpointRef
@@ -48,13 +49,13 @@ from xorl.server.operations import (
 )
 from xorl.server.worker.adapters import AdapterModels
 from xorl.server.worker.base import Base
-from xorl.server.worker.calls import Call, read_call
+from xorl.server.worker.calls import PassCall, read_call
 from xorl.server.worker.full import WholeModel
 from xorl.server.worker.models import Models, UnknownName, source_name
 from xorl.server.worker.passes import PassRunner
-from xorl.server.worker.sampling import Drawing, Sampling
-from xorl.server.worker.saved_models import AlreadySaved, HalfLoaded, SavedModels
-from xorl.server.worker.syncing import Syncing
+from xorl.server.worker.sampling import SampleCall, WorkerSampler
+from xorl.server.worker.saved_models import AlreadySaved, PartiallyLoaded, SavedModels
+from xorl.server.worker.syncing import WeightSyncer
 
 logger = logging.getLogger(__name__)
 
@@ -62,44 +63,44 @@ ReadT = TypeVar("ReadT")
 
 
 class UnknownModel(UnknownName):
-    """The workers do not hold the model that an operation works on."""
+    """The operation's model does not exist on the workers."""
 
 
 @dataclass
-class Progress:
-    """Of one model: optimizer steps taken, and the passes and trained tokens since the last one."""
+class ModelProgress:
+    """A model's number of optimizer steps, and the numbers of passes and trained tokens since the last one."""
 
     num_steps: int = 0
     num_passes: int = 0
     num_trained: float = 0.0
 
     def forget_gradient(self) -> None:
-        """The accumulated gradient is gone."""
+        """Reset the counts of the accumulated gradient."""
         self.num_passes, self.num_trained = 0, 0.0
 
 
 class Worker:
-    """One rank of the service, with the models on it."""
+    """One rank of the service with its part of the models."""
 
     def __init__(self, base: Base) -> None:
         self.base = base
         self.models: Models = AdapterModels(base) if base.local.lora.enable_lora else WholeModel(base)
         self.saved = SavedModels(base, self.models)
         bank = self.models.bank if isinstance(self.models, AdapterModels) else None
-        self.sampling = Sampling(base, self.models, self.saved, bank)
-        self._syncing = Syncing(base, self.models)
+        self.sampling = WorkerSampler(base, self.models, self.saved, bank)
+        self._syncing = WeightSyncer(base, self.models)
         self._passes = PassRunner(base, self.models.engine, base.local.data.pad_to_multiple_of)
-        self._progress: dict[str, Progress] = {}
-        # The model that is being changed where it is, from when on a failure leaves it neither as it was nor as wanted.
-        self._half_changed: str | None = None
+        self._progress: dict[str, ModelProgress] = {}
+        # The model that the current operation is changing in place: a failure now leaves it in an undefined state.
+        self._partially_changed: str | None = None
 
     def run(self, work: Work, cancelled: Container[str] = ()) -> list[Result]:
-        """The result of each operation, on rank 0; on other ranks a list of that length. Collective.
+        """The result of each operation on rank 0; other ranks return a list of the same length. Collective.
 
-        cancelled: ids of operations that nobody waits for any more, which may become more meanwhile; rank 0's count.
+        cancelled: ids of cancelled operations; may grow during the call. Only rank 0's are used.
         """
         first = work.operations[0]
-        # A Work holds operations of one kind, and of most kinds a single one.
+        # All operations of a Work have the same type; of most types there is only one.
         if isinstance(first, ForwardBackward):
             calls = self._read(work, self._read_call)
             return self._run_groups(work, calls, self._call_groups(calls), self._run_calls)
@@ -110,25 +111,27 @@ class Worker:
         try:
             with all_or_none(type(first).__name__):
                 return [_OPERATIONS[type(first)](self, first, work.ids[0])]
-        except Exception as problem:  # noqa: BLE001 - the client is told, whatever it was, and the others go on
-            return [failure_of(problem) if self._half_changed is None else self._give_up(self._half_changed, problem)]
+        except Exception as problem:  # noqa: BLE001 - every error is reported to its client; the worker keeps running
+            if self._partially_changed is None:
+                return [failure_of(problem)]
+            return [self._drop_model(self._partially_changed, problem)]
         finally:
-            self._half_changed = None
+            self._partially_changed = None
 
-    def _give_up(self, model_id: str, problem: Exception) -> Failure:
-        """Forget a model that an operation has changed on some ranks, or in part: nobody may train on it."""
-        cause = problem.__cause__ if isinstance(problem, HalfLoaded) else problem
+    def _drop_model(self, model_id: str, problem: Exception) -> Failure:
+        """Drop a model that a failed operation has changed partially: it must not be trained further."""
+        cause = problem.__cause__ if isinstance(problem, PartiallyLoaded) else problem
         assert isinstance(cause, Exception)
-        found = failure_of(cause, is_server=True)
+        failure = failure_of(cause, is_server=True)
         self._forget(model_id)
-        again = (
-            f"model {model_id} is made again as it was before this call, and the call may be tried again; what "
-            "was kept of it in memory to sample from is to be saved again"
+        advice = (
+            f"model {model_id} is rebuilt as it was before this call, which may be retried; weights that were kept in "
+            "memory for its samplers must be saved again"
         )
-        return replace(found, message=f"{found.message}; {again}", model_given_up=True)
+        return replace(failure, message=f"{failure.message}; {advice}", model_given_up=True)
 
     def _read(self, work: Work, read: Callable[[Any, str], ReadT]) -> list[ReadT | Failure]:
-        """Each operation checked and ready to run, or its failure; the same on every rank."""
+        """Each operation validated by `read`, or its failure; the same on every rank."""
         found: list[ReadT | Failure] = []
         for operation, operation_id in zip(work.operations, work.ids, strict=True):
             try:
@@ -144,7 +147,7 @@ class Worker:
         groups: Sequence[Sequence[int]],
         run: Callable[[list[ReadT]], Sequence[Result]],
     ) -> list[Result]:
-        """Run each group of operations in one pass. A group that fails does not affect the others."""
+        """Run each group of operations in one pass. If a group fails, the others still run."""
         results: dict[int, Result] = {index: one for index, one in enumerate(read) if isinstance(one, Failure)}
         for members in groups:
             chosen = [one for one in (read[index] for index in members) if not isinstance(one, Failure)]
@@ -152,12 +155,12 @@ class Worker:
                 with all_or_none(type(work.operations[0]).__name__):
                     found = run(chosen)
             except Exception as problem:  # noqa: BLE001 - as in `run`
-                # A fault of a client would have been found by `_read`.
+                # `_read` has already found the errors of clients.
                 found = [failure_of(problem, is_server=True)] * len(members)
             results |= zip(members, found, strict=True)
         return [results[index] for index in range(len(read))]
 
-    def _read_call(self, operation: ForwardBackward, _: str) -> Call:
+    def _read_call(self, operation: ForwardBackward, _: str) -> PassCall:
         self._require(operation.model_id)
         config = self.base.config
         vocab_size = self.base.architecture.config.vocab_size
@@ -165,11 +168,11 @@ class Worker:
         most = self.base.architecture.config.max_position_embeddings
         longest = max(len(example.tokens) for example in call.examples)
         if longest > most and self.base.architecture.config.rope is None:
-            raise ValueError(f"a datum has {longest} tokens, and the model has positions for {most}")
+            raise ValueError(f"a datum has {longest} tokens, but the model has only {most} positions")
         return call
 
-    def _call_groups(self, calls: Sequence[Call | Failure]) -> list[list[int]]:
-        """The calls that share a pass: those with the same key, of different models, and no more models than fit."""
+    def _call_groups(self, calls: Sequence[PassCall | Failure]) -> list[list[int]]:
+        """The calls that share a pass: same key, different models, at most `max_per_pass`."""
         groups: dict[tuple[object, ...], list[int]] = {}
         seen: Counter[object] = Counter()
         for index, call in enumerate(calls):
@@ -180,7 +183,7 @@ class Worker:
             groups.setdefault((*key, (seen[key] - 1) // self.models.max_per_pass), []).append(index)
         return list(groups.values())
 
-    def _run_calls(self, calls: Sequence[Call]) -> Sequence[Result]:
+    def _run_calls(self, calls: Sequence[PassCall]) -> Sequence[Result]:
         self.sampling.before_training()
         outcomes = self._passes.run(calls)
         for call, outcome in zip(calls, outcomes, strict=True):
@@ -189,23 +192,23 @@ class Worker:
                 self._progress[call.model_id].num_trained += outcome.metrics[NUM_TRAINED]
         return [outcome.result for outcome in outcomes]
 
-    def _read_sample(self, operation: Sample, operation_id: str) -> Drawing:
+    def _read_sample(self, operation: Sample, operation_id: str) -> SampleCall:
         source = self.sampling.source_of(operation.sampler)
         request = self.sampling.request(operation, operation_id, source)
         self.sampling.check(request)
-        return Drawing(operation_id, request, source)
+        return SampleCall(operation_id, request, source)
 
-    def _sample_groups(self, samples: Sequence[Drawing | Failure]) -> list[list[int]]:
+    def _sample_groups(self, samples: Sequence[SampleCall | Failure]) -> list[list[int]]:
         groups: dict[str | None, list[int]] = {}
         for index, sample in enumerate(samples):
             if not isinstance(sample, Failure):
                 groups.setdefault(None if self.models.samples_together else sample.source, []).append(index)
         return list(groups.values())
 
-    def _run_samples(self, samples: Sequence[Drawing], cancelled: Container[str]) -> Sequence[Result]:
+    def _run_samples(self, samples: Sequence[SampleCall], cancelled: Container[str]) -> Sequence[Result]:
         return self.sampling.run(samples, cancelled)
 
-    def _require(self, model_id: str) -> Progress:
+    def _require(self, model_id: str) -> ModelProgress:
         if model_id not in self._progress:
             raise UnknownModel(f"there is no model {model_id!r} on the workers")
         return self._progress[model_id]
@@ -215,19 +218,19 @@ class Worker:
         del self._progress[model_id]
 
     def _changed(self, model_id: str) -> None:
-        """Tell the sampler that the weights of a model changed. Adapters are sampled from copies, which did not."""
+        """Notify the sampler that a model's weights changed. Snapshots of adapters are copies and do not change."""
         if self.models.lora(model_id) is None:
             self.sampling.changed()
 
     def create_model(self, operation: CreateModel, _: str) -> ModelCreated:
         model_id, start = operation.model_id, operation.checkpoint
         if model_id in self._progress:
-            raise ValueError(f"there is a model {model_id!r} already")
-        progress = Progress()
+            raise ValueError(f"model {model_id!r} already exists")
+        progress = ModelProgress()
         try:
-            # A rank that fails alone must not leave the model on the others, nor meet them in half a collective.
-            with all_or_none("making the model"):
-                saved = None if start is None else self.saved.described(start)
+            # If one rank fails, the others must not keep the model or wait for it in a collective.
+            with all_or_none("creating the model"):
+                saved = None if start is None else self.saved.describe(start)
                 self.models.create(model_id, operation.lora, saved)
             with all_or_none("reading the checkpoint"):
                 if start is not None:
@@ -250,7 +253,7 @@ class Worker:
         progress = self._require(operation.model_id)
         config = self.base.config
         if not operation.grad_clip_norm >= 0:
-            raise ValueError(f"grad_clip_norm is 0 for none or a norm, got {operation.grad_clip_norm}")
+            raise ValueError(f"grad_clip_norm must be 0 (no clipping) or more, got {operation.grad_clip_norm}")
         adam = Adam(
             operation.learning_rate,
             (operation.beta1, operation.beta2),
@@ -258,12 +261,12 @@ class Worker:
             operation.weight_decay,
         )
         if not progress.num_passes:
-            # Without a gradient, Adam would still move the weights, by its momentum.
-            nothing = {"grad_norm": 0.0, "step": float(progress.num_steps), "skipped": 1.0, "no_gradient": 1.0}
-            return OptimResult(nothing | {"learning_rate": operation.learning_rate})
+            # Without a gradient, Adam would still move the weights by its momentum.
+            skipped = {"grad_norm": 0.0, "step": float(progress.num_steps), "skipped": 1.0, "no_gradient": 1.0}
+            return OptimResult(skipped | {"learning_rate": operation.learning_rate})
         divisor = max(progress.num_trained, 1.0) if config.grad_normalization == "token_mean" else 1.0
-        # All ranks come here or none: what was asked for and what they have done are the same.
-        self._half_changed = operation.model_id
+        # All ranks get here or none, since operation and progress are the same on all.
+        self._partially_changed = operation.model_id
         update = self.models.step(
             operation.model_id,
             adam,
@@ -271,9 +274,8 @@ class Worker:
             operation.grad_clip_norm or None,
             with_norms=config.log_gradient_norms,
         )
-        scalars = torch.stack([update.grad_norm, update.skipped, *update.norms.values()]).tolist()
-        norm, skipped, *norms = scalars
-        progress.num_steps += not skipped
+        norm, is_skipped, *norms = torch.stack([update.grad_norm, update.skipped, *update.norms.values()]).tolist()
+        progress.num_steps += not is_skipped
         num_trained = progress.num_trained
         progress.forget_gradient()
         self._changed(operation.model_id)
@@ -281,10 +283,10 @@ class Worker:
             "grad_norm": norm,
             "learning_rate": operation.learning_rate,
             "step": float(progress.num_steps),
-            "skipped": skipped,
+            "skipped": is_skipped,
             "num_trained_tokens": num_trained,
         }
-        by_kind = {f"grad_norm/{kind}": own / divisor for kind, own in zip(update.norms, norms, strict=True)}
+        by_kind = {f"grad_norm/{kind}": total / divisor for kind, total in zip(update.norms, norms, strict=True)}
         return OptimResult(metrics | by_kind)
 
     def abort_gradients(self, operation: AbortGradients, _: str) -> GradientsAborted:
@@ -312,8 +314,8 @@ class Worker:
         progress = self._require(operation.model_id)
         try:
             num_steps = self.saved.load(operation.model_id, operation.checkpoint, with_optimizer=operation.optimizer)
-        except HalfLoaded:
-            self._half_changed = operation.model_id
+        except PartiallyLoaded:
+            self._partially_changed = operation.model_id
             raise
         progress.num_steps = num_steps
         progress.forget_gradient()
@@ -324,13 +326,13 @@ class Worker:
         progress = self._require(operation.model_id)
         if operation.name is None:
             if operation.sampler_id is None:
-                raise ValueError("weights are kept for a sampler by its id, or saved under a name: give one of them")
+                raise ValueError("save_weights_for_sampler needs a name or a sampler_id")
             source = source_name(operation.model_id, operation.sampler_id)
             try:
                 with all_or_none("keeping the weights"):
-                    self.models.keep(operation.model_id, operation.sampler_id)
+                    self.models.snapshot(operation.model_id, operation.sampler_id)
             except BaseException:
-                self.models.release(source)
+                self.models.release_source(source)
                 raise
             self.sampling.changed(source)
             return Saved(None, operation.sampler_id)
@@ -363,7 +365,7 @@ class Worker:
                 used.append(row[0])
                 total.append(row[1])
         most = self.base.architecture.config.max_position_embeddings
-        return HealthResult(self.base.place.world_size, used, total, most)
+        return HealthResult(self.base.runtime.world_size, used, total, most)
 
     def shut_down(self, _: Shutdown, __: str) -> ShutdownResult:
         return ShutdownResult()
@@ -387,15 +389,17 @@ _OPERATIONS: Mapping[type[Operation], Callable[[Worker, Any, str], Result]] = Ma
 
 
 def failure_of(problem: Exception, *, is_server: bool = False) -> Failure:
-    """The failure that a client gets for an exception. is_server: never blame the client."""
+    """The failure that reports an exception to the client. is_server: never an error of the client."""
     for kind, status in ((UnknownName, 404), (AlreadySaved, 409), (ValueError, 400), (CheckpointError, 400)):
         if isinstance(problem, kind) and not is_server:
             return Failure("user", status, str(problem), model_given_up=isinstance(problem, UnknownModel))
     logger.error("event=operation_failed error=%r", problem, exc_info=problem)
     if os.strerror(errno.ENOSPC) in str(problem):
-        return Failure("server", 507, f"{problem}: delete checkpoints, or make room on the service's disk")
+        return Failure("server", 507, f"{problem}: delete checkpoints or free space on the service's disk")
     if isinstance(problem, torch.OutOfMemoryError):
         torch.cuda.empty_cache()
-        reason = "the GPUs ran out of memory: send less at once, or lower sample_packing_sequence_len of the service"
+        reason = (
+            "the GPUs ran out of memory: send fewer tokens per call or lower the service's sample_packing_sequence_len"
+        )
         return Failure("server", 500, f"{reason} ({str(problem).splitlines()[0]})")
     return Failure("server", 500, f"{type(problem).__name__}: {problem}")

@@ -1,1 +1,1 @@
-"""Adapters of a run: put into its model, read from PEFT's files and written as such."""
+"""The adapters of a run: adding them to its model, and reading and writing them in PEFT's format."""

@@ -1,4 +1,4 @@
-"""A folder with an adapter in PEFT's format, of whoever wrote it: found, read, and held against a base model."""
+"""Reads an adapter in PEFT's format from a folder, and checks that it fits a base model."""
 
 from __future__ import annotations
 
@@ -9,34 +9,19 @@ from pathlib import Path
 
 from torch import nn
 
-from xorl.ckpt import (
-    CheckpointError,
-    CheckpointFailure,
-    SafetensorsSource,
-    WeightRecipe,
-    is_complete,
-    load_weights,
-    resolve_folder,
-    verify,
-)
-from xorl.lora import base_parameters
-from xorl.lora.peft import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    AdapterConfig,
-    AdapterLayout,
-    ReplacedTensors,
-    differences,
-    load_adapters,
-    read_layout,
-)
+from xorl.ckpt import CheckpointError, CheckpointFailure, SafetensorsSource, WeightRecipe, load_weights, resolve_folder
+from xorl.ckpt.layout import is_complete, verify
+from xorl.lora.inject import base_parameters
+from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE, AdapterConfig, differences, load_adapters, read_layout
+from xorl.lora.peft.layout import AdapterLayout, ReplacedTensors
 
-_SHOWN = 5
+# How many differences a message lists.
+_MAX_LISTED = 5
 
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """An adapter that was read and is whole; `option` is how the user named it, for messages."""
+    """A complete adapter that was read from a folder; `option` is for error messages."""
 
     option: str
     folder: Path
@@ -45,26 +30,26 @@ class AdapterFolder:
 
     @property
     def base(self) -> str | None:
-        """The base model that it says it is for."""
+        """The base model named in its configuration."""
         return self.layout.config.base
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether there is an adapter in this folder."""
+    """Whether this folder holds an adapter."""
     return (folder / CONFIG_FILE).is_file()
 
 
 def open_adapter(option: str, path: str) -> AdapterFolder:
-    """The adapter in a folder, or in a repository of the Hub. Not collective: every rank reads it.
+    """Open the adapter in a folder or a Hub repository. Not collective: every rank reads it.
 
-    Raises ValueError that begins with `option` and names the file where it is none, not whole, or of a kind that is not
-    built; CheckpointFailure where the Hub cannot be reached. Of a checkpoint of ours, hashes are checked.
+    The hashes of an xorl checkpoint are checked. Raises ValueError, which begins with `option` and names the file, if
+    there is no adapter, or it is incomplete or of an unsupported kind; CheckpointFailure if the Hub cannot be reached.
     """
     try:
         folder = resolve_folder(path, patterns=(CONFIG_FILE, WEIGHTS_FILE))
         file = folder / CONFIG_FILE
         if not file.is_file():
-            raise CheckpointError(f"{folder} holds no adapter: there is no {CONFIG_FILE} in it")
+            raise CheckpointError(f"{folder} holds no adapter: it has no {CONFIG_FILE}")
         if is_complete(folder):
             verify(folder, names=(CONFIG_FILE, WEIGHTS_FILE))
         source = SafetensorsSource(folder, single_file=WEIGHTS_FILE)
@@ -85,39 +70,38 @@ def open_adapter(option: str, path: str) -> AdapterFolder:
 
 
 def load_adapter(module: nn.Module, adapter: AdapterFolder, recipes: Mapping[str, WeightRecipe]) -> None:
-    """Give a model, whole or sharded, with adapters of `adapter.layout.spec` their values; collective.
+    """Load the values of adapters into a model, whole or sharded, that has adapters of its spec. Collective.
 
-    The base's weights must be there. Tensors of the base that the file brings take the place of the base's own.
+    The base must be loaded before: tensors of the base in the adapter's file replace its weights.
     """
     replaced = ReplacedTensors(adapter.layout, adapter.source)
-    held = set(replaced.names())
-    brought = {name: recipe for name, recipe in recipes.items() if held.issuperset(recipe.sources)}
-    if held:
+    names = set(replaced.names())
+    replaced_recipes = {name: recipe for name, recipe in recipes.items() if names.issuperset(recipe.sources)}
+    if names:
         parameters = base_parameters(module)
-        load_weights({name: parameters[name] for name in brought}, brought, replaced, mode="all_ranks")
+        load_weights(
+            {name: parameters[name] for name in replaced_recipes}, replaced_recipes, replaced, mode="all_ranks"
+        )
     load_adapters(module, adapter.layout, adapter.source)
 
 
 def check_shapes(adapter: AdapterFolder, base_option: str, base: str, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raise ValueError unless an adapter fits a base model whose tensors have these names and shapes.
-
-    It names the options and the file, and says which layers differ in what.
-    """
+    """Raise ValueError, with the differences, unless an adapter fits a base model with tensors of these shapes."""
     problems = differences(adapter.layout, shapes)
     if not problems:
         return
-    named = f" for {adapter.base}" if adapter.base else ""
-    told = "\n  ".join([*problems[:_SHOWN], *([f"... and {len(problems) - _SHOWN} more"] * (len(problems) > _SHOWN))])
+    for_base = f" for {adapter.base}" if adapter.base else ""
+    more = [f"... and {len(problems) - _MAX_LISTED} more"] * (len(problems) > _MAX_LISTED)
     raise ValueError(
-        f"{adapter.option}: the adapter in {adapter.folder / WEIGHTS_FILE} was made{named} and does not fit {base}, "
-        f"which {base_option} names ({len(problems)} differences)\n  {told}"
+        f"{adapter.option}: the adapter in {adapter.folder / WEIGHTS_FILE} was made{for_base} and does not fit {base}, "
+        f"which {base_option} names ({len(problems)} differences)\n  " + "\n  ".join([*problems[:_MAX_LISTED], *more])
     )
 
 
 def check_name(adapter: AdapterFolder, base_option: str, base: str | None) -> None:
-    """Raise ValueError where an adapter says that its base has another name: two models may have the same shapes.
+    """Raise ValueError if an adapter names another base: different models may have the same shapes.
 
-    A base of None is drawn at random.
+    A base of None has random weights.
     """
     if adapter.base is None or (base is not None and is_same_base(adapter.base, base)):
         return
@@ -129,17 +113,17 @@ def check_name(adapter: AdapterFolder, base_option: str, base: str | None) -> No
 
 
 def is_same_base(one: str, other: str) -> bool:
-    """Whether two names may mean the same weights: ids, or folders that may have been copied or moved.
+    """Whether two names, each a Hub id or a folder that may have been copied or moved, can mean the same weights.
 
-    Two folders that are both here must be one. Of a folder that is not here, and of an id, the last part of the name is
-    what a copy keeps.
+    Two existing folders must be the same folder. Otherwise the last parts of the names are compared, which a copy
+    keeps.
     """
     first, second = Path(one).expanduser(), Path(other).expanduser()
     if first.is_dir() and second.is_dir():
         return first.samefile(second)
-    return _own_name(first) == _own_name(second)
+    return _model_name(first) == _model_name(second)
 
 
-def _own_name(path: Path) -> str:
-    """The last part of a name; of a folder in the Hub's cache, models--ORG--NAME/snapshots/COMMIT, that of its id."""
+def _model_name(path: Path) -> str:
+    """The last part of a path; for a folder in the Hub's cache, models--ORG--NAME/snapshots/COMMIT, it is NAME."""
     return path.parent.parent.name.rpartition("--")[2] if path.parent.name == "snapshots" else path.name

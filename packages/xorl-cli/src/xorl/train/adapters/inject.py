@@ -1,4 +1,4 @@
-"""Puts the adapters of the configuration's lora section into a model, and merges them while training."""
+"""Adds the adapters of the lora section to a model, and merges them into it while training."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from dataclasses import replace
 
 import torch
 
-from xorl.config import LoraConfig
-from xorl.core.models import Decoder, DecoderConfig, matmul_parameters, training_flops
+from xorl.config.local import LoraConfig
+from xorl.core.models import Decoder, DecoderConfig, training_flops
+from xorl.core.models.flops import matmul_parameters
 from xorl.core.nn import Linear
 from xorl.core.parallel import ParallelModel
-from xorl.lora import AdapterSpec, adapter_parameters, adapters, fold_, init_adapters, inject
+from xorl.lora import AdapterSpec, adapter_parameters, adapters, init_adapters, inject
+from xorl.lora.merge import fold_
 from xorl.train.adapters.folder import AdapterFolder, open_adapter
 
 logger = logging.getLogger(__name__)
 
-# An AdapterSpec's fields whose options have other names; its messages begin with the field.
+# Fields of AdapterSpec and their options, if the names differ: its error messages begin with the field.
 OPTIONS = {"targets": "lora_target_modules", "rank": "lora_rank", "alpha": "lora_alpha", "dropout": "lora_dropout"}
 
 
@@ -28,9 +30,9 @@ def starting_adapter(lora: LoraConfig) -> AdapterFolder | None:
 
 
 def adapter_spec(lora: LoraConfig, default_targets: tuple[str, ...]) -> AdapterSpec | None:
-    """The adapters that `lora` asks for, on `default_targets` if it names none; None if it wants no adapters.
+    """The adapters of the lora section, on `default_targets` if it names no targets; None without adapters.
 
-    If training starts from an existing adapter, its files decide everything but the dropout.
+    If training starts from an existing adapter, its files determine everything but the dropout.
     """
     if not lora.enable_lora:
         return None
@@ -54,9 +56,9 @@ def adapter_spec(lora: LoraConfig, default_targets: tuple[str, ...]) -> AdapterS
 
 
 def add_adapters(module: Decoder, lora: LoraConfig, default_targets: tuple[str, ...]) -> None:
-    """Put the adapters of `lora`, if it asks for any, into a model that is not placed yet, and freeze the rest.
+    """Add the adapters of the lora section, if any, to a model that is not parallelized yet, and freeze the rest.
 
-    For a sweep this only freezes the base: its adapters are in a bank, which is made once the model is placed.
+    For a sweep this only freezes the base: its adapters are in a bank, which is made after the model is parallelized.
 
     Raises ValueError that begins with the option at fault.
     """
@@ -71,7 +73,7 @@ def add_adapters(module: Decoder, lora: LoraConfig, default_targets: tuple[str, 
         if str(error).startswith("lora.adapter_path"):
             raise
         if lora.adapter_path is not None:
-            # What the message names is said by the adapter's files, not by options.
+            # The field at fault is from the adapter's files, not from an option.
             raise ValueError(f"lora.adapter_path: {lora.adapter_path}: {error}") from error
         message = str(error)
         field = re.split(r"\W", message, maxsplit=1)[0]
@@ -79,9 +81,12 @@ def add_adapters(module: Decoder, lora: LoraConfig, default_targets: tuple[str, 
 
 
 def flops_of(config: DecoderConfig, module: Decoder) -> Callable[[Sequence[int]], int]:
-    """What a step on documents of given lengths takes, in floating-point operations: see `training_flops`."""
-    beside = [adapter for adapter in adapters(module).values() if not adapter.is_embedding]
-    num_added = sum(adapter.A.numel() + adapter.B.numel() for adapter in beside)
+    """Returns a function from lengths of documents to the floating-point operations of a step on them.
+
+    See `training_flops`.
+    """
+    linear_adapters = [adapter for adapter in adapters(module).values() if not adapter.is_embedding]
+    num_added = sum(adapter.A.numel() + adapter.B.numel() for adapter in linear_adapters)
     trained = sum(
         layer.weight.numel()
         for layer in module.modules()
@@ -98,10 +103,10 @@ def flops_of(config: DecoderConfig, module: Decoder) -> Callable[[Sequence[int]]
 
 
 class AdapterMerging:
-    """Merges adapters into the base every `interval` steps and starts them anew (ReLoRA, arXiv:2307.05695).
+    """Merges adapters into the base every `interval` steps and reinitialises them (ReLoRA, arXiv:2307.05695).
 
-    This is done before the next step, not after the last one. So a checkpoint in between holds adapters that have
-    learnt something, and a run that is resumed from it merges at the same place.
+    It merges before the next step rather than after the last one, so a checkpoint in between holds trained adapters,
+    and a run resumed from it merges at the same step.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""A benchmark: training steps of xorl and of other trainers in turn, timed, and the record of what they took."""
+"""`xorl bench`: times training steps of xorl and of other trainers in turn, and records the results."""

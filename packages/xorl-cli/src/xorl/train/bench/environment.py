@@ -1,4 +1,4 @@
-"""environment(): the machine and the versions that a measurement was made with."""
+"""environment(): the machine and the package versions that a measurement was taken with."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DISTRIBUTIONS = ("torch", "triton", "transformers", "liger-kernel", "flash-attn"
 
 
 def environment() -> dict[str, str | int | None]:
-    """Names to values; None for what is not there. `commit` is that of the checkout xorl runs from, if it is one."""
+    """Name -> value, None if unknown. `commit` is that of the git checkout xorl runs from, if there is one."""
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         "gpus": ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or None,
@@ -45,7 +45,7 @@ def _driver() -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit, with + where files differ from it."""
+    """The short commit hash, followed by + if tracked files were modified."""
     folder = Path(__file__).parent
     try:
         commit = _git(folder, "rev-parse", "--short=10", "HEAD")

@@ -1,4 +1,4 @@
-"""summarise(): which kernels a profiled step spent its time in, and where the GPU had none to run."""
+"""summarise(): which kernels a profiled step spent its time in, and where the GPU was idle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOP_GAPS = 15
 
 @dataclass(frozen=True)
 class KernelTime:
-    """A kernel by name (on a CPU, an operator): how often it ran and how long in all."""
+    """Number of calls and total time of one kernel (on a CPU, of one operator)."""
 
     name: str
     count: int
@@ -24,8 +24,8 @@ class KernelTime:
 
 
 @dataclass(frozen=True)
-class Gap:
-    """A stretch in which no kernel ran, after one and before another."""
+class IdleGap:
+    """A time span without a running kernel, and the kernels before and after it."""
 
     ms: float
     after: str
@@ -34,33 +34,34 @@ class Gap:
 
 @dataclass(frozen=True)
 class KernelSummary:
-    """One step. span_ms: from the first kernel to the end of the last. busy_ms: of that, with any kernel running.
+    """The kernels of one step.
 
-    Kernels on several streams at once count each in `kernels`, and once in busy_ms.
+    span_ms: from the start of the first kernel to the end of the last. busy_ms: the part of it in which at least one
+    kernel ran. Kernels that overlap on several streams count in full in `kernels`, but only once in busy_ms.
     """
 
     device: str
     span_ms: float
     busy_ms: float
     kernels: Sequence[KernelTime]
-    gaps: Sequence[Gap]
+    gaps: Sequence[IdleGap]
 
 
 def summarise(recorded: profile) -> KernelSummary:
-    """The kernels and gaps of what `recorded` holds, the longest first; operators where there is no GPU."""
+    """The kernels and idle gaps of a profile, longest first; operators and no gaps if nothing ran on a GPU."""
     events = recorded.events() or []
     on_gpu = [event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation]
     if not on_gpu:
         return _operators(events)
     kernels = sorted(on_gpu, key=lambda event: event.time_range.start)
     totals: dict[str, list[float]] = defaultdict(list)
-    gaps: list[Gap] = []
+    gaps: list[IdleGap] = []
     busy_us, end, last = 0.0, kernels[0].time_range.start, kernels[0].name
     for kernel in kernels:
         begin, finish = kernel.time_range.start, kernel.time_range.end
         totals[kernel.name].append(finish - begin)
         if begin > end:
-            gaps.append(Gap((begin - end) / 1000, last, kernel.name))
+            gaps.append(IdleGap((begin - end) / 1000, last, kernel.name))
         if finish > end:
             busy_us += finish - max(begin, end)
             end, last = finish, kernel.name

@@ -1,4 +1,4 @@
-"""Whether a benchmark's model plainly cannot fit, found before it is filled: a full host kills without a word."""
+"""Refuses a benchmark whose model cannot fit, before it is allocated: an out-of-memory kill leaves no message."""
 
 from __future__ import annotations
 
@@ -15,50 +15,56 @@ from xorl.train.build import build_engine
 from xorl.train.engine import Engine
 from xorl.train.step_memory import kept_bytes
 
-# What a container may take, where it is limited.
-_LIMIT = Path("/sys/fs/cgroup/memory.max")
+# The memory limit of a container (cgroup v2); "max" if it has none.
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_HOST = "this machine"
 
 
-def build_engine_that_fits(config: Config, architecture: Architecture, mesh: Mesh, device: torch.device) -> Engine:
-    """`build_engine`; collective. Raises ValueError, with the numbers, where the memory plainly does not suffice."""
+def build_engine_if_it_fits(config: Config, architecture: Architecture, mesh: Mesh, device: torch.device) -> Engine:
+    """`build_engine`, collective. Raises ValueError, with the sizes, if the device or host memory is too small."""
     if config.train.enable_cpu_offload:
-        # The host keeps it then, and one that is virtual may give more, as it is used, than it says it has.
+        # The state is kept on the host, and a virtual machine may provide more memory on demand than it reports.
         return build_engine(config, architecture, mesh, device)
     if device.type == "cpu":
-        has, sharing, where = _host_bytes(), runtime.world_size() // runtime.num_hosts(), "this machine"
+        available, num_ranks, owner = _host_bytes(), runtime.world_size() // runtime.num_hosts(), _HOST
     else:
-        has, sharing, where = torch.cuda.get_device_properties(device).total_memory, 1, str(device)
-    refusal = memory_refusal(config, architecture, mesh.dims, has=has, sharing=sharing, where=where)
+        available, num_ranks, owner = torch.cuda.get_device_properties(device).total_memory, 1, str(device)
+    refusal = memory_refusal(
+        config, architecture, mesh.dims, available_bytes=available, num_ranks=num_ranks, owner=owner
+    )
     if refusal is not None:
         raise ValueError(refusal)
     return build_engine(config, architecture, mesh, device)
 
 
 def memory_refusal(
-    config: Config, architecture: Architecture, dims: ParallelDims, *, has: int, sharing: int, where: str
+    config: Config, architecture: Architecture, dims: ParallelDims, *, available_bytes: int, num_ranks: int, owner: str
 ) -> str | None:
-    """Why `has` bytes, which so many ranks share, cannot hold what is kept besides activations; None where they can."""
+    """An error message if parameters, gradients and optimizer state exceed `available_bytes`; None if they fit.
+
+    num_ranks: the ranks that share this memory. owner: the host or device it belongs to, for the message.
+    """
     train, lora = config.train, config.lora
-    needed = sharing * kept_bytes(config, architecture, dims)
-    if needed <= has:
+    needed = num_ranks * kept_bytes(config, architecture, dims)
+    if needed <= available_bytes:
         return None
-    ways = ["a smaller shape"]
+    remedies = ["a smaller shape"]
     if train.param_dtype == "fp32" and not lora.enable_lora and train.enable_mixed_precision:
-        ways.append("--train.param_dtype bf16")
+        remedies.append("--train.param_dtype bf16")
     if not lora.enable_lora:
-        ways.append("--lora.enable_lora true")
-    if where != "this machine":
-        ways.append("more GPUs, with --train.data_parallel_mode fsdp2")
-    ranks = f" of {sharing} ranks" * (sharing > 1)
+        remedies.append("--lora.enable_lora true")
+    if owner != _HOST:
+        remedies.append("more GPUs, with --train.data_parallel_mode fsdp2")
+    ranks = f" of {num_ranks} ranks" * (num_ranks > 1)
     return (
         f"model: parameters, gradients and optimizer state{ranks} take {needed / 2**30:.1f} GiB (param_dtype "
-        f"{train.param_dtype}, optimizer {train.optimizer}), and {where} has {has / 2**30:.1f} GiB, which activations "
-        f"have to share; take {', or '.join(ways)}"
+        f"{train.param_dtype}, optimizer {train.optimizer}), and {owner} has {available_bytes / 2**30:.1f} GiB, which "
+        f"must also hold activations; use {', or '.join(remedies)}"
     )
 
 
 def _host_bytes() -> int:
-    """The memory of this host, or what a container leaves of it."""
+    """The memory of this host, or the container's limit if that is lower."""
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _LIMIT.read_text().strip() if _LIMIT.is_file() else "max"
+    limit = _CGROUP_LIMIT.read_text().strip() if _CGROUP_LIMIT.is_file() else "max"
     return min(installed, int(limit)) if limit.isdecimal() else installed

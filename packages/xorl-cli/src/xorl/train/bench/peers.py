@@ -1,9 +1,9 @@
-"""Other trainers in xorl's place in a benchmark: transformers, with Liger's kernels, FlashAttention 4 or compilation.
+"""Peers: other trainers to benchmark beside xorl, namely transformers with Liger, FlashAttention 4 or compilation.
 
-Where the configuration trains adapters, so do peers, by PEFT.
+If the configuration trains adapters, peers train them with PEFT.
 
-A peer is an engine: it takes the same batches and the same schedule, and does with them what its users would do. It
-draws its own weights, steps with torch's fused AdamW and clips with torch's own function.
+A peer implements the engine's interface: it gets the same batches and learning rates as xorl, and uses them the way
+its own users would. It initialises its own weights, steps with torch's fused AdamW and clips with torch's function.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from xorl.config import Config, LoraConfig
+from xorl.config import Config
+from xorl.config.local import LoraConfig
 from xorl.core.loss import LossFn, LossOutput
 from xorl.core.mesh import Mesh
-from xorl.core.models import matmul_parameters, training_flops
-from xorl.core.optim import WideAccumulation
-from xorl.core.parallel import ParallelModel, replicate, shard
+from xorl.core.models import training_flops
+from xorl.core.models.flops import matmul_parameters
+from xorl.core.optim import Fp32Accumulation
+from xorl.core.parallel import ParallelModel
+from xorl.core.parallel.ddp import replicate
+from xorl.core.parallel.fsdp import shard
 from xorl.data import PackedBatch
 from xorl.kernels.attention import AttentionFn, AttentionRequest, resolve_attention
 from xorl.kernels.layout import SequenceLayout
@@ -39,42 +43,44 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 BASE = "transformers"
-# What may follow it, and the module that has to be installed for it.
+# Suffixes of a peer's name -> the module that must be installed for it.
 PARTS: dict[str, str | None] = {"liger": "liger_kernel", "fa4": None, "compile": None, "autocast": None}
-# Parts that are attention backends of xorl's.
+# The parts that use one of xorl's attention backends.
 BACKENDS = {"fa4": "flash_attention_4"}
 
 
 @dataclass(frozen=True)
 class Peer:
-    """`transformers` with the parts that its name gives: transformers-liger-fa4."""
+    """`transformers` with the parts listed in its name, such as transformers-liger-fa4."""
 
     name: str
     parts: frozenset[str]
 
     @classmethod
     def parse(cls, name: str) -> Peer:
-        """Read a name. Raises ValueError for one that is not known."""
+        """Parse a name. Raises ValueError if it is unknown."""
         base, *parts = name.split("-")
         if base != BASE or not set(parts) <= set(PARTS) or len(set(parts)) != len(parts):
             known = ", ".join(f"-{part}" for part in PARTS)
-            raise ValueError(f"--peers {name}: want {BASE}, followed by any of {known}, such as {BASE}-liger-fa4")
+            raise ValueError(
+                f"--peers {name}: unknown peer; use {BASE}, followed by any of {known}, such as {BASE}-liger-fa4"
+            )
         return cls(name, frozenset(parts))
 
     @property
     def backend(self) -> str | None:
-        """The attention of xorl's that it runs instead of transformers' own."""
+        """The attention backend of xorl that replaces transformers' own, if any."""
         return next((BACKENDS[part] for part in BACKENDS if part in self.parts), None)
 
-    def absence(self, config: Config, architecture: Architecture) -> str | None:
-        """Why it cannot run this here; None where it can."""
+    def unavailable_reason(self, config: Config, architecture: Architecture) -> str | None:
+        """Why this peer cannot run the configuration on this machine; None if it can."""
         for part, module in PARTS.items():
             if part in self.parts and module is not None and find_spec(module) is None:
                 return f"{module} is not installed"
         if config.lora.enable_lora and find_spec("peft") is None:
             return "peft is not installed"
         if "liger" in self.parts and not torch.cuda.is_available():
-            return "its kernels need a GPU"
+            return "Liger's kernels need a GPU"
         if self.backend is not None:
             try:
                 resolve_attention(self.backend, _request(config, architecture))
@@ -84,7 +90,7 @@ class Peer:
 
     @contextmanager
     def engine_maker(self) -> Iterator[EngineMaker]:
-        """What makes its engine, to be used while entered: Liger changes transformers' modules, which is undone."""
+        """Yields the function that builds its engine. On exit, Liger's patches of transformers' modules are undone."""
         patched: list[AbstractContextManager[None]] = []
 
         def make(config: Config, architecture: Architecture, mesh: Mesh, device: torch.device) -> Engine:
@@ -102,8 +108,8 @@ class Peer:
                 patched.pop().__exit__(None, None, None)
 
 
-def settings_of_peers(config: Config) -> str:
-    """What every peer trains with, whatever xorl's optimizer and precision are."""
+def peer_settings(config: Config) -> str:
+    """The optimizer and precision of every peer, which may differ from those of xorl."""
     train = config.train
     parts = [
         "torch's fused AdamW",
@@ -126,32 +132,32 @@ def _request(config: Config, architecture: Architecture) -> AttentionRequest:
 
 
 def _transformers(values: Mapping[str, object]) -> tuple[PreTrainedConfig, type]:
-    """transformers' configuration of a config.json, and the class of its model."""
-    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415  (seconds, and for peers alone)
+    """transformers' configuration object for the values of a config.json, and its model class."""
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415  (takes seconds to import; only peers use it)
 
     rest = {key: value for key, value in values.items() if key != "model_type"}
     hf_config = AutoConfig.for_model(str(values["model_type"]), **rest)
     model_class = AutoModelForCausalLM._model_mapping[type(hf_config)]
-    assert isinstance(model_class, type), "one model for each kind of configuration"
+    assert isinstance(model_class, type), "a configuration class has one causal model"
     return hf_config, model_class
 
 
 @contextmanager
 def _liger(model_type: str, module: ModuleType) -> Iterator[None]:
-    """While entered, `module`, a family's code in transformers, has Liger's norms, rotary, MLP and fused loss."""
-    # Installed by whoever compares with it.
+    """Patches `module`, transformers' code of a model family, with Liger's norms, rotary, MLP and fused loss."""
+    # Optional: users who compare with Liger install it.
     from liger_kernel.transformers.monkey_patch import (  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
         MODEL_TYPE_TO_APPLY_LIGER_FN,
     )
 
     with _restored(module):
-        MODEL_TYPE_TO_APPLY_LIGER_FN[model_type]()  # its defaults are every kernel it has for the family
+        MODEL_TYPE_TO_APPLY_LIGER_FN[model_type]()  # by default, all kernels that Liger has for the family
         yield
 
 
 @contextmanager
 def _restored(module: ModuleType) -> Iterator[None]:
-    """Puts the names of `module`, and the forward methods of its own classes, back to what they were."""
+    """On exit, restores the attributes of `module` and the forward methods of the classes it defines."""
     names = dict(vars(module))
     classes = [value for value in names.values() if isinstance(value, type) and value.__module__ == module.__name__]
     methods = [(each, each.__dict__["forward"]) for each in classes if "forward" in each.__dict__]
@@ -171,7 +177,7 @@ def _engine(
     mesh: Mesh,
     device: torch.device,
 ) -> PeerEngine:
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415  (seconds, and for peers alone)
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415  (takes seconds to import; only peers use it)
 
     train = config.train
     compute_dtype = torch.bfloat16 if train.enable_mixed_precision else torch.float32
@@ -201,7 +207,7 @@ def _engine(
     elif train.data_parallel_mode == "ddp":
         forward = replicate(model, mesh)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # PEFT multiplies by its fp32 adapters in fp32. Autocast, in which transformers' Trainer runs, makes that bf16.
+    # PEFT keeps adapters in fp32 and multiplies in fp32. Under autocast, as in transformers' Trainer, it uses bf16.
     casts = param_dtype != compute_dtype or "autocast" in peer.parts
     return PeerEngine(
         ParallelModel(model, forward, mesh),
@@ -215,17 +221,15 @@ def _engine(
 
 
 def _with_adapters(model: nn.Module, lora: LoraConfig, architecture: Architecture) -> tuple[nn.Module, int]:
-    """`model` with PEFT's adapters of the same targets and sizes, and the number of their parameters.
+    """Add PEFT adapters with the same targets and ranks to `model`; returns it and the number of added parameters.
 
-    Raises ValueError for an option that PEFT has no counterpart of.
+    Raises ValueError for an option that PEFT does not support.
     """
     peft = require_peft("--peers beside adapters")
     spec = adapter_spec(lora, architecture.spec.adapter_targets)
     assert spec is not None
     if lora.merge_lora_interval or lora.modules_to_save:
-        raise ValueError(
-            "lora.merge_lora_interval / modules_to_save: a peer has nothing to compare with; leave them out"
-        )
+        raise ValueError("lora.merge_lora_interval / modules_to_save: peers do not support these options; remove them")
     model.enable_input_require_grads()  # pyright: ignore[reportCallIssue]  # a frozen embedding's output has no gradient
     adapted = peft.get_peft_model(
         model,
@@ -244,7 +248,7 @@ def _with_adapters(model: nn.Module, lora: LoraConfig, architecture: Architectur
 
 
 def register_attention(attention: AttentionFn) -> str:
-    """Make one of xorl's attention functions known to transformers; returns the name to ask for it by.
+    """Register one of xorl's attention functions with transformers; returns its `attn_implementation` name.
 
     The model must be called with `xorl_layout`, the layout of the packed row.
     """
@@ -263,11 +267,11 @@ def register_attention(attention: AttentionFn) -> str:
         sliding_window: int | None = None,
         **_: object,
     ) -> tuple[Tensor, None]:
-        assert attention_mask is None, "the layout says what sees what"
+        assert attention_mask is None, "the layout defines the mask"
         q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # [T, H, D]
         return attention(q, k, v, xorl_layout, scale=scaling, window=sliding_window).unsqueeze(0), None
 
-    # Without "flash", by which transformers takes a name for one of its own.
+    # Must not contain "flash": transformers would treat it as one of its own implementations.
     name = "xorl_packed_attention"
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, flash_attention_mask)
@@ -275,10 +279,10 @@ def register_attention(attention: AttentionFn) -> str:
 
 
 class PeerEngine(Engine):
-    """A model of transformers behind an engine's interface.
+    """A transformers model behind the engine's interface.
 
-    autocast: the dtype to compute in where the parameters have another one that nothing casts. takes_layout: whether
-    its attention was registered by `register_attention`. Its loss is the mean over the step's tokens of this rank.
+    autocast: the compute dtype, if it differs from the parameters' and FSDP does not cast them. takes_layout: whether
+    its attention was registered by `register_attention`. The loss is the mean over this rank's tokens of the step.
     """
 
     def __init__(
@@ -296,19 +300,19 @@ class PeerEngine(Engine):
         self._autocast = autocast
         self._takes_layout = takes_layout
         self._num_items = 1
-        self._accumulation = WideAccumulation(())  # torch's own way, in the parameters' dtype
+        self._accumulation = Fp32Accumulation(())  # none: torch accumulates in the parameters' dtype
 
     def forward_backward(
         self, batches: Iterable[PackedBatch], loss_fn: LossFn, on_output: OnOutput | None = None
     ) -> StepLosses:
-        """The step's gradient, a mean; `loss_fn` is not used, the model has its own."""
+        """Compute the gradient of the mean loss; `loss_fn` is ignored, the model computes its own loss."""
         pending = list(batches)
         self._num_items = max(1, sum(batch.num_trained_tokens for batch in pending))
         losses = super().forward_backward(pending, loss_fn, on_output)
         return replace(losses, loss_sum=losses.loss_sum * self._num_items)
 
     def optim_step(self, lr: float, divisor: Tensor | float) -> Update:
-        """Clip and step; the gradient is divided already."""
+        """Clip and step; `divisor` is ignored, since the gradient is already a mean."""
         limit = self._max_grad_norm if self._max_grad_norm else float("inf")
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, limit, foreach=True)
         for group in self.optimizer.param_groups:
@@ -326,13 +330,13 @@ class PeerEngine(Engine):
             "input_ids": batch.input_ids[None],
             "position_ids": batch.positions[None],
             "labels": labels,
-            "shift_labels": labels,  # they are shifted already
+            "shift_labels": labels,  # already shifted
             "num_items_in_batch": self._num_items,
             "use_cache": False,
         }
         if self._takes_layout:
             arguments["xorl_layout"] = SequenceLayout(batch.cu_seqlens, batch.positions, batch.lengths)
-        casting = nullcontext() if self._autocast is None else torch.autocast(self.device.type, self._autocast)
-        with casting:
+        autocast = nullcontext() if self._autocast is None else torch.autocast(self.device.type, self._autocast)
+        with autocast:
             loss = self.model.forward(**arguments).loss
         return LossOutput(loss, loss.detach(), {})

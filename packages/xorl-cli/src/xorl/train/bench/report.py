@@ -1,4 +1,4 @@
-"""What a benchmark found: medians, spread and ratios, as JSON for programs and as a Markdown section for people."""
+"""Results of a benchmark: medians, quartiles and ratios, written as JSON and as a section of Markdown."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ SUMMARISED = ("tokens_per_s", "mfu", "time_s", *PARTS)
 
 
 @dataclass(frozen=True)
-class Work:
-    """What a step trains.
+class Workload:
+    """The model and the data of a training step.
 
-    tokens_per_step: over all ranks, a mean where packing leaves room in bins. mean_document_len: None where the data is
-    streamed, and is not known beforehand.
+    tokens_per_step: over all ranks; a mean if bins are not filled completely. mean_document_len: None for streamed
+    data, whose lengths are not known in advance.
     """
 
     architecture: str
@@ -39,7 +39,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One build of one system: the records of its steps, warm-up included, and the most memory any rank used."""
+    """One round of one system: the metrics of its steps, including warm-up, and the peak memory over all ranks."""
 
     system: str
     steps: Sequence[Metrics]
@@ -57,17 +57,17 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Record:
-    """Everything that was measured by one command.
+class BenchRecord:
+    """Everything that one command measured.
 
-    peers: what they train with, where some were asked for; config is xorl's. start: seconds from the command to the end
-    of the first step, by phase. absent: peers that did not run, and why.
+    config: that of xorl. peers: the settings of the peers, None without peers. start: seconds from the command to the
+    end of the first step, by phase. absent: peers that did not run -> the reason.
     """
 
     name: str
     command: str
     environment: Mapping[str, str | int | None]
-    work: Work
+    work: Workload
     config: Mapping[str, object]
     peers: str | None
     start: Mapping[str, float | int]
@@ -79,7 +79,7 @@ class Record:
 
     @property
     def systems(self) -> tuple[str, ...]:
-        """Those that ran, in their order; the first is xorl."""
+        """The systems that ran, in order; the first is xorl."""
         return tuple(dict.fromkeys(each.system for each in self.measurements))
 
     def of(self, system: str) -> list[Measurement]:
@@ -88,20 +88,20 @@ class Record:
 
     @property
     def num_uncounted(self) -> int:
-        """Rounds at the beginning that no figure but peak memory is made of.
+        """The number of initial rounds that count for peak memory only.
 
-        Libraries load or compile kernels for a number of tokens that they have not seen before. Where steps differ in
-        it, that is more than a warm-up covers, but every round has the same steps: the first of several is left out.
+        Libraries load or compile kernels for each new number of tokens. If steps differ in that number, the warm-up
+        does not cover all of them. Every round has the same steps, so the first of several rounds is left out.
         """
         first = self.of(self.systems[0])
         return int(len(first) > 1 and len({step["num_tokens"] for step in first[0].steps}) > 1)
 
     def counted(self, system: str) -> list[Measurement]:
-        """The rounds of one system that figures are made of."""
+        """The rounds of one system that the results are computed from."""
         return self.of(system)[self.num_uncounted :]
 
     def spreads(self, system: str) -> dict[str, Spread]:
-        """Of each figure that is known, over the measured steps of the counted rounds."""
+        """Spread of each known metric over the measured steps of the counted rounds."""
         steps = [step for each in self.counted(system) for step in each.steps[self.warmup :]]
         found = {}
         for key in SUMMARISED:
@@ -111,16 +111,16 @@ class Record:
         return found
 
     def peak_gib(self, system: str) -> tuple[float | None, float | None]:
-        """The most memory allocated and reserved in any round."""
+        """Peak memory (allocated, reserved) over all rounds."""
         rounds = self.of(system)
         allocated = [each.peak_allocated_gib for each in rounds if each.peak_allocated_gib is not None]
         reserved = [each.peak_reserved_gib for each in rounds if each.peak_reserved_gib is not None]
         return max(allocated, default=None), max(reserved, default=None)
 
     def ratios(self) -> dict[str, tuple[float, float, float]]:
-        """For each peer, xorl's median tokens/s over the peer's; and the least and the greatest such ratio of a round.
+        """For each peer: xorl's median tokens/s over the peer's, and the lowest and highest such ratio of a round.
 
-        Clocks drift: a round's ratio compares builds that ran right after each other.
+        Clock rates drift, so the ratios by round compare measurements taken right after each other.
         """
         own, *peers = self.systems
         found = {}
@@ -142,8 +142,8 @@ def _spread(values: Sequence[float]) -> Spread:
     return Spread(middle, low, high)
 
 
-def write_record(record: Record, folder: Path, append_to: Path | None) -> None:
-    """Write `bench.json` and `bench.md` to `folder`, log the Markdown, and add it to `append_to`."""
+def write_record(record: BenchRecord, folder: Path, append_to: Path | None) -> None:
+    """Write `bench.json` and `bench.md` to `folder`, log the Markdown, and append it to the file `append_to`."""
     text = to_markdown(record)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "bench.json").write_text(json.dumps(to_json(record), indent=1) + "\n")
@@ -154,8 +154,8 @@ def write_record(record: Record, folder: Path, append_to: Path | None) -> None:
     logger.info("%s\nbench=%s", text.rstrip(), folder / "bench.json")
 
 
-def to_json(record: Record) -> dict[str, object]:
-    """The record with what follows from it: per system the summary, and the ratios."""
+def to_json(record: BenchRecord) -> dict[str, object]:
+    """The record with its derived results: the summary of each system, and the ratios."""
     systems = {
         system: {
             "summary": {key: asdict(spread) for key, spread in record.spreads(system).items()},
@@ -188,13 +188,13 @@ def to_json(record: Record) -> dict[str, object]:
     }
 
 
-def to_markdown(record: Record) -> str:
-    """One section: what was run and on what, the systems in a table, where their time went, and the start."""
+def to_markdown(record: BenchRecord) -> str:
+    """One section: command, machine and workload, a table of the systems, one of the parts of a step, and the start."""
     work = record.work
     num_rounds = len(record.of(record.systems[0]))
     rounds = "1 round" if num_rounds == 1 else f"{num_rounds} rounds"
     if record.num_uncounted:
-        rounds += ", of which the first, with packs that are new to it, does not count"
+        rounds += ", the first of which is not counted because its pack lengths are new to the libraries"
     known = [f"{name} {value}" for name, value in record.environment.items() if value is not None and name != "gpus"]
     lines = [
         f"## {record.name}, {datetime.now(UTC).date().isoformat()}",
@@ -230,12 +230,12 @@ def to_markdown(record: Record) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _documents(work: Work) -> str:
+def _documents(work: Workload) -> str:
     length = work.mean_document_len
     return "streamed" if length is None else f"documents of {length:,.0f} tokens on average"
 
 
-def _settings(record: Record) -> str:
+def _settings(record: BenchRecord) -> str:
     train, model, lora = (record.config[section] for section in ("train", "model", "lora"))
     assert isinstance(train, dict)
     assert isinstance(model, dict)
@@ -253,7 +253,7 @@ def _settings(record: Record) -> str:
     return ", ".join(settings) + ("" if record.peers is None else f"; peers: {record.peers}")
 
 
-def _system_row(record: Record, system: str) -> tuple[str, ...]:
+def _system_row(record: BenchRecord, system: str) -> tuple[str, ...]:
     spreads, (allocated, reserved) = record.spreads(system), record.peak_gib(system)
     rate, step = spreads["tokens_per_s"], spreads["time_s"]
     ratio = record.ratios().get(system)

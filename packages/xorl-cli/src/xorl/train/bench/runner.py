@@ -1,7 +1,7 @@
-"""run_bench: trains a few steps, with xorl and with other trainers in turn, and says how fast each was.
+"""run_bench: trains a few steps with xorl and with other trainers in turn, and records their speed.
 
-What is measured is a run as `xorl train` builds it, by its own loop and observer. A peer takes the engine's place in it
-(peers.py), so that all read the same batches, follow the same schedule and are timed by the same marks.
+The measured run is built as `xorl train` builds it, with the same loop and observer. A peer only replaces the engine
+(peers.py), so all systems read the same batches, follow the same schedule and are timed by the same code.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ import torch.distributed as dist
 
 from xorl.config import Config, LoadedConfig
 from xorl.core import runtime
-from xorl.lora import num_parameters
+from xorl.data.stream import Stream
+from xorl.lora.quantized import num_parameters
 from xorl.train.bench.environment import environment
 from xorl.train.bench.kernel_summary import KernelSummary, summarise
-from xorl.train.bench.memory import build_engine_that_fits
-from xorl.train.bench.peers import Peer, settings_of_peers
-from xorl.train.bench.report import Measurement, Record, Work, write_record
+from xorl.train.bench.memory import build_engine_if_it_fits
+from xorl.train.bench.peers import Peer, peer_settings
+from xorl.train.bench.report import BenchRecord, Measurement, Workload, write_record
 from xorl.train.build import EngineMaker, Run, build_run
 from xorl.train.loop import train
 from xorl.train.model import read_architecture
@@ -41,12 +42,12 @@ OWN = "xorl"
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What to measure, beside the configuration.
+    """What to measure, apart from the configuration.
 
-    peers run in turn with xorl, `rounds` times each. Of each build's steps the first `warmup` are not measured, nor is
-    the first of several rounds counted where packs differ (report.py). profile adds one more, recorded step to xorl's
-    last build. started_at is when the command was given, in seconds of the epoch. append_to is a Markdown file that the
-    record is added to.
+    xorl and the peers run in turn, `rounds` times each. The first `warmup` steps of a round are not measured, and the
+    first of several rounds does not count if packs differ in length (report.py). profile: record one more step in the
+    last round of xorl. started_at: the time of the command, in seconds since the epoch. append_to: a Markdown file to
+    append the record to.
     """
 
     name: str
@@ -62,13 +63,13 @@ class BenchOptions:
 
     @property
     def num_steps(self) -> int:
-        """Steps of each build: max_steps of the configuration."""
+        """Steps of each round, which the configuration must have as train.max_steps."""
         return self.warmup + self.steps + self.profile
 
 
 @dataclass(frozen=True)
 class _System:
-    """What is built and measured: xorl by a configuration, or a peer in its place."""
+    """A system to measure: xorl with one configuration, or a peer."""
 
     name: str
     config: Config
@@ -76,18 +77,18 @@ class _System:
 
 
 @dataclass(frozen=True)
-class _Measured:
+class _RoundResult:
     measurement: Measurement
-    work: Work
+    work: Workload
     phases: dict[str, float]
     kernels: KernelSummary | None
 
 
 def run_bench(loaded: LoadedConfig, options: BenchOptions, against: Mapping[str, LoadedConfig]) -> int:
-    """Measure, and write the record in the main process. Collective. Returns an exit code.
+    """Measure all systems and write the record on the main rank. Collective. Returns an exit code.
 
-    against: other configurations of xorl to measure in turn with it, by their names. Raises ValueError for a peer that
-    is not known. A peer that is not installed, or runs out of memory, is recorded as such.
+    against: other configurations of xorl to compare with, by name. Peers that are not installed or run out of memory
+    are recorded as absent. Raises ValueError for an unknown peer.
     """
     imported = time.time()
     is_main = runtime.global_rank() == 0
@@ -96,44 +97,46 @@ def run_bench(loaded: LoadedConfig, options: BenchOptions, against: Mapping[str,
     own = [_System(OWN, config), *(_System(f"{OWN} {name}", other.config) for name, other in against.items())]
     for system in own:
         if system.config.train.max_steps != options.num_steps:
-            raise ValueError("train.max_steps: of a benchmark, --warmup and --steps set it")
+            raise ValueError("train.max_steps: in a benchmark it follows from --warmup and --steps; remove the option")
     peers = [Peer.parse(name) for name in options.peers]
     architecture = read_architecture(config.model, config.train.load_weights_mode)
-    absent = {peer.name: reason for peer in peers if (reason := peer.absence(config, architecture)) is not None}
+    absent = {
+        peer.name: reason for peer in peers if (reason := peer.unavailable_reason(config, architecture)) is not None
+    }
     for name, reason in absent.items():
         logger.warning("peer=%s does not run: %s", name, reason)
-    measured: list[_Measured] = []
+    results: list[_RoundResult] = []
     for round_, system in product(range(options.rounds), [*own, *(_System(peer.name, config, peer) for peer in peers)]):
         if system.name in absent:
             continue
         try:
-            measured.append(_measure(system, options, round_))
+            results.append(_measure(system, options, round_))
         except torch.OutOfMemoryError as error:
-            # With several ranks the others would wait for this one.
+            # With several ranks, the others would hang in a collective.
             if system.name == OWN or runtime.world_size() > 1:
                 raise
             absent[system.name] = f"out of memory: {str(error).splitlines()[0]}"
             logger.warning("system=%s does not run: %s", system.name, absent[system.name])
-            measured = [one for one in measured if one.measurement.system != system.name]
+            results = [result for result in results if result.measurement.system != system.name]
     if is_main:
         process_s = imported - options.started_at
-        write_record(_record(config, options, measured, absent, process_s), options.folder, options.append_to)
+        write_record(_record(config, options, results, absent, process_s), options.folder, options.append_to)
     runtime.shutdown()
     return 0
 
 
 def _record(
-    config: Config, options: BenchOptions, measured: Sequence[_Measured], absent: Mapping[str, str], process_s: float
-) -> Record:
-    """The record of all measurements. process_s: from the command to when this process had imported everything."""
-    first = measured[0]
-    return Record(
+    config: Config, options: BenchOptions, results: Sequence[_RoundResult], absent: Mapping[str, str], process_s: float
+) -> BenchRecord:
+    """The record of all rounds. process_s: seconds from the command until this process had finished its imports."""
+    first = results[0]
+    return BenchRecord(
         name=options.name,
         command=options.command,
         environment=environment(),
         work=first.work,
         config=config.model_dump(mode="json"),
-        peers=settings_of_peers(config) if options.peers else None,
+        peers=peer_settings(config) if options.peers else None,
         start={
             "process": process_s,
             **first.phases,
@@ -141,14 +144,14 @@ def _record(
         },
         warmup=options.warmup,
         steps=options.steps,
-        measurements=[one.measurement for one in measured],
+        measurements=[result.measurement for result in results],
         absent=absent,
-        kernels=next((one.kernels for one in measured if one.kernels is not None), None),
+        kernels=next((result.kernels for result in results if result.kernels is not None), None),
     )
 
 
-class _Steps:
-    """A sink that keeps what the observer reports."""
+class _StepRecorder:
+    """A sink that keeps the metrics of every step."""
 
     def __init__(self) -> None:
         self.records: list[Metrics] = []
@@ -160,15 +163,15 @@ class _Steps:
         """Nothing to close."""
 
 
-def _measure(system: _System, options: BenchOptions, round_: int) -> _Measured:
-    """Build one system, train its steps and let it go; collective."""
+def _measure(system: _System, options: BenchOptions, round_: int) -> _RoundResult:
+    """Build one system and train its steps; collective."""
     peer = system.peer
-    own_folder = options.folder / "runs" / f"{re.sub('[^A-Za-z0-9.=_]+', '_', system.name)}_{round_ + 1}"
-    config = _config_in(own_folder, system.config)
+    folder = options.folder / "runs" / f"{re.sub('[^A-Za-z0-9.=_]+', '_', system.name)}_{round_ + 1}"
+    config = _config_in(folder, system.config)
     logger.info("bench system=%r round=%d of %d", system.name, round_ + 1, options.rounds)
-    _let_go()
+    _free_memory()
     maker: AbstractContextManager[EngineMaker] = (
-        nullcontext(build_engine_that_fits) if peer is None else peer.engine_maker()
+        nullcontext(build_engine_if_it_fits) if peer is None else peer.engine_maker()
     )
     is_profiled = options.profile and system.name == OWN and round_ == options.rounds - 1
     with maker as make_engine:
@@ -176,48 +179,48 @@ def _measure(system: _System, options: BenchOptions, round_: int) -> _Measured:
 
 
 def _config_in(folder: Path, config: Config) -> Config:
-    """The configuration of one build, which writes to `folder` and uploads nothing."""
+    """The configuration of one round, which writes to `folder` and uploads nothing."""
     train_config = config.train.model_copy(update={"output_dir": str(folder)})
-    # Not by an override: without an upload, the token that is for it would be refused as of no use.
+    # Not an override: validation would then reject the upload token as unused.
     data_config = config.data.model_copy(update={"push_dataset_to_hub": None})
     return config.model_copy(update={"train": train_config, "data": data_config})
 
 
-def _let_go() -> None:
-    """Free what the build before left, on the device and in the compiler."""
+def _free_memory() -> None:
+    """Free what the previous round left on the device and in the compiler's caches."""
     gc.collect()
     torch.compiler.reset()
-    if torch.cuda.is_initialized():  # if not, there is nothing yet, and asking would take the first GPU
+    if torch.cuda.is_initialized():  # otherwise nothing is allocated, and the call would initialise the first GPU
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
 
-def _train(run: Run, config: Config, options: BenchOptions, system: str, is_profiled: bool) -> _Measured:
-    steps, kernels = _Steps(), list[KernelSummary]()
-    run.observer.sinks.append(steps)
+def _train(run: Run, config: Config, options: BenchOptions, system: str, is_profiled: bool) -> _RoundResult:
+    recorder, kernels = _StepRecorder(), list[KernelSummary]()
+    run.observer.sinks.append(recorder)
     run.checkpoints.due = _never
     profiler = Profiler(
-        enabled=is_profiled and run.runtime.is_main,
+        enabled=is_profiled and run.startup.runtime.is_main,
         start_step=options.num_steps,
         end_step=options.num_steps + 1,
         trace_dir=options.folder,
-        rank=run.runtime.rank,
+        rank=run.startup.runtime.rank,
         record_shapes=False,
         profile_memory=False,
         with_stack=False,
         receive=lambda recorded: kernels.append(summarise(recorded)),
     )
     try:
-        # Half a measurement is none: a signal ends the whole benchmark, and there is nothing to save before.
-        train(replace(run, eval_loader=None, profiler=profiler), saves_on_signal=False)
+        # A partial measurement is useless: a signal ends the whole benchmark, and nothing needs to be saved first.
+        train(replace(run, evaluation=None, profiler=profiler), saves_on_signal=False)
     finally:
         run.observer.close()
-    measured_steps = steps.records[: options.warmup + options.steps]
-    allocated_gib, reserved_gib = _peak_memory_gib(run.runtime.device)
-    return _Measured(
-        Measurement(system, measured_steps, allocated_gib, reserved_gib),
-        _work_of(run, config, measured_steps),
-        dict(run.phases.seconds),
+    steps = recorder.records[: options.warmup + options.steps]
+    allocated_gib, reserved_gib = _peak_memory_gib(run.startup.runtime.device)
+    return _RoundResult(
+        Measurement(system, steps, allocated_gib, reserved_gib),
+        _workload(run, config, steps),
+        dict(run.startup.phases.seconds),
         kernels[0] if kernels else None,
     )
 
@@ -227,7 +230,7 @@ def _never(step: int) -> bool:
 
 
 def _peak_memory_gib(device: torch.device) -> tuple[float | None, float | None]:
-    """The most that any rank's allocator gave out, and held; collective."""
+    """Peak memory (allocated, reserved) of any rank's allocator; collective."""
     if device.type != "cuda":
         return None, None
     peaks = [torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)]
@@ -237,15 +240,16 @@ def _peak_memory_gib(device: torch.device) -> tuple[float | None, float | None]:
     return allocated / 2**30, reserved / 2**30
 
 
-def _work_of(run: Run, config: Config, steps: Sequence[Metrics]) -> Work:
+def _workload(run: Run, config: Config, steps: Sequence[Metrics]) -> Workload:
     tokens = [int(step["num_tokens"] or 0) for step in steps]
-    return Work(
-        architecture=run.architecture.spec.architecture,
+    data = run.startup.longest.data.train
+    return Workload(
+        architecture=run.startup.architecture.spec.architecture,
         num_parameters=num_parameters(run.engine.model.module),
-        num_ranks=run.runtime.world_size,
+        num_ranks=run.startup.runtime.world_size,
         tokens_per_step=sum(tokens) / len(tokens),
         bin_len=config.data.sample_packing_sequence_len,
-        mean_document_len=run.mean_document_len,
+        mean_document_len=None if isinstance(data, Stream) else float(data.documents.lengths.mean()),
         micro_batch_size=config.train.micro_batch_size,
         gradient_accumulation_steps=config.train.gradient_accumulation_steps,
     )

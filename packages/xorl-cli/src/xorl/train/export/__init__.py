@@ -1,1 +1,1 @@
-"""Writing a model for other tools: in Hugging Face's format, or its adapters alone in PEFT's."""
+"""Export for other tools: models in Hugging Face format, adapters in PEFT format."""

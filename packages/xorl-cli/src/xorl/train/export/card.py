@@ -1,4 +1,4 @@
-"""README.md of an exported folder: what it is, how to load it, and what was verified of it."""
+"""The README.md of an exported folder: facts about the model, how to load it, and the verification results."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from xorl.lora import AdapterSpec
 
 Figures = Mapping[str, str | int | float]
 
+# The entry "adapter" of a model whose adapters were merged.
+MERGED_ADAPTER = "merged into the base in fp32, rounded once"
+
 
 def model_card(title: str, *, base: str | None, is_adapter: bool, facts: Figures, verified: Figures | None) -> str:
-    """Markdown with the header that the Hub reads. `verified` None says that nothing was verified."""
+    """Markdown with the metadata header that the Hub reads. `verified`: None if the export was not verified."""
     library = "peft" if is_adapter else "transformers"
     header = [f"library_name: {library}", "tags:", "- xorl", *(["- lora"] if is_adapter else [])]
-    # The Hub refuses a card whose base is no id.
+    # The Hub rejects a card whose base model is not a Hub id.
     if base is not None and not Path(base).exists():
         header.insert(0, f"base_model: {base}")
     facts = facts if base is None else {"base model": base, **facts}
@@ -31,12 +34,19 @@ def model_card(title: str, *, base: str | None, is_adapter: bool, facts: Figures
         *_table(facts),
     ]
     if verified is not None:
-        lines += ["", "## Verified", "", "Loaded anew from these files and compared:", "", *_table(verified)]
+        lines += [
+            "",
+            "## Verified",
+            "",
+            "Loaded from these files and compared with the trained model:",
+            "",
+            *_table(verified),
+        ]
     return "\n".join([*lines, ""])
 
 
 def adapter_facts(spec: AdapterSpec) -> dict[str, str | int | float]:
-    """Rank, alpha and what else makes an adapter, where it is not the usual."""
+    """Rank, alpha, and every other setting that differs from its default."""
     facts: dict[str, str | int | float] = {"rank": spec.rank, "alpha": spec.alpha}
     for name in ("use_rslora", "use_dora"):
         if getattr(spec, name):

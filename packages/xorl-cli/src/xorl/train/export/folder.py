@@ -1,4 +1,4 @@
-"""Writes the model in Hugging Face's format for other tools: with its adapters merged in, or these alone."""
+"""Exports a placed model: in Hugging Face format with its adapters merged in, or the adapters alone."""
 
 from __future__ import annotations
 
@@ -8,24 +8,29 @@ from pathlib import Path
 
 import torch
 
-from xorl.ckpt import CARD_FILE, WeightRecipe, agreed, export_hf, published, this_rank, write_file
+from xorl.ckpt import WeightRecipe, export_hf
+from xorl.ckpt.export import CARD_FILE
+from xorl.ckpt.files import write_file
+from xorl.ckpt.publish import published
+from xorl.ckpt.ranks import fail_together, this_rank
 from xorl.core.models import ModelSpec
 from xorl.core.parallel import ParallelModel
-from xorl.lora import QUANTIZATION_KEY
 from xorl.lora.peft import AdapterConfig
+from xorl.lora.prequantized import QUANTIZATION_KEY
 from xorl.train.adapters.files import AdapterFiles
 from xorl.train.architecture import Architecture
-from xorl.train.export.card import adapter_facts, model_card
-from xorl.train.export.hf_weights import WholeWeights
+from xorl.train.export.card import MERGED_ADAPTER, adapter_facts, model_card
+from xorl.train.export.hf_weights import ExportWeights
 
 
 @dataclass(frozen=True)
 class ModelExport:
-    """Everything that an export needs: the placed model, how its weights are named elsewhere, and what it is.
+    """Exports a model with its adapters merged in.
 
     Attributes:
-        dtype: that of the weights; None keeps what the parameters have, and fp32 for quantised ones.
-        adapters: those of the model, or one of a bank, that are folded in; None where there are none.
+        recipes: how native weights map to the names in the file.
+        dtype: of the exported weights; None keeps each parameter's dtype, and uses fp32 for quantised weights.
+        adapters: the model's adapters, or one of an adapter bank, to merge in; None for a model without adapters.
     """
 
     model: ParallelModel
@@ -35,11 +40,11 @@ class ModelExport:
     adapters: AdapterFiles | None
 
     def write(self, folder: Path) -> None:
-        """Write safetensors, config and tokenizer files to a new `folder`; collective. Adapters are folded in."""
-        # What an evaluation left gathered is rounded to the compute dtype, or in fp8 and not in the parameter at all.
+        """Write safetensors, config and tokenizer files to a new `folder`; collective."""
+        # Parameters that an evaluation left gathered are rounded to the compute dtype, or exist in fp8 only.
         self.model.drop_gathered()
-        found = None if self.adapters is None else self.adapters.found
-        weights = WholeWeights(self.model.module, self.recipes, self.dtype, found)
+        adapters = None if self.adapters is None else self.adapters.found
+        weights = ExportWeights(self.model.module, self.recipes, self.dtype, adapters)
         export_hf(
             weights.params,
             self.recipes,
@@ -49,29 +54,29 @@ class ModelExport:
             tokenizer_folder=self.architecture.tokenizer_folder,
             chat_template=self.architecture.chat_template,
             model_card=None if self.adapters is None else self._card(self.adapters.config),
-            whole=weights.whole,
+            gather=weights.gather,
         )
 
     def _card(self, config: AdapterConfig) -> str:
-        folded = {"adapter": "folded in, in fp32, and rounded once"}
-        facts = {"architecture": self.architecture.spec.architecture, **adapter_facts(config.spec), **folded}
+        merged = {"adapter": MERGED_ADAPTER}
+        facts = {"architecture": self.architecture.spec.architecture, **adapter_facts(config.spec), **merged}
         return model_card("Model", base=config.base, is_adapter=False, facts=facts, verified=None)
 
 
 @dataclass(frozen=True)
 class AdapterExport:
-    """An export of the adapters alone."""
+    """Exports the adapters alone, in PEFT format."""
 
     files: AdapterFiles
     spec: ModelSpec
 
     def write(self, folder: Path) -> None:
-        """Write the adapters' files and a README.md to a new `folder`; collective."""
+        """Write the adapter files and a README.md to a new `folder`; collective."""
         with published(folder) as temporary:
             self.files.write(temporary)
             config = self.files.config
             facts = {"architecture": self.spec.architecture, **adapter_facts(config.spec)}
-            with agreed(f"export to {folder}"):
+            with fail_together(f"export to {folder}"):
                 if this_rank() == 0:
                     card = model_card("Adapter", base=config.base, is_adapter=True, facts=facts, verified=None)
                     write_file(temporary / CARD_FILE, card.encode())

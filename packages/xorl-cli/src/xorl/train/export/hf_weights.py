@@ -1,4 +1,4 @@
-"""The weights of a placed model as Hugging Face names them, adapters folded in: made one parameter at a time."""
+"""The weights of a placed model in Hugging Face naming, with adapters merged in, gathered one at a time."""
 
 from __future__ import annotations
 
@@ -8,22 +8,27 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from xorl.ckpt import TensorGroup, WeightRecipe, parameter_groups
+from xorl.ckpt import WeightRecipe
+from xorl.ckpt.export import parameter_groups
+from xorl.ckpt.tensor_file import TensorGroup
 from xorl.core.nn import Embedding, Linear
 from xorl.core.parallel import ParallelModel
-from xorl.lora import Adapter, QuantizedLinear, adapters, base_parameters, gather_rows, merged_rows, quantized_linears
+from xorl.lora import Adapter, adapters
+from xorl.lora.inject import base_parameters
 from xorl.lora.linear import LowRank
+from xorl.lora.merge import merged_rows
+from xorl.lora.quantized import QuantizedLinear, gather_rows, quantized_linears
 
 
-class WholeWeights:
-    """The native weights that `recipes` take apart, in `dtype`; None keeps a parameter's own, fp32 for what is made.
+class ExportWeights:
+    """The full value of every native weight that `recipes` map to the file, in `dtype`.
 
-    Made are those that adapters are folded into, in fp32 and rounded once, and those that are kept quantised. Rows are
-    cast before they are gathered, so half precision travels as such. `found` are the adapters to fold in, where they
-    are one of a bank; None takes those of the model.
+    Weights with adapters are merged in fp32 and rounded once; quantised weights are dequantised. `dtype` None keeps
+    each parameter's dtype, and fp32 for merged and dequantised weights. Rows are cast before they are gathered, so
+    half precision is also sent as such. `merged_adapters`: the adapters to merge; None takes those of the model.
 
     Attributes:
-        params: shapes and dtypes by native name; what a quantised weight holds is on the meta device.
+        params: native name -> parameter, for shapes and dtypes; quantised weights are tensors on the meta device.
     """
 
     def __init__(
@@ -31,36 +36,36 @@ class WholeWeights:
         module: nn.Module,
         recipes: Mapping[str, WeightRecipe],
         dtype: torch.dtype | None,
-        found: Mapping[str, Adapter] | None = None,
+        merged_adapters: Mapping[str, Adapter] | None = None,
     ) -> None:
-        own = base_parameters(module)
-        self.params: dict[str, Tensor] = {name: own[name] for name in recipes}
+        parameters = base_parameters(module)
+        self.params: dict[str, Tensor] = {name: parameters[name] for name in recipes}
         self._dtype = dtype
         self._pairs: dict[str, list[LowRank]] = {}
-        self._made: dict[str, Linear | Embedding] = {}
-        for adapter in (adapters(module) if found is None else found).values():
+        self._computed: dict[str, Linear | Embedding] = {}  # layers whose exported weight is not a parameter
+        for adapter in (adapters(module) if merged_adapters is None else merged_adapters).values():
             name = f"{adapter.path}.weight"
-            self._made[name] = adapter.layer
+            self._computed[name] = adapter.layer
             self._pairs.setdefault(name, []).append(adapter.pair)
         for path, layer in quantized_linears(module).items():
-            self._made[f"{path}.weight"] = layer
+            self._computed[f"{path}.weight"] = layer
             self.params[f"{path}.weight"] = torch.empty(layer.out_features, layer.in_features, device="meta")
 
     @torch.no_grad()
-    def whole(self, name: str) -> Tensor:
-        """All of one weight, on every rank; collective where it is sharded."""
-        layer = self._made.get(name)
+    def gather(self, name: str) -> Tensor:
+        """The full value of one weight, on every rank; collective if it is sharded."""
+        layer = self._computed.get(name)
         if layer is None:
             weight = self.params[name]
-            return _gathered(weight, weight.to_local() if isinstance(weight, DTensor) else weight, self._dtype)
+            return _gather_like(weight, weight.to_local() if isinstance(weight, DTensor) else weight, self._dtype)
         rows = merged_rows(layer, self._pairs.get(name, ()))
         if isinstance(layer, QuantizedLinear):
             return gather_rows(layer, rows if self._dtype is None else rows.to(self._dtype))
-        return _gathered(layer.weight, rows, self._dtype)
+        return _gather_like(layer.weight, rows, self._dtype)
 
 
-def _gathered(weight: Tensor, rows: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """All rows, of what this rank has in the place of its part of `weight`."""
+def _gather_like(weight: Tensor, rows: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Cast `rows`, this rank's part of a tensor sharded like `weight`, and gather all of it."""
     rows = rows.detach() if dtype is None else rows.detach().to(dtype)
     if not isinstance(weight, DTensor):
         return rows
@@ -74,13 +79,14 @@ def hf_groups(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    found: Mapping[str, Adapter] | None = None,
+    merged_adapters: Mapping[str, Adapter] | None = None,
 ) -> Sequence[TensorGroup]:
-    """All weights of `model` under the names of the files, to be made on `device` of rank 0; see `WholeWeights`.
+    """All weights of `model` in Hugging Face naming; each group is gathered lazily to `device` of rank 0.
 
-    The groups are for the weights as they are now: none may be made after a forward pass or a change of the model.
+    The groups refer to the current weights: gather them before the next forward pass or change of the model. See
+    `ExportWeights` for dtypes and adapters.
     """
-    # What an evaluation left gathered is rounded to the compute dtype, or in fp8 and not in the parameter at all.
+    # Parameters that an evaluation left gathered are rounded to the compute dtype, or exist in fp8 only.
     model.drop_gathered()
-    weights = WholeWeights(model.module, recipes, dtype, found)
-    return parameter_groups(weights.params, recipes, dtype=dtype, whole=weights.whole, device=device)
+    weights = ExportWeights(model.module, recipes, dtype, merged_adapters)
+    return parameter_groups(weights.params, recipes, dtype=dtype, gather=weights.gather, device=device)

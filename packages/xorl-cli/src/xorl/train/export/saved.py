@@ -1,4 +1,4 @@
-"""`xorl export`: a checkpoint or an adapter as a folder for other tools, merged and verified if that is asked for."""
+"""`xorl export`: writes a checkpoint or an adapter as a folder for other tools; optionally merges and verifies it."""
 
 from __future__ import annotations
 
@@ -8,19 +8,13 @@ from pathlib import Path
 
 import torch
 
-from xorl.ckpt import (
-    CARD_FILE,
-    TEMPLATE_FILE,
-    WeightSource,
-    json_bytes,
-    published,
-    source_groups,
-    write_file,
-    write_model,
-    write_tensor_file,
-)
+from xorl.ckpt import WeightSource
+from xorl.ckpt.export import CARD_FILE, TEMPLATE_FILE, json_bytes, source_groups, write_model
+from xorl.ckpt.files import write_file
+from xorl.ckpt.publish import published
+from xorl.ckpt.tensor_file import write_tensor_file
 from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE, MergedWeights
-from xorl.train.export.card import Figures, adapter_facts, model_card
+from xorl.train.export.card import MERGED_ADAPTER, Figures, adapter_facts, model_card
 from xorl.train.export.source import SavedModel, open_saved
 from xorl.train.export.verify import require_peft, verify_adapter, verify_model
 
@@ -36,20 +30,21 @@ def export_saved(
     dtype: torch.dtype | None = None,
     verify: bool = False,
 ) -> Path:
-    """Write what `path` holds to a new folder and return it; one process, one tensor in memory at a time.
+    """Export `path` to a new folder and return it. Runs in one process and holds one tensor in memory at a time.
 
-    A checkpoint becomes a model for transformers; an adapter, or a checkpoint with one, PEFT's files, or with `merge`
-    the base with the adapter folded in, in fp32, and rounded once to `dtype` (None: as the base is stored). With
-    `verify` the result is loaded by those libraries first, and only then does the folder appear.
+    A checkpoint of a full model is written in Hugging Face format. An adapter, or a checkpoint with one, is written in
+    PEFT format, or with `merge` as a full model: merged into the base in fp32 and rounded once to `dtype` (None: the
+    base's stored dtype). With `verify`, the folder only appears after transformers or PEFT has loaded it and its
+    logits were compared.
 
-    Raises ValueError for what the user can correct, VerificationError for a result that is not what it should be.
+    Raises ValueError for errors that the user can correct, VerificationError if the result is wrong.
     """
     if output is None and not Path(path).expanduser().is_dir():
-        # What is beside the files of a repository is the Hub's cache.
-        raise ValueError(f"PATH: {path} is no folder here; if it is a Hub id, --output names the folder to make")
+        # The default is a folder beside PATH, which for a Hub id would be inside the Hub's cache.
+        raise ValueError(f"PATH: {path} is not a local folder; to export a Hub id, name the new folder with --output")
     saved = open_saved(path, base, merge=merge)
     if merge and saved.adapter is None:
-        raise ValueError(f"--merge: {saved.folder} holds no adapter; leave it out to export the model")
+        raise ValueError(f"--merge: {saved.folder} has no adapter; remove --merge to export the model")
     as_adapter = saved.adapter is not None and not merge
     if verify and as_adapter:
         require_peft("--verify of an adapter")
@@ -72,9 +67,9 @@ def _suffix(as_adapter: bool, merge: bool) -> str:
 
 
 def _write_adapter(folder: Path, saved: SavedModel, dtype: torch.dtype | None) -> torch.dtype:
-    """PEFT's two files, and the chat template if it is not the base's; returns the least precise dtype in them."""
+    """Write PEFT's two files, and the chat template if it is not the base's; returns the narrowest dtype in them."""
     adapter = saved.adapter
-    assert adapter is not None, "there is one to write"
+    assert adapter is not None, "the caller checked it"
     names = sorted(adapter.source.names())
     dtype_of = None if dtype is None else lambda name: dtype
     write_tensor_file(folder / WEIGHTS_FILE, source_groups(adapter.source, dtype_of=dtype_of, names=names))
@@ -82,11 +77,11 @@ def _write_adapter(folder: Path, saved: SavedModel, dtype: torch.dtype | None) -
     write_file(folder / CONFIG_FILE, json_bytes(config.to_json()))
     if saved.architecture.chat_template is not None:
         write_file(folder / TEMPLATE_FILE, saved.architecture.chat_template.encode())
-    return min((dtype or adapter.source.dtype(name) for name in names), key=lambda held: held.itemsize)
+    return min((dtype or adapter.source.dtype(name) for name in names), key=lambda each: each.itemsize)
 
 
 def _write_model(folder: Path, saved: SavedModel, dtype: torch.dtype | None) -> torch.dtype:
-    """A model for transformers; returns the least precise dtype of its weights."""
+    """Write a model for transformers; returns the narrowest dtype of its weights."""
     weights: WeightSource = saved.base
     if saved.adapter is not None:
         weights = MergedWeights.of_file(saved.base, saved.adapter.layout, saved.adapter.source)
@@ -99,7 +94,7 @@ def _write_model(folder: Path, saved: SavedModel, dtype: torch.dtype | None) -> 
         tokenizer_folder=architecture.tokenizer_folder,
         chat_template=architecture.chat_template,
     )
-    return min(stored.values(), key=lambda held: held.itemsize)
+    return min(stored.values(), key=lambda each: each.itemsize)
 
 
 def _card(title: str, saved: SavedModel, as_adapter: bool, dtype: torch.dtype, figures: Figures | None) -> str:
@@ -115,5 +110,5 @@ def _card(title: str, saved: SavedModel, as_adapter: bool, dtype: torch.dtype, f
         if saved.scheme is not None:
             facts["base while training"] = f"{saved.scheme.quant_format} in groups of {saved.scheme.group_size}"
         if not as_adapter:
-            facts["adapter"] = "folded in, in fp32, and rounded once"
+            facts["adapter"] = MERGED_ADAPTER
     return model_card(title, base=saved.base_path, is_adapter=as_adapter, facts=facts, verified=figures)

@@ -1,38 +1,32 @@
-"""A model that was saved and is to be exported: a run's checkpoint or an adapter, and the base that belongs to it."""
+"""Opens the input of an export: a run's checkpoint or an adapter, and the base model that belongs to it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from xorl.ckpt import (
-    TEMPLATE_FILE,
-    CheckpointError,
-    SafetensorsSource,
-    WeightSource,
-    is_complete,
-    read_manifest,
-    resolve_folder,
-)
+from xorl.ckpt import CheckpointError, SafetensorsSource, WeightSource, read_manifest, resolve_folder
+from xorl.ckpt.export import TEMPLATE_FILE
+from xorl.ckpt.layout import is_complete
 from xorl.kernels.quant import QuantScheme
 from xorl.lora.peft import CONFIG_FILE, WEIGHTS_FILE
 from xorl.train.adapters.folder import AdapterFolder, check_shapes, is_adapter, open_adapter
 from xorl.train.architecture import Architecture, architecture_at
-from xorl.train.checkpoint_model import find_checkpoint, read_note
+from xorl.train.checkpoint_model import find_checkpoint, read_description
 
 
 @dataclass(frozen=True)
 class SavedModel:
-    """What there is to export.
+    """A saved model to export.
 
     Attributes:
         folder: the checkpoint or the adapter.
-        architecture: the model's, without adapters.
-        base: its weights under the names of transformers, without the adapter.
-        base_path: the folder or Hub id of these weights, None where they are in the checkpoint alone.
-        adapter: what stands on them.
-        step: of a checkpoint.
-        scheme: how the base was quantised while the adapter was trained, where it was.
+        architecture: of the model without adapters.
+        base: the weights without the adapter, named as in transformers.
+        base_path: the folder or Hub id of the base weights; None if only the checkpoint has them.
+        adapter: the adapter on the base, if any.
+        step: the optimizer step of a checkpoint.
+        scheme: how the base was quantised while the adapter was trained; None if it was not.
     """
 
     folder: Path
@@ -45,40 +39,41 @@ class SavedModel:
 
 
 def open_saved(path: str, base: str | None = None, *, merge: bool = False) -> SavedModel:
-    """Find a checkpoint (or the newest of a run's folder) or an adapter, and its base; `merge`: to fold them into one.
+    """Open a checkpoint (or the newest one of a run's folder) or an adapter, and its base.
 
-    `base` names another base of an adapter. Weights that a checkpoint holds are those that were trained, and it never
-    takes their place: an adapter that is not merged bears its name alone. Raises ValueError that says what is missing
-    or damaged, why an adapter does not fit its base, or why a `base` is not wanted.
+    `base` overrides the base model of an adapter. It never replaces weights that a checkpoint contains, since those
+    were trained; for an adapter that is exported without `merge`, it only changes the recorded name of the base.
+    Raises ValueError if something is missing or damaged, if the adapter does not fit its base, or if `base` would
+    replace trained weights.
     """
-    folder = _find(path)
+    folder = _resolve(path)
     adapter = open_adapter("PATH", str(folder)) if is_adapter(folder) else None
     manifest = read_manifest(folder) if is_complete(folder) else None
     if manifest is not None and "sweep" in manifest.info:
         members = sorted(path.name for path in (folder / "adapters").iterdir())
         raise ValueError(
-            f"PATH: {folder} is a checkpoint of a sweep, which has many adapters: name one of them, such as "
-            f"{folder / 'adapters' / members[0]} (there are {', '.join(members)})"
+            f"PATH: {folder} is a checkpoint of a sweep, which has several adapters; export one of them, such as "
+            f"{folder / 'adapters' / members[0]} (members: {', '.join(members)})"
         )
     step = None if manifest is None else manifest.step
-    note = None if manifest is None else read_note(folder, manifest)
-    scheme = None if note is None else note.scheme
-    own = None if note is None else note.weights_in(folder)
-    if note is not None and own is not None:
-        changed_its_base = adapter is not None and adapter.base != note.base_path
+    description = None if manifest is None else read_description(folder, manifest)
+    scheme = None if description is None else description.scheme
+    trained = None if description is None else description.weights_in(folder)
+    if description is not None and trained is not None:
+        changed_its_base = adapter is not None and adapter.base != description.base_path
         if base is not None:
             if adapter is None or merge or changed_its_base:
-                raise ValueError(f"--base: {folder} holds all weights of its model; leave --base out to export these")
-            _check_fits(adapter, base, weights_at("--base", base, note.architecture))
-        own.verify()
-        base = None if changed_its_base else base or note.base_path
-        return SavedModel(folder, note.architecture, own, base, adapter, step, scheme)
+                raise ValueError(f"--base: {folder} contains all weights of its model; remove --base to export them")
+            _check_fits(adapter, base, weights_at("--base", base, description.architecture))
+        trained.verify()
+        base = None if changed_its_base else base or description.base_path
+        return SavedModel(folder, description.architecture, trained, base, adapter, step, scheme)
     if adapter is None:
-        raise ValueError(f"PATH: {folder} holds neither all weights of its model nor an adapter")
-    base = base or (None if note is None else note.base_path) or adapter.base
+        raise ValueError(f"PATH: {folder} contains neither all weights of its model nor an adapter")
+    base = base or (None if description is None else description.base_path) or adapter.base
     if base is None:
-        raise ValueError(f"--base: {folder} does not say what its base model is; name its folder or Hub id")
-    template = _template_in(folder) if note is None else note.architecture.chat_template
+        raise ValueError(f"--base: {folder} does not name its base model; give its folder or Hub id")
+    template = _template_in(folder) if description is None else description.architecture.chat_template
     architecture = replace(architecture_at("--base", base), chat_template=template)
     weights = weights_at("--base", base, architecture)
     _check_fits(adapter, base, weights)
@@ -86,7 +81,7 @@ def open_saved(path: str, base: str | None = None, *, merge: bool = False) -> Sa
 
 
 def weights_at(option: str, path: str, architecture: Architecture) -> WeightSource:
-    """The weights of the model whose folder or Hub id `option` gives, under the names of its recipes."""
+    """The weights in the folder or Hub repository `path`, given as `option`, named as in the model's recipes."""
     try:
         source = SafetensorsSource(resolve_folder(path))
     except CheckpointError as error:
@@ -103,8 +98,8 @@ def _template_in(folder: Path) -> str | None:
     return file.read_text(encoding="utf-8") if file.is_file() else None
 
 
-def _find(path: str) -> Path:
-    """The folder of the checkpoint or the adapter that `path` means."""
+def _resolve(path: str) -> Path:
+    """The folder of the checkpoint or adapter at `path`: itself, a run's newest checkpoint, or a Hub download."""
     given = Path(path).expanduser()
     if not given.is_dir():
         try:
@@ -115,7 +110,7 @@ def _find(path: str) -> Path:
         return given.absolute()
     if (checkpoint := find_checkpoint(given)) is not None:
         return checkpoint
-    hint = "; it holds a model that is exported already" if (given / "config.json").is_file() else ""
+    hint = "; it is already an exported model" if (given / "config.json").is_file() else ""
     raise ValueError(
-        f"PATH: {path} is no checkpoint, no adapter ({CONFIG_FILE}) and no run's folder with checkpoints in it{hint}"
+        f"PATH: {path} is not a checkpoint, an adapter ({CONFIG_FILE}) or a run's folder with checkpoints{hint}"
     )

@@ -1,6 +1,6 @@
-"""An exported folder, loaded by other tools before it counts: transformers, and PEFT for adapters.
+"""Verifies an exported folder by loading it with other tools: transformers, and PEFT for adapters.
 
-The names of its tensors must be theirs, no adapter may be nothing, and the logits must be the trainer's.
+Checks that the tensor names match theirs, that no adapter is zero, and that the logits match xorl's own model.
 """
 
 from __future__ import annotations
@@ -29,20 +29,19 @@ from xorl.train.export.source import SavedModel, weights_at
 logger = logging.getLogger(__name__)
 
 NUM_ROWS, ROW_LEN = 4, 48
-# The largest difference of logits, as a share of the largest logit, that the precision of the weights explains.
+# The largest difference of logits, relative to the largest logit, that rounding of the weights can explain.
 LIMITS: Mapping[torch.dtype, float] = MappingProxyType({torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2})
 
-
-# What a model's card says of adapters that were looked at.
-ADAPTED = "adapted modules, none of them zero"
+# The name of this entry in the model card.
+ADAPTED_MODULES = "adapted modules, none of them zero"
 
 
 class VerificationError(RuntimeError):
-    """An export is not what it should be: a fault of xorl, or of a library under it."""
+    """The exported files are wrong, because of a bug in xorl or in a library that it uses."""
 
 
 def require_peft(purpose: str) -> ModuleType:
-    """PEFT, which xorl itself does not need. Raises ValueError, saying what for, where it is not installed."""
+    """Import PEFT, an optional dependency. Raises ValueError, naming the `purpose`, if it is not installed."""
     try:
         import peft  # noqa: PLC0415  (an optional dependency)
     except ImportError as error:
@@ -52,75 +51,75 @@ def require_peft(purpose: str) -> ModuleType:
 
 @torch.no_grad()
 def verify_model(folder: Path, saved: SavedModel, dtype: torch.dtype) -> Figures:
-    """Load a folder with a whole model of these weights' `dtype` in transformers and compare it with the trainer's.
+    """Load a full model in transformers and compare it with xorl's. `dtype`: the narrowest dtype of the weights.
 
-    Raises VerificationError that says what differs, or which of the adapters that were folded in add nothing.
+    Returns the results for the model card. Raises VerificationError if the models differ or a merged adapter is zero.
     """
-    folded: Figures = {}
+    merged: Figures = {}
     if saved.adapter is not None:
-        folded = {ADAPTED: _nothing_is_zero(saved.adapter.source, saved.adapter)}
-    ids, wanted = _trainer_logits(saved)
-    with _quiet():
+        merged = {ADAPTED_MODULES: _check_nonzero(saved.adapter.source, saved.adapter)}
+    ids, expected = _xorl_logits(saved)
+    with _quiet_transformers():
         loaded: object = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     model, info = cast("tuple[nn.Module, Mapping[str, Collection[object]]]", loaded)
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[kind]:
-            raise VerificationError(f"transformers has {kind} for {folder}: {sorted(map(str, info[kind]))[:5]}")
+            raise VerificationError(f"transformers reports {kind} for {folder}: {sorted(map(str, info[kind]))[:5]}")
     with SafetensorsSource(folder) as source:
-        num_keys = _same_keys(set(source.names()), _untied_keys(model, set(source.names())))
+        num_keys = _check_keys(set(source.names()), _untied_keys(model, set(source.names())))
     return {
         "transformers": transformers.__version__,
         "keys, the same as transformers'": num_keys,
-        **folded,
-        **_compare(_logits_of(model, ids), wanted, dtype),
+        **merged,
+        **_compare(_logits_of(model, ids), expected, dtype),
     }
 
 
 @torch.no_grad()
 def verify_adapter(folder: Path, saved: SavedModel, dtype: torch.dtype) -> Figures:
-    """Load a folder with an adapter in PEFT, on the base in transformers, and compare with the trainer's.
+    """Load an adapter with PEFT, on its base in transformers, and compare with xorl's model. See `verify_model`.
 
-    Raises VerificationError that says what differs, ValueError where there is no base or no PEFT to load it with.
+    Raises VerificationError if they differ, ValueError if the base model or PEFT is not available.
     """
     peft = require_peft("--verify of an adapter")
     if saved.base_path is None:
         raise ValueError(
-            f"--verify: PEFT needs the base model, and that of {saved.folder} is in the checkpoint alone: use --merge"
+            f"--verify: PEFT needs the base model, but only the checkpoint {saved.folder} contains it; use --merge"
         )
-    assert saved.adapter is not None, "an adapter is verified"
+    assert saved.adapter is not None, "the caller checked it"
     with SafetensorsSource(folder, single_file=WEIGHTS_FILE) as source:
-        num_modules = _nothing_is_zero(source, saved.adapter)
-    # An adapter is for the base that it names, whatever a checkpoint holds, such as a quantised one.
-    named = weights_at("--base", saved.base_path, saved.architecture)
-    ids, wanted = _trainer_logits(replace(saved, base=named))
-    with _quiet():
+        num_modules = _check_nonzero(source, saved.adapter)
+    # Compare on the base that the adapter names; the one in the checkpoint may be quantised.
+    named_base = weights_at("--base", saved.base_path, saved.architecture)
+    ids, expected = _xorl_logits(replace(saved, base=named_base))
+    with _quiet_transformers():
         base = AutoModelForCausalLM.from_pretrained(saved.base_path, dtype=torch.float32)
         model = peft.PeftModel.from_pretrained(base, folder)
-    held = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    loaded = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
     with SafetensorsSource(folder, single_file=WEIGHTS_FILE) as source:
         written = {name for name in source.names() if ".base_layer." not in name}
-        num_keys = _same_keys(written, set(held))
+        num_keys = _check_keys(written, set(loaded))
         for name in sorted(written):
-            if not torch.equal(held[name].cpu().float(), source.read(name).float()):
-                raise VerificationError(f"PEFT has other values than {folder / WEIGHTS_FILE} for {name}")
+            if not torch.equal(loaded[name].cpu().float(), source.read(name).float()):
+                raise VerificationError(f"{name} in PEFT differs from {folder / WEIGHTS_FILE}")
     return {
         "transformers": transformers.__version__,
         "peft": peft.__version__,
         "keys, the same as PEFT's": num_keys,
-        ADAPTED: num_modules,
-        **_compare(_logits_of(model, ids), wanted, dtype),
+        ADAPTED_MODULES: num_modules,
+        **_compare(_logits_of(model, ids), expected, dtype),
     }
 
 
-def _trainer_logits(saved: SavedModel) -> tuple[Tensor, Tensor]:
-    """Token ids [rows, length] and the logits that xorl's own model gives, in fp32, its adapters beside the weights."""
+def _xorl_logits(saved: SavedModel) -> tuple[Tensor, Tensor]:
+    """Token ids [rows, length] and their logits in fp32 from xorl's own model, with adapters that are not merged."""
     config = saved.architecture.config
     device = _device()
     with torch.device("meta"):
         decoder = saved.architecture.spec.build(config)
     decoder = decoder.to_empty(device=device)
     recipes = saved.architecture.recipes(merge_qkv=True)
-    load_weights(dict(decoder.named_parameters()), recipes, _InFp32(saved.base), mode="all_ranks")
+    load_weights(dict(decoder.named_parameters()), recipes, _Fp32Source(saved.base), mode="all_ranks")
     if saved.adapter is not None:
         inject(decoder, saved.adapter.layout.spec)
         load_adapter(decoder, saved.adapter, recipes)
@@ -132,8 +131,8 @@ def _trainer_logits(saved: SavedModel) -> tuple[Tensor, Tensor]:
     return ids, logits.float().cpu().unflatten(0, ids.shape)
 
 
-class _InFp32:
-    """A source whose values are not rounded on their way, also where they are made, as those of quantised weights."""
+class _Fp32Source:
+    """Reports fp32 for every tensor of a source, so that values are not rounded, not even dequantised ones."""
 
     def __init__(self, source: WeightSource) -> None:
         self._source = source
@@ -156,51 +155,51 @@ def _logits_of(model: nn.Module, ids: Tensor) -> Tensor:
     return model.eval().to(device)(ids.to(device)).logits.float().cpu()
 
 
-def _compare(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> Figures:
-    """Raises VerificationError for logits that differ by more than weights of `dtype` explain."""
-    difference = float((found - wanted).abs().max())
-    share = difference / float(wanted.abs().max())
-    agreement = float((found.argmax(-1) == wanted.argmax(-1)).double().mean())
-    # Written so that a difference that is no number fails.
+def _compare(found: Tensor, expected: Tensor, dtype: torch.dtype) -> Figures:
+    """Raises VerificationError if the logits differ by more than rounding weights to `dtype` explains."""
+    difference = float((found - expected).abs().max())
+    share = difference / float(expected.abs().max())
+    agreement = float((found.argmax(-1) == expected.argmax(-1)).double().mean())
+    # "not <=" also fails for NaN.
     if not share <= LIMITS[dtype]:
         raise VerificationError(
-            f"the logits are not the trainer's: they differ by up to {difference:.3g}, {share:.2%} of the largest; "
-            f"weights in {str(dtype).removeprefix('torch.')} explain {LIMITS[dtype]:.2%}"
+            f"the logits differ from xorl's by up to {difference:.3g}, {share:.2%} of the largest logit; rounding to "
+            f"{str(dtype).removeprefix('torch.')} explains at most {LIMITS[dtype]:.2%}"
         )
     return {
-        "tokens compared": wanted.shape[0] * wanted.shape[1],
+        "tokens compared": expected.shape[0] * expected.shape[1],
         "largest difference of logits from the trainer's": difference,
         "as a share of the largest logit": share,
         "same most likely token": f"{agreement:.1%}",
     }
 
 
-def _same_keys(written: set[str], theirs: set[str]) -> int:
-    if written != theirs:
+def _check_keys(written: set[str], expected: set[str]) -> int:
+    if written != expected:
         raise VerificationError(
-            f"the names of the tensors are not theirs: {sorted(written - theirs)[:3]} are ours alone, "
-            f"{sorted(theirs - written)[:3]} theirs alone"
+            f"the tensor names do not match: {sorted(written - expected)[:3]} are unexpected, "
+            f"{sorted(expected - written)[:3]} are missing"
         )
     return len(written)
 
 
 def _untied_keys(model: nn.Module, written: set[str]) -> set[str]:
-    """The names in a model's state, without those that are another name for a tensor that is written."""
+    """The names in a model's state dict, without aliases of tensors (tied weights) that are in `written`."""
     state = model.state_dict()
-    places = {state[name].data_ptr() for name in written if name in state}
-    return {name for name, tensor in state.items() if name in written or tensor.data_ptr() not in places}
+    pointers = {state[name].data_ptr() for name in written if name in state}
+    return {name for name, tensor in state.items() if name in written or tensor.data_ptr() not in pointers}
 
 
-def _nothing_is_zero(source: WeightSource, adapter: AdapterFolder) -> int:
-    """How many modules are adapted, by tensors in `source`. Raises VerificationError for one that adds nothing."""
+def _check_nonzero(source: WeightSource, adapter: AdapterFolder) -> int:
+    """The number of adapted modules. Raises VerificationError if either matrix of an adapter is zero in `source`."""
     modules = adapter.layout.modules
-    idle = [
+    zero = [
         name for name, module in modules.items() if not (source.read(module.a).any() and source.read(module.b).any())
     ]
-    if idle:
+    if zero:
         raise VerificationError(
-            f"{len(idle)} of {len(modules)} adapters are zero, and change nothing: {', '.join(idle[:3])}. Was anything "
-            "trained?"
+            f"{len(zero)} of {len(modules)} adapters are zero and have no effect: {', '.join(zero[:3])}; check that "
+            "they were trained"
         )
     return len(modules)
 
@@ -210,8 +209,8 @@ def _device() -> torch.device:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the progress bars and notes of the libraries while they load."""
+def _quiet_transformers() -> Iterator[None]:
+    """Suppresses transformers' progress bars and warnings."""
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

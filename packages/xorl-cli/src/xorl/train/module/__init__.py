@@ -1,1 +1,1 @@
-"""Training a module of one's own, without a configuration: trainers, loader, text, checkpoints."""
+"""Trains a user-defined torch module without a configuration file: trainers, data loader, text, checkpoints."""

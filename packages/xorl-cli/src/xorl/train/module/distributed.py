@@ -1,4 +1,4 @@
-"""DDPTrainer and FSDPTrainer: the trainer of a user's own module, replicated or sharded over the ranks."""
+"""DDPTrainer and FSDPTrainer: train a user-defined module, replicated or sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from xorl.core.mesh import Mesh, ParallelDims
-from xorl.core.parallel import ParallelModel, replicate, shard
+from xorl.core.parallel import ParallelModel
+from xorl.core.parallel.ddp import replicate
+from xorl.core.parallel.fsdp import shard
 from xorl.core.runtime import local_rank
 from xorl.train.module.loader import Batch
 from xorl.train.module.trainer import Trainer, TrainerOptions
@@ -19,13 +21,13 @@ from xorl.train.module.units import AutoWrapPolicy, Sharding, ShardingStrategy
 
 
 class _DistributedTrainer(Trainer):
-    """What replicas and shards have in common: the mesh, and sums over its ranks."""
+    """The part that both trainers share: the device mesh, and reductions over its ranks."""
 
     _parallel: ParallelModel
 
     def _count_ranks(self) -> int:
         if not dist.is_initialized():
-            raise RuntimeError(f"{type(self).__name__} needs the process group: call setup_distributed() first")
+            raise RuntimeError(f"{type(self).__name__} needs a process group; call setup_distributed() first")
         return dist.get_world_size()
 
     def _accumulation(self, *, is_last: bool) -> AbstractContextManager[None]:
@@ -37,9 +39,9 @@ class _DistributedTrainer(Trainer):
 
 
 class DDPTrainer(_DistributedTrainer):
-    """Trains a copy of the model on every rank; all start from rank 0's weights. The options are `Trainer`'s.
+    """Trains a replica of the model on every rank, starting from rank 0's weights. Takes `Trainer`'s options.
 
-    Gradients are exchanged once per optimizer step, at its last micro-batch.
+    Gradients are reduced once per optimizer step, in the backward pass of the last micro-batch.
     """
 
     def _place(self, model: nn.Module) -> nn.Module:
@@ -51,16 +53,18 @@ class DDPTrainer(_DistributedTrainer):
 class FSDPTrainer(_DistributedTrainer):
     """Trains a model whose parameters, gradients and optimizer state are sharded over the ranks (FSDP2).
 
-    All start from rank 0's weights, and the model is sharded in place, part by part, so it need not fit on a device.
+    Training starts from rank 0's weights. The model is sharded in place, unit by unit, so it need not fit on a device.
 
-    sharding_strategy: FULL_SHARD gathers the parameters of a part for its forward pass and again for its backward pass;
-    SHARD_GRAD_OP keeps them in between; HYBRID_SHARD is FULL_SHARD within groups of `shard_size` ranks (the default is
-    those of one host) that hold copies of each other.
-    auto_wrap_policy: the parts that are gathered at a time. "size": the smallest that hold `min_num_params` parameters
-    (default 1e8); "transformer": the layers of class `transformer_layer_cls` (one or several); None: the whole model.
-    mixed_precision_policy: with "bf16" parameters are also gathered in bf16; they are kept, and gradients reduced, in
-    fp32. cpu_offload: parameters, gradients and optimizer state live in host memory, and the optimizer steps there.
-    On the CPU neither of the two moves anything: autocast there leaves norms alone, which want one dtype throughout.
+    sharding_strategy: FULL_SHARD gathers the parameters of a unit for its forward pass and again for its backward
+    pass. SHARD_GRAD_OP keeps them gathered in between. HYBRID_SHARD is FULL_SHARD within groups of `shard_size` ranks
+    (default: the ranks of one host), with a replica of the model in each group.
+    auto_wrap_policy: the units that are gathered together. "size": the smallest modules with at least `min_num_params`
+    parameters (default 1e8); "transformer": the modules of class `transformer_layer_cls` (one or several); None: the
+    whole model.
+    mixed_precision_policy: "bf16" also gathers parameters in bf16; they are stored, and gradients reduced, in fp32.
+    cpu_offload: keep parameters, gradients and optimizer state in host memory, and run the optimizer there.
+    On the CPU, cpu_offload has no effect and parameters are not gathered in bf16: CPU autocast does not cast the inputs
+    of norms, which must match their weights.
     options: those of `Trainer`.
     """
 
@@ -85,9 +89,9 @@ class FSDPTrainer(_DistributedTrainer):
         super().__init__(model, optimizer_class, loader, **options)
 
     def _place(self, model: nn.Module) -> nn.Module:
-        self._copy_from_first_rank_(model)
+        self._broadcast_from_rank_0_(model)
         units = self._sharding.units(model)
-        shard_size = self._ranks_of_a_group()
+        shard_size = self._shard_size()
         mesh = Mesh(ParallelDims.resolve("fsdp2", self.num_ranks, shard_size=shard_size), self.device.type)
         on_cpu = self.device.type == "cpu"
         shard(
@@ -101,8 +105,8 @@ class FSDPTrainer(_DistributedTrainer):
         self._parallel = ParallelModel(model, model, mesh)
         return model
 
-    def _ranks_of_a_group(self) -> int:
-        """Over how many ranks a copy of the model is sharded. Collective."""
+    def _shard_size(self) -> int:
+        """The number of ranks that a replica of the model is sharded over. Collective."""
         if self._sharding.sharding_strategy != "HYBRID_SHARD":
             return self.num_ranks
         size = self._sharding.shard_size
@@ -111,11 +115,11 @@ class FSDPTrainer(_DistributedTrainer):
             dist.all_reduce(highest, op=dist.ReduceOp.MAX)
             size = int(highest) + 1
         if size < 1 or self.num_ranks % size:
-            raise ValueError(f"shard_size {size} does not divide the {self.num_ranks} ranks into equal groups")
+            raise ValueError(f"shard_size: {size} does not divide the number of ranks, {self.num_ranks}")
         return size
 
     @torch.no_grad()
-    def _copy_from_first_rank_(self, model: nn.Module) -> None:
+    def _broadcast_from_rank_0_(self, model: nn.Module) -> None:
         for tensor in (*model.parameters(), *model.buffers()):
             value = tensor.detach().to(self.device)
             dist.broadcast(value, src=0)

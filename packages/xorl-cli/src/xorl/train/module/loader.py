@@ -1,5 +1,6 @@
-"""What the trainers of a user's own module read: a loader whose rows are shared out over the ranks, a place in its
-order, and the forms that a batch may have. B rows, S positions.
+"""Data for training a user-defined module: a resumable loader sharded over the ranks, and the accepted batch formats.
+
+B: rows, S: positions.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from xorl.core.loss import IGNORE
 Batch: TypeAlias = "Tensor | Sequence[Tensor] | Mapping[str, Tensor]"
 
 
-class Rows(Protocol):
-    """A data set with random access: a list, a tensor [N, S] and every map-style torch Dataset is one."""
+class MapDataset(Protocol):
+    """A dataset with random access: a list, a tensor [N, S] or any map-style torch Dataset."""
 
     def __len__(self) -> int: ...
 
@@ -29,22 +30,22 @@ class Rows(Protocol):
 
 
 class DataLoader(torch_data.DataLoader[Batch]):
-    """torch's DataLoader with an order that depends on `seed` and the epoch alone, so that a run can be continued.
+    """torch's DataLoader with an order that depends only on `seed` and the epoch, so that runs can be resumed.
 
-    distributed: each rank reads a part of its own, of `batch_size` rows a batch; it needs the process group. Rows are
-    dealt one by one, so `batch_size` rows on each of n ranks are the n * `batch_size` rows that one process would read.
-    A torch IterableDataset is dealt out row by row too, to ranks and then to workers: it must give all of them the same
-    rows in the same order, or have a method `rows(first, stride)` that gives a part of them, as TextStream does. One
-    that divides itself among its workers needs num_workers=0.
+    distributed: shard the rows over the ranks, with `batch_size` rows per rank and batch; needs a process group. Rows
+    are assigned round-robin, so n ranks together read the n * `batch_size` rows that one process would read at a time.
+    An IterableDataset is sharded over ranks and workers in the same way. It must yield the same rows in the same order
+    everywhere, or have a method `rows(first, stride)` that yields only a shard, as TextStream does. A dataset that
+    shards itself over its workers needs num_workers=0.
 
-    shuffle: a new order each epoch; the default for data with random access, impossible for a stream. drop_last leaves
-    out the rows at the end of an epoch that do not fill a batch on every rank; without it, only those that would give
-    some ranks a row more than others. The rest is torch's.
+    shuffle: a new order each epoch; the default for map-style datasets, not possible for an IterableDataset.
+    drop_last: drop the rows at the end of an epoch that do not fill a batch on every rank. If False, only drop those
+    that would give some ranks one row more than others. The other options are torch's.
     """
 
     def __init__(
         self,
-        dataset: Rows | torch_data.IterableDataset,
+        dataset: MapDataset | torch_data.IterableDataset,
         batch_size: int = 1,
         num_workers: int = 0,
         *,
@@ -56,48 +57,48 @@ class DataLoader(torch_data.DataLoader[Batch]):
         pin_memory: bool | None = None,
     ) -> None:
         if distributed and not dist.is_initialized():
-            raise RuntimeError("DataLoader(distributed=True) needs the process group: call setup_distributed() first")
+            raise RuntimeError("DataLoader(distributed=True) needs a process group; call setup_distributed() first")
         rank, num_replicas = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
         self._seed = seed
-        self._order: _Order | None = None
+        self._sampler: _ResumableSampler | None = None
         if isinstance(dataset, torch_data.IterableDataset):
             if shuffle:
-                raise ValueError("shuffle=True needs a data set with random access; shuffle inside the IterableDataset")
-            dataset = _Share(dataset, rank, num_replicas)
+                raise ValueError("shuffle=True needs a dataset with random access; shuffle inside the IterableDataset")
+            dataset = _StreamShard(dataset, rank, num_replicas)
         else:
-            self._order = _Order(dataset, rank, num_replicas, shuffle=shuffle is not False, seed=seed)
+            self._sampler = _ResumableSampler(dataset, rank, num_replicas, shuffle=shuffle is not False, seed=seed)
         super().__init__(
-            dataset,  # pyright: ignore[reportArgumentType]  (torch asks for a base class and uses the two methods)
+            dataset,  # pyright: ignore[reportArgumentType]  (torch only uses the two methods of the protocol)
             batch_size,
-            sampler=self._order,
+            sampler=self._sampler,
             num_workers=num_workers,
             drop_last=drop_last,
             collate_fn=collate_fn,
             pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
-            # The seeds of the workers would otherwise be drawn from the stream that dropout draws from.
+            # By default, worker seeds are drawn from the global generator, which would change dropout.
             generator=torch.Generator(),
         )
 
     def seek(self, epoch: int, batch: int = 0) -> bool:
-        """Let the next iteration be that of `epoch`, from `batch` on; False if the caller must skip the batches."""
+        """Start the next iteration at `batch` of `epoch`; returns False if the caller must skip the earlier batches."""
         assert self.generator is not None
         self.generator.manual_seed(self._seed + epoch)
         for part in (self.sampler, self.dataset):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)  # pyright: ignore[reportAttributeAccessIssue]
-        if self._order is None:
+        if self._sampler is None:
             return batch == 0
         assert self.batch_size is not None
-        self._order.first = batch * self.batch_size
+        self._sampler.first = batch * self.batch_size
         return True
 
 
-class _Order(torch_data.DistributedSampler):
-    """This rank's rows, from the `first` on in the next iteration."""
+class _ResumableSampler(torch_data.DistributedSampler):
+    """This rank's row indices; the next iteration skips those before `first`."""
 
-    def __init__(self, rows: Rows, rank: int, num_replicas: int, *, shuffle: bool, seed: int) -> None:
+    def __init__(self, dataset: MapDataset, rank: int, num_replicas: int, *, shuffle: bool, seed: int) -> None:
         super().__init__(
-            rows,  # pyright: ignore[reportArgumentType]  (it takes the length alone)
+            dataset,  # pyright: ignore[reportArgumentType]  (the sampler only uses its length)
             num_replicas,
             rank,
             shuffle=shuffle,
@@ -111,7 +112,7 @@ class _Order(torch_data.DistributedSampler):
         return islice(super().__iter__(), first, None)
 
 
-class _Share(torch_data.IterableDataset):
+class _StreamShard(torch_data.IterableDataset):
     """Every n-th row of a stream, for this rank and worker."""
 
     def __init__(self, stream: torch_data.IterableDataset, rank: int, num_replicas: int) -> None:
@@ -127,38 +128,38 @@ class _Share(torch_data.IterableDataset):
         worker = torch_data.get_worker_info()
         index, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
         first, stride = index * self.num_replicas + self._rank, num_workers * self.num_replicas
-        # Such as TextStream, which need not make the rows of others.
+        # Such as TextStream, which does not produce the rows of other shards.
         if hasattr(self._stream, "rows"):
             return self._stream.rows(first, stride)  # pyright: ignore[reportAttributeAccessIssue]
         return islice(iter(self._stream), first, None, stride)
 
 
-def require_shares(loader: Iterable[Batch], num_ranks: int) -> None:
-    """Raise ValueError unless `loader` divides its rows among `num_ranks` ranks.
+def require_sharding(loader: Iterable[Batch], num_ranks: int) -> None:
+    """Raise ValueError unless `loader` shards its rows over `num_ranks` ranks.
 
-    It says so by an attribute `num_replicas`, its own or that of its sampler, as torch's DistributedSampler has.
+    This is read from the attribute `num_replicas` of the loader or its sampler, as in torch's DistributedSampler.
     """
-    num_replicas = next((part.num_replicas for part in _parts(loader) if hasattr(part, "num_replicas")), 1)
+    num_replicas = next((part.num_replicas for part in _components(loader) if hasattr(part, "num_replicas")), 1)
     if num_replicas == num_ranks:
         return
     if num_replicas == 1:
         raise ValueError(
-            f"loader: its rows are not divided among the ranks, and all {num_ranks} would train on the same ones; "
-            "use xorl.train.DataLoader(..., distributed=True) or give a torch DataLoader a DistributedSampler"
+            f"loader: the rows are not sharded, so all {num_ranks} ranks would train on the same ones; use "
+            "xorl.train.DataLoader(..., distributed=True) or a torch DataLoader with a DistributedSampler"
         )
-    raise ValueError(f"loader: its rows are divided among {num_replicas} ranks, and {num_ranks} train")
+    raise ValueError(f"loader: the rows are sharded over {num_replicas} ranks, but {num_ranks} ranks train")
 
 
 def batches_of_epoch(loader: Iterable[Batch], epoch: int, first: int) -> Iterator[Batch]:
-    """The batches of `epoch` from the `first` on, this rank's alone.
+    """This rank's batches of `epoch`, starting at batch `first`.
 
-    A loader that cannot seek is read up to there; global random numbers that this draws are given back.
+    If the loader cannot seek, the earlier batches are read and dropped, and the global random state is restored.
     """
     skip = first
     if isinstance(loader, DataLoader):
         skip = 0 if loader.seek(epoch, first) else first
     else:
-        for part in _parts(loader):
+        for part in _components(loader):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
     with torch.random.fork_rng(devices=[], enabled=first > 0):
@@ -169,17 +170,17 @@ def batches_of_epoch(loader: Iterable[Batch], epoch: int, first: int) -> Iterato
 
 
 def rows_per_batch(loader: Iterable[Batch], num_ranks: int) -> int:
-    """The rows that all ranks together read at a time; of a loader that does not tell its batch_size, the batches."""
+    """The number of rows in a batch over all ranks. Without `batch_size`, a batch counts as one row."""
     return (getattr(loader, "batch_size", None) or 1) * num_ranks
 
 
-def has_order_of_its_own(loader: Iterable[Batch]) -> bool:
-    """Whether the order is drawn anew in every process, so that no position in it means anything to the next one."""
-    return any(isinstance(part, torch_data.RandomSampler) for part in _parts(loader))
+def has_random_order(loader: Iterable[Batch]) -> bool:
+    """Whether the order differs in every process, so that a saved position cannot be resumed."""
+    return any(isinstance(part, torch_data.RandomSampler) for part in _components(loader))
 
 
-def _parts(loader: Iterable[Batch]) -> list:
-    """The loader and what torch's DataLoader may leave the order to."""
+def _components(loader: Iterable[Batch]) -> list:
+    """The loader, its samplers and its dataset: all objects that may define the order of a torch DataLoader."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     inner = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
     return [part for part in (loader, *inner, getattr(loader, "dataset", None)) if part is not None]
@@ -187,8 +188,8 @@ def _parts(loader: Iterable[Batch]) -> list:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """input_ids [B, S]; labels [B, S]: what each position should predict, -100 where nothing is trained; `extras` are
-    keyword arguments of the model.
+    """input_ids [B, S]; labels [B, S]: the target of each position, or -100 if it is not trained; extras: additional
+    keyword arguments for the model.
     """
 
     input_ids: Tensor
@@ -204,16 +205,16 @@ class TokenBatch:
 
 
 def read_batch(batch: Batch, context_length: int | None) -> TokenBatch:
-    """Accepts token ids [B, S] alone, (ids, labels), or a mapping with input_ids and perhaps labels.
+    """Convert token ids [B, S], a tuple (ids, labels), or a mapping with input_ids and optional labels.
 
-    Labels that are given must be shifted already: labels[b, s] is the token after input_ids[b, s]. Labels that are not
-    given are made from the ids; the last position of each row is not trained, nor one whose next token is padding by
-    `attention_mask`. Raises ValueError for anything else.
+    Given labels must already be shifted: labels[b, s] is the token after input_ids[b, s]. Without labels, they are
+    derived from the ids; the last position of each row is not trained, and neither are positions whose next token is
+    padding according to `attention_mask`. Raises ValueError for anything else.
     """
-    ids, labels, extras = _parts_of(batch)
+    ids, labels, extras = _split_batch(batch)
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
-        what = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
-        raise ValueError(f"loader: input_ids came as {what}, and integers [rows, positions] are wanted")
+        got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise ValueError(f"loader: input_ids must be integers of shape [rows, positions], got {got}")
     if context_length is not None and ids.shape[1] > context_length:
         raise ValueError(f"loader: a row has {ids.shape[1]} positions, more than context_length {context_length}")
     if labels is None:
@@ -221,31 +222,31 @@ def read_batch(batch: Batch, context_length: int | None) -> TokenBatch:
         if "attention_mask" in extras:
             labels = labels.masked_fill(F.pad(extras["attention_mask"][:, 1:], (0, 1)) == 0, IGNORE)
     elif labels.shape != ids.shape:
-        raise ValueError(f"loader: labels are {list(labels.shape)} and input_ids {list(ids.shape)}; they must be alike")
+        raise ValueError(f"loader: labels {list(labels.shape)} and input_ids {list(ids.shape)} differ in shape")
     return TokenBatch(ids, labels.long(), extras)
 
 
-def _parts_of(batch: Batch) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-    """(input_ids, labels if there are any, other entries of a mapping)."""
+def _split_batch(batch: Batch) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+    """Returns (input_ids, labels or None, the other entries of a mapping)."""
     if isinstance(batch, Tensor):
         return batch, None, {}
     if isinstance(batch, Mapping):
         extras = dict(batch)
         if "input_ids" not in extras:
-            raise ValueError(f"loader: a batch has {sorted(extras)}, and input_ids is wanted (and labels, if not ids)")
+            raise ValueError(f"loader: a batch must have input_ids, and optionally labels; it has {sorted(extras)}")
         return extras.pop("input_ids"), extras.pop("labels", None), extras
     if len(batch) not in (1, 2):
-        raise ValueError(f"loader: a batch has {len(batch)} parts, and ids or (ids, labels) is wanted")
+        raise ValueError(f"loader: a batch must be ids or (ids, labels), but it has {len(batch)} parts")
     return batch[0], batch[1] if len(batch) == 2 else None, {}
 
 
-def refuse_unshifted(batch: TokenBatch) -> None:
-    """Raise ValueError for labels that repeat the ids: a model would learn to copy its input, at a loss near zero."""
+def reject_unshifted_labels(batch: TokenBatch) -> None:
+    """Raise ValueError if labels equal the ids: the model would learn to copy its input, with a loss near zero."""
     trained = batch.labels != IGNORE
     repeats = torch.equal(batch.labels[trained], batch.input_ids[trained].long())
-    # Where every token of a row is the same one, labels that are shifted look no different.
+    # In a row that repeats one token, shifted labels look the same, so such rows prove nothing.
     if repeats and bool((batch.input_ids[:, 1:] != batch.input_ids[:, :-1])[trained[:, 1:]].any()):
         raise ValueError(
-            "loader: labels are the input_ids themselves, and each must be the token after: labels[:, :-1] = "
-            "input_ids[:, 1:], the last one -100. Without labels this is done here"
+            "loader: labels equal input_ids, but each label must be the token after: labels[:, :-1] = "
+            "input_ids[:, 1:] and labels[:, -1] = -100; omit labels to have them derived from input_ids"
         )

@@ -1,4 +1,4 @@
-"""Raw text for the trainers of a user's own module: a tokenizer by name, and endless rows of token ids. S positions."""
+"""Raw text for training a user-defined module: a tokenizer, and an endless stream of token rows. S: positions."""
 
 from __future__ import annotations
 
@@ -9,27 +9,31 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from xorl.ckpt.hub import TOKENIZER_PATTERNS, resolve_folder
-from xorl.data import DatasetEntry, FileType, collate
+from xorl.data import DatasetEntry
+from xorl.data.collate import collate
 from xorl.data.formats import TextTokenizer
 from xorl.data.formats import load_tokenizer as load_from_folder
+from xorl.data.readers import FileType
 from xorl.data.stream import Stream, StreamOptions, open_stream, stream_bins
 
 
 def load_tokenizer(id_or_path: str | Path) -> TextTokenizer:
-    """The tokenizer of a local folder, or of a repository of the Hub (org/name)."""
+    """Load the tokenizer of a local folder or of a Hub repository (org/name)."""
     return load_from_folder(resolve_folder(id_or_path, patterns=TOKENIZER_PATTERNS))
 
 
 class TextStream(IterableDataset[dict[str, Tensor]]):
-    """Endless rows of `context_length` tokens, made of documents while training runs; made to be given to `DataLoader`.
+    """An endless stream of rows of `context_length` tokens, packed from documents on the fly, for `DataLoader`.
 
-    path: a file, a folder, a URL (s3://, gs://, abfs://, https://) or the Hub's org/name, with name, split, data_files
-    and ds_type as in the configuration; column: the one that holds the text. Documents end with EOS, longer ones are
-    split, and a row is filled with whole ones, so its end may be padding. A row is input_ids [S] and labels [S]: the
-    next token of the same document, -100 at its last token and in padding.
+    path: a file, a folder, a URL (s3://, gs://, abfs://, https://) or a Hub dataset org/name, with name, split,
+    data_files and ds_type as in the configuration. column: the column with the text.
 
-    The order depends on the data and `seed` alone. It never ends (epochs follow one another, each in another order), so
-    `train` needs max_steps. Ranks and workers share the rows without reading each other's.
+    Documents end with EOS. Documents longer than a row are split; otherwise rows hold whole documents, so a row may end
+    in padding. A row is input_ids [S] and labels [S]: the next token of the same document, or -100 at its last token
+    and in padding.
+
+    The order depends only on the data and `seed`. The stream repeats the data in a new order each epoch and never ends,
+    so `train` needs max_steps. Each rank and worker reads only its own rows.
     """
 
     def __init__(
@@ -66,7 +70,7 @@ class TextStream(IterableDataset[dict[str, Tensor]]):
         return self.rows(0, 1)
 
     def rows(self, first: int, stride: int) -> Iterator[dict[str, Tensor]]:
-        """Row `first` and every `stride`-th after it, without making those between where the stream's lanes allow."""
+        """Yield row `first` and every `stride`-th row after it, skipping the others unread if possible."""
         for member in stream_bins(self.stream, first=first, stride=stride):
             batch = collate(member.documents, pad_to_multiple_of=self.context_length)
             yield {"input_ids": batch.input_ids, "labels": batch.labels}

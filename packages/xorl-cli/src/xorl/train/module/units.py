@@ -1,4 +1,4 @@
-"""How FSDPTrainer divides a user's module: the options, and the parts whose parameters are gathered together."""
+"""How FSDPTrainer divides a module into units: the options, and the modules whose parameters are gathered together."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import nn
 ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"]
 AutoWrapPolicy = Literal["size", "transformer"]
 
-# As in torch's own size policy: a part of 0.4 GB in fp32 keeps the links busy, smaller ones pay for latency.
+# The default of torch's size policy. A unit of 0.4 GB in fp32 saturates the links; smaller ones are latency-bound.
 DEFAULT_MIN_NUM_PARAMS = int(1e8)
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """The options of FSDPTrainer, which documents them. Raises ValueError for values that contradict each other."""
+    """The sharding options, documented in FSDPTrainer. Raises ValueError if they contradict each other."""
 
     sharding_strategy: ShardingStrategy
     auto_wrap_policy: AutoWrapPolicy | None
@@ -35,17 +35,17 @@ class Sharding:
                 f"auto_wrap_policy {self.auto_wrap_policy!r} is unknown; use 'size', 'transformer' or None"
             )
         if (self.auto_wrap_policy == "transformer") != (self.transformer_layer_cls is not None):
-            raise ValueError("auto_wrap_policy='transformer' and transformer_layer_cls=... need each other")
+            raise ValueError("auto_wrap_policy='transformer' and transformer_layer_cls must be given together")
         if self.min_num_params is not None and self.auto_wrap_policy != "size":
             raise ValueError("min_num_params needs auto_wrap_policy='size'")
         if self.shard_size is not None and self.sharding_strategy != "HYBRID_SHARD":
             raise ValueError("shard_size needs sharding_strategy='HYBRID_SHARD'")
 
     def units(self, model: nn.Module) -> list[nn.Module]:
-        """The parts of `model` to shard on their own, innermost first; what is left is sharded with `model` itself."""
+        """The modules to shard separately, innermost first. Remaining parameters are sharded with `model` itself."""
         if self.auto_wrap_policy == "size":
             minimum = DEFAULT_MIN_NUM_PARAMS if self.min_num_params is None else self.min_num_params
-            return _large_parts(model, minimum)
+            return _large_modules(model, minimum)
         if self.auto_wrap_policy == "transformer":
             assert self.transformer_layer_cls is not None
             classes = self.transformer_layer_cls
@@ -53,9 +53,9 @@ class Sharding:
         return []
 
 
-def _large_parts(model: nn.Module, min_num_params: int) -> list[nn.Module]:
-    """The smallest parts that hold `min_num_params` parameters beside those of smaller parts already taken."""
-    holders = _holders(model)
+def _large_modules(model: nn.Module, min_num_params: int) -> list[nn.Module]:
+    """The smallest modules with `min_num_params` parameters, not counting those of units inside them."""
+    owners = _owners(model)
     units: list[nn.Module] = []
     seen: set[nn.Module] = set()
 
@@ -63,13 +63,14 @@ def _large_parts(model: nn.Module, min_num_params: int) -> list[nn.Module]:
         if module in seen:
             return set()
         seen.add(module)
-        # MultiheadAttention reads the weights of its output projection without calling it: nothing would gather them.
+        # MultiheadAttention uses its output projection's weight without calling that module, so FSDP would not gather
+        # it: keep the module whole.
         whole = isinstance(module, nn.MultiheadAttention)
         left = set(module.parameters(recurse=whole))
         for child in () if whole else module.children():
             left |= visit(child)
         large = sum(parameter.numel() for parameter in left) >= max(1, min_num_params)
-        if large and module is not model and _is_called(module) and _owns_its_parameters(module, holders):
+        if large and module is not model and _is_called(module) and _owns_its_parameters(module, owners):
             units.append(module)
             return set()
         return left
@@ -83,31 +84,31 @@ def _layers(model: nn.Module, classes: tuple[type[nn.Module], ...]) -> list[nn.M
     names = ", ".join(kind.__name__ for kind in classes)
     if not found:
         known = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
-        raise ValueError(f"transformer_layer_cls {names}: the model has no such layer; its classes are {known}")
-    holders = _holders(model)
+        raise ValueError(f"transformer_layer_cls {names}: the model has no such layer; its module classes are {known}")
+    owners = _owners(model)
     for path, module in found:
-        if not _owns_its_parameters(module, holders):
+        if not _owns_its_parameters(module, owners):
             raise ValueError(
-                f"transformer_layer_cls {names}: {path} shares a parameter with a module outside of it, which is not "
-                "gathered with it; name a class that holds the two, or use auto_wrap_policy='size'"
+                f"transformer_layer_cls {names}: {path} shares a parameter with a module outside of it, which would "
+                "not be gathered; use a class that contains both modules, or auto_wrap_policy='size'"
             )
     return [module for _, module in sorted(found, key=lambda item: -item[0].count("."))]
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Containers as ModuleList have no forward pass at which their parameters could be gathered."""
+    """Containers such as ModuleList have no forward pass that could trigger gathering."""
     return type(module).forward is not nn.Module.forward
 
 
-def _owns_its_parameters(module: nn.Module, holders: dict[nn.Parameter, list[nn.Module]]) -> bool:
+def _owns_its_parameters(module: nn.Module, owners: dict[nn.Parameter, list[nn.Module]]) -> bool:
     inside = set(module.modules())
-    return all(inside.issuperset(holders[parameter]) for parameter in module.parameters())
+    return all(inside.issuperset(owners[parameter]) for parameter in module.parameters())
 
 
-def _holders(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
-    """Every module that has each parameter as its own: several, where weights are tied."""
-    holders: dict[nn.Parameter, list[nn.Module]] = {}
+def _owners(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
+    """The modules that directly contain each parameter: several if weights are tied."""
+    owners: dict[nn.Parameter, list[nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
-            holders.setdefault(parameter, []).append(module)
-    return holders
+            owners.setdefault(parameter, []).append(module)
+    return owners

@@ -1,1 +1,1 @@
-"""What a run tells while it trains: metrics, times of a step, progress, profiles, and why it diverged."""
+"""Observability of a training run: metrics, step timing, progress, profiles, and diagnosis of divergence."""

@@ -1,11 +1,11 @@
-"""Peak bf16 rates of the accelerators that a run may find, for the MFU figure."""
+"""Peak bf16 rates of accelerators, for computing MFU."""
 
 from __future__ import annotations
 
 import torch
 
 # Dense bf16 tensor-core rates in FLOP/s from the vendors' data sheets (half of the rate "with sparsity"), by the exact
-# name the driver reports: a substring match would take "NVIDIA H200" for an "NVIDIA H20", a seventh as fast.
+# name that the driver reports: a substring match would confuse "NVIDIA H200" with "NVIDIA H20", a seventh as fast.
 PEAK_BF16_FLOPS: dict[str, float] = {
     "NVIDIA A100-PCIE-40GB": 312e12,
     "NVIDIA A100-SXM4-40GB": 312e12,
@@ -34,7 +34,7 @@ PEAK_BF16_FLOPS: dict[str, float] = {
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """The peak bf16 rate of `device` in FLOP/s; None where it is not known, as on a CPU."""
+    """The peak bf16 rate of `device` in FLOP/s; None if unknown, as for a CPU."""
     if device.type != "cuda":
         return None
     return PEAK_BF16_FLOPS.get(torch.cuda.get_device_name(device))

@@ -1,4 +1,4 @@
-"""Observer: what a run shows and records of every step: metrics.jsonl, the progress line, wandb, the summary."""
+"""Observer: reports the metrics of every step to sinks: metrics.jsonl, the progress bar, structured logs, wandb."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ ItemT = TypeVar("ItemT")
 
 
 class DivergedError(RuntimeError):
-    """The loss or the gradient norm of a step is not finite. An update by a gradient that is not was not applied."""
+    """The loss or gradient norm of a step is not finite. If the gradient is not finite, the update was not applied."""
 
-    def __init__(self, step: int, told: str) -> None:
-        super().__init__(f"step {step}: {told}")
+    def __init__(self, step: int, reason: str) -> None:
+        super().__init__(f"step {step}: {reason}")
         self.step = step
-        self.told = told
+        self.reason = reason
 
 
 class Sink(Protocol):
-    """Somewhere that metrics go."""
+    """A destination for metrics."""
 
     def write(self, metrics: Metrics) -> None: ...
 
@@ -44,13 +44,13 @@ class Sink(Protocol):
 
 
 class MetricsFile:
-    """`metrics.jsonl`: one JSON object a line, written at once, cut back to the step that a run resumes from.
+    """`metrics.jsonl`: one JSON object per line, unbuffered, truncated to the step that a run resumes from.
 
-    A line that cannot be written, as on a full disk, is left out and told: it is no reason to lose what was trained.
+    A line that cannot be written, for example on a full disk, is dropped with a warning instead of ending the run.
     """
 
     def __init__(self, path: Path, resume_step: int) -> None:
-        # A run that starts afresh has not even the evaluation before the first step in common with a former one.
+        # A new run also drops the evaluation before the first step of a previous run.
         kept = _lines_up_to(path, resume_step) if resume_step and path.exists() else []
         temporary = path.with_suffix(".jsonl.tmp")
         try:
@@ -59,7 +59,7 @@ class MetricsFile:
         except OSError as error:
             temporary.unlink(missing_ok=True)
             raise ValueError(
-                f"train.output_dir: {path} cannot be written ({error.strerror}); make room, or choose another folder"
+                f"train.output_dir: {path} cannot be written ({error.strerror}); free space, or use another folder"
             ) from error
         self._path, self._num_missing = path, 0
         self._file = path.open("ab", buffering=0)
@@ -67,7 +67,7 @@ class MetricsFile:
 
     def write(self, metrics: Metrics) -> None:
         """Append one line."""
-        line = (json.dumps(_finite(metrics)) + "\n").encode()
+        line = (json.dumps(_json_safe(metrics)) + "\n").encode()
         reason = "no space left"
         try:
             written = self._file.write(line)
@@ -76,9 +76,9 @@ class MetricsFile:
         if written == len(line):
             self._end += written
             return
-        self._file.truncate(self._end)  # a line is there whole or not at all
+        self._file.truncate(self._end)  # remove the partial line
         if not self._num_missing:
-            logger.warning("metrics=%s cannot be written: %s; training goes on", self._path, reason)
+            logger.warning("metrics=%s cannot be written: %s; training continues", self._path, reason)
         self._num_missing += 1
 
     def close(self) -> None:
@@ -88,8 +88,8 @@ class MetricsFile:
             logger.warning("metrics=%s lacks %d lines that could not be written", self._path, self._num_missing)
 
 
-def _finite(metrics: Metrics) -> dict[str, float | int | str | None]:
-    """JSON has no NaN: what is not finite is written as text, so that it is seen and the line can still be parsed."""
+def _json_safe(metrics: Metrics) -> dict[str, float | int | str | None]:
+    """JSON has no NaN or infinity: such values become text, so that the line can still be parsed."""
     return {
         key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in metrics.items()
@@ -97,7 +97,7 @@ def _finite(metrics: Metrics) -> dict[str, float | int | str | None]:
 
 
 def is_evaluated(path: Path, step: int) -> bool:
-    """Whether the metrics.jsonl at `path`, if there is one, has the evaluation after step `step`."""
+    """Whether the metrics.jsonl at `path` exists and has the evaluation after step `step`."""
     return path.exists() and any(record.get("step") == step and "eval_loss" in record for _, record in _records(path))
 
 
@@ -106,7 +106,7 @@ def _lines_up_to(path: Path, step: int) -> list[str]:
 
 
 def _records(path: Path) -> Iterator[tuple[str, dict[str, float]]]:
-    """The lines and what they say, but for the one that was being written when the former run was killed."""
+    """The lines and their parsed content, skipping a partial line of a run that was killed while writing it."""
     for line in path.read_text().splitlines(keepends=True):
         try:
             yield line, json.loads(line)
@@ -115,11 +115,11 @@ def _records(path: Path) -> Iterator[tuple[str, dict[str, float]]]:
 
 
 class StructuredLines:
-    """key=value lines for programs to read."""
+    """Logs metrics as machine-readable key=value lines."""
 
     def write(self, metrics: Metrics) -> None:
         """Log one line."""
-        logger.info(" ".join(f"{key}={_short(value)}" for key, value in metrics.items()))
+        logger.info(" ".join(f"{key}={_format(value)}" for key, value in metrics.items()))
 
     def close(self) -> None:
         """Nothing to close."""
@@ -127,7 +127,7 @@ class StructuredLines:
 
 @dataclass
 class _Pending:
-    """A step that was launched and is not yet reported; what it holds can be read once `end` has come."""
+    """A launched step that is not reported yet; its values can be read once the device has reached `end`."""
 
     step: int
     lr: float | None
@@ -138,7 +138,7 @@ class _Pending:
 
 
 def queue_copy(values: torch.Tensor) -> torch.Tensor:
-    """`values` on the host, once the device has come so far: behind what makes them and before what is queued next."""
+    """A pinned host copy of `values`, valid once the device has executed all work queued so far. Does not block."""
     if not values.is_cuda:
         return values
     copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -147,22 +147,22 @@ def queue_copy(values: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Observer:
-    """Turns the device scalars of each step into metrics, on a GPU one step late, so that the host never waits for it.
+    """Turns the device scalars of each step into metrics. On a GPU, one step late, so that the host never waits.
 
-    sinks: where metrics go (only the main process has any). world_size: for MFU per device. timer: the engine's, which
-    says where the time of a step went. A step whose loss or gradient norm is not finite raises DivergedError on every
-    rank; its update was skipped on the device. `first` and `last` hold the first and the last value of every metric.
+    sinks: the destinations of metrics; only the main process has any. world_size: for MFU per device. timer: the
+    engine's timer, for the phases of a step. A step with a non-finite loss or gradient norm raises DivergedError on
+    every rank. `first` and `last` hold the first and the last value of every metric.
 
-    The seconds of a step, of the process that reports them:
+    The seconds of a step, measured by the reporting process:
 
-    - time_s, from the end of the step before (or of a pause) to its own, by the device's clock: the sum of forward_s,
-      backward_s, comm_s, optimizer_s and idle_s.
-    - forward_s, backward_s, optimizer_s: the device's work (clipping is part of the optimizer's), without comm_s.
-    - comm_s: how long the device's queue of work stood still for collectives (see `core.parallel.exposed`), and the sum
-      of the losses over ranks, in which a rank waits for slower ones. Communication beside computation is not in it.
-    - idle_s: the rest, in which the device had no work of the step: the host was preparing it, or waiting for data.
-    - data_s: how long the host waited for the loader. On a GPU it may be hidden behind the work of the step before.
-    - checkpoint_s: the pause of a save right before this step; not part of time_s.
+    - time_s: from the end of the previous step (or of a pause) to the end of this one, on the device's clock: the sum
+      of forward_s, backward_s, comm_s, optimizer_s and idle_s.
+    - forward_s, backward_s, optimizer_s: device time, without comm_s. Clipping counts as optimizer_s.
+    - comm_s: exposed communication, in which the compute stream waits for collectives (see `core.parallel.exposed`),
+      and summing the loss over ranks, which includes waiting for slower ranks. Overlapped communication is not counted.
+    - idle_s: the rest, in which the device had no work: the host was launching it or waiting for data.
+    - data_s: how long the host waited for the loader. On a GPU, this may overlap with the previous step.
+    - checkpoint_s: the duration of a save right before this step; not part of time_s.
     """
 
     device: torch.device
@@ -182,12 +182,12 @@ class Observer:
         self._mark = self.timer.clock.now()
 
     def start(self) -> None:
-        """Begin to count time: what came before is not part of the first step."""
+        """Start the clock of the first step."""
         self._mark = self.timer.clock.now()
         self._start = time.perf_counter()
 
     def fetched(self, steps: Iterable[ItemT]) -> Iterator[ItemT]:
-        """The same items; the time until each comes is the next step's data_s."""
+        """Iterate over `steps` and measure the wait for each item, the data_s of its step."""
         begin = time.perf_counter()
         for item in steps:
             self._host_s["data_s"] = time.perf_counter() - begin
@@ -195,7 +195,7 @@ class Observer:
             begin = time.perf_counter()
 
     def step(self, step: int, losses: StepLosses, update: Update, *, lr: float | None) -> None:
-        """Take in step `step`, just launched, and report the one before (on a CPU, this one)."""
+        """Record the step that was just launched and report the previous one (on a CPU, this one)."""
         self.flush()
         sums = [losses.loss_sum, losses.num_trained_tokens, losses.num_tokens, losses.flops]
         outcome = [update.grad_norm.double(), update.skipped.double()]
@@ -204,10 +204,10 @@ class Observer:
         self._pending = _Pending(step, lr, scalars, self.timer.take(), end, self._host_s)
         self._host_s = {"data_s": 0.0, "checkpoint_s": 0.0}
         if self.device.type == "cpu":
-            self.flush()  # the step is already done, and what follows is not part of its time
+            self.flush()  # the step is already done; later work must not count towards its time
 
     def flush(self) -> None:
-        """Report the step that is still pending, waiting for it."""
+        """Wait for the pending step, if any, and report it."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
@@ -239,19 +239,19 @@ class Observer:
         self.write(metrics)
         if skipped or not math.isfinite(loss_sum):
             outcome = "The update was not applied" if skipped else "The run stops"
-            told = f"loss {metrics['loss']}, gradient norm {norm}. {outcome}, and this step is not saved"
-            raise DivergedError(pending.step, told)
+            reason = f"loss {metrics['loss']}, gradient norm {norm}. {outcome}, and this step is not saved"
+            raise DivergedError(pending.step, reason)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Around what is no part of any step's time, such as an evaluation."""
+        """Excludes the time of the block, such as an evaluation, from the time of the steps."""
         self.flush()
         yield
         self._mark = self.timer.clock.now()
 
     @contextmanager
     def checkpoint(self) -> Iterator[None]:
-        """Around saving a checkpoint: a pause that is the next step's checkpoint_s."""
+        """Excludes saving a checkpoint from the time of the steps; it is the checkpoint_s of the next step."""
         with self.pause():
             begin = time.perf_counter()
             yield
@@ -278,11 +278,11 @@ class Observer:
 def _peak_memory_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    # Linux only: the largest resident size that this process has had.
+    # Linux only: the peak resident set size of this process.
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
     return next((int(line.split()[1]) / 2**20 for line in lines if line.startswith("VmHWM:")), 0.0)
 
 
-def _short(value: float | int | None) -> str:
+def _format(value: float | int | None) -> str:
     return f"{value:.5g}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""The torch profiler over a span of steps."""
+"""Profiler: runs the torch profiler over a range of steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from xorl.config import TrainConfig
+from xorl.config.local import TrainConfig
 from xorl.core.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -20,9 +20,11 @@ logger = logging.getLogger(__name__)
 class Profiler:
     """Records steps `start_step` (inclusive) to `end_step` (exclusive), counted from 1, as a Chrome trace.
 
-    enabled: on this rank. steps_done: where the run starts; of a span that it starts within, the rest is recorded.
-    Entered around the loop; `step(n)` is called when step n is done. receive: takes what was recorded, instead of a
-    file of it in `trace_dir`. A file that cannot be written is told, and is no reason to lose what was trained.
+    A context manager around the training loop; call `step(n)` after step n.
+
+    enabled: whether this rank records. steps_done: the step that the run resumes from; if it is within the range, only
+    the rest is recorded. receive: called with the profile, instead of writing a file to `trace_dir`. A file that cannot
+    be written causes a warning and does not end the run.
     """
 
     enabled: bool
@@ -43,7 +45,7 @@ class Profiler:
         return self
 
     def step(self, step: int) -> None:
-        """Begin or end the recording where it is due after `step`."""
+        """Start or stop recording, if due after `step`."""
         if self._profile is not None and step + 1 >= self.end_step:
             self._end()
         self._begin_if_due(step + 1)
@@ -81,26 +83,26 @@ class Profiler:
             self.trace_dir.mkdir(parents=True, exist_ok=True)
             recorded.export_chrome_trace(str(path))
         except OSError as error:
-            logger.warning("profile=%s cannot be written: %s; training goes on", path, error)
+            logger.warning("profile=%s cannot be written: %s; training continues", path, error)
         else:
             logger.info("profile=%s", path)
 
 
-def profiler_of(train: TrainConfig, place: Runtime, start_step: int, num_steps: int) -> Profiler:
-    """The profiler, which records traces only in the processes that the options name."""
+def build_profiler(train: TrainConfig, runtime: Runtime, start_step: int, num_steps: int) -> Profiler:
+    """The profiler of a run, enabled on the ranks selected by the options."""
     if train.enable_profiling and train.profile_start_step > num_steps:
         logger.warning(
-            "train.profile_start_step: %d, and the run ends at step=%d: nothing will be recorded",
+            "train.profile_start_step: %d, but the run ends at step=%d: nothing will be recorded",
             train.profile_start_step,
             num_steps,
         )
     return Profiler(
-        enabled=train.enable_profiling and (place.is_main or not train.profile_rank0_only),
+        enabled=train.enable_profiling and (runtime.is_main or not train.profile_rank0_only),
         steps_done=start_step,
         start_step=train.profile_start_step,
         end_step=train.profile_end_step,
         trace_dir=Path(train.profile_trace_dir),
-        rank=place.rank,
+        rank=runtime.rank,
         record_shapes=train.profile_record_shapes,
         profile_memory=train.profile_profile_memory,
         with_stack=train.profile_with_stack,
@@ -108,6 +110,6 @@ def profiler_of(train: TrainConfig, place: Runtime, start_step: int, num_steps: 
 
 
 def _wait_for_gpu() -> None:
-    # The host runs ahead: without this, the work of the step before would be recorded too.
+    # The host runs ahead of the GPU: without this, work of the previous step would be recorded.
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""The progress bar, and lines of the log that do not tear it."""
+"""The progress bar, logging that does not break it, and the phases of the start-up."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class ProgressBar:
-    """One line that shows the loss, the rate and the time left; evaluations get lines of their own."""
+    """A progress bar with loss, speed and remaining time; evaluations are logged as separate lines."""
 
     def __init__(self, num_steps: int, start_step: int) -> None:
         self._bar = tqdm(
@@ -25,7 +25,7 @@ class ProgressBar:
             unit="step",
             dynamic_ncols=True,
             file=sys.stderr,
-            mininterval=0.2 if sys.stderr.isatty() else 10.0,  # a log file gets a line, not a film
+            mininterval=0.2 if sys.stderr.isatty() else 10.0,  # keeps log files short
         )
 
     def write(self, metrics: Metrics) -> None:
@@ -38,7 +38,7 @@ class ProgressBar:
         self._bar.update(1)
 
     def close(self) -> None:
-        """Leave the last state of the bar on the screen."""
+        """Close the bar, leaving its last state on the screen."""
         self._bar.close()
 
 
@@ -48,7 +48,7 @@ class _TqdmHandler(logging.Handler):
 
 
 def set_up_logging(log_format: LogFormat, *, is_main: bool) -> None:
-    """One event a line on standard error. Ranks other than the main one log warnings and errors only."""
+    """Log to standard error, one event per line. Ranks other than the main one only log warnings and errors."""
     handler = _TqdmHandler()
     line = "%(message)s" if log_format == "progress_bar" else "time=%(asctime)s level=%(levelname)s %(message)s"
     handler.setFormatter(logging.Formatter(line))
@@ -59,14 +59,14 @@ def set_up_logging(log_format: LogFormat, *, is_main: bool) -> None:
 
 
 class Phases:
-    """The phases of a start: each says that it begins, with what it waits for, and how long it took."""
+    """Logs the begin of each start-up phase, with what it waits for, and its duration."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, name: str, detail: str = "") -> Iterator[None]:
-        """Around one phase."""
+        """Context manager around one phase."""
         logger.info("phase=%s %s", name, detail)
         start = time.perf_counter()
         yield

@@ -1,4 +1,4 @@
-"""StepTimer: measures where the time of a step goes, by events queued with the work and read once it is done."""
+"""StepTimer: measures the phases of a step with events that are queued among the work and read after it is done."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 
 Phase = Literal["forward", "backward", "comm", "optimizer"]
 PHASES: tuple[Phase, ...] = ("forward", "backward", "comm", "optimizer")
-# A point in the work that is queued on a GPU; on a CPU, where nothing is queued, a point in time in seconds.
+# On a GPU, a position in the queue of work; on a CPU, where work is not queued, a time in seconds.
 Moment = torch.cuda.Event | float
 
 
 class Clock:
-    """Moments of a device's work. On a GPU they are events on the current stream; none makes the host wait but `wait`.
+    """Measures times on a device. On a GPU, moments are events on the current stream, and only `wait` blocks the host.
 
-    Events are kept for use again: making one takes longer than recording it.
+    Events are reused, because creating one takes longer than recording it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,7 +26,7 @@ class Clock:
         self._free: list[torch.cuda.Event] = []
 
     def now(self) -> Moment:
-        """The point in the work that has been queued up to here."""
+        """The moment at which the work queued so far is done."""
         if not self._on_gpu:
             return time.perf_counter()
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
@@ -34,12 +34,12 @@ class Clock:
         return event
 
     def wait(self, moment: Moment) -> None:
-        """Until the work queued before `moment` is done."""
+        """Block until the work queued before `moment` is done."""
         if isinstance(moment, torch.cuda.Event):
             moment.synchronize()
 
     def seconds(self, earlier: Moment, later: Moment) -> float:
-        """From one moment to another, both of which have come."""
+        """Seconds between two moments, both of which must have passed."""
         if isinstance(earlier, torch.cuda.Event):
             assert isinstance(later, torch.cuda.Event), "moments of one clock"
             return earlier.elapsed_time(later) / 1000
@@ -47,7 +47,7 @@ class Clock:
         return later - earlier
 
     def free(self, moments: Sequence[Moment]) -> None:
-        """Takes back moments that nobody will ask about."""
+        """Return moments that are no longer needed, for reuse."""
         self._free += [moment for moment in moments if isinstance(moment, torch.cuda.Event)]
 
 
@@ -55,22 +55,22 @@ class Clock:
 class StepMarks:
     """The marks of one step; `seconds` reads them once the work is done.
 
-    ends: for each stretch of work, its phase (None: no phase) and where it ends; it begins where the one before ends.
-    waits: the stretch in which the device's queue stood still for a collective, and from where to where it did.
+    ends: for each interval of work, its phase (None: not timed) and its end; it starts at the end of the previous one.
+    waits: (index of the interval, begin, end) of every wait of the compute stream for a collective.
     """
 
     ends: Sequence[tuple[Phase | None, Moment]]
     waits: Sequence[tuple[int, Moment, Moment]]
 
     def seconds(self, clock: Clock) -> dict[Phase, float]:
-        """Seconds by phase; what a stretch waited for collectives counts as comm. Gives the marks back to `clock`."""
+        """Seconds by phase; waits for collectives count as comm. Returns the events to `clock`: call it once."""
         spent: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
         for (_, earlier), (phase, later) in zip(self.ends, self.ends[1:], strict=False):
             if phase is not None:
                 spent[phase] += clock.seconds(earlier, later)
-        for stretch, begin, end in self.waits:
+        for interval, begin, end in self.waits:
             waited = clock.seconds(begin, end)
-            phase = self.ends[stretch][0] if stretch < len(self.ends) else None
+            phase = self.ends[interval][0] if interval < len(self.ends) else None
             if phase is not None:
                 spent[phase] -= waited
                 spent["comm"] += waited
@@ -79,9 +79,9 @@ class StepMarks:
 
 
 class StepTimer:
-    """Marks the phases of a step on a device. An engine makes the marks, whoever reports the step takes them.
+    """Marks the phases of a step on a device. The engine sets the marks; the observer that reports the step takes them.
 
-    A step that nobody takes is forgotten when the next one starts.
+    Marks that were not taken are dropped when the next step starts.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -91,29 +91,29 @@ class StepTimer:
         self._wait_began: Moment | None = None
 
     def start(self) -> None:
-        """The work of a step begins, or goes on: what lies between belongs to no phase."""
+        """Start or continue a step; work since the previous mark belongs to no phase."""
         if self._ends and self._ends[-1][0] == "optimizer":
             self.take()
         self._ends.append((None, self.clock.now()))
 
     def mark(self, phase: Phase) -> None:
-        """What was queued since the mark before is `phase`."""
+        """Assign the work queued since the previous mark to `phase`."""
         self._ends.append((phase, self.clock.now()))
 
     def begin_wait(self) -> None:
-        """From here on, the device's queue stands still for a collective. Between steps it is nobody's."""
+        """The compute stream starts to wait for a collective. Ignored between steps."""
         if not self._ends or self._ends[-1][0] == "optimizer":
             return
         self._wait_began = self.clock.now()
 
     def end_wait(self) -> None:
-        """Until here it did; does nothing where no wait has begun."""
+        """The wait ends here. Ignored if no wait has begun."""
         if self._wait_began is not None:
             self._waits.append((len(self._ends), self._wait_began, self.clock.now()))
             self._wait_began = None
 
     def take(self) -> StepMarks:
-        """The marks since the last call."""
+        """Return and clear the marks since the last call."""
         marks = StepMarks(self._ends, self._waits)
         self._ends, self._waits, self._wait_began = [], [], None
         return marks

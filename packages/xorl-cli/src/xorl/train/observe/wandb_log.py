@@ -1,4 +1,4 @@
-"""Weights & Biases as a sink, offline where there is no key or no network."""
+"""Weights & Biases as a metrics sink; offline without an API key or network."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from xorl.train.observe.observer import Metrics
 logger = logging.getLogger(__name__)
 
 
-# The id of the wandb run, in output_dir.
+# The file in output_dir with the id of the wandb run.
 RUN_ID = "wandb_run_id"
 
 
 class WandbSink:
-    """A wandb run. Steps are logged every `log_interval`, evaluations always.
+    """Logs to a wandb run: every `log_interval`-th step, and all evaluations.
 
-    A run that is resumed goes on with the wandb run whose id is in `folder`; else there is a new one, whose id is put
-    there. WANDB_RUN_ID and WANDB_RESUME come first. What wandb has of steps that are made again stays as it is.
+    A resumed run continues the wandb run whose id is in `folder`; otherwise a new wandb run is created and its id is
+    saved there. WANDB_RUN_ID and WANDB_RESUME take precedence. wandb keeps its old values of steps that are repeated
+    after a resume.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class WandbSink:
             "tags": list(tags or ()),
             "dir": str(folder),
             "config": dict(config),
-            **_which_run(folder / RUN_ID if is_resumed else None),
+            **_run_options(folder / RUN_ID if is_resumed else None),
         }
         try:
             self._run = wandb.init(mode="offline" if offline else None, settings=settings, **options)
@@ -71,18 +72,18 @@ class WandbSink:
         self._run.finish()
 
 
-def _which_run(file: Path | None) -> dict[str, str]:
-    """What `wandb.init` is told of it; what is left out, it takes from its variables, or makes up."""
-    told: dict[str, str] = {}
+def _run_options(file: Path | None) -> dict[str, str]:
+    """`id` and `resume` for `wandb.init`; omitted options come from its environment variables or are generated."""
+    options: dict[str, str] = {}
     if file is not None and file.exists() and not os.environ.get("WANDB_RUN_ID"):
-        told["id"] = file.read_text(encoding="utf-8").strip()
+        options["id"] = file.read_text(encoding="utf-8").strip()
     if not os.environ.get("WANDB_RESUME"):
-        told["resume"] = "allow"
-    return told
+        options["resume"] = "allow"
+    return options
 
 
 def credentials_are_missing() -> bool:
-    """Whether wandb is to go online and would have to ask for a key."""
+    """Whether wandb is configured to run online but has no API key, and would prompt for one."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE", "online") not in ("online", "shared"):
         return False
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname

@@ -1,1 +1,1 @@
-"""A sweep: several adapters that train together on one frozen base, each as in a run of its own."""
+"""A sweep trains several adapters together on one frozen base, each as a separate run would."""

@@ -1,4 +1,4 @@
-"""The training loop of a sweep: adapters that train together on one frozen base, each as in a run of its own."""
+"""The training loop of a sweep: adapters that train together on one frozen base, each as a separate run would."""
 
 from __future__ import annotations
 
@@ -6,24 +6,23 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from xorl.config import Config
 from xorl.core.loss import LossFn, LossOutput
 from xorl.core.optim import Schedule
 from xorl.core.parallel import ParallelModel
-from xorl.core.runtime import GarbageCollection, Runtime
+from xorl.core.runtime import GarbageCollection
 from xorl.data import PackedBatch, StepLoader
 from xorl.lora import Adam
 from xorl.train.bank_engine import BankEngine, MixedBatch
 from xorl.train.engine import StepLosses, Update
-from xorl.train.evaluate import EvalPoints, evaluate
+from xorl.train.evaluate import Evaluation
 from xorl.train.interrupt import Interrupted, Interruption
 from xorl.train.observe.observer import DivergedError, Metrics, MetricsFile, Observer, queue_copy
 from xorl.train.observe.profile import Profiler
+from xorl.train.startup import Startup
 from xorl.train.sweep.saving import SweepSaving
 
 logger = logging.getLogger(__name__)
@@ -33,27 +32,24 @@ MemberBatches = Mapping[str, Sequence[PackedBatch]]
 
 @dataclass
 class Member:
-    """One member of a sweep, with what its own run would have.
+    """One member of a sweep, with the parts of a run that it does not share.
 
-    evaluates_first: whether the step that the sweep starts from is still to be evaluated.
-    diverged: its loss or gradient was not finite. It keeps the values that it had before, and takes no more steps.
+    diverged: its loss or gradient was not finite. It keeps the values from before that step and takes no more steps.
     """
 
     name: str
-    config: Config
     loader: StepLoader
-    eval_loader: StepLoader | None
+    evaluation: Evaluation | None
     schedule: Schedule
     num_steps: int
-    evaluates_after: EvalPoints
+    weight_decay: float
     metrics: MetricsFile | None
-    evaluates_first: bool = True
-    diverged: bool = False
+    diverged: bool
     first: Metrics = field(default_factory=dict)
     last: Metrics = field(default_factory=dict)
 
     def write(self, metrics: Metrics) -> None:
-        """Record one line; only the main process has a file."""
+        """Record the metrics of a step or an evaluation; only the main process has a file."""
         self.first, self.last = {**metrics, **self.first}, {**self.last, **metrics}
         if self.metrics is not None:
             self.metrics.write(metrics)
@@ -61,7 +57,7 @@ class Member:
 
 @dataclass(frozen=True)
 class MemberScorer:
-    """The model with one adapter, for evaluations."""
+    """Evaluates the model with one adapter."""
 
     engine: BankEngine
     name: str
@@ -81,23 +77,19 @@ class MemberScorer:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep that is ready to train."""
+    """A sweep that is ready to train: see `train_sweep`."""
 
-    runtime: Runtime
+    startup: Startup
     engine: BankEngine
     loss_fn: LossFn
-    score_fn: LossFn
     members: Sequence[Member]
     observer: Observer
     saving: SweepSaving
     profiler: Profiler
-    config: Config
-    output_dir: Path
-    num_steps: int
     start_step: int
 
     def active(self, step: int) -> list[Member]:
-        """The members that take step `step`, counted from 1; the same on every rank."""
+        """The members that still train at `step`, counted from 1; the same on every rank."""
         return [member for member in self.members if step <= member.num_steps and not member.diverged]
 
     def close(self) -> None:
@@ -108,24 +100,24 @@ class Sweep:
                 member.metrics.close()
 
     def save(self, step: int) -> None:
-        """Save every member after `step` steps; collective."""
+        """Save every member after `step` steps. Collective."""
         self.saving.save(step, diverged=[member.name for member in self.members if member.diverged])
 
     def steps(self) -> Iterator[tuple[int, MemberBatches]]:
-        """(step, counted from 1, the micro-batches of each member that takes it)."""
+        """Yield each step, counted from 1, with the micro-batches of each member that takes it."""
         loaders = {member.name: member.loader for member in self.members if self.start_step < member.num_steps}
         batches = {name: loader.steps(start=self.start_step) for name, loader in loaders.items()}
-        for step in range(self.start_step + 1, self.num_steps + 1):
+        for step in range(self.start_step + 1, self.startup.num_steps + 1):
             yield step, {member.name: next(batches[member.name])[1] for member in self.active(step)}
 
 
 def mix(batches: MemberBatches, members_per_pass: int) -> Iterator[MixedBatch]:
-    """The micro-batches of a step, joined: the first of each member, then the second, at most so many members at once.
+    """Join the first micro-batches of all members, then the second ones, with at most `members_per_pass` in each.
 
-    Each rank has as many as the others, since each has the same number of every member.
+    Every rank yields the same number, since each member has the same number of micro-batches on every rank.
     """
     for index in range(max(map(len, batches.values()))):
-        parts = [(name, own[index]) for name, own in batches.items() if index < len(own)]
+        parts = [(name, queue[index]) for name, queue in batches.items() if index < len(queue)]
         for start in range(0, len(parts), members_per_pass):
             yield MixedBatch.of(parts[start : start + members_per_pass])
 
@@ -133,35 +125,35 @@ def mix(batches: MemberBatches, members_per_pass: int) -> Iterator[MixedBatch]:
 def train_sweep(sweep: Sweep) -> int:
     """Train to the last step of every member. Collective. Returns the signal that ended it early, or 0.
 
-    A signal ends the sweep after the current step, which is saved, and evaluations are made up for, as by
-    `loop.train`; after the last step the adapters are exported.
-    Raises DivergedError if no member has a finite loss and gradient any more.
+    Signals and interrupted evaluations are handled as in `loop.train`. After the last step the adapters are exported.
+    Raises DivergedError once every member has diverged.
     """
-    engine, observer, train = sweep.engine, sweep.observer, sweep.config.train
+    engine, observer, config = sweep.engine, sweep.observer, sweep.startup.config
     report = _Report(sweep)
-    first = [member for member in sweep.active(max(sweep.start_step, 1)) if member.evaluates_first]
-    _evaluate(sweep, report, sweep.start_step, first, None)
+    active = sweep.active(max(sweep.start_step, 1))
+    owed = [member for member in active if member.evaluation is not None and member.evaluation.is_owed]
+    _evaluate(sweep, report, sweep.start_step, owed, None)
     with (
         Interruption() as interruption,
-        GarbageCollection(train.gc_steps, train.empty_cache_steps) as garbage,
+        GarbageCollection(config.train.gc_steps, config.train.empty_cache_steps) as garbage,
         sweep.profiler,
     ):
         observer.start()
         for step, batches in observer.fetched(sweep.steps()):
             if not batches:
-                # All that is left has diverged: the steps taken so far are all there are.
+                # All members with steps left have diverged, so the sweep ends with the step before.
                 with observer.checkpoint():
                     sweep.save(step - 1)
                 break
-            mixed = mix(batches, sweep.config.lora.sweep_members_per_pass or len(sweep.members))
+            mixed = mix(batches, config.lora.sweep_members_per_pass or len(sweep.members))
             losses = engine.forward_backward(mixed, sweep.loss_fn, list(batches))
             rates = {member.name: member.schedule(step) for member in sweep.members if member.name in batches}
             updates = {
                 member.name: engine.optim_step(
                     member.name,
-                    Adam(lr=rates[member.name], weight_decay=member.config.train.weight_decay),
+                    Adam(lr=rates[member.name], weight_decay=member.weight_decay),
                     _divisor(losses[member.name]),
-                    train.max_grad_norm,
+                    config.train.max_grad_norm,
                 )
                 for member in sweep.members
                 if member.name in batches
@@ -171,10 +163,11 @@ def train_sweep(sweep: Sweep) -> int:
             is_saved = bool(signal_number) or sweep.saving.due(step)
             if is_saved:
                 _save(sweep, report, step)
-            if signal_number and step < sweep.num_steps:
+            if signal_number and step < sweep.startup.num_steps:
                 return signal_number
+            active = sweep.active(step)
+            due = [member for member in active if member.evaluation is not None and member.evaluation.due(step)]
             try:
-                due = [member for member in sweep.active(step) if member.evaluates_after(step)]
                 _evaluate(sweep, report, step, due, interruption)
             except Interrupted as interrupted:
                 if not is_saved:
@@ -188,7 +181,7 @@ def train_sweep(sweep: Sweep) -> int:
 
 
 def _divisor(losses: StepLosses) -> Tensor:
-    """The trained tokens of a member's step; NaN where its loss is not finite, which skips the update."""
+    """The number of trained tokens in a member's step; NaN, which skips the update, if the loss is not finite."""
     return torch.where(torch.isfinite(losses.loss_sum), losses.num_trained_tokens.clamp(min=1), torch.nan)
 
 
@@ -201,20 +194,20 @@ def _save(sweep: Sweep, report: _Report, step: int) -> None:
 def _evaluate(
     sweep: Sweep, report: _Report, step: int, members: Sequence[Member], interruption: Interruption | None
 ) -> None:
-    """Score the held-out data of `members`, as in runs of their own. Raises Interrupted for a signal meanwhile."""
-    check = None if interruption is None else interruption.check
-    held_out = [(member, member.eval_loader) for member in members if member.eval_loader is not None]
-    if not held_out:
+    """Score the held-out data of these members. Raises Interrupted if a signal arrives meanwhile."""
+    if not members:
         return
+    check = None if interruption is None else interruption.check
     with sweep.observer.pause():
         report.flush()
-        for member, loader in held_out:
-            scores = evaluate(MemberScorer(sweep.engine, member.name), loader, sweep.score_fn, check)
+        for member in members:
+            assert member.evaluation is not None
+            scores = member.evaluation.scores(MemberScorer(sweep.engine, member.name), check)
             member.write({"step": step, **scores})
 
 
 class _Report:
-    """Turns the device scalars of each step into each member's lines, on a GPU one step late, as the observer does."""
+    """Turns the device scalars of each step into metrics of each member; on a GPU one step late, like the observer."""
 
     def __init__(self, sweep: Sweep) -> None:
         self._sweep = sweep
@@ -223,16 +216,16 @@ class _Report:
     def step(
         self, step: int, losses: Mapping[str, StepLosses], updates: Mapping[str, Update], rates: dict[str, float]
     ) -> None:
-        """Take in a step that was just launched."""
+        """Add a step that was just launched, and report the one before (on a CPU, this one)."""
         sums = torch.stack(
-            [torch.stack([own.loss_sum, own.num_trained_tokens, own.num_tokens, own.flops]) for own in losses.values()]
+            [torch.stack([row.loss_sum, row.num_trained_tokens, row.num_tokens, row.flops]) for row in losses.values()]
         )
-        outcomes = torch.stack([torch.stack([own.grad_norm, own.skipped]).double() for own in updates.values()])
-        is_sound = (torch.isfinite(sums[:, 0]) & (outcomes[:, 1] == 0))[:, None]
-        joint = torch.where(is_sound, sums, 0).sum(dim=0)
-        norm = torch.where(is_sound, outcomes, 0)[:, 0].square().sum().sqrt()
+        outcomes = torch.stack([torch.stack([row.grad_norm, row.skipped]).double() for row in updates.values()])
+        is_finite = (torch.isfinite(sums[:, 0]) & (outcomes[:, 1] == 0))[:, None]
+        joint = torch.where(is_finite, sums, 0).sum(dim=0)
+        norm = torch.where(is_finite, outcomes, 0)[:, 0].square().sum().sqrt()
         earlier, self._pending = self._pending, [(step, rates, queue_copy(torch.cat([sums, outcomes], dim=1)))]
-        # It waits for the step before, whose numbers are on the host then; on a CPU, for this one.
+        # The observer waits for the step before (on a CPU, for this one), so its scalars are then on the host.
         self._sweep.observer.step(
             step, StepLosses(*joint.unbind()), Update(norm, torch.zeros_like(norm)), lr=max(rates.values())
         )
@@ -241,7 +234,7 @@ class _Report:
             self.flush()
 
     def flush(self) -> None:
-        """Report what is pending, once the observer has waited for it."""
+        """Report the pending step after the observer has waited for it."""
         self._sweep.observer.flush()
         earlier, self._pending = self._pending, []
         self._write(earlier)

@@ -1,7 +1,7 @@
-"""Weights from a placed model to inference servers, while both go on living."""
+"""Sends the weights of a placed model to running inference servers."""
 
 from xorl.train.sync.block_fp8 import in_block_fp8
-from xorl.train.sync.group import match_receivers
+from xorl.train.sync.group import match_sglang_nccl
 from xorl.train.sync.receiver import ReceiverAddress, Timeouts
 from xorl.train.sync.weight_sync import ReceiverOutcome, SyncOptions, SyncOutcome, WeightSender
 
@@ -13,5 +13,5 @@ __all__ = [
     "Timeouts",
     "WeightSender",
     "in_block_fp8",
-    "match_receivers",
+    "match_sglang_nccl",
 ]

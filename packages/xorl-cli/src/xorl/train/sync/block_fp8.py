@@ -1,4 +1,4 @@
-"""Weights on their way as inference servers keep them in fp8: E4M3 in square blocks, each with its scale."""
+"""Quantises weights before sending, to the fp8 format of inference servers: E4M3 in square blocks with a scale each."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from functools import partial
 
 from torch import Tensor
 
-from xorl.ckpt import TensorGroup, TensorRecord
-from xorl.kernels.quant import quantize_block_fp8
+from xorl.ckpt.layout import TensorRecord
+from xorl.ckpt.tensor_file import TensorGroup
+from xorl.kernels.quant.block_fp8 import quantize_block_fp8
 
-BLOCK_SIZE = 128  # rows and columns, of all that engines have kernels for
+BLOCK_SIZE = 128  # rows and columns; the only size that inference engines have kernels for
 
 
 def in_block_fp8(groups: Sequence[TensorGroup], modules: Collection[str]) -> list[TensorGroup]:
-    """`groups`, with the weight [O, I] of each of `modules` as `weight` in E4M3 and `weight_scale_inv` in fp32.
+    """Convert the weight [O, I] of each of `modules` to `weight` in E4M3 and `weight_scale_inv` in fp32.
 
-    The latter is [ceil(O / 128), ceil(I / 128)], and a weight is code * scale (arXiv:2412.19437, section 3.3.2): what
-    Hugging Face's checkpoints with `quant_method` fp8 hold. Quantised are the values in the dtype of their group.
+    The scales are [ceil(O / 128), ceil(I / 128)], and a weight is code * scale (arXiv:2412.19437, section 3.3.2). This
+    is the format of Hugging Face checkpoints with `quant_method` fp8. Values are quantised from the dtype of their
+    group.
     """
     weights = {f"{module}.weight" for module in modules}
     return [_quantized(group, [name for name in group.records if name in weights]) for group in groups]
@@ -38,7 +40,7 @@ def _quantized(group: TensorGroup, weights: Sequence[str]) -> TensorGroup:
 def _make(group: TensorGroup, weights: Sequence[str]) -> Mapping[str, Tensor]:
     tensors = dict(group.make())
     for name in weights:
-        # Ranks other than 0 may have got nothing.
+        # On ranks other than 0, a group may be empty.
         if name in tensors:
             tensors[name], tensors[_scale_of(name)] = quantize_block_fp8(tensors[name], BLOCK_SIZE)
     return tensors

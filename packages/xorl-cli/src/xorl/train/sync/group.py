@@ -1,8 +1,8 @@
-"""The trainer's end of a process group with one receiver: where both find each other, and broadcasts to it.
+"""The trainer's side of a process group with one receiver: the rendezvous and the broadcasts.
 
-A receiver builds its end as torch builds any group of a name over a store that it joins by address, so the keys under
-which both ends look for each other are torch's. The group is none of the trainer's own: torch's table of groups does
-not know it, and what becomes of a receiver ends neither the trainer's process nor its groups.
+The receiver creates a named group with torch's own functions, over a store whose address it is given. The trainer
+therefore uses the same key prefixes in the store as torch does. The trainer's group is not registered with torch, so a
+failing receiver ends neither the trainer's process nor its own groups.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 
 SyncBackend = Literal["nccl", "gloo"]
 
-# torch kills a process whose collectives time out or fail. Here that is a receiver's death, which concerns no one else.
+# By default torch aborts a process whose collectives fail or time out. Here that only means that a receiver died.
 _NOT_FATAL = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
@@ -33,18 +33,18 @@ _NOT_FATAL = {
 _POLL_S = 2e-4
 
 
-def match_receivers() -> None:
-    """Let NCCL allocate as it does in SGLang, unless the user has set it: the ends of a group must not differ in it.
+def match_sglang_nccl() -> None:
+    """Set NCCL_CUMEM_ENABLE as SGLang does, unless the user has set it: all ranks of a group must agree on it.
 
-    NCCL reads it once, so this comes before the process's first group.
+    Call it before the first process group is created, because NCCL reads the variable only once.
     """
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
 
 
 class Rendezvous:
-    """Where receivers find the trainer: a store that listens at `address`, on `port` or, for 0, on a free one.
+    """The store through which receivers find the trainer; listens on `address` and `port` (0: any free port).
 
-    Raises RuntimeError where nothing can listen there.
+    Raises RuntimeError if it cannot listen there.
     """
 
     def __init__(self, address: str, port: int, *, timeout_s: float) -> None:
@@ -52,7 +52,7 @@ class Rendezvous:
             listening = _listen(address, port)
         except OSError as error:
             raise RuntimeError(
-                f"master_address, master_port: cannot listen at {address}:{port} ({error.strerror}); give an address "
+                f"master_address, master_port: cannot listen at {address}:{port} ({error.strerror}); use an address "
                 "of this host, and a free port or 0 for any"
             ) from error
         self.address = address
@@ -68,21 +68,21 @@ class Rendezvous:
 
 
 def _listen(address: str, port: int) -> socket.socket:
-    """At that address alone, where it is one; the store by itself would listen on every interface."""
+    """Listen on `address` only, if it is an IP address; by default the store would listen on every interface."""
     try:
         ipaddress.ip_address(address)
     except ValueError:
-        # A name may stand for another address here, a loopback one even, than it does for the receivers.
+        # A host name may resolve to a different address here, even loopback, than on the receivers.
         return socket.create_server(("", port), backlog=128)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, port), family=family, backlog=128)
 
 
 class UpdateGroup:
-    """A group of the trainer, rank 0, and the `num_receivers` ranks of one receiver; see `Rendezvous`.
+    """A process group of the trainer (rank 0) and the `num_receivers` ranks of one receiver; see `Rendezvous`.
 
-    With gloo the constructor returns when all ranks are there, and raises RuntimeError when they are not in time; with
-    NCCL the first broadcast waits for them. timeout_s: what a gloo broadcast may take.
+    With gloo, the constructor waits until all ranks have joined, and raises RuntimeError if they do not in time. With
+    NCCL, the first broadcast waits for them. timeout_s: the limit of a gloo broadcast.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class UpdateGroup:
     ) -> None:
         self._device = device
         self._is_closed = False
-        # Both have the collectives of a group, but torch's stubs do not say so.
+        # Both backends have the methods of a ProcessGroup, but torch's type stubs lack them.
         self._group: dist.ProcessGroup
         store: dist.Store = dist.PrefixStore(f"{name}/", dist.PrefixStore(name, rendezvous.store))
         if backend == "gloo":
@@ -106,7 +106,7 @@ class UpdateGroup:
             self._group = cast(dist.ProcessGroup, gloo)
             return
         options = dist.ProcessGroupNCCL.Options()
-        # Deadlines are the caller's, who aborts; torch's own would only come after them.
+        # The caller enforces deadlines and aborts; torch's timeout must not fire before that.
         options._timeout = timedelta(seconds=10 * timeout_s)
         options.group_name = c10d.GroupName(name)
         with _environment(_NOT_FATAL):
@@ -114,10 +114,10 @@ class UpdateGroup:
         self._group = cast(dist.ProcessGroup, nccl)
 
     def send(self, buffer: Tensor, ready: torch.cuda.Event | None) -> None:
-        """Send the bytes of `buffer` to every receiver and wait until it may be overwritten, or until `close`.
+        """Broadcast `buffer` and wait until it may be overwritten, or until `close`. One call at a time.
 
-        ready: when the device has filled the buffer. One call at a time. With gloo, raises RuntimeError for a receiver
-        that is gone or does not take them in time; with NCCL, only the receiver can tell.
+        ready: recorded once the device has filled the buffer. With gloo, raises RuntimeError if the receiver died or
+        does not take the data in time; with NCCL, only the receiver can report a failure.
         """
         options = dist.BroadcastOptions()
         options.rootRank = 0
@@ -134,14 +134,14 @@ class UpdateGroup:
             time.sleep(_POLL_S)
 
     def close(self) -> None:
-        """Leave the group, whatever is under way: nothing waits for the receiver any more."""
+        """Abort the group and any pending broadcast."""
         self._is_closed = True
         self._group.abort()
 
 
 @contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    """NCCL's groups read their settings from the environment when they are made."""
+    """Sets environment variables, which NCCL groups read on creation, and restores them afterwards."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -154,10 +154,10 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def address_towards(host: str) -> str:
-    """The address of this host that packets to `host` leave from, and that it can answer to.
+def source_address_for(host: str) -> str:
+    """The address of this host on the route to `host`, to which `host` can reply.
 
-    Raises RuntimeError where `host` cannot be resolved or reached.
+    Raises RuntimeError if `host` cannot be resolved or there is no route to it.
     """
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
@@ -165,4 +165,6 @@ def address_towards(host: str) -> str:
             probe.connect(target)
             return probe.getsockname()[0]
     except OSError as error:
-        raise RuntimeError(f"{host}: no way there is known ({error.strerror or error}); set master_address") from error
+        raise RuntimeError(
+            f"{host}: cannot be resolved or reached ({error.strerror or error}); set master_address"
+        ) from error

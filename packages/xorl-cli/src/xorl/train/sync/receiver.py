@@ -1,4 +1,4 @@
-"""One receiver in one sync, as the sending rank sees it: what it was sent, what it holds now, and what went wrong."""
+"""Receiver: one receiver in one sync, seen from the sending rank: its connection, its weights and its failure."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from xorl.train.sync.sglang import PauseMode, ReceiverError, SglangServer
 
 logger = logging.getLogger(__name__)
 
-SECOND_WORD_S = 1.0
+# How long to wait for the server's own error message after another operation has failed.
+_ERROR_GRACE_S = 1.0
 
 
 @dataclass(frozen=True)
 class ReceiverAddress:
-    """Where an inference server answers HTTP, and on how many ranks it runs."""
+    """The HTTP address of an inference server, and the number of its ranks."""
 
     host: str
     port: int
@@ -33,10 +34,10 @@ class ReceiverAddress:
 
 @dataclass(frozen=True)
 class Timeouts:
-    """How long a receiver may take before it counts as gone, in seconds.
+    """Time limits of a receiver, in seconds, after which it counts as failed.
 
-    connect_s: to accept a connection. group_s: to join the group. bucket_s: to take one bucket. control_s: to pause, to
-    go on, to drop a group. flush_s: to become free for a flush.
+    connect_s: to accept a connection. group_s: to join the group. bucket_s: to receive one bucket. control_s: to pause,
+    resume or leave a group. flush_s: until a flush of the cache succeeds.
     """
 
     connect_s: float = 5.0
@@ -47,11 +48,11 @@ class Timeouts:
 
 
 class Receiver:
-    """What is done with one receiver, in the order of the methods. None of them raises for what the receiver does.
+    """The operations on one receiver; call them in the order of definition. A failing receiver raises no exception.
 
     Attributes:
-        weights: what it holds: the old ones, the new ones, or a mixture, with which it is never told to go on.
-        failure: why it has not all that it should have; then nothing more is sent to it.
+        weights: the weights it has: old, new, or a mixture, with which it is never resumed.
+        failure: the first failure; after it, nothing more is sent. None if everything succeeded.
     """
 
     def __init__(self, address: ReceiverAddress, timeouts: Timeouts, *, group_name: str) -> None:
@@ -62,18 +63,18 @@ class Receiver:
         self._group_name = group_name
         self._server = SglangServer(address.host, address.port, connect_timeout_s=timeouts.connect_s)
         self._group: UpdateGroup | None = None
-        self._asked_to_join = False
-        self._asked_to_pause = False
+        self._join_requested = False
+        self._pause_requested = False
         self._in_flight: list[Future[None]] = []
 
     @property
-    def is_sound(self) -> bool:
-        """Whether it takes what comes next."""
+    def is_healthy(self) -> bool:
+        """Whether it has not failed so far."""
         return self.failure is None
 
     def connect(self, rendezvous: Rendezvous, backend: SyncBackend, device: torch.device) -> None:
-        """Build the group with it."""
-        self._asked_to_join = True
+        """Create the process group with it."""
+        self._join_requested = True
         num_receivers = self.address.world_size
 
         def join() -> None:
@@ -96,40 +97,40 @@ class Receiver:
                 timeout_s=self._timeouts.bucket_s,
             )
 
-        self._await([aside(join), aside(build)], self._timeouts.group_s, "joining the group")
+        self._wait([run_in_thread(join), run_in_thread(build)], self._timeouts.group_s, "joining the group")
 
     def pause(self, mode: PauseMode) -> None:
-        """Let it stop generating."""
-        self._asked_to_pause = True
-        request = aside(lambda: self._server.pause(mode, timeout_s=self._timeouts.control_s))
-        self._await([request], self._timeouts.control_s, "pausing")
+        """Make it stop generating."""
+        self._pause_requested = True
+        request = run_in_thread(lambda: self._server.pause(mode, timeout_s=self._timeouts.control_s))
+        self._wait([request], self._timeouts.control_s, "pausing")
 
     def begin(self, bucket: Bucket, buffer: Tensor, ready: torch.cuda.Event | None, version: str | None) -> None:
-        """Start to send a bucket; `version` is that of the weights, with the last one. `finish` comes before the next.
+        """Start to send a bucket; call `finish` before the next one.
 
-        buffer, ready: as of `UpdateGroup.send`.
+        buffer, ready: as in `UpdateGroup.send`. version: the weight version, given with the last bucket only.
         """
         group = self._group
         assert group is not None, "connected"
-        assert not self._in_flight, "the bucket before is finished"
+        assert not self._in_flight, "the previous bucket is finished"
         self.weights = "mixed"
 
         def receive() -> None:
             timeout_s = self._timeouts.bucket_s
             self._server.receive(self._group_name, bucket.records, version=version, timeout_s=timeout_s)
 
-        self._in_flight = [aside(receive), aside(lambda: group.send(buffer, ready))]
+        self._in_flight = [run_in_thread(receive), run_in_thread(lambda: group.send(buffer, ready))]
 
     def finish(self, *, was_last: bool) -> None:
-        """Wait until the bucket is there and loaded, or the receiver has failed."""
+        """Wait until the receiver has loaded the bucket, or has failed."""
         in_flight, self._in_flight = self._in_flight, []
-        if in_flight and self._await(in_flight, self._timeouts.bucket_s, "receiving weights") and was_last:
+        if in_flight and self._wait(in_flight, self._timeouts.bucket_s, "receiving weights") and was_last:
             self.weights = "new"
 
     def flush_cache(self) -> None:
-        """Let it forget what it computed with other weights; it refuses while requests wait, so this tries for a while.
+        """Drop the cache of the old weights. Retried for flush_s, since it fails while requests are queued.
 
-        A failure leaves the new weights whole, and the receiver may go on.
+        A failure leaves the new weights complete, and the receiver may resume.
         """
         deadline = time.monotonic() + self._timeouts.flush_s
         while True:
@@ -143,38 +144,38 @@ class Receiver:
             time.sleep(min(0.2, self._timeouts.flush_s))
 
     def resume(self) -> None:
-        """Let it go on, if it was paused and holds weights of one kind."""
-        if not self._asked_to_pause or self.weights == "mixed":
+        """Resume generation, if it was paused and its weights are not mixed."""
+        if not self._pause_requested or self.weights == "mixed":
             return
         try:
             self._server.resume(timeout_s=self._timeouts.control_s)
         except ReceiverError as error:
-            self.fail("going on", error)
+            self.fail("resuming", error)
 
     def leave(self) -> None:
-        """Drop the group on both sides. A receiver that does not is a failure only of the next sync."""
+        """Destroy the group on both sides. An error of the receiver is only logged; this sync is complete."""
         if self._group is not None:
             self._close_group()
-        if self._asked_to_join:
+        if self._join_requested:
             try:
                 self._server.leave_group(self._group_name, timeout_s=self._timeouts.control_s)
             except ReceiverError as error:
                 logger.warning("receiver=%s:%d left_group=false %s", self.address.host, self.address.port, error)
         self._server.close()
 
-    def _await(self, futures: list[Future[None]], timeout_s: float, stage: str) -> bool:
-        """Whether all of `futures` came to their end in time; else the group is given up, so that none goes on."""
-        # A little more than what each waits for by itself, whose message says more.
+    def _wait(self, futures: list[Future[None]], timeout_s: float, stage: str) -> bool:
+        """Whether all `futures` succeed in time; if not, the group is aborted, which ends the others."""
+        # Slightly longer than the timeouts of the operations themselves, which have better error messages.
         done, late = wait(futures, timeout=timeout_s + 5.0, return_when=FIRST_EXCEPTION)
         errors = [error for future in done if (error := future.exception()) is not None]
         if late and errors and not any(isinstance(error, ReceiverError) for error in errors):
-            # The server's answer is about to fail for the same reason, and knows it better.
-            done, late = wait(futures, timeout=SECOND_WORD_S)
+            # The HTTP request is about to fail for the same reason, with a better error message.
+            done, late = wait(futures, timeout=_ERROR_GRACE_S)
             errors = [error for future in done if (error := future.exception()) is not None]
         if not errors and not late:
             return True
-        told = next((error for error in errors if isinstance(error, ReceiverError)), None)
-        self.fail(stage, told or (errors[0] if errors else TimeoutError(f"not done within {timeout_s:g} s")))
+        reported = next((error for error in errors if isinstance(error, ReceiverError)), None)
+        self.fail(stage, reported or (errors[0] if errors else TimeoutError(f"not done within {timeout_s:g} s")))
         if self._group is not None:
             self._close_group()
         return False
@@ -182,11 +183,11 @@ class Receiver:
     def _close_group(self) -> None:
         group, self._group = self._group, None
         assert group is not None
-        # A group whose other end never came may not be left at once; nobody waits for it.
-        aside(group.close)
+        # Closing may block if the receiver never joined, so do not wait for it.
+        run_in_thread(group.close)
 
     def fail(self, stage: str, error: BaseException) -> None:
-        """Note that nothing more is to be sent; the first reason is the one that is told."""
+        """Mark the receiver as failed; the first reason is kept."""
         if self.failure is None:
             known = isinstance(error, (ReceiverError, RuntimeError, TimeoutError))
             self.failure = f"{stage}: {error}" if known else f"{stage}: {type(error).__name__}: {error}"
@@ -200,14 +201,14 @@ class Receiver:
         )
 
 
-def aside(function: Callable[[], None]) -> Future[None]:
-    """Run `function` in a thread of its own, which does not keep the process alive."""
+def run_in_thread(function: Callable[[], None]) -> Future[None]:
+    """Run `function` in a new daemon thread, which does not keep the process alive."""
     future: Future[None] = Future()
 
     def run() -> None:
         try:
             function()
-        except Exception as error:  # noqa: BLE001 - the future's owner sees it
+        except Exception as error:  # noqa: BLE001 - passed on through the future
             future.set_exception(error)
         else:
             future.set_result(None)

@@ -1,4 +1,4 @@
-"""What SGLang is asked over HTTP to take new weights. Requests block; each says how long it may take."""
+"""SGLang's HTTP API for updating weights. All requests block and take a timeout."""
 
 from __future__ import annotations
 
@@ -7,39 +7,36 @@ from typing import Literal
 
 import httpx
 
-from xorl.ckpt import TensorRecord
+from xorl.ckpt.layout import TensorRecord
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
 
 class ReceiverError(Exception):
-    """A receiver that did not do what it was asked; the message says what and why."""
+    """A request to a receiver failed; the message has the path and the reason."""
 
 
 class SglangServer:
-    """One SGLang server at `http://host:port`. Every call raises ReceiverError where the server does not do it.
-
-    Several threads may call it.
-    """
+    """Client of one SGLang server at `http://host:port`. Every call raises ReceiverError on failure. Thread-safe."""
 
     def __init__(self, host: str, port: int, *, connect_timeout_s: float) -> None:
         self._connect_timeout_s = connect_timeout_s
         self._base = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        # Engines stand in the same private network: what the environment says of proxies is for others.
+        # Inference servers are in the same private network, so ignore proxy settings of the environment.
         self._client = httpx.Client(trust_env=False)
 
     def pause(self, mode: PauseMode, *, timeout_s: float) -> None:
-        """Stop generating: in_place keeps requests and their cache, retract their tokens alone, abort ends them."""
+        """Pause generation. in_place keeps requests and cache, retract only their tokens, abort ends the requests."""
         self._post("/pause_generation", {"mode": mode}, timeout_s)
 
     def resume(self, *, timeout_s: float) -> None:
-        """Go on generating."""
+        """Resume generation."""
         self._post("/continue_generation", {}, timeout_s)
 
     def join_group(
         self, name: str, *, address: str, port: int, world_size: int, backend: str, timeout_s: float
     ) -> None:
-        """Enter a group whose rank 0 is the trainer and the others the server, and wait for the trainer."""
+        """Join a group in which the trainer is rank 0, and wait for it. world_size includes the trainer."""
         body = {
             "master_address": address,
             "master_port": port,
@@ -51,13 +48,13 @@ class SglangServer:
         self._post("/init_weights_update_group", body, timeout_s)
 
     def leave_group(self, name: str, *, timeout_s: float) -> None:
-        """Drop a group."""
+        """Destroy a group."""
         self._post("/destroy_weights_update_group", {"group_name": name}, timeout_s)
 
     def receive(self, name: str, records: Mapping[str, TensorRecord], *, version: str | None, timeout_s: float) -> None:
-        """Take part in one broadcast of the bytes of `records`, one after another, and load what they say.
+        """Receive one broadcast with the concatenated tensors of `records`, and load them.
 
-        The cache is flushed by a call of its own: within this one, a flush that is not possible ends the scheduler.
+        The cache is flushed by a separate call: a flush that fails within this one would end SGLang's scheduler.
         """
         body: dict[str, object] = {
             "names": list(records),
@@ -72,7 +69,7 @@ class SglangServer:
         self._post("/update_weights_from_distributed", body, timeout_s)
 
     def flush_cache(self, *, timeout_s: float) -> None:
-        """Forget all keys and values; SGLang refuses while requests wait."""
+        """Drop all cached keys and values. SGLang refuses while requests are queued."""
         self._post("/flush_cache", {}, timeout_s)
 
     def close(self) -> None:
@@ -93,13 +90,13 @@ class SglangServer:
 
 
 def _refusal(reply: httpx.Response) -> str | None:
-    """Why the server did not do it; None where it did."""
+    """The error message of an unsuccessful reply; None for success."""
     try:
         content: object = reply.json()
     except ValueError:
         content = None
-    said = content if isinstance(content, dict) else {}
-    if reply.status_code == 200 and said.get("success") is not False:
+    fields = content if isinstance(content, dict) else {}
+    if reply.status_code == 200 and fields.get("success") is not False:
         return None
-    message = said.get("message") or reply.text[:500]
+    message = fields.get("message") or reply.text[:500]
     return f"HTTP {reply.status_code}: {message}"

@@ -1,4 +1,4 @@
-"""A model's weights to inference servers: the one order of a sync, and what it left behind."""
+"""WeightSender: sends a model's weights to inference servers, stage by stage, and reports the outcome."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xorl.ckpt import TensorGroup
+from xorl.ckpt.tensor_file import TensorGroup
 from xorl.train.sync.buckets import Bucket, plan_buckets
-from xorl.train.sync.group import Rendezvous, SyncBackend, address_towards
-from xorl.train.sync.receiver import Receiver, ReceiverAddress, Timeouts, aside
+from xorl.train.sync.group import Rendezvous, SyncBackend, source_address_for
+from xorl.train.sync.receiver import Receiver, ReceiverAddress, Timeouts, run_in_thread
 from xorl.train.sync.sglang import PauseMode
 
 logger = logging.getLogger(__name__)
@@ -26,15 +26,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SyncOptions:
-    """How weights are sent.
+    """The options of a sync.
 
     Attributes:
-        master_address, master_port: where receivers find the sending rank; "" and 0 choose.
-        group_name: of the process groups, which have more behind it: each sync and receiver has its own.
-        bucket_bytes: of a buffer, of which there are two. A tensor that is larger travels alone.
-        pause_mode: what becomes of requests in the meantime; see `SglangServer.pause`.
-        flush_cache: whether what was computed with the old weights is forgotten.
-        weight_version: the name of these weights, which receivers report once they have them all.
+        master_address, master_port: where receivers connect to the sending rank; "" and 0 choose automatically.
+        group_name: prefix of the process group names, which are unique for each sync and receiver.
+        bucket_bytes: the size of each of the two send buffers. A larger tensor is sent in its own, larger bucket.
+        pause_mode: how receivers treat running requests during the sync; see `SglangServer.pause`.
+        flush_cache: whether receivers drop the cache of the old weights.
+        weight_version: the version that receivers report once they have all weights.
     """
 
     master_address: str = ""
@@ -48,17 +48,17 @@ class SyncOptions:
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:
-            raise ValueError(f"buffer_size_mb: at least 1 is wanted, got {self.bucket_bytes / 2**20:g}")
+            raise ValueError(f"buffer_size_mb: must be at least 1, got {self.bucket_bytes / 2**20:g}")
         if self.flush_cache and self.pause_mode == "in_place":
             raise ValueError(
-                "flush_cache: pause_mode in_place keeps the cache of requests that wait, so it cannot be flushed; "
-                "choose retract or abort, or flush_cache false"
+                "flush_cache: pause_mode in_place keeps the cache of paused requests, so it cannot be flushed; use "
+                "pause_mode retract or abort, or set flush_cache to false"
             )
 
 
 @dataclass(frozen=True)
 class ReceiverOutcome:
-    """What became of one receiver. With `mixed` weights it is still paused, and only a whole sync makes it sound."""
+    """The outcome of one receiver. With `mixed` weights it stays paused until a later sync succeeds."""
 
     address: ReceiverAddress
     success: bool
@@ -68,7 +68,7 @@ class ReceiverOutcome:
 
 @dataclass(frozen=True)
 class SyncOutcome:
-    """What a sync did. seconds: from the first request to the last answer; timing_s: its parts."""
+    """The outcome of a sync. seconds: from the first request to the last response; timing_s: by stage."""
 
     receivers: tuple[ReceiverOutcome, ...]
     seconds: float
@@ -79,12 +79,12 @@ class SyncOutcome:
 
     @property
     def success(self) -> bool:
-        """Whether every receiver has what it should have."""
+        """Whether all receivers succeeded."""
         return all(receiver.success for receiver in self.receivers)
 
 
 class WeightSender:
-    """Sends weights from this job's rank 0, which is on `device`; every rank has one, for as long as it lives."""
+    """Sends weights from rank 0. Every rank creates one, on its `device`, for the lifetime of the process."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -93,36 +93,37 @@ class WeightSender:
     def send(
         self, groups: Sequence[TensorGroup], addresses: Sequence[ReceiverAddress], options: SyncOptions
     ) -> SyncOutcome | None:
-        """Send the tensors of `groups`, bucket by bucket, to each receiver; collective. None on ranks other than 0.
+        """Send `groups` to every receiver, bucket by bucket; collective. Returns None on ranks other than 0.
 
-        Receivers fail one by one: each has a process group of its own, since a broadcast that one rank does not finish
-        is lost for all of its group. One that fails before its first bucket goes on with its old weights; one that
-        fails later is left paused. While a bucket is sent, the next one is made. Gradients stay as they are.
+        Each receiver has its own process group, so that it fails alone: a broadcast that one rank does not finish fails
+        for its whole group. A receiver that fails before its first bucket resumes with its old weights; one that fails
+        later stays paused. While a bucket is being sent, the next one is gathered. Gradients are not changed.
 
-        Beside the model, rank 0 holds two buckets and the parameter that is being gathered, other ranks the latter.
+        In addition to the model, rank 0 needs memory for two buckets and one gathered parameter, other ranks only for
+        the parameter.
 
-        Raises ValueError where there are no receivers or no tensors.
+        Raises ValueError if there are no receivers or no tensors.
         """
         if not addresses or not groups:
             raise ValueError(f"nothing to send: {len(groups)} groups of tensors to {len(addresses)} receivers")
         buckets = plan_buckets(groups, options.bucket_bytes)
         if dist.get_rank() == 0:
-            return _Sending(buckets, addresses, options, self._device).run(self._meet)
+            return _Sync(buckets, addresses, options, self._device).run(self._rendezvous_at)
         for bucket in buckets:
-            if not _is_wanted(False):
+            if not _continues(False):
                 break
             bucket.fill_(None)
         return None
 
-    def _meet(self, address: str, port: int, timeout_s: float) -> Rendezvous:
-        # One that listens stays: a group that was given up may hold on to it, and to its port.
+    def _rendezvous_at(self, address: str, port: int, timeout_s: float) -> Rendezvous:
+        # Reused, never closed: an aborted group may still hold the store and its port.
         if (address, port) not in self._rendezvous:
             self._rendezvous[address, port] = Rendezvous(address, port, timeout_s=timeout_s)
         return self._rendezvous[address, port]
 
 
-class _Sending:
-    """Rank 0's part of one sync. Nothing that a receiver does, or does not, makes it raise."""
+class _Sync:
+    """Rank 0's part of one sync. A failing receiver never makes it raise."""
 
     def __init__(
         self,
@@ -140,23 +141,23 @@ class _Sending:
         ]
         self._timing_s: dict[str, float] = {}
 
-    def run(self, meet: Callable[[str, int, float], Rendezvous]) -> SyncOutcome:
+    def run(self, rendezvous_at: Callable[[str, int, float], Rendezvous]) -> SyncOutcome:
         start = time.perf_counter()
         try:
             with self._timed("connect"):
-                buffers = self._open(meet)
+                buffers = self._open(rendezvous_at)
             with self._timed("pause"):
-                self._each(lambda receiver: receiver.pause(self._options.pause_mode))
+                self._for_each(lambda receiver: receiver.pause(self._options.pause_mode))
             with self._timed("transfer"):
                 self._transfer(buffers)
             with self._timed("flush"):
                 if self._options.flush_cache:
-                    self._each(Receiver.flush_cache)
+                    self._for_each(Receiver.flush_cache)
         finally:
             with self._timed("resume"):
-                self._each(Receiver.resume, failed_too=True)
+                self._for_each(Receiver.resume, include_failed=True)
             with self._timed("disconnect"):
-                self._each(Receiver.leave, failed_too=True)
+                self._for_each(Receiver.leave, include_failed=True)
         outcome = SyncOutcome(
             receivers=tuple(_outcome(receiver) for receiver in self._receivers),
             seconds=time.perf_counter() - start,
@@ -175,8 +176,8 @@ class _Sending:
         )
         return outcome
 
-    def _open(self, meet: Callable[[str, int, float], Rendezvous]) -> list[Tensor]:
-        """The buffers; the groups stand then, but for those of receivers that failed."""
+    def _open(self, rendezvous_at: Callable[[str, int, float], Rendezvous]) -> list[Tensor]:
+        """Connect the groups of all receivers and return the send buffers; [] if rank 0 itself fails."""
         options = self._options
         backend: SyncBackend = "nccl" if self._device.type == "cuda" else "gloo"
         try:
@@ -184,31 +185,31 @@ class _Sending:
             buffers = [
                 torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(min(2, len(self._buckets)))
             ]
-            address = options.master_address or self._own_address()
-            rendezvous = meet(address, options.master_port, options.timeouts.group_s)
+            address = options.master_address or self._choose_address()
+            rendezvous = rendezvous_at(address, options.master_port, options.timeouts.group_s)
         except RuntimeError as error:
             for receiver in self._receivers:
                 receiver.fail("opening the group", error)
             return []
-        self._each(lambda receiver: receiver.connect(rendezvous, backend, self._device))
+        self._for_each(lambda receiver: receiver.connect(rendezvous, backend, self._device))
         return buffers
 
-    def _own_address(self) -> str:
-        """One that all receivers can answer to, but for those that cannot be reached from here."""
+    def _choose_address(self) -> str:
+        """An address of this host that all reachable receivers can connect to; the others are marked as failed."""
         found: list[str] = []
         for receiver in self._receivers:
             try:
-                found.append(address_towards(receiver.address.host))
+                found.append(source_address_for(receiver.address.host))
             except RuntimeError as error:
                 receiver.fail("opening the group", error)
-        # What is on this host reaches its other addresses as well, but no one else reaches the loopback one.
-        outside = [address for address in found if not ipaddress.ip_address(address).is_loopback]
-        return next(iter([*outside, *found]), "127.0.0.1")
+        # Receivers on this host can connect to any of its addresses, others only to those that are not loopback.
+        external = [address for address in found if not ipaddress.ip_address(address).is_loopback]
+        return next(iter([*external, *found]), "127.0.0.1")
 
     def _transfer(self, buffers: Sequence[Tensor]) -> None:
-        """Make each bucket while the one before it is under way."""
+        """Gather each bucket while the previous one is being sent."""
         for index, bucket in enumerate(self._buckets):
-            if not _is_wanted(any(receiver.is_sound for receiver in self._receivers)):
+            if not _continues(any(receiver.is_healthy for receiver in self._receivers)):
                 break
             buffer = buffers[index % 2][: bucket.num_bytes]
             bucket.fill_(buffer)
@@ -220,39 +221,39 @@ class _Sending:
             for receiver in self._receivers:
                 receiver.finish(was_last=False)
             for receiver in self._receivers:
-                if receiver.is_sound:
+                if receiver.is_healthy:
                     receiver.begin(bucket, buffer, ready, self._options.weight_version if is_last else None)
         for receiver in self._receivers:
             receiver.finish(was_last=True)
 
-    def _each(self, function: Callable[[Receiver], None], *, failed_too: bool = False) -> None:
-        """Call `function` with every receiver at the same time."""
+    def _for_each(self, function: Callable[[Receiver], None], *, include_failed: bool = False) -> None:
+        """Call `function` with all receivers concurrently and wait."""
         calls = [
-            aside(lambda receiver=receiver: function(receiver))
+            run_in_thread(lambda receiver=receiver: function(receiver))
             for receiver in self._receivers
-            if receiver.is_sound or failed_too
+            if receiver.is_healthy or include_failed
         ]
         for call in calls:
             call.result()
 
     @contextmanager
-    def _timed(self, part: str) -> Iterator[None]:
+    def _timed(self, stage: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
             yield
         finally:
-            self._timing_s[part] = time.perf_counter() - start
+            self._timing_s[stage] = time.perf_counter() - start
 
 
-def _is_wanted(wanted: bool) -> bool:
-    """Whether rank 0 wants the next bucket; collective, so that all ranks stop together."""
-    flag = torch.tensor([wanted], dtype=torch.uint8)
+def _continues(value: bool) -> bool:
+    """Broadcast rank 0's decision to continue with the next bucket, so that all ranks stop together; collective."""
+    flag = torch.tensor([value], dtype=torch.uint8)
     dist.broadcast(flag, src=0)
     return bool(flag.item())
 
 
 def _group_names(name: str, num_receivers: int) -> list[str]:
-    # Never used before: neither the store nor a receiver may have kept what another sync left behind.
+    # Unique names: the store or a receiver may still have the state of an earlier sync.
     return [f"{name}-{secrets.token_hex(4)}-{index}" for index in range(num_receivers)]
 
 

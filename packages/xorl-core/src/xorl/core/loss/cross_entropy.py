@@ -29,12 +29,12 @@ def cross_entropy(
     Args:
         hidden: [T, D].
         head_weight: [V, D].
-        targets: labels [T] int64, already shifted; nothing else is read.
-        logits_fp32: keep logits in fp32, or round them to the dtype of `hidden` first; the softmax and the sum are
+        targets: labels [T] int64, already shifted; other entries are ignored.
+        logits_fp32: keep logits in fp32 instead of rounding them to the dtype of `hidden`; the softmax and the sum are
             fp32 either way.
         whole_logits: use plain torch on the logits of all tokens at once, [T, V]. The default is a fused kernel that
-            holds the logits of one chunk of tokens and takes the gradient in the forward pass, so that only `sum` can
-            be backpropagated, once.
+            holds the logits of one chunk of tokens and computes the gradient in the forward pass, so only `sum` can be
+            backpropagated, and only once.
     """
     labels_alone = {"labels": targets["labels"]}
     return weighted_cross_entropy(hidden, head_weight, labels_alone, logits_fp32=logits_fp32, whole_logits=whole_logits)
@@ -48,10 +48,10 @@ def weighted_cross_entropy(
     logits_fp32: bool = True,
     whole_logits: bool = False,
 ) -> LossOutput:
-    """Sum of -weight * log p(label): `weights` [T] in `targets` are any real numbers, and 1 where there are none.
+    """Sum of -weight * log p(label), with optional `weights` [T] in `targets`: any real numbers, 1 by default.
 
     Other arguments as for `cross_entropy`. A token of weight 0 is not trained, but its log-probability is returned.
-    Labels and weights may be [T, K]: the sum is over all K, and a token counts as trained if one of its labels is.
+    Labels and weights may be [T, K]: the loss sums over all K, and a token is trained if any of its labels is.
     """
     labels, weights = targets["labels"], targets.get("weights")
     if labels.dim() == 2:
@@ -76,7 +76,7 @@ def weighted_cross_entropy(
 def _several_labels(
     hidden: Tensor, head_weight: Tensor, labels: Tensor, weights: Tensor | None, *, logits_fp32: bool
 ) -> LossOutput:
-    """`weighted_cross_entropy` with labels [T, K]. Both passes hold the logits of one chunk of tokens at a time."""
+    """`weighted_cross_entropy` with labels [T, K]; forward and backward hold the logits of one chunk at a time."""
     size = chunk_rows(len(hidden), torch.float32.itemsize * head_weight.shape[0])
     parts = [
         checkpoint(_label_logprobs, *chunk, head_weight, logits_fp32, use_reentrant=False, preserve_rng_state=False)
@@ -93,7 +93,7 @@ def _several_labels(
 
 
 def _label_logprobs(hidden: Tensor, labels: Tensor, head_weight: Tensor, logits_fp32: bool) -> Tensor:
-    """log p(label) [T, K], 0 where a label is -100."""
+    """log p(label) [T, K]; 0 for labels of -100."""
     logits = full_logits(hidden, head_weight, logits_fp32)
     ignored = labels == IGNORE
     found = logits.gather(1, labels.masked_fill(ignored, 0)) - logits.logsumexp(dim=1, keepdim=True)
@@ -109,9 +109,9 @@ def score_tokens(
     logits_fp32: bool = True,
     whole_logits: bool = False,
 ) -> LossOutput:
-    """Cross-entropy for evaluation, with `metrics["correct"]` [T] bool: the label is the most likely token.
+    """Cross-entropy for evaluation, with `metrics["correct"]` [T] bool: whether the label is the most likely token.
 
-    False where nothing is trained. Arguments as for `cross_entropy`; no gradient.
+    It is False for ignored labels. Arguments as for `cross_entropy`; no gradient.
     """
     labels = targets["labels"]
     if whole_logits:

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens from hidden states and the head's weight, fused or plain: what losses are made of.
+"""Log-probabilities of given tokens from hidden states and the head's weight, fused or in plain torch.
 
 T tokens, D model width, V vocabulary.
 """
@@ -16,10 +16,10 @@ from xorl.kernels.linear_ce import linear_cross_entropy
 def token_logprobs(
     hidden: Tensor, head_weight: Tensor, labels: Tensor, *, logits_fp32: bool, whole_logits: bool
 ) -> Tensor:
-    """log p(label) [T] in fp32 (fp64 for fp64), differentiable; 0 where the label is -100.
+    """log p(label) [T] in fp32 (fp64 for fp64), differentiable; 0 for labels of -100.
 
-    Arguments as for `cross_entropy`. With a trained head this takes one matrix product more than `cross_entropy`, since
-    the logits are computed again in the backward pass; with a frozen head it takes as many.
+    Arguments as for `cross_entropy`. With a trained head this costs one matrix product more than `cross_entropy`,
+    because the backward pass recomputes the logits; with a frozen head it costs the same.
     """
     if whole_logits:
         logits = full_logits(hidden, head_weight, logits_fp32)
@@ -29,7 +29,7 @@ def token_logprobs(
 
 
 def full_logits(hidden: Tensor, head_weight: Tensor, logits_fp32: bool) -> Tensor:
-    """[T, V] in fp32 (fp64 for fp64): products of values in the dtype of `hidden`, rounded to it where asked to."""
+    """Logits [T, V] in fp32 (fp64 for fp64), of operands in `hidden`'s dtype; rounded to it without logits_fp32."""
     weight, wide = head_weight.to(hidden.dtype), torch.promote_types(hidden.dtype, torch.float32)
     logits = F.linear(hidden.to(wide), weight.to(wide)) if logits_fp32 else F.linear(hidden, weight)
     return logits.to(wide)

@@ -1,8 +1,8 @@
-"""Metrics of losses: scalars on the device that are combined over micro-batches and ranks, and read once at the end.
+"""Metrics of losses: scalars on the device, combined over micro-batches and ranks and read once at the end.
 
-The name of a metric says how its values are combined: `name:sum`, `name:min`, `name:max` or `name:mean`. A mean is kept
-as a sum over trained tokens until `read_metrics` divides it by their number, `valid_tokens:sum`, so every token has the
-same weight, however tokens are split into micro-batches. Scalars are fp64.
+The name of a metric defines how its values are combined: `name:sum`, `name:min`, `name:max` or `name:mean`. Means are
+kept as sums over trained tokens until `read_metrics` divides them by the number of trained tokens,
+`valid_tokens:sum`. So every token has the same weight, however tokens are split into micro-batches. Scalars are fp64.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from xorl.core.loss.output import LossOutput, TokenValues
 
-# The metric that counts trained tokens, under the name that clients of the service know.
+# The metric that counts trained tokens; clients of the service know it by this name.
 NUM_TRAINED = "valid_tokens:sum"
 
 
 def token_metrics(per_token: Tensor, values: TokenValues) -> dict[str, Tensor]:
-    """Metrics of one micro-batch of T tokens, or of some neighbours among them, from the loss of each token [T]."""
+    """The metrics of T tokens, a micro-batch or a range within one, from the loss of each token [T]."""
     per_token = per_token.detach()
     loss_sum = per_token.sum(dtype=torch.float64)
     metrics = {"loss:sum": loss_sum, "loss:mean": loss_sum, NUM_TRAINED: values.trained.sum(dtype=torch.float64)}
@@ -36,8 +36,8 @@ def token_metrics(per_token: Tensor, values: TokenValues) -> dict[str, Tensor]:
 
 
 def metrics_between(output: LossOutput, start: int, stop: int) -> dict[str, Tensor]:
-    """The metrics of the tokens [start, stop) of a micro-batch, at least one."""
-    assert output.values is not None, "a loss of the table"
+    """The metrics of tokens [start, stop) of a micro-batch; the range must not be empty."""
+    assert output.values is not None, "the loss returns no token values"
     trained, means, ratio = output.values
     part = slice(start, stop)
     values = TokenValues(
@@ -48,30 +48,30 @@ def metrics_between(output: LossOutput, start: int, stop: int) -> dict[str, Tens
     return token_metrics(output.per_token[part], values)
 
 
-def no_metrics(names: Iterable[str], device: torch.device) -> dict[str, Tensor]:
-    """The metrics of no tokens, which change nothing where they are combined with others."""
-    return {name: torch.tensor(_OF_NOTHING[_reduction(name)], dtype=torch.float64, device=device) for name in names}
+def empty_metrics(names: Iterable[str], device: torch.device) -> dict[str, Tensor]:
+    """The metrics of zero tokens: the identity when combined with others."""
+    return {name: torch.tensor(_IDENTITY[_reduction(name)], dtype=torch.float64, device=device) for name in names}
 
 
 def combine_metrics(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The metrics of several micro-batches of one loss as one."""
+    """Combine the metrics of several micro-batches of one loss."""
     return {name: _REDUCE[_reduction(name)](torch.stack([part[name] for part in parts])) for name in parts[0]}
 
 
 def all_reduce_metrics(metrics: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> dict[str, Tensor]:
-    """The metrics of all ranks as one; collective.
+    """Combine the metrics of all ranks; collective.
 
-    Every rank brings the same names, which are those of the loss, whatever is in its micro-batches. In place of scalars
-    there may be tensors of one shape.
+    Every rank must pass the same names. A loss always returns the same names, whatever its micro-batch contains.
+    Values may also be tensors, all of one shape.
     """
     added = [name for name in metrics if _reduction(name) in ("sum", "mean")]
     smallest = [name for name in metrics if _reduction(name) == "min"]
     largest = [name for name in metrics if _reduction(name) == "max"]
     reduced: dict[str, Tensor] = {}
     extremes = [*(-metrics[name] for name in smallest), *(metrics[name] for name in largest)]
-    # A maximum over ranks may leave NaN out, and a sum does not.
-    spoilt = [torch.where(torch.isnan(values), values, 0.0) for values in extremes]
-    sums = torch.stack([*(metrics[name] for name in added), *spoilt])
+    # A MAX reduction may drop NaN; a sum keeps it.
+    nans = [torch.where(torch.isnan(values), values, 0.0) for values in extremes]
+    sums = torch.stack([*(metrics[name] for name in added), *nans])
     dist.all_reduce(sums, group=group)
     reduced.update(zip(added, sums[: len(added)].unbind(), strict=True))
     if extremes:
@@ -84,9 +84,9 @@ def all_reduce_metrics(metrics: Mapping[str, Tensor], group: dist.ProcessGroup |
 
 
 def read_metrics(metrics: Mapping[str, Tensor]) -> dict[str, float]:
-    """Numbers on the host, means divided; waits for the device, once.
+    """Copy the metrics to the host and divide the means; synchronises once.
 
-    Over no tokens at all there are no means and extremes, and these names are left out.
+    If no token was trained, means and extremes are undefined and left out.
     """
     values = dict(zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True))
     num_trained = values[NUM_TRAINED]
@@ -107,4 +107,4 @@ _REDUCE: Mapping[str, Callable[[Tensor], Tensor]] = {
     "min": lambda values: values.amin(),
     "max": lambda values: values.amax(),
 }
-_OF_NOTHING: Mapping[str, float] = {"sum": 0.0, "mean": 0.0, "min": float("inf"), "max": float("-inf")}
+_IDENTITY: Mapping[str, float] = {"sum": 0.0, "mean": 0.0, "min": float("inf"), "max": float("-inf")}

@@ -17,9 +17,9 @@ from xorl.core.loss.policy import PolicyOptions, PolicyTokens, document_mean, ex
 
 @dataclass(frozen=True)
 class ClipOptions(PolicyOptions):
-    """The bounds of the clipped ratio: ratios themselves, not distances from 1.
+    """The bounds of the clipped ratio, as ratios and not as distances from 1.
 
-    Inputs with the names of these options give each token bounds of its own.
+    Inputs with the names of these options override them for each token.
     """
 
     clip_low_threshold: float = 0.8
@@ -31,7 +31,7 @@ class ClipOptions(PolicyOptions):
 
 @dataclass(frozen=True)
 class CispoOptions(ClipOptions):
-    """The bounds of `ppo`, with wider defaults: here the ratio only weights the gradient and does not stop it."""
+    """The bounds of `ppo`, with wider defaults: here clipping bounds the gradient's weight but does not stop it."""
 
     clip_low_threshold: float = 0.0
     clip_high_threshold: float = 4.0
@@ -42,20 +42,21 @@ class GspoOptions(ClipOptions):
     """The bounds of `ppo`, applied to the ratio of a whole document."""
 
     @property
-    def counted_by(self) -> tuple[str, ...]:
+    def marks_trained(self) -> tuple[str, ...]:
         return ("sequence_ratio_mask",)
 
 
 @dataclass(frozen=True)
 class ClippedPolicyOptions(PolicyOptions):
-    """Distances `eps_clip` and `eps_clip_high` of the clipped ratio from 1, and three corrections, off by default.
+    """Options of `policy_loss`: clipping the ratio, and three corrections, off by default.
 
-    eps_clip_c: dual clipping: at a negative advantage the loss is at most eps_clip_c * |A|
+    eps_clip, eps_clip_high: the distances of the bounds from 1.
+    eps_clip_c: dual clipping: if the advantage is negative, the loss is at most eps_clip_c * |A|
         (https://arxiv.org/abs/1912.09729).
-    use_tis: truncated importance sampling: multiply by the ratio of `logprobs` to `rollout_logprobs`, which an
-        inference engine computed, cut to [tis_clip_low, tis_clip_high] (https://fengyao.notion.site/off-policy-rl).
-        This ratio is constant; how far the model moved since `logprobs` is r.
-    icepop_beta: leave out tokens whose ratio is outside [1/beta, beta] (https://arxiv.org/abs/2602.15763).
+    use_tis: truncated importance sampling: multiply the loss by the ratio of `logprobs` to `rollout_logprobs` (computed
+        by an inference engine), clipped to [tis_clip_low, tis_clip_high]
+        (https://fengyao.notion.site/off-policy-rl). This ratio has no gradient; r is relative to `logprobs`.
+    icepop_beta: mask tokens whose ratio is outside [1/beta, beta] (https://arxiv.org/abs/2602.15763).
     """
 
     eps_clip: float = 0.2
@@ -80,7 +81,7 @@ class ClippedPolicyOptions(PolicyOptions):
 
 @dataclass(frozen=True)
 class DroOptions(PolicyOptions):
-    """beta: how strongly the model is held to the policy that drew the tokens."""
+    """beta: weight of the penalty on the distance from the policy that sampled the tokens."""
 
     beta: float = 0.05
 
@@ -90,11 +91,12 @@ class DroOptions(PolicyOptions):
 
 @dataclass(frozen=True)
 class DrgrpoOptions(PolicyOptions):
-    """Distances of the clipped ratio from 1, and a penalty on the divergence from a reference policy.
+    """Options of `drgrpo`: clipping the ratio, and a penalty on the divergence from a reference policy.
 
+    clip_low, clip_high: the distances of the bounds from 1.
     beta: weight of the penalty; with 0, `ref_logprobs` is not needed.
-    kl_type: how the divergence of a token is estimated (http://joschu.net/blog/kl-approx.html).
-    ratio_type: of a token, or the geometric mean over the trained tokens of its document.
+    kl_type: the estimator of the divergence (http://joschu.net/blog/kl-approx.html).
+    ratio_type: token, the ratio of each token; sequence, the geometric mean over the trained tokens of its document.
     """
 
     clip_low: float = 0.2
@@ -126,12 +128,12 @@ def ppo(tokens: PolicyTokens, options: ClipOptions) -> tuple[Tensor, dict[str, T
 
 
 def gspo(tokens: PolicyTokens, options: GspoOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    """-min(s A, clip(s) A), s = sg(the ratio of the document) p / sg(p) (https://arxiv.org/abs/2507.18071, GSPO-token).
+    """-min(s A, clip(s) A), s = sg(document ratio) p / sg(p) (https://arxiv.org/abs/2507.18071, GSPO-token).
 
-    A document's ratio is the geometric mean over those of its tokens whose `sequence_ratio_mask` is not 0 (1 where none
-    is), or without this input over all that are trained.
+    A document's ratio is the geometric mean over its tokens with a nonzero `sequence_ratio_mask`, and 1 if there are
+    none. Without this input, it is the mean over its trained tokens.
     """
-    in_ratio = tokens.known("sequence_ratio_mask") != 0 if "sequence_ratio_mask" in tokens.targets else tokens.trained
+    in_ratio = tokens.masked("sequence_ratio_mask") != 0 if "sequence_ratio_mask" in tokens.targets else tokens.trained
     of_document = document_mean(tokens.log_ratio().detach(), in_ratio, tokens.targets["positions"])
     ratio = exp_of_log_ratio(of_document + (tokens.logprobs - tokens.logprobs.detach()))
     loss, clipped = _clipped(ratio, tokens.advantages, *_thresholds(tokens, options))
@@ -139,7 +141,7 @@ def gspo(tokens: PolicyTokens, options: GspoOptions) -> tuple[Tensor, dict[str, 
 
 
 def policy_loss(tokens: PolicyTokens, options: ClippedPolicyOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of `ppo`, at most -c A if A is negative, times the weights of TIS and of IcePop."""
+    """The loss of `ppo`, at most -c A if A is negative, multiplied by the weights of TIS and IcePop."""
     ratio = exp_of_log_ratio(tokens.log_ratio())
     loss, clipped = _clipped(ratio, tokens.advantages, 1 - options.eps_clip, 1 + options.eps_clip_high)
     means: dict[str, Tensor] = {}
@@ -148,7 +150,7 @@ def policy_loss(tokens: PolicyTokens, options: ClippedPolicyOptions) -> tuple[Te
         clipped = clipped | (loss > largest)
         loss = torch.minimum(loss, largest)
     if options.use_tis:
-        mismatch = exp_of_log_ratio(tokens.sampled - tokens.known("rollout_logprobs"))
+        mismatch = exp_of_log_ratio(tokens.sampled - tokens.masked("rollout_logprobs"))
         weight = mismatch.clamp(options.tis_clip_low, options.tis_clip_high)
         loss = loss * weight
         means |= {"tis_mean": mismatch, "tis_clip_fraction": weight != mismatch}
@@ -176,7 +178,7 @@ def dro(tokens: PolicyTokens, options: DroOptions) -> tuple[Tensor, dict[str, Te
 def drgrpo(tokens: PolicyTokens, options: DrgrpoOptions) -> tuple[Tensor, dict[str, Tensor]]:
     """-min(r A, clip(r) A) + beta KL(model || reference) (https://arxiv.org/abs/2503.20783).
 
-    With `ratio_type` sequence r is that of https://arxiv.org/abs/2507.18071.
+    With `ratio_type` sequence, r is defined as in https://arxiv.org/abs/2507.18071.
     """
     log_ratio = tokens.log_ratio()
     if options.ratio_type == "sequence":
@@ -185,7 +187,7 @@ def drgrpo(tokens: PolicyTokens, options: DrgrpoOptions) -> tuple[Tensor, dict[s
     loss, clipped = _clipped(ratio, tokens.advantages, 1 - options.clip_low, 1 + options.clip_high)
     means = {"clip_fraction": clipped}
     if options.beta:
-        log_surplus = tokens.logprobs - tokens.known("ref_logprobs")
+        log_surplus = tokens.logprobs - tokens.masked("ref_logprobs")
         divergence = {
             "k1": log_surplus,
             "k2": 0.5 * log_surplus.square(),
@@ -197,18 +199,18 @@ def drgrpo(tokens: PolicyTokens, options: DrgrpoOptions) -> tuple[Tensor, dict[s
 
 
 def _thresholds(tokens: PolicyTokens, options: ClipOptions) -> tuple[Tensor, Tensor]:
-    """(low, high), [T] each: from the inputs of these names if there are any, else from the options."""
+    """(low, high), [T] each: from the inputs of these names if given, else from the options."""
     names = ("clip_low_threshold", "clip_high_threshold")
     low, high = (
-        tokens.known(name) if name in tokens.targets else torch.full_like(tokens.advantages, getattr(options, name))
+        tokens.masked(name) if name in tokens.targets else torch.full_like(tokens.advantages, getattr(options, name))
         for name in names
     )
     return low, high
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, low: Tensor | float, high: Tensor | float) -> tuple[Tensor, Tensor]:
-    """(-min(r A, clip(r) A), whether clipping made a difference), [T] each."""
-    # torch takes numbers as well as tensors here, but its stubs do not allow a union of both.
+    """(-min(r A, clip(r) A), whether clipping changed it), [T] each."""
+    # torch accepts numbers and tensors here, but its stubs do not accept a union of both.
     clipped = ratio.clamp(low, high)  # pyright: ignore[reportCallIssue, reportArgumentType]
     free, bounded = -ratio * advantages, -clipped * advantages
     return torch.maximum(free, bounded), bounded > free
@@ -216,7 +218,7 @@ def _clipped(ratio: Tensor, advantages: Tensor, low: Tensor | float, high: Tenso
 
 def _check_order(low_name: str, low: float, high_name: str, high: float) -> None:
     if not 0 <= low <= high:
-        raise ValueError(f"want 0 <= {low_name} <= {high_name}, got {low} and {high}")
+        raise ValueError(f"0 <= {low_name} <= {high_name} must hold, got {low} and {high}")
 
 
 def _check_not_negative(name: str, value: float) -> None:

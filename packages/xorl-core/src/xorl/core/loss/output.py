@@ -1,4 +1,4 @@
-"""What a loss is: the type of the function, and of what it returns."""
+"""The types of loss functions and of their results."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ IGNORE = -100
 
 
 class TokenValues(NamedTuple):
-    """What metrics are made of, for the T tokens of one micro-batch; without gradients.
+    """Values per token from which metrics are computed, for the T tokens of one micro-batch; no gradients.
 
-    trained: [T] bool, the tokens that count.
-    means: [T] by name, averaged over the tokens that count.
-    ratio: [T], the ratio of probabilities, reported by its mean and extremes; None if the loss has none.
+    trained: [T] bool, whether the token is trained.
+    means: [T] by name; the metric is the mean over trained tokens.
+    ratio: [T], the ratio of probabilities; the metrics are its mean and extremes. None if the loss has none.
     """
 
     trained: Tensor
@@ -24,17 +24,16 @@ class TokenValues(NamedTuple):
 
 
 class LossOutput(NamedTuple):
-    """What a loss returns for the T tokens of one micro-batch.
+    """The result of a loss for the T tokens of one micro-batch.
 
-    sum: scalar, summed over the trained tokens; what is backpropagated.
-    per_token: [T] fp32, the terms of the sum: 0 where nothing is trained.
-    metrics: scalars named `name:reduction`; see `metrics.py`. `score_tokens` puts a value per token there instead.
-    logprobs: [T] fp32, log p(label) whatever the token's weight, 0 where the label is -100; [T, K] if each token has
-        K labels; None from losses outside of xorl that do not compute it.
-    values: what `metrics` are made of, to compute them for a part of the tokens; None if the loss gives none.
+    sum: scalar, the sum over trained tokens, to be backpropagated.
+    per_token: [T] fp32, the terms of the sum; 0 for tokens that are not trained.
+    metrics: scalars named `name:reduction`; see `metrics.py`. From `score_tokens`, one value per token instead.
+    logprobs: [T] fp32, log p(label) regardless of the token's weight, 0 for labels of -100; [T, K] if each token has K
+        labels. Custom losses may leave it None.
+    values: the values per token behind `metrics`, for computing metrics of a part of the tokens; may be None.
 
-    Only `sum` has a gradient. This is a NamedTuple so that wrappers which look for tensors in a module's output, as
-    FSDP2 and DDP do, find them.
+    Only `sum` has a gradient. This is a NamedTuple so that FSDP2 and DDP find the tensors in a module's output.
     """
 
     sum: Tensor
@@ -45,11 +44,11 @@ class LossOutput(NamedTuple):
 
 
 LossFn = Callable[[Tensor, Tensor, Mapping[str, Tensor]], LossOutput]
-"""(hidden [T, D], head weight [V, D], targets by name, each [T], or [T, K] where a loss says so) -> LossOutput."""
+"""(hidden [T, D], head weight [V, D], targets by name, each [T], or [T, K] if the loss supports it) -> LossOutput."""
 
 
 class HeadLoss(Protocol):
-    """A loss in the table: a `LossFn` with options for how the logits are computed; see `cross_entropy`."""
+    """A `LossFn` with options for how logits are computed; see `cross_entropy`."""
 
     def __call__(
         self,

@@ -1,7 +1,8 @@
-"""What all policy-gradient losses have in common: their inputs, which tokens are trained, and their metrics.
+"""The common part of policy-gradient losses: inputs, selection of trained tokens, and metrics.
 
-Only the model's log-probabilities are differentiated, so each loss is an `Objective`, a formula in them, of which torch
-takes the gradient. T tokens of one or more packed documents.
+Each loss is an `Objective`: a formula in the model's log-probabilities, differentiated by torch.
+
+Shapes: T tokens of one or more packed documents.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from xorl.core.loss.head import token_logprobs
 from xorl.core.loss.metrics import token_metrics
 from xorl.core.loss.output import IGNORE, LossOutput, TokenValues
 
-# A larger ratio only says that the policies have diverged, and products of it would overflow.
+# Larger ratios carry no information beyond "diverged", and products of them would overflow.
 MAX_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """The arguments of an objective. Where `trained` is False, all other values are 0.
+    """The inputs of an objective. The log-probabilities and advantages of untrained tokens are 0.
 
     logprobs: [T] fp32, of the model; differentiable.
-    sampled: [T], of the policy that drew the tokens.
+    sampled: [T], of the policy that sampled the tokens.
     advantages: [T].
-    trained: [T] bool, the tokens that count.
-    targets: everything that came with the tokens, by name.
+    trained: [T] bool, whether the token is trained.
+    targets: all inputs by name, not masked.
     """
 
     logprobs: Tensor
@@ -38,12 +39,12 @@ class PolicyTokens:
     trained: Tensor
     targets: Mapping[str, Tensor]
 
-    def known(self, name: str) -> Tensor:
-        """[T], an input by its name, 0 at tokens that are not trained."""
+    def masked(self, name: str) -> Tensor:
+        """The input `name` [T], 0 for tokens that are not trained."""
         return self.targets[name].masked_fill(~self.trained, 0.0)
 
     def log_ratio(self) -> Tensor:
-        """[T], log of the model's probability over that of the policy that drew the token."""
+        """[T], log of the ratio of the model's probability to that of the policy that sampled the token."""
         return self.logprobs - self.sampled
 
 
@@ -51,19 +52,19 @@ class PolicyTokens:
 class PolicyOptions:
     """The options of every policy-gradient loss.
 
-    compute_kl_stats: report estimates of the divergence from the policy that sampled the tokens.
+    compute_kl_stats: add metrics that estimate the divergence from the policy that sampled the tokens.
     """
 
     compute_kl_stats: bool = True
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Inputs that are required with these options, besides those of every policy-gradient loss."""
+        """The required inputs with these options, besides those of every policy-gradient loss."""
         return ()
 
     @property
-    def counted_by(self) -> tuple[str, ...]:
-        """Inputs that mark a token as trained where they are not 0, even if its advantage and log-probability are 0."""
+    def marks_trained(self) -> tuple[str, ...]:
+        """Inputs whose nonzero values mark tokens as trained, even if their advantage and log-probability are 0."""
         return ()
 
 
@@ -76,11 +77,10 @@ Objective = Callable[[PolicyTokens, OptionsT], tuple[Tensor, dict[str, Tensor]]]
 class PolicyLoss(Generic[OptionsT]):
     """The loss of an objective, called like `cross_entropy`.
 
-    targets: labels [T] int64, already shifted; logprobs [T] of the policy that sampled the labels, replaced by
-        old_logprobs if there are any; advantages [T]; and whatever else the objective reads. `weights` [T], if given,
-        multiply the loss, and a token of weight 0 is not trained. Without weights, a token is not trained if its
-        advantage, its log-probability and the inputs in `options.counted_by` are all 0, which is how clients write a
-        prompt.
+    targets: labels [T] int64, already shifted; logprobs [T] of the policy that sampled the labels, overridden by
+        old_logprobs if given; advantages [T]; and the other inputs of the objective. `weights` [T], if given, multiply
+        the loss, and a token of weight 0 is not trained. Without weights, a token is not trained if its advantage, its
+        log-probability and the inputs in `options.marks_trained` are all 0: this is how clients mark prompts.
     """
 
     name: str
@@ -103,7 +103,7 @@ class PolicyLoss(Generic[OptionsT]):
         weights = targets.get("weights")
         logprobs = token_logprobs(hidden, head_weight, labels, logits_fp32=logits_fp32, whole_logits=whole_logits)
         counts = (advantages != 0) | (sampled != 0) if weights is None else weights != 0
-        for name in self.options.counted_by if weights is None else ():
+        for name in self.options.marks_trained if weights is None else ():
             counts = counts | (targets[name] != 0) if name in targets else counts
         ignored = ~counts | (labels == IGNORE)
         tokens = PolicyTokens(
@@ -131,20 +131,20 @@ class PolicyLoss(Generic[OptionsT]):
         missing = [name for name in ("logprobs", "advantages", *self.options.needs) if name not in names]
         if missing:
             raise ValueError(
-                f"loss {self.name!r} needs {' and '.join(missing)} beside the target tokens of each datum, one number "
-                f"per token; there is {', '.join(sorted(names)) or 'nothing'}"
+                f"loss {self.name!r} needs {' and '.join(missing)} as inputs, one number per target token of a datum; "
+                f"got {', '.join(sorted(names)) or 'none'}"
             )
 
 
 def exp_of_log_ratio(log_ratio: Tensor) -> Tensor:
-    """exp(log_ratio), limited to exp(+-MAX_LOG_RATIO); beyond that, its gradient is the limited value and not 0."""
+    """exp(log_ratio), clamped to exp(+-MAX_LOG_RATIO); the gradient is the clamped value, not 0, beyond the limits."""
     return (log_ratio + (log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) - log_ratio).detach()).exp()
 
 
 def document_mean(values: Tensor, trained: Tensor, positions: Tensor) -> Tensor:
-    """[T], for each token the mean of `values` over the trained tokens of its document; differentiable.
+    """For each token, the mean of `values` over the trained tokens of its document, [T]; differentiable.
 
-    positions: [T], 0 at the first token of each document. Sums are fp64, so that their order makes no difference.
+    positions: [T], 0 at the first token of each document. Sums are fp64, so that their order does not matter.
     """
     document = (positions == 0).cumsum(0) - 1
     sums = torch.zeros(len(values), dtype=torch.float64, device=values.device)

@@ -1,4 +1,4 @@
-"""The table of losses by name, and the options that clients may give."""
+"""The table of losses by name, and parsing of their options."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ LOSSES: Mapping[str, HeadLoss] = MappingProxyType(
 )
 
 
-def loss_named(name: str, options: Mapping[str, object] = MappingProxyType({})) -> HeadLoss:
-    """The loss of that name with these options; options that are left out have their defaults.
+def get_loss(name: str, options: Mapping[str, object] = MappingProxyType({})) -> HeadLoss:
+    """Return the loss `name` with these options; missing options have their defaults.
 
-    Switches may also be given as 0 and 1, since one of the protocols carries only numbers.
+    Booleans may also be 0 and 1, because one of the service's protocols can send only numbers.
 
     Raises:
-        ValueError: there is no such loss or option, or the loss cannot take the value.
+        ValueError: the loss or option does not exist, or the value is invalid.
     """
     if name not in LOSSES:
-        raise ValueError(f"there is no loss {name!r}; there are {', '.join(LOSSES)}")
+        raise ValueError(f"unknown loss {name!r}; choose one of {', '.join(LOSSES)}")
     loss = LOSSES[name]
     known = get_type_hints(type(loss.options)) if isinstance(loss, PolicyLoss) else {}
     unknown = sorted(set(options) - set(known))
     if unknown:
-        has = f"it has {', '.join(sorted(known))}" if known else "it has none"
-        raise ValueError(f"loss {name!r} has no option {unknown[0]!r}; {has}")
+        available = f"its options are {', '.join(sorted(known))}" if known else "it has no options"
+        raise ValueError(f"loss {name!r} has no option {unknown[0]!r}; {available}")
     if not isinstance(loss, PolicyLoss):
         return loss
-    values = {key: _read(f"loss {name!r}: option {key!r}", known[key], value) for key, value in options.items()}
+    values = {key: _parse_option(f"loss {name!r}: option {key!r}", known[key], value) for key, value in options.items()}
     try:
         return replace(loss, options=replace(loss.options, **values))
     except ValueError as problem:
@@ -58,20 +58,20 @@ def check_inputs(loss: HeadLoss, names: Collection[str]) -> None:
         loss.check_inputs(names)
 
 
-def _read(what: str, kind: object, value: object) -> object:
-    """`value` as an option of type `kind`: bool, float, one of several words, or a float that may be None."""
+def _parse_option(what: str, kind: object, value: object) -> object:
+    """Convert `value` to the option's type: bool, float, a Literal, or float | None."""
     if get_origin(kind) is UnionType:
         if value is None:
             return None
         (kind,) = (member for member in get_args(kind) if member is not type(None))
     if get_origin(kind) is Literal:
         if value not in get_args(kind):
-            raise ValueError(f"{what} is one of {', '.join(get_args(kind))}, got {value!r}")
+            raise ValueError(f"{what} must be one of {', '.join(get_args(kind))}, got {value!r}")
         return value
     if kind is bool:
         if value not in (0, 1):
-            raise ValueError(f"{what} is true or false, got {value!r}")
+            raise ValueError(f"{what} must be true or false, got {value!r}")
         return bool(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{what} is a number, got {value!r}")
+        raise ValueError(f"{what} must be a number, got {value!r}")
     return float(value)

@@ -1,4 +1,4 @@
-"""The table of models by architecture. A new family is one file beside this one, and its spec in `SPECS`."""
+"""Model families by architecture. To add a family, add a file here and its spec to `SPECS`."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -6,22 +6,14 @@ from types import MappingProxyType
 from xorl.core.models import gpt2, llama, qwen2, qwen3
 from xorl.core.models.decoder import Decoder
 from xorl.core.models.decoder_config import DecoderConfig
-from xorl.core.models.flops import matmul_parameters, training_flops
-from xorl.core.models.hf_config import DROPOUT_KEYS
-from xorl.core.models.recipes import LogicalModule, RowTarget, WeightRecipe, WeightSource
+from xorl.core.models.flops import training_flops
 from xorl.core.models.spec import ModelSpec
 
 __all__ = [
-    "DROPOUT_KEYS",
     "SPECS",
     "Decoder",
     "DecoderConfig",
-    "LogicalModule",
     "ModelSpec",
-    "RowTarget",
-    "WeightRecipe",
-    "WeightSource",
-    "matmul_parameters",
     "spec_for",
     "training_flops",
 ]
@@ -32,10 +24,10 @@ SPECS: Mapping[str, ModelSpec] = MappingProxyType(
 
 
 def spec_for(hf_config: Mapping[str, object]) -> ModelSpec:
-    """The family of a config.json, by the first entry of its `architectures`.
+    """Return the model family of a config.json, by the first entry of its `architectures`.
 
     Raises:
-        ValueError: there is no such entry, or no such family; the message lists the families.
+        ValueError: the entry is missing or the family is not supported; the message lists the supported ones.
     """
     architectures = hf_config.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and architectures else None

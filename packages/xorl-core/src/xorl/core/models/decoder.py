@@ -1,4 +1,4 @@
-"""The decoder that all model families share: embedding, layers of attention and feed-forward, norm, head.
+"""The decoder shared by all model families: embedding, attention and feed-forward layers, norm, head.
 
 Shapes: T tokens, D model width, V vocabulary.
 """
@@ -40,16 +40,16 @@ def _whole(parameter: Tensor) -> tuple[Tensor, Sequence[int]]:
 class Decoder(nn.Module):
     """A causal language model over packed rows.
 
-    For generation it takes a `CachedLayout`: the row then holds only new tokens, and the keys and values of the earlier
-    tokens of their sequences are in a cache. There is no gradient.
+    For generation, pass a `CachedLayout`: the row then holds only new tokens, and a cache holds the keys and values of
+    earlier tokens. Gradients are not supported then.
 
-    The embedding's output is cast to `compute_dtype` and every layer follows the dtype of its input, so parameters may
-    have any dtype. There is no dropout, except in adapters.
+    The embedding's output is cast to `compute_dtype`, and every layer computes in the dtype of its input, so parameters
+    may have any dtype. There is no dropout, except in adapters.
 
     Attributes:
-        config: what was built.
-        logical: for each module with a weight, the modules of a checkpoint that it stacks, in the order of their rows.
-        compute_dtype: dtype of activations; set it before the first forward pass.
+        config: the configuration.
+        logical: for each module with a weight, the checkpoint modules that it stacks, in the order of their rows.
+        compute_dtype: the dtype of activations; set it before the first forward pass.
     """
 
     compute_dtype: torch.dtype
@@ -76,7 +76,7 @@ class Decoder(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """[V, D]; the embedding's own weight when tied. An adapter of the head is not in it."""
+        """[V, D]; the embedding's weight if tied. Does not include an adapter on the head."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def layer_matrices(self) -> dict[str, tuple[int, ...]]:
@@ -107,15 +107,15 @@ class Decoder(nn.Module):
         layout: SequenceLayout,
         loss: Callable[[Tensor, Tensor], ResultT] | None = None,
     ) -> ResultT | Tensor:
-        """Logits [T, V] of input_ids [T], or what `loss(hidden [T, D], head_weight [V, D])` returns.
+        """Logits [T, V] of input_ids [T], or the result of `loss(hidden [T, D], head_weight [V, D])` if given.
 
-        The loss is called inside of `forward` so that FSDP2, which gathers parameters around it, has gathered the head
-        too. With an adapter on the head, both arguments of the loss are wider than D.
+        The loss is called inside `forward`, because FSDP2 gathers the head's weight only there. With an adapter on the
+        head, both arguments of the loss are wider than D.
         """
         hidden = self.model(input_ids, layout, self.compute_dtype)
         if self.lm_head is not None:
             return self.lm_head(hidden, loss)
-        return _through_head(hidden, self.head_weight, loss)
+        return _apply_head(hidden, self.head_weight, loss)
 
     @torch.no_grad()
     def init_weights(
@@ -126,20 +126,20 @@ class Decoder(nn.Module):
         device: torch.device | None = None,
         targets: Mapping[str, RowTarget] = MappingProxyType({}),
     ) -> None:
-        """Give every parameter, except those of adapters, its initial value, in place, on the device where it is.
+        """Initialise every parameter, except those of adapters, in place and on its device.
 
-        Weights are normal with standard deviation `initializer_range` (smaller by sqrt(2 * num_layers) for the
-        projections into the residual stream where the config says so), norms one, biases zero. A value depends only on
-        the seed, the parameter's name and global shape, and its index: not on the other parameters, the ranks, or (up
-        to the rounding of fp32) the device.
+        Weights are normal with standard deviation `initializer_range`, norms one and biases zero. If the config sets
+        scale_residual_init, projections into the residual stream are smaller by sqrt(2 * num_layers). Values depend
+        only on the seed, the parameter's name and global shape, and the index: not on other parameters, the ranks, or
+        (up to fp32 rounding) the device.
 
         Args:
             seed: any integer.
-            local_part: parameter -> (the part of it that this process holds, the index at which that part begins). The
-                default is for whole parameters.
-            device: where values are computed. None means where each parameter is.
-            targets: by name, receivers of the values of weights that are kept in another form (`Linear.stored`), such
-                as quantised. If there are any, the call is collective.
+            local_part: parameter -> (this process's part, the index of its first element). The default is for unsharded
+                parameters.
+            device: where values are computed; None means on each parameter's device.
+            targets: by name, receivers of the values of weights in other storage formats (`Linear.stored`), such as
+                quantised ones. With targets, the call is collective.
         """
         for name, target in targets.items():
             first, last = target.rows
@@ -170,7 +170,7 @@ class Decoder(nn.Module):
 
 
 class Head(Linear):
-    """From hidden states [T, D] to logits [T, V]; or, given a loss, to what it makes of hidden states and weight."""
+    """The output head: hidden states [T, D] to logits [T, V], or to the result of a loss of both."""
 
     @overload
     def forward(self, x: Tensor, loss: None = None) -> Tensor: ...
@@ -180,15 +180,15 @@ class Head(Linear):
 
     def forward(self, x: Tensor, loss: Callable[[Tensor, Tensor], ResultT] | None = None) -> ResultT | Tensor:
         hidden, weight = (x, self.weight) if self.adapter is None else self.operands(x)
-        return _through_head(hidden, weight, loss)
+        return _apply_head(hidden, weight, loss)
 
 
-def _through_head(hidden: Tensor, weight: Tensor, loss: Callable[[Tensor, Tensor], ResultT] | None) -> ResultT | Tensor:
+def _apply_head(hidden: Tensor, weight: Tensor, loss: Callable[[Tensor, Tensor], ResultT] | None) -> ResultT | Tensor:
     return F.linear(hidden, weight.to(hidden.dtype)) if loss is None else loss(hidden, weight)
 
 
 class DecoderTrunk(nn.Module):
-    """Everything but the head: token ids [T] -> normed hidden states [T, D]."""
+    """The decoder without its head: token ids [T] -> normed hidden states [T, D]."""
 
     def __init__(self, config: DecoderConfig, *, merge_qkv: bool, kernels: LayerKernels) -> None:
         super().__init__()
@@ -213,15 +213,15 @@ class DecoderTrunk(nn.Module):
             limit = self.embed_positions.num_rows
             if layout.max_seqlen > limit:
                 raise ValueError(
-                    f"a document of {layout.max_seqlen} tokens does not fit the model's {limit} learned positions; "
-                    f"cut documents to max_seq_len: {limit} or less"
+                    f"a document of {layout.max_seqlen} tokens exceeds the model's {limit} learned positions; "
+                    f"truncate documents with max_seq_len: {limit} or less"
                 )
             hidden = hidden + self.embed_positions(layout.positions).to(compute_dtype)
         rope = None if self.rotary is None else self.rotary.tables(layout, input_ids.device)
         for index, layer in enumerate(self.layers):
             if torch.is_grad_enabled() and not hidden.requires_grad:
-                # The first trained layer above frozen ones. Its input needs a gradient as that of every other layer, so
-                # that it is compiled alike, and since reentrant recomputation gives no gradient otherwise.
+                # The first trained layer above frozen ones. Its input must require a gradient like those of later
+                # layers: they share compiled code, and reentrant recomputation gives no gradients otherwise.
                 hidden.requires_grad_(any(parameter.requires_grad for parameter in layer.parameters()))
             hidden = layer(hidden, layout.of_layer(index), rope)
         _, normed = self.norm(hidden)
@@ -229,7 +229,7 @@ class DecoderTrunk(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each on the normed residual stream and added to it, [T, D] -> [T, D]."""
+    """Attention and feed-forward, with pre-norms and residual connections, [T, D] -> [T, D]."""
 
     def __init__(self, config: DecoderConfig, index: int, *, merge_qkv: bool, kernels: LayerKernels) -> None:
         super().__init__()

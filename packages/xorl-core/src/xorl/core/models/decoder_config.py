@@ -1,25 +1,25 @@
-"""The description of a decoder that every family's config.json is translated into."""
+"""The common configuration that every family's config.json is translated to."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from xorl.core.nn import ACTIVATIONS, RopeConfig
+from xorl.core.nn import RopeConfig
+from xorl.core.nn.layers import ACTIVATIONS
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Sizes and choices of one decoder. Nothing in it depends on where or how the model is trained.
+    """The architecture of a decoder, independent of how and on which devices it is trained.
 
     Attributes:
-        windows: for each layer, how many tokens a token sees (itself included), or None for all before it.
+        windows: for each layer, how many tokens a token attends to, itself included; None for all earlier ones.
         attention_scales: for each layer, the factor on attention scores.
-        rope: rotary positions, or None for learned ones (a table of max_position_embeddings rows).
-        norm: root mean square, or layer norm with bias.
-        mlp: gated (two matrices up), or plain (one).
-        qk_norm: whether queries and keys are normed per head.
+        rope: the rotary embedding; None for learned positions (a table of max_position_embeddings rows).
+        norm: rms, or layer (with bias).
+        mlp: gated (two up projections), or plain (one).
+        qk_norm: whether queries and keys are normalised per head.
         initializer_range: standard deviation of initial weights.
-        scale_residual_init: whether the projections that write into the residual stream start smaller by
-            sqrt(2 * num_layers).
+        scale_residual_init: initialise projections into the residual stream smaller by sqrt(2 * num_layers).
     """
 
     vocab_size: int

@@ -1,7 +1,7 @@
 """GPT-2: learned positions, layer norms, biases everywhere, plain feed-forward with GELU, tied head.
 
-Its checkpoints keep matrices as [in, out] and queries, keys and values in one; natively they are [out, in] like those
-of every family, so the recipes transpose.
+Its checkpoints store matrices as [in, out], and queries, keys and values in one matrix. Native matrices are [out, in],
+as in every family, so the recipes transpose them.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ ARCHITECTURE = "GPT2LMHeadModel"
 
 
 def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
-    """Read config.json. `reorder_and_upcast_attn` asks for scores in fp32, which every attention backend has."""
+    """Read config.json. `reorder_and_upcast_attn` (fp32 scores) is ignored: all attention backends use fp32 scores."""
     hf = HFConfig(values, ARCHITECTURE)
     hf.refuse("quantization_config", "the weights are quantised; train from the unquantised model")
     hf.refuse("add_cross_attention", "there is no encoder to attend to")
@@ -23,7 +23,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     hidden_size, num_heads, num_layers = hf.positive("n_embd"), hf.positive("n_head"), hf.positive("n_layer")
     if hidden_size % num_heads:
         raise ValueError(f"{ARCHITECTURE}: n_embd: {hidden_size} must be a multiple of n_head: {num_heads}")
-    hf.warn_of_dropout()
+    hf.warn_about_dropout()
     config = DecoderConfig(
         vocab_size=hf.positive("vocab_size"),
         hidden_size=hidden_size,
@@ -82,18 +82,18 @@ def recipes(config: DecoderConfig, merge_qkv: bool) -> dict[str, WeightRecipe]:
         "model.embed_positions.weight": matrix("transformer.wpe.weight", (config.max_position_embeddings, width)),
     }
     for index in range(config.num_layers):
-        native, theirs = f"model.layers.{index}", f"transformer.h.{index}"
-        table |= _norm(f"{native}.input_layernorm", f"{theirs}.ln_1", width)
+        native, hf = f"model.layers.{index}", f"transformer.h.{index}"
+        table |= _norm(f"{native}.input_layernorm", f"{hf}.ln_1", width)
         if merge_qkv:
-            table |= _linear(f"{native}.self_attn.qkv_proj", f"{theirs}.attn.c_attn", 3 * width, width)
+            table |= _linear(f"{native}.self_attn.qkv_proj", f"{hf}.attn.c_attn", 3 * width, width)
         else:
             for third, name in enumerate(("q_proj", "k_proj", "v_proj")):
-                source = f"{theirs}.attn.c_attn"
+                source = f"{hf}.attn.c_attn"
                 table |= _linear(f"{native}.self_attn.{name}", source, width, width, third * width, shared=True)
-        table |= _linear(f"{native}.self_attn.o_proj", f"{theirs}.attn.c_proj", width, width)
-        table |= _norm(f"{native}.post_attention_layernorm", f"{theirs}.ln_2", width)
-        table |= _linear(f"{native}.mlp.up_proj", f"{theirs}.mlp.c_fc", config.intermediate_size, width)
-        table |= _linear(f"{native}.mlp.down_proj", f"{theirs}.mlp.c_proj", width, config.intermediate_size)
+        table |= _linear(f"{native}.self_attn.o_proj", f"{hf}.attn.c_proj", width, width)
+        table |= _norm(f"{native}.post_attention_layernorm", f"{hf}.ln_2", width)
+        table |= _linear(f"{native}.mlp.up_proj", f"{hf}.mlp.c_fc", config.intermediate_size, width)
+        table |= _linear(f"{native}.mlp.down_proj", f"{hf}.mlp.c_proj", width, config.intermediate_size)
     table |= _norm("model.norm", "transformer.ln_f", width)
     if not config.tie_word_embeddings:
         table["lm_head.weight"] = matrix("lm_head.weight", (config.vocab_size, width))
@@ -106,17 +106,17 @@ def _read_scales(hf: HFConfig, head_dim: int, num_layers: int) -> tuple[float, .
     return tuple(scale / (index + 1) if by_depth else scale for index in range(num_layers))
 
 
-def _norm(native: str, theirs: str, width: int) -> dict[str, WeightRecipe]:
-    return {f"{native}.{leaf}": vector(f"{theirs}.{leaf}", width) for leaf in ("weight", "bias")}
+def _norm(native: str, hf: str, width: int) -> dict[str, WeightRecipe]:
+    return {f"{native}.{leaf}": vector(f"{hf}.{leaf}", width) for leaf in ("weight", "bias")}
 
 
 def _linear(
-    native: str, theirs: str, num_out: int, num_in: int, first: int = 0, *, shared: bool = False
+    native: str, hf: str, num_out: int, num_in: int, first: int = 0, *, shared: bool = False
 ) -> dict[str, WeightRecipe]:
-    """Output features [first, first + num_out) of a linear layer whose weight is kept as [in, out]."""
+    """Output features [first, first + num_out) of a linear layer whose weight is stored as [in, out]."""
     return {
-        f"{native}.weight": Part(f"{theirs}.weight", first, (num_out, num_in), transposed=True, shared=shared),
-        f"{native}.bias": Part(f"{theirs}.bias", first, (num_out,), transposed=False, shared=shared),
+        f"{native}.weight": Part(f"{hf}.weight", first, (num_out, num_in), transposed=True, shared=shared),
+        f"{native}.bias": Part(f"{hf}.bias", first, (num_out,), transposed=False, shared=shared),
     }
 
 

@@ -1,6 +1,6 @@
-"""Initial weights: numbers that are a function of a key and an index alone, so that any part can be made alone.
+"""Counter-based random numbers for initial weights, so that any part of a tensor can be generated independently.
 
-Which parameter gets which distribution stands in decoder.py.
+decoder.py defines the distribution of each parameter.
 """
 
 import hashlib
@@ -14,13 +14,13 @@ from torch import Tensor
 _INCREMENT = 0x9E3779B97F4A7C15 - 2**64
 _FIRST_FACTOR = 0xBF58476D1CE4E5B9 - 2**64
 _SECOND_FACTOR = 0x94D049BB133111EB - 2**64
-# Values drawn at once: within a core's cache on a CPU, and enough to fill a GPU at about 400 MB of intermediates.
+# Values drawn at once: small enough for a CPU core's cache; enough to saturate a GPU, at about 400 MB of intermediates.
 _CHUNK = {"cpu": 1 << 17}
 _GPU_CHUNK = 1 << 24
 
 
 def key_of(seed: int, name: str, shape: Sequence[int]) -> int:
-    """A 64-bit key for the parameter `name` of this global shape, signed."""
+    """A signed 64-bit key for the parameter `name` with this global shape."""
     digest = hashlib.blake2b(f"{seed}/{name}/{tuple(shape)}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True)
 
@@ -35,11 +35,15 @@ def fill_normal_(
     offset: Sequence[int],
     device: torch.device | None = None,
 ) -> None:
-    """Write into `part` the values that it has in a tensor of `shape` with independent normal entries N(0, std^2).
+    """Fill `part`, a box of a tensor of `shape`, with independent normal values N(0, std^2).
 
-    part: the box of the whole tensor that begins at index `offset`, in any dtype and on any device. The value at an
-    index depends on `key` and on its flat index in `shape` alone; CPU and GPU agree up to the rounding of log, cos and
-    sin in fp32, in which the values are computed. device: where they are computed; None means where `part` is.
+    A value depends only on `key` and its flat index in `shape`. Values are computed in fp32; CPU and GPU agree up to
+    the rounding of log, cos and sin.
+
+    Args:
+        part: of any dtype, on any device.
+        offset: the index in the whole tensor of the first element of `part`.
+        device: where values are computed; None means on the device of `part`.
     """
 
     def draw(start: int, stop: int, device: torch.device) -> Tensor:
@@ -58,7 +62,7 @@ def fill_uniform_(
     offset: Sequence[int],
     device: torch.device | None = None,
 ) -> None:
-    """As `fill_normal_`, with independent uniform entries between -bound and bound, the same on every device."""
+    """Like `fill_normal_`, with independent uniform values between -bound and bound, identical on every device."""
 
     def draw(start: int, stop: int, device: torch.device) -> Tensor:
         return uniform(key, start, stop, device).mul_(bound)
@@ -74,7 +78,7 @@ def _fill_(
     offset: Sequence[int],
     device: torch.device | None,
 ) -> None:
-    """Write the values of a stream, drawn by the indices in it where they begin and end, row by row."""
+    """Fill `part` in chunks of rows; `draw` returns the values [start, stop) of a stream."""
     if not part.numel():
         return
     device = part.device if device is None else device
@@ -89,13 +93,13 @@ def _fill_(
 
 
 def normal(key: int, start: int, stop: int, device: torch.device) -> Tensor:
-    """Values `start` to `stop` of the stream of `key`: independent standard normal numbers, [stop - start] fp32.
+    """Values [start, stop) of the stream of `key`: independent and standard normal, fp32.
 
-    Each pair of values takes one SplitMix64 output: 32 bits for the radius and 24 for the angle of the Box-Muller
+    Each pair of values uses one SplitMix64 output: 32 bits for the radius and 24 for the angle of the Box-Muller
     transform (1958, doi:10.1214/aoms/1177706645). The largest magnitude is 6.8.
     """
     first = start // 2
-    bits = _mixed(torch.arange(first, (stop + 1) // 2, device=device).mul_(_INCREMENT).add_(key))
+    bits = _mix_(torch.arange(first, (stop + 1) // 2, device=device).mul_(_INCREMENT).add_(key))
     uniform = (bits & 0xFFFFFFFF).float().add_(0.5).mul_(2.0**-32)  # in (0, 1]
     radius = uniform.log_().mul_(-2.0).sqrt_()
     angle = (bits >> 40).float().mul_(2.0 * math.pi * 2.0**-24)  # in [-pi, pi)
@@ -106,13 +110,13 @@ def normal(key: int, start: int, stop: int, device: torch.device) -> Tensor:
 
 
 def uniform(key: int, start: int, stop: int, device: torch.device) -> Tensor:
-    """Values `start` to `stop` of the stream of `key`: independent and uniform in [-1, 1), [stop - start] fp32."""
-    bits = _mixed(torch.arange(start, stop, device=device).mul_(_INCREMENT).add_(key))
+    """Values [start, stop) of the stream of `key`: independent and uniform in [-1, 1), fp32."""
+    bits = _mix_(torch.arange(start, stop, device=device).mul_(_INCREMENT).add_(key))
     return (bits >> 40).float().mul_(2.0**-23)
 
 
-def _mixed(state: Tensor) -> Tensor:
-    """SplitMix64's output function, in place. int64 wraps around, and masks make its shifts logical ones."""
+def _mix_(state: Tensor) -> Tensor:
+    """SplitMix64's output function, in place. int64 wraps around, and the masks make the shifts logical."""
     state ^= (state >> 30) & ((1 << 34) - 1)
     state *= _FIRST_FACTOR
     state ^= (state >> 27) & ((1 << 37) - 1)

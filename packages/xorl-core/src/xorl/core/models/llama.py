@@ -1,4 +1,4 @@
-"""Llama 2 and 3.x: rotary positions, RMS norms, gated feed-forward; biases only where the config asks for them."""
+"""Llama 2 and 3.x: rotary positions, RMS norms, gated feed-forward; biases only if the config sets them."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -8,14 +8,14 @@ from xorl.core.models.decoder_config import DecoderConfig
 from xorl.core.models.hf_config import HFConfig
 from xorl.core.models.rope_config import ROPE_TYPES
 from xorl.core.models.spec import ModelSpec
-from xorl.core.nn import RopeKind
+from xorl.core.nn.rotary import RopeKind
 
 ARCHITECTURE = "LlamaForCausalLM"
 LLAMA_ROPE_TYPES: Mapping[str, RopeKind] = MappingProxyType({**ROPE_TYPES, "llama3": "banded"})
 
 
 def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
-    """Read config.json. One `attention_bias` covers all four projections, one `mlp_bias` all three."""
+    """Read config.json. `attention_bias` applies to all four projections, `mlp_bias` to all three."""
     hf = HFConfig(values, ARCHITECTURE)
     attention_bias = hf.get("attention_bias", bool, False)
     config = rotary_gated.read_config(

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: biases on queries, keys and values; a sliding window in the upper layers where the config says."""
+"""Qwen2 and Qwen2.5: biases on queries, keys and values; optional sliding windows in the upper layers."""
 
 from collections.abc import Mapping
 
@@ -13,7 +13,7 @@ ARCHITECTURE = "Qwen2ForCausalLM"
 def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     """Read config.json."""
     hf = HFConfig(values, ARCHITECTURE)
-    hf.refuse("use_mrope", "positions have one dimension here")
+    hf.refuse("use_mrope", "multi-dimensional positions are not implemented")
     config = rotary_gated.read_config(
         hf,
         qk_norm=False,

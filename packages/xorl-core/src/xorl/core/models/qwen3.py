@@ -1,4 +1,4 @@
-"""Qwen3 (dense): RMS norms on queries and keys, a head_dim of its own, a sliding window where the config says."""
+"""Qwen3 (dense): RMS norms on queries and keys, an independent head_dim, optional sliding windows."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ DEFAULT_HEAD_DIM = 128
 
 
 def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
-    """Read config.json. One `attention_bias` covers all four projections."""
+    """Read config.json. `attention_bias` applies to all four projections."""
     hf = HFConfig(values, ARCHITECTURE)
     attention_bias = hf.get("attention_bias", bool, False)
     config = rotary_gated.read_config(

@@ -1,6 +1,6 @@
-"""Recipes: how the tensors of a checkpoint make one native parameter, and how they are recovered from it bit for bit.
+"""Recipes that convert checkpoint tensors to native parameters, and back bit for bit.
 
-The protocols repeat what xorl.ckpt offers and expects, since this package does not import it.
+The protocols match those of xorl.ckpt, which this package does not import.
 """
 
 import re
@@ -15,7 +15,7 @@ ROWS_AT_ONCE = 8192  # of an embedding: some 100 MB
 
 
 class WeightSource(Protocol):
-    """Where named tensors are read from, on the CPU."""
+    """A source of named tensors, read on the CPU."""
 
     def names(self) -> Collection[str]: ...
 
@@ -29,11 +29,11 @@ class WeightSource(Protocol):
 
 
 class WeightRecipe(Protocol):
-    """One native parameter of `shape`, made of the checkpoint tensors named in `sources`.
+    """The conversion of the checkpoint tensors named in `sources` to one native parameter of `shape`.
 
     Attributes:
-        join_dim: None if the parameter holds its sources whole. Otherwise several parameters share one source: each
-            holds a part of it, and the parts, in the order of the recipes, are joined along this dim.
+        join_dim: None if the parameter contains its sources whole. Otherwise several parameters each contain a part of
+            one source; concatenating the parts along this dim, in the order of the recipes, gives the source.
     """
 
     @property
@@ -50,17 +50,17 @@ class WeightRecipe(Protocol):
         ...
 
     def split(self, tensor: Tensor) -> Mapping[str, Tensor]:
-        """The checkpoint tensors (or parts of them) that the whole native parameter holds."""
+        """The checkpoint tensors, or parts of them, that the whole native parameter contains."""
         ...
 
 
 class RowTarget(Protocol):
-    """Takes the rows of a parameter that keeps them in another form, such as quantised.
+    """Receives the rows of a parameter that is stored in another format, such as a quantised one.
 
     Attributes:
-        shape: of the whole parameter as recipes have it.
-        rows: the range [first, last) of rows that this process takes; (0, 0) for none.
-        device: where rows are taken.
+        shape: of the whole parameter, as in its recipe.
+        rows: the range [first, last) of rows that this process needs; (0, 0) for none.
+        device: the device on which rows are received.
     """
 
     @property
@@ -73,17 +73,17 @@ class RowTarget(Protocol):
     def device(self) -> torch.device: ...
 
     def put(self, start: int, rows: Tensor) -> None:
-        """Take the next rows, which begin at row `start`. The caller may overwrite `rows` afterwards."""
+        """Receive the next rows, starting at row `start`. The caller may overwrite `rows` afterwards."""
         ...
 
     def finish(self) -> None:
-        """Called after the last rows. Collective: every process calls it, even one that takes no rows."""
+        """Called after the last rows. Collective: every process calls it, even if it needs no rows."""
         ...
 
 
 @dataclass(frozen=True)
 class Rows:
-    """One checkpoint tensor as it is, or several of them stacked along dim 0.
+    """One unchanged checkpoint tensor, or several stacked along dim 0.
 
     Attributes:
         sources: names, in the order of their rows.
@@ -103,7 +103,7 @@ class Rows:
     def read(self, source: WeightSource, start: int, stop: int) -> Tensor:
         pieces = [
             source.read(name, max(start - first, 0), min(stop - first, num_rows))
-            for name, first, num_rows in self._placed()
+            for name, first, num_rows in self._row_ranges()
             if start < first + num_rows and stop > first
         ]
         if not pieces:
@@ -111,9 +111,9 @@ class Rows:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def split(self, tensor: Tensor) -> dict[str, Tensor]:
-        return {name: tensor[first : first + num_rows].contiguous() for name, first, num_rows in self._placed()}
+        return {name: tensor[first : first + num_rows].contiguous() for name, first, num_rows in self._row_ranges()}
 
-    def _placed(self) -> Iterator[tuple[str, int, int]]:
+    def _row_ranges(self) -> Iterator[tuple[str, int, int]]:
         """(name, first row, rows) of each source."""
         first = 0
         for name, num_rows in zip(self.sources, self.row_counts, strict=True):
@@ -123,9 +123,9 @@ class Rows:
 
 @dataclass(frozen=True)
 class Part:
-    """Output features [first, first + shape[0]) of one checkpoint tensor: rows, or columns of a matrix kept [in, out].
+    """Output features [first, first + shape[0]) of a checkpoint tensor: rows, or columns if stored as [in, out].
 
-    A slice of columns cannot be read alone from a row-major file, so a matrix is read whole and cut.
+    A row-major file cannot be read by columns, so such a matrix is read whole and then sliced.
     """
 
     source: str
@@ -155,12 +155,12 @@ class Part:
 
 @dataclass(frozen=True)
 class LogicalModule:
-    """A module as the checkpoint names it. A native module holds the weight of one, or stacks those of several.
+    """A module under its name in the checkpoint. A native module contains the weight of one, or stacks several.
 
     Attributes:
         name: dotted, as in the checkpoint.
-        num_rows: how many rows of the native weight are its own (for a vector: entries).
-        is_whole: False if other native modules hold other rows of it.
+        num_rows: its number of rows in the native weight (for a vector: entries).
+        is_whole: False if other native modules contain other rows of it.
     """
 
     name: str
@@ -169,7 +169,7 @@ class LogicalModule:
 
 
 def logical_modules(recipes: Mapping[str, WeightRecipe]) -> dict[str, tuple[LogicalModule, ...]]:
-    """For each native module that has a weight, the checkpoint's modules in it, in the order of their rows."""
+    """For each native module with a weight, the checkpoint modules that it contains, in the order of their rows."""
     return {
         native.removesuffix(".weight"): tuple(
             LogicalModule(source.removesuffix(".weight"), num_rows, recipe.join_dim is None)
@@ -183,12 +183,12 @@ def logical_modules(recipes: Mapping[str, WeightRecipe]) -> dict[str, tuple[Logi
 
 
 def matrix(source: str, shape: tuple[int, int]) -> Rows:
-    """A native matrix that is a checkpoint tensor as it is."""
+    """The recipe of a matrix that is an unchanged checkpoint tensor."""
     return Rows((source,), (shape[0],), (shape[1],))
 
 
 def vector(source: str, length: int) -> Rows:
-    """A native vector that is a checkpoint tensor as it is."""
+    """The recipe of a vector that is an unchanged checkpoint tensor."""
     return Rows((source,), (length,), ())
 
 
@@ -197,10 +197,11 @@ class CheckpointNames:
     """How the names in a checkpoint may differ from those the recipes use.
 
     Attributes:
-        prefix: the prefix of the recipes' names, which checkpoints of a model without its head leave out.
+        prefix: the prefix of the recipes' names; checkpoints of a model without its head omit it.
         embedding: name of the token embedding.
-        head: name of the head's weight; in a checkpoint of a tied model it repeats the embedding.
-        ignored: regular expression, searched in names, of tensors that are not parameters, such as old buffers.
+        head: name of the head's weight; in a checkpoint of a tied model, a copy of the embedding.
+        ignored: regular expression, matched anywhere in a name, for tensors that are not parameters, such as old
+            buffers.
     """
 
     prefix: str
@@ -210,18 +211,18 @@ class CheckpointNames:
 
 
 class CheckpointView:
-    """A `WeightSource` over another, under the names that the recipes use.
+    """A `WeightSource` that renames the tensors of another to the recipes' names.
 
-    Raises ValueError for a head that is tied and differs from the embedding: one of the two would be lost.
+    Raises ValueError if a tied head differs from the embedding, because one of the two would be lost.
     """
 
     def __init__(self, source: WeightSource, names: CheckpointNames, *, tied: bool) -> None:
         self._source = source
         ignored = re.compile(names.ignored)
         kept = [name for name in source.names() if not ignored.search(name) and not (tied and name == names.head)]
-        bare = not any(name.startswith(names.prefix) for name in kept)
+        lacks_prefix = not any(name.startswith(names.prefix) for name in kept)
         self._actual: dict[str, str] = {
-            names.prefix + name if bare and name != names.head else name: name for name in kept
+            names.prefix + name if lacks_prefix and name != names.head else name: name for name in kept
         }
         if tied and names.head in source.names() and names.embedding in self._actual:
             self._require_same(names.head, self._actual[names.embedding])
@@ -235,8 +236,8 @@ class CheckpointView:
         ):
             return
         raise ValueError(
-            f"{head} differs from {embedding}, and the model's config.json ties them (tie_word_embeddings: "
-            "true); train them apart with model.foundation: {tie_word_embeddings: false}, or take the wrong one out"
+            f"{head} differs from {embedding}, but the model's config.json ties them (tie_word_embeddings: "
+            "true); untie them with model.foundation: {tie_word_embeddings: false}, or remove the wrong one"
         )
 
     def names(self) -> Collection[str]:

@@ -1,14 +1,15 @@
-"""The rotary embedding in a config.json: `rope_parameters`, or `rope_scaling` and `rope_theta` as before it."""
+"""The rotary embedding in a config.json: `rope_parameters`, or the older `rope_scaling` and `rope_theta`."""
 
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from xorl.core.models.hf_config import HFConfig
-from xorl.core.nn import RopeConfig, RopeKind
+from xorl.core.nn import RopeConfig
+from xorl.core.nn.rotary import RopeKind
 
 DEFAULT_THETA = 10000.0
-# config.json's `rope_type` -> kind. A family that knows another type extends the table.
+# config.json's `rope_type` -> kind. Families with other types extend this table.
 ROPE_TYPES: Mapping[str, RopeKind] = MappingProxyType(
     {"default": "default", "linear": "linear", "dynamic": "dynamic", "yarn": "yarn"}
 )
@@ -18,13 +19,13 @@ def read_rope(hf: HFConfig, max_position_embeddings: int, rope_types: Mapping[st
     """The rotary embedding that a config.json describes.
 
     Raises:
-        ValueError: a type that is not in `rope_types`, a key that the type does not have, a partial rotation.
+        ValueError: for a type that is not in `rope_types`, a key unknown to the type, or a partial rotation.
     """
     has_scaling = hf.has("rope_scaling")
-    hf.has("rope_parameters")  # where both are written, rope_scaling decides
+    hf.has("rope_parameters")  # counts as read: if both are present, rope_scaling takes precedence
     rope = hf.nested("rope_scaling" if has_scaling else "rope_parameters")
-    for where in (hf, rope):
-        where.expect("partial_rotary_factor", where.get("partial_rotary_factor", float, 1.0), [1.0])
+    for mapping in (hf, rope):
+        mapping.expect("partial_rotary_factor", mapping.get("partial_rotary_factor", float, 1.0), [1.0])
     theta = rope.get("rope_theta", float, hf.get("rope_theta", float, DEFAULT_THETA))
     rope_type = rope.get("rope_type", str, rope.get("type", str, "default"))
     kind = rope_types[rope.expect("rope_type", rope_type, rope_types)]
@@ -99,7 +100,7 @@ def _read_yarn(hf: HFConfig, rope: HFConfig, theta: float, max_position_embeddin
 
 
 def _yarn_magnitude(factor: float, weight: float) -> float:
-    """How much larger attention's inputs become when the context is stretched (arXiv:2309.00071, section 3.4)."""
+    """The scale of attention's inputs for an extended context (arXiv:2309.00071, section 3.4)."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 

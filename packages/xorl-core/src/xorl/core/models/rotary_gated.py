@@ -1,4 +1,4 @@
-"""What the families with rotary positions, RMS norms and a gated feed-forward block share: config keys and recipes."""
+"""Config keys and recipes shared by families with rotary positions, RMS norms and a gated feed-forward block."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,7 @@ from xorl.core.models.decoder_config import DecoderConfig
 from xorl.core.models.hf_config import HFConfig
 from xorl.core.models.recipes import CheckpointNames, Rows, WeightRecipe, matrix, vector
 from xorl.core.models.rope_config import ROPE_TYPES, read_rope, rope_keys
-from xorl.core.nn import RopeKind
+from xorl.core.nn.rotary import RopeKind
 
 ADAPTER_TARGETS = (
     "q_proj",
@@ -18,7 +18,7 @@ ADAPTER_TARGETS = (
     "down_proj",
 )
 FULL, SLIDING = "full_attention", "sliding_attention"
-# What the families that know sliding windows assume where their config.json is silent.
+# Defaults of the families with sliding windows, for keys missing in their config.json.
 DEFAULT_WINDOW = 4096
 DEFAULT_NUM_KV_HEADS = 32
 DEFAULT_MAX_WINDOW_LAYERS = 28
@@ -39,24 +39,25 @@ def read_config(
     default_head_dim: int | None = None,
     default_num_kv_heads: int | None = None,
 ) -> DecoderConfig:
-    """Translate the keys these families share; what differs between them comes as arguments.
+    """Translate the keys shared by these families; the arguments are the differences.
 
-    default_num_kv_heads: where num_key_value_heads is absent; where it is null, and without this, all heads.
+    default_num_kv_heads: used if num_key_value_heads is missing. If the key is null or there is no default, it is the
+        number of attention heads.
     """
     num_layers = hf.positive("num_hidden_layers")
     num_heads = hf.positive("num_attention_heads")
     hidden_size = hf.positive("hidden_size")
     head_dim = hf.positive("head_dim", default_head_dim or hidden_size // num_heads)
-    is_silent = default_num_kv_heads is not None and not hf.names("num_key_value_heads")
+    uses_default = default_num_kv_heads is not None and not hf.contains("num_key_value_heads")
     max_position_embeddings = hf.positive("max_position_embeddings")
-    hf.warn_of_dropout()
+    hf.warn_about_dropout()
     return DecoderConfig(
         vocab_size=hf.positive("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=hf.positive("intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=hf.positive("num_key_value_heads", default_num_kv_heads if is_silent else num_heads),
+        num_kv_heads=hf.positive("num_key_value_heads", default_num_kv_heads if uses_default else num_heads),
         head_dim=head_dim,
         max_position_embeddings=max_position_embeddings,
         windows=windows or (None,) * num_layers,
@@ -77,12 +78,12 @@ def read_config(
 
 
 def read_windows(hf: HFConfig) -> tuple[int | None, ...]:
-    """The sliding window of each layer: `layer_types` names the layers, or all from `max_window_layers` on have it.
+    """The sliding window of each layer, from `layer_types`, or for all layers from `max_window_layers` on.
 
-    A null `sliding_window` is none, an absent one is DEFAULT_WINDOW.
+    A null `sliding_window` disables windows; a missing one is DEFAULT_WINDOW.
     """
     num_layers = hf.positive("num_hidden_layers")
-    is_null = hf.names("sliding_window") and not hf.has("sliding_window")
+    is_null = hf.contains("sliding_window") and not hf.has("sliding_window")
     enabled = hf.get("use_sliding_window", bool, False) and not is_null
     window = hf.positive("sliding_window", DEFAULT_WINDOW)
     first = hf.get("max_window_layers", int, DEFAULT_MAX_WINDOW_LAYERS)
@@ -162,7 +163,7 @@ def _mlp_recipes(config: DecoderConfig, prefix: str) -> dict[str, WeightRecipe]:
 
 
 def _stacked(prefix: str, native: str, rows: dict[str, int], width: int, bias: bool) -> dict[str, WeightRecipe]:
-    """Weight, and bias if there is one, of a linear layer that stacks the linear layers `rows` names."""
+    """The weight, and bias if any, of a linear layer that stacks the linear layers named in `rows`."""
     counts = tuple(rows.values())
     table: dict[str, WeightRecipe] = {
         f"{prefix}.{native}.weight": Rows(tuple(f"{prefix}.{name}.weight" for name in rows), counts, (width,))

@@ -1,4 +1,4 @@
-"""`ModelSpec`: everything a model family defines to become a `Decoder`."""
+"""`ModelSpec`: the definition of a model family."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ class ModelSpec:
     """A family of models, keyed by the `architectures` entry of its config.json.
 
     Attributes:
-        architecture: the entry.
-        model_type: the `model_type` that belongs to it.
-        config_from_hf: reads config.json's mapping; ValueError names the key and value that is not supported.
+        architecture: that entry.
+        model_type: the matching `model_type`.
+        config_from_hf: reads config.json's mapping; raises ValueError, naming the key and value, if unsupported.
         hf_keys: the config.json keys and values that describe a config.
-        make_recipes: (config, merge_qkv) -> how each native parameter is made of checkpoint tensors.
+        make_recipes: (config, merge_qkv) -> the recipe of each native parameter.
         checkpoint_names: how names in a checkpoint may differ from those in the recipes.
-        adapter_targets: modules of the checkpoint, by the last parts of their names, that adapters go on by default.
+        adapter_targets: the checkpoint modules that adapters target by default, by the last part of their names.
     """
 
     architecture: str
@@ -36,8 +36,8 @@ class ModelSpec:
     def config_to_hf(self, config: DecoderConfig, hf: Mapping[str, object] | None = None) -> dict[str, object]:
         """The mapping for a config.json of this model.
 
-        `hf` is the mapping that `config` was read from. It is kept as it is if it still describes `config`; otherwise,
-        the keys that describe `config` are written over it.
+        `hf` is the mapping that `config` was read from. It is kept unchanged if it still describes `config`; otherwise
+        the keys that describe `config` override it.
         """
         identity = {"architectures": [self.architecture], "model_type": self.model_type}
         if hf is not None and self.config_from_hf(hf) == config:
@@ -45,14 +45,14 @@ class ModelSpec:
         return {**(hf or {}), **self.hf_keys(config), **identity}
 
     def build(self, config: DecoderConfig, *, merge_qkv: bool = True, kernels: LayerKernels = PLAIN_KERNELS) -> Decoder:
-        """The module, its parameters not yet initialised, on the device of the surrounding `torch.device` context."""
+        """Build the model with uninitialised parameters, on the device of the surrounding `torch.device` context."""
         logical = logical_modules(self.recipes(config, merge_qkv=merge_qkv))
         return Decoder(config, merge_qkv=merge_qkv, kernels=kernels, logical=logical)
 
     def recipes(self, config: DecoderConfig, *, merge_qkv: bool) -> dict[str, WeightRecipe]:
-        """For each native parameter, the recipe that makes it of checkpoint tensors and takes it apart again."""
+        """The recipe of each native parameter, by name."""
         return self.make_recipes(config, merge_qkv)
 
     def checkpoint_view(self, config: DecoderConfig, source: WeightSource) -> WeightSource:
-        """`source` under the names of the recipes, without old buffers and without the head of a tied model."""
+        """`source` under the recipes' names, without old buffers and without the head of a tied model."""
         return CheckpointView(source, self.checkpoint_names, tied=config.tie_word_embeddings)

@@ -1,16 +1,13 @@
-"""The modules that decoders are made of. They know mathematics: no placement, no device, no weight names on disk."""
+"""Building blocks of decoders. They are independent of sharding, devices and the names of weights on disk."""
 
 from xorl.core.nn.attention import Attention
-from xorl.core.nn.kernels import FusedKernel, LayerKernels, choose_kernels
-from xorl.core.nn.layers import ACTIVATIONS, Embedding, GatedMLP, HeadNorm, LayerNorm, Linear, PlainMLP, RMSNorm
-from xorl.core.nn.rotary import ROPE_KINDS, RopeConfig, RopeKind, Rotary
+from xorl.core.nn.kernels import LayerKernels
+from xorl.core.nn.layers import Embedding, GatedMLP, HeadNorm, LayerNorm, Linear, PlainMLP, RMSNorm
+from xorl.core.nn.rotary import RopeConfig, Rotary
 
 __all__ = [
-    "ACTIVATIONS",
-    "ROPE_KINDS",
     "Attention",
     "Embedding",
-    "FusedKernel",
     "GatedMLP",
     "HeadNorm",
     "LayerKernels",
@@ -19,7 +16,5 @@ __all__ = [
     "PlainMLP",
     "RMSNorm",
     "RopeConfig",
-    "RopeKind",
     "Rotary",
-    "choose_kernels",
 ]

@@ -1,4 +1,4 @@
-"""Self-attention of a decoder layer: projections, norms of queries and keys, rotation; the kernels are passed in.
+"""Self-attention of a decoder layer: projections, query/key norms and rotary embedding, with pluggable kernels.
 
 Shapes: T tokens, D model width, H query heads, G key/value heads, C channels of a head.
 """
@@ -15,17 +15,17 @@ from xorl.kernels.layout import SequenceLayout
 
 
 class Attention(nn.Module):
-    """Causal self-attention over a packed row, or over a cache with the row's tokens, [T, D] -> [T, D].
+    """Causal self-attention over a packed row, and over cached tokens if the layout has a cache; [T, D] -> [T, D].
 
     Args:
         width: D.
         num_heads, num_kv_heads, head_dim: H, G and C.
-        scale: multiplies the scores.
-        window: how many tokens, itself included, a token sees; None for all before it.
+        scale: the factor on attention scores.
+        window: how many tokens a token attends to, itself included; None for all earlier ones.
         qkv_bias, o_bias: whether the projections have biases.
         qk_norm_eps: when not None, an RMS norm over C on queries and keys before the rotation.
-        merge_qkv: one matrix `qkv_proj` with the rows of q, then k, then v, or three matrices.
-        kernels: what computes everything but the projections.
+        merge_qkv: use one matrix `qkv_proj`, with the rows of q, then k, then v, instead of three.
+        kernels: the functions that compute everything but the projections.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Attention(nn.Module):
 
     @property
     def stacked_rows(self) -> Mapping[str, Sequence[int]]:
-        """The matrices that are several in one, by name, with the rows of each."""
+        """The rows of each matrix that a projection stacks, by the projection's name."""
         return {"qkv_proj": self.shape.row_counts} if self.merge_qkv else {}
 
     def forward(self, x: Tensor, layout: SequenceLayout, rope: RopeTables | None) -> Tensor:

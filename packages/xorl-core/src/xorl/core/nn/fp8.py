@@ -1,11 +1,11 @@
-"""Linear layers that multiply in fp8, forward and both gradients, with scales taken from the values at hand.
+"""Linear layers that multiply in fp8, in the forward pass and for both gradients, with dynamic scales.
 
-`tensorwise` has one scale a matrix, activations and weights in E4M3 and gradients in E5M2 (arXiv:2209.05433);
-`rowwise` one scale for every row along the contraction and E4M3 throughout, which that many scales have range for
-(arXiv:2412.19437, section 3.3.2). The forward product accumulates fast, those of the gradients in fp32. Parameters,
-their names and their gradients are those of `Linear`.
+`tensorwise` uses one scale per matrix, with activations and weights in E4M3 and gradients in E5M2 (arXiv:2209.05433).
+`rowwise` uses one scale per row along the contraction, and E4M3 throughout, which suffices with so many scales
+(arXiv:2412.19437, section 3.3.2). The forward product uses fast accumulation, the gradients' products accumulate in
+fp32. Parameters, their names and their gradients are those of `Linear`.
 
-Where the quantised copies of weights come from, and how they travel between ranks, is `xorl.core.parallel.fp8`.
+`xorl.core.parallel.fp8` makes the quantised copies of weights and gathers them.
 
 Shapes: T tokens, I input features, O output features.
 """
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from xorl.core.nn.layers import Linear
-from xorl.kernels.quant import (
+from xorl.kernels.quant.fp8 import (
     E4M3,
     E5M2,
     amax,
@@ -35,17 +35,17 @@ from xorl.kernels.quant import (
 
 Fp8Recipe = Literal["tensorwise", "rowwise"]
 
-# Their logits choose experts: a choice that flips costs more than the small product saves.
+# Router logits select experts: a flipped selection costs more than the small product saves.
 ROUTERS = ("router", "gate")
 MULTIPLE = 16
 
 
 def convert_linears(layers: nn.Module, recipe: Fp8Recipe, exclude: Sequence[str] = ROUTERS) -> tuple[str, ...]:
-    """Replace every `Linear` inside `layers`, in place, by one of the same parameters that multiplies in fp8.
+    """Replace every `Linear` inside `layers`, in place, by an `Fp8Linear` with the same parameters.
 
-    Those whose path ends in a name of `exclude`, in whole parts, stay. Returns the paths of the others.
+    Layers whose path ends in a name of `exclude`, in whole parts, are kept. Returns the paths of the replaced ones.
 
-    Raises ValueError, before anything is changed, for features that fp8 matrix units cannot take.
+    Raises ValueError, before anything is changed, for feature counts that fp8 matrix units do not support.
     """
     linears = fp8_linears(layers, exclude)
     for path, linear in linears.items():
@@ -54,7 +54,7 @@ def convert_linears(layers: nn.Module, recipe: Fp8Recipe, exclude: Sequence[str]
 
 
 def fp8_linears(layers: nn.Module, exclude: Sequence[str] = ROUTERS) -> dict[str, Linear]:
-    """What `convert_linears` replaces, by path; raises ValueError for features that fp8 matrix units cannot take."""
+    """The layers that `convert_linears` replaces, by path; raises ValueError as it does."""
     linears = {
         path: module
         for path, module in layers.named_modules()
@@ -67,7 +67,7 @@ def fp8_linears(layers: nn.Module, exclude: Sequence[str] = ROUTERS) -> dict[str
     ]
     if refused:
         raise ValueError(
-            f"train.fp8: fp8 matrix units take features in multiples of {MULTIPLE}, and {len(refused)} linear layers "
+            f"train.fp8: fp8 matrix units need features in multiples of {MULTIPLE}, but {len(refused)} linear layers "
             f"have others: {', '.join(refused[:4])}; set train.fp8 to none for this model"
         )
     return linears
@@ -77,10 +77,10 @@ class Fp8Linear(Linear):
     """x @ weight.T + bias in the dtype of x, multiplied in fp8.
 
     Attributes:
-        recipe: how values are scaled.
-        weight_fp8, weight_descale: under `tensorwise`, a copy of the weight in fp8 [O, I] and its scale, kept current
-            by whoever set them; None quantises the weight in each forward pass. With them, `weight` is only what the
-            gradient goes to.
+        recipe: the scaling.
+        weight_fp8, weight_descale: under `tensorwise`, an fp8 copy of the weight [O, I] and its scale. The code that
+            sets them keeps them current; `weight` then only receives the gradient. If None, each forward pass
+            quantises the weight.
     """
 
     weight_fp8: Tensor | None
@@ -114,7 +114,7 @@ class Fp8Linear(Linear):
             y = _TensorwiseLinear.apply(x, self.weight, weight_fp8, weight_descale, self.weight.requires_grad)
             assert isinstance(y, Tensor)
             return y
-        x_fp8, x_descale = cast_tensorwise(x, _largest(x), E4M3)
+        x_fp8, x_descale = cast_tensorwise(x, _max_abs(x), E4M3)
         return scaled_mm(x_fp8, weight_fp8, x_descale, weight_descale, out_dtype=x.dtype, fast_accumulation=True)
 
     def _rowwise(self, x: Tensor) -> Tensor:
@@ -137,17 +137,17 @@ class _Context(FunctionCtx):
 
 
 class _TensorwiseLinear(torch.autograd.Function):
-    """Of a frozen weight nothing of x is kept."""
+    """x is saved for the backward pass only if the weight is trained."""
 
     @staticmethod
     def forward(
         ctx: _Context, x: Tensor, weight: Tensor, weight_fp8: Tensor, weight_descale: Tensor, is_trained: bool
     ) -> Tensor:
         if is_trained:
-            x_fp8, x_fp8_t, x_descale = cast_tensorwise_both(x, _largest(x), E4M3)
+            x_fp8, x_fp8_t, x_descale = cast_tensorwise_both(x, _max_abs(x), E4M3)
             ctx.save_for_backward(weight_fp8, weight_descale, x_fp8_t, x_descale)
         else:
-            x_fp8, x_descale = cast_tensorwise(x, _largest(x), E4M3)
+            x_fp8, x_descale = cast_tensorwise(x, _max_abs(x), E4M3)
             ctx.save_for_backward(weight_fp8, weight_descale)
         ctx.weight_dtype = weight.dtype
         return scaled_mm(x_fp8, weight_fp8, x_descale, weight_descale, out_dtype=x.dtype, fast_accumulation=True)
@@ -157,23 +157,23 @@ class _TensorwiseLinear(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride] the decorator has no types
         ctx: _Context, grad: Tensor
     ) -> tuple[Tensor | None, ...]:
-        weight_fp8, weight_descale, *of_x = ctx.saved_tensors
+        weight_fp8, weight_descale, *saved_x = ctx.saved_tensors
         grad_x, grad_weight = None, None
-        if of_x:
-            x_fp8_t, x_descale = of_x
-            grad_fp8, grad_fp8_t, grad_descale = cast_tensorwise_both(grad, _largest(grad), E5M2)
+        if saved_x:
+            x_fp8_t, x_descale = saved_x
+            grad_fp8, grad_fp8_t, grad_descale = cast_tensorwise_both(grad, _max_abs(grad), E5M2)
             grad_weight = scaled_mm(
                 grad_fp8_t, x_fp8_t, grad_descale, x_descale, out_dtype=ctx.weight_dtype, fast_accumulation=False
             )
         else:
-            grad_fp8, grad_descale = cast_tensorwise(grad, _largest(grad), E5M2)
+            grad_fp8, grad_descale = cast_tensorwise(grad, _max_abs(grad), E5M2)
         if ctx.needs_input_grad[0]:
             grad_x = _tensorwise_grad_input(grad_fp8, weight_fp8, grad_descale, weight_descale, grad.dtype)
         return grad_x, grad_weight, None, None, None
 
 
 class _RowwiseLinear(torch.autograd.Function):
-    """Of a frozen weight nothing of x is kept."""
+    """x is saved for the backward pass only if the weight is trained."""
 
     @staticmethod
     def forward(ctx: _Context, x: Tensor, weight: Tensor, is_trained: bool) -> Tensor:
@@ -190,10 +190,10 @@ class _RowwiseLinear(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride] the decorator has no types
         ctx: _Context, grad: Tensor
     ) -> tuple[Tensor | None, ...]:
-        weight, *of_x = ctx.saved_tensors
+        weight, *saved_x = ctx.saved_tensors
         grad_x, grad_weight = None, None
-        if of_x:
-            x_fp8_t, x_descale_t = of_x
+        if saved_x:
+            x_fp8_t, x_descale_t = saved_x
             grad_fp8, grad_descale, grad_fp8_t, grad_descale_t = cast_axiswise(grad, E4M3)
             grad_weight = scaled_mm(
                 grad_fp8_t, x_fp8_t, grad_descale_t, x_descale_t, out_dtype=weight.dtype, fast_accumulation=False
@@ -205,10 +205,10 @@ class _RowwiseLinear(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
-def _largest(x: Tensor) -> Tensor:
-    """The largest absolute value, exactly, in the form that is cheapest where it is computed."""
+def _max_abs(x: Tensor) -> Tensor:
+    """The largest absolute value. Exact; computed in whichever form is cheaper, eager or compiled."""
     if torch.compiler.is_compiling():
-        # By rows first: so the compiler takes it in the kernel that makes x, which is mostly one over rows.
+        # Reduce rows first: the compiler then fuses it into the kernel that computes x, which mostly runs over rows.
         largest = x.abs().amax(dim=-1).amax()
         return largest if largest.dtype == torch.float32 else largest.float()
     return amax(x)
@@ -219,8 +219,8 @@ def _rowwise_product(x_fp8: Tensor, x_descale: Tensor, weight: Tensor, dtype: to
     return scaled_mm(x_fp8, weight_fp8, x_descale, weight_descale, out_dtype=dtype, fast_accumulation=True)
 
 
-# The two products below are operators, though others could do without: they make a transposed copy of the weight, which
-# depends on nothing of the backward pass, and a compiler that saw it would make it in the forward pass and keep it.
+# These two products are custom operators to hide a transposed copy of the weight from the compiler. The copy does not
+# depend on the gradient, so the compiler would make it in the forward pass and keep it until the backward pass.
 
 
 @torch.library.custom_op("xorl::fp8_tensorwise_grad_input", mutates_args=())
@@ -235,7 +235,7 @@ def _tensorwise_grad_input(
 
 @torch.library.custom_op("xorl::fp8_rowwise_grad_input", mutates_args=())
 def _rowwise_grad_input(grad_fp8: Tensor, grad_descale: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Gradient [T, O] @ weight [O, I], which is not yet quantised."""
+    """Gradient [T, O] @ weight [O, I]; quantises the weight."""
     weight_fp8_t, weight_descale = cast_columnwise(weight, E4M3)
     return scaled_mm(grad_fp8, weight_fp8_t, grad_descale, weight_descale, out_dtype=dtype, fast_accumulation=False)
 

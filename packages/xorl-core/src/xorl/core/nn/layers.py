@@ -1,7 +1,7 @@
-"""Linear, embedding, norms and feed-forward blocks that take their compute dtype from the activations.
+"""Linear, embedding, norm and feed-forward modules that compute in the dtype of their input.
 
-Each casts its weight to the dtype of what flows through it, so fp32 parameters and parameters gathered in bf16 compute
-the same numbers, without autocast. None initialises itself: `Decoder.init_weights` or a checkpoint gives the values.
+Each module casts its weight to the dtype of the input, so fp32 parameters and parameters gathered in bf16 give the same
+numbers, without autocast. Parameters are uninitialised; `Decoder.init_weights` or a checkpoint provides the values.
 
 Shapes: T tokens, D model width, F feed-forward width, V vocabulary.
 """
@@ -39,11 +39,11 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 SWIGLU_ACTIVATIONS = ("silu", "swish")
 
 
-class LinearAddition(Protocol):
-    """What trains beside a linear layer: a module that changes the layer's output."""
+class LinearAdapterProtocol(Protocol):
+    """An adapter on a linear layer: a module that changes the layer's output."""
 
     def __call__(self, x: Tensor, layer: Linear) -> Tensor:
-        """The output of `layer` for x; without the adapter it would be `layer.base(x)`."""
+        """The adapted output of `layer` for x; the unadapted one is `layer.base(x)`."""
         ...
 
     def operands(self, x: Tensor, layer: Linear) -> tuple[Tensor, Tensor]:
@@ -51,30 +51,30 @@ class LinearAddition(Protocol):
         ...
 
 
-class EmbeddingAddition(Protocol):
-    """What trains beside an embedding."""
+class EmbeddingAdapterProtocol(Protocol):
+    """An adapter on an embedding."""
 
     def __call__(self, ids: Tensor, rows: Tensor) -> Tensor:
-        """The output for `ids`, given the rows of the embedding alone."""
+        """The adapted output for `ids`; `rows` is the unadapted one."""
         ...
 
 
 class Linear(nn.Module):
     """x @ weight.T + bias in the dtype of x. weight is [out, in].
 
-    Subclasses keep or compute the product in another way: they replace `base` and `dense_weight`, and `base_plus` where
-    they have a faster one.
+    Subclasses that store the weight or compute the product differently override `base` and `dense_weight`, and
+    `base_plus` if they can fuse it.
 
     Attributes:
-        adapter: None, or a module that stands beside the weight; parameters of the layer keep their names.
-        stored: of a subclass that keeps its frozen weight in another form, the parameters that do, `weight` among them.
-            They are given values by who knows the form, and travel between ranks as they are, in no other dtype.
+        adapter: None, or an adapter. The layer's own parameters keep their names.
+        stored: in subclasses with a frozen weight in another format, the names of the parameters that hold it,
+            including `weight`. Code that knows the format sets their values. They are gathered in their own dtype.
     """
 
     stored: ClassVar[tuple[str, ...]] = ()
 
     bias: nn.Parameter | None
-    adapter: LinearAddition | None
+    adapter: LinearAdapterProtocol | None
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
         super().__init__()
@@ -85,8 +85,8 @@ class Linear(nn.Module):
         self.adapter = None
 
     @property
-    def trains_its_weight_alone(self) -> bool:
-        """Whether the output is the product with a weight that is trained, as it is, and nothing stands beside it."""
+    def is_plain_and_trained(self) -> bool:
+        """Whether the output is the plain product with a trained weight, without an adapter or a subclass's `base`."""
         return self.adapter is None and type(self).base is Linear.base and self.weight.requires_grad
 
     def forward(self, x: Tensor) -> Tensor:
@@ -109,8 +109,8 @@ class Linear(nn.Module):
         return self.weight.to(dtype)
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(a [T, K], b [out, K]) with a @ b.T the output, for what makes that product itself; there is no bias."""
-        assert self.bias is None, "the product alone is not the output"
+        """(a [T, K], b [out, K]) with a @ b.T the output, for callers that fuse the product. Requires bias=False."""
+        assert self.bias is None, "operands() does not support a bias"
         return (x, self.dense_weight(x.dtype)) if self.adapter is None else self.adapter.operands(x, self)
 
     def extra_repr(self) -> str:
@@ -118,13 +118,13 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Rows of weight [V, D] by id, in a dtype that holds the weight exactly: ids carry none, so the caller casts.
+    """Rows of weight [V, D] by id, in the dtype of the weight or a wider one; the caller casts to the compute dtype.
 
     Attributes:
-        adapter: None, or a module that stands beside the weight.
+        adapter: None, or an adapter.
     """
 
-    adapter: EmbeddingAddition | None
+    adapter: EmbeddingAdapterProtocol | None
 
     def __init__(self, num_rows: int, width: int) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class Embedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         weight = self.weight
         if weight.device.type == "cpu":
-            # The CPU kernel would add up the gradients of a repeated id in half precision, where small ones vanish.
+            # The CPU kernel sums the gradients of repeated ids in the weight's dtype, where bf16 would lose small ones.
             weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
         rows = F.embedding(ids, weight)
         return rows if self.adapter is None else self.adapter(ids, rows)
@@ -147,8 +147,8 @@ class Embedding(nn.Module):
 class RMSNorm(nn.Module):
     """(x, x / rms(x) * weight) over the last dimension, computed in fp32, in the dtype of x (arXiv:1910.07467).
 
-    Given a residual as well, (residual + x, the norm of that). Go on with the first of the two where x itself is needed
-    beside its norm: the gradients of both are then summed by the norm's kernel.
+    With a residual, (residual + x, the norm of this sum). Use the first output as the new residual stream: the norm's
+    kernel then sums the gradients of both outputs.
     """
 
     def __init__(self, width: int, eps: float, kernels: LayerKernels) -> None:
@@ -165,7 +165,7 @@ class RMSNorm(nn.Module):
 
 
 class HeadNorm(nn.Module):
-    """The weight of an RMS norm over each head. It has no forward: attention reads the weight, to fuse the norm."""
+    """The weight of a per-head RMS norm. It has no forward: attention reads the weight and fuses the norm."""
 
     def __init__(self, head_dim: int, eps: float) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class HeadNorm(nn.Module):
 class LayerNorm(nn.Module):
     """(x, (x - mean) / std * weight + bias) over the last dimension, statistics in fp32, in the dtype of x.
 
-    Given a residual as well, (residual + x, the norm of that).
+    With a residual, (residual + x, the norm of this sum).
     """
 
     def __init__(self, width: int, eps: float) -> None:
@@ -190,7 +190,7 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         summed = x if residual is None else residual + x
-        # Explicitly wide: the CPU kernel would sum a half precision weight's gradient in half precision.
+        # Cast to fp32 explicitly: the CPU kernel would sum the gradient of a half-precision weight in half precision.
         wide = torch.promote_types(x.dtype, torch.float32)
         weight, bias = self.weight.to(x.dtype).to(wide), self.bias.to(x.dtype).to(wide)
         return summed, F.layer_norm(summed.to(wide), self.weight.shape, weight, bias, self.eps).to(x.dtype)
@@ -200,7 +200,7 @@ class LayerNorm(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate(x)) * up(x)), gate and up being one matrix with the gate's rows first (arXiv:2002.05202)."""
+    """down(act(gate(x)) * up(x)); gate and up are one matrix, with the gate's rows first (arXiv:2002.05202)."""
 
     def __init__(self, width: int, hidden_width: int, *, activation: str, bias: bool, kernels: LayerKernels) -> None:
         super().__init__()
@@ -212,12 +212,12 @@ class GatedMLP(nn.Module):
 
     @property
     def stacked_rows(self) -> Mapping[str, Sequence[int]]:
-        """The matrices that are several in one, by name, with the rows of each."""
+        """The rows of each matrix that a projection stacks, by the projection's name."""
         return {"gate_up_proj": (self.gate_up_proj.out_features // 2,) * 2}
 
     def forward(self, x: Tensor) -> Tensor:
         gate_up, down = self.gate_up_proj(x), self.down_proj  # [T, 2F]
-        if self.gated_linear is None or not down.trains_its_weight_alone:
+        if self.gated_linear is None or not down.is_plain_and_trained:
             return down(self.gated(gate_up))  # [T, F]
         bias = None if down.bias is None else down.bias.to(x.dtype)
         return self.gated_linear(gate_up, down.weight.to(x.dtype), bias)

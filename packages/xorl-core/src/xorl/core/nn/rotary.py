@@ -1,8 +1,8 @@
-"""Rotary position embedding (arXiv:2104.09864) and the ways its frequencies are stretched to longer contexts.
+"""Rotary position embedding (arXiv:2104.09864), and the scaling of its frequencies to longer contexts.
 
-Frequencies follow from the configuration alone and are held on the host, never in a parameter or buffer: building on
-the meta device, `to_empty` and a cast to another dtype cannot lose or round them. Cosines and sines are computed in
-fp32 once per forward pass.
+Frequencies depend only on the configuration. They are kept on the host and not in a parameter or buffer, so building on
+the meta device, `to_empty` and dtype casts cannot lose or round them. Cosines and sines are computed in fp32 once per
+forward pass.
 
 Shapes: T tokens, N documents, C channels of a head.
 """
@@ -24,20 +24,21 @@ RopeKind = Literal["default", "linear", "dynamic", "yarn", "banded"]
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Frequencies of the rotary embedding.
+    """Defines the frequencies of a rotary embedding.
 
     Attributes:
-        theta: the base; channel pair i turns by theta ** (-2i / C) per position.
-        kind: default; linear (positions divided by factor); dynamic (the base grows with the document's length past
-            the trained one, NTK-aware); yarn (arXiv:2309.00071); banded (long wavelengths divided by factor, short
-            ones kept, a linear blend between).
-        factor: how many times longer the context becomes.
-        trained_length: tokens of the context that the model was pre-trained with.
-        low_freq_factor, high_freq_factor: banded: the blend lies between the wavelengths trained_length divided by
-            each of them.
-        beta_fast, beta_slow, truncate: yarn: turns within the trained length at which interpolation begins and is
-            complete, and whether these borders are rounded outwards to whole channel pairs.
-        attention_factor: multiplies cosines and sines.
+        theta: the base; channel pair i rotates by theta ** (-2i / C) per position.
+        kind: default; linear (positions divided by factor); dynamic (NTK-aware: the base grows with the document's
+            length beyond the trained length); yarn (arXiv:2309.00071); banded (low frequencies divided by factor,
+            high ones kept, linear interpolation between).
+        factor: the ratio of the extended context length to the trained one.
+        trained_length: the context length in pre-training, in tokens.
+        low_freq_factor, high_freq_factor: for banded; trained_length divided by each gives the longest and shortest
+            wavelength of the interpolated band.
+        beta_fast, beta_slow: for yarn; rotations within the trained length at which interpolation starts and at which
+            it is complete.
+        truncate: for yarn; round these bounds outwards to whole channel pairs.
+        attention_factor: the factor on cosines and sines.
     """
 
     theta: float = 10000.0
@@ -53,17 +54,17 @@ class RopeConfig:
 
 
 class Rotary:
-    """Makes the tables of one forward pass; built once per model from its configuration."""
+    """Computes the cosine and sine tables of each forward pass; built once per model."""
 
     def __init__(self, config: RopeConfig, head_dim: int) -> None:
         self.config = config
         self.head_dim = head_dim
-        # Explicitly on the CPU: the model may be under construction on the meta device.
+        # Computed on the CPU even if the model is being built on the meta device.
         self.inv_freq = ROPE_KINDS[config.kind](config, head_dim)  # [C / 2]
         self._on_device: dict[torch.device, Tensor] = {}
 
     def tables(self, layout: SequenceLayout, device: torch.device) -> RopeTables:
-        """Tables for the tokens of `layout`, on `device`."""
+        """The cosines and sines for the tokens of `layout`, on `device`."""
         if self.config.kind == "dynamic" and layout.max_seqlen > self.config.trained_length:
             inv_freq = self._inv_freq_by_token(layout, device)  # [T, C / 2]
         else:
@@ -75,7 +76,7 @@ class Rotary:
         return angles.cos() * factor, angles.sin() * factor
 
     def _inv_freq_by_token(self, layout: SequenceLayout, device: torch.device) -> Tensor:
-        """Each document by its own length, so that its neighbours in the pack do not change it."""
+        """Frequencies by each document's own length, so that they do not depend on other documents in the pack."""
         rows = torch.stack(
             [
                 self.inv_freq
@@ -84,7 +85,7 @@ class Rotary:
                 for length in layout.lengths
             ]
         )  # [N, C / 2]
-        # From pageable memory, the copy would wait for everything queued on the device.
+        # Pinned, because a copy from pageable memory would wait for all work queued on the device.
         rows = rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows.to(device)
         counts = layout.cu_seqlens.to(device).diff()
         return rows.repeat_interleave(counts, dim=0, output_size=layout.num_tokens)
@@ -113,7 +114,7 @@ def _banded(config: RopeConfig, head_dim: int) -> Tensor:
     inv_freq = _powers(config.theta, head_dim)
     wavelength = 2 * math.pi / inv_freq
     low, high = config.low_freq_factor, config.high_freq_factor
-    # 0 at the longest blended wavelength, 1 at the shortest; beyond them nothing is blended.
+    # 0 at the longest wavelength of the band, 1 at the shortest.
     blend = (config.trained_length / wavelength - low) / (high - low)
     blended = (1 - blend) * inv_freq / config.factor + blend * inv_freq
     stretched = torch.where(wavelength > config.trained_length / low, inv_freq / config.factor, blended)
@@ -122,7 +123,7 @@ def _banded(config: RopeConfig, head_dim: int) -> Tensor:
 
 def _yarn(config: RopeConfig, head_dim: int) -> Tensor:
     def pair_of(turns: float) -> float:
-        """The (fractional) index at which a channel makes this many turns within the trained length."""
+        """The (fractional) index of the channel pair that rotates this often within the trained length."""
         return head_dim * math.log(config.trained_length / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
 
     low, high = pair_of(config.beta_fast), pair_of(config.beta_slow)
@@ -130,7 +131,7 @@ def _yarn(config: RopeConfig, head_dim: int) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
-        high += 0.001  # a step, without dividing by zero
+        high += 0.001  # avoids division by zero; the ramp becomes a step
     ramp = (torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)
     kept = 1 - ramp.clamp(0, 1)
     powers = config.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
@@ -138,6 +139,6 @@ def _yarn(config: RopeConfig, head_dim: int) -> Tensor:
 
 
 ROPE_KINDS: Mapping[RopeKind, Callable[[RopeConfig, int], Tensor]] = MappingProxyType(
-    # Up to the trained length a dynamic embedding is the default one.
+    # Up to the trained length, a dynamic embedding equals the default one.
     {"default": _default, "linear": _linear, "dynamic": _default, "yarn": _yarn, "banded": _banded}
 )

@@ -1,4 +1,4 @@
-"""Gradients of bf16 parameters over several micro-batches: summed in fp32."""
+"""Gradient accumulation in fp32 for half-precision parameters."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from xorl.core.optim.local import local
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
-class WideAccumulation:
-    """Gradients that join earlier ones in fp32, where the parameters are half precision.
+class Fp32Accumulation:
+    """Accumulates the gradients of half-precision parameters over micro-batches in fp32.
 
-    torch would sum them in the parameters' dtype, FSDP2 too, whatever dtype it reduces in: the sum of n gradients of
-    one sign then stands still at about 2**8 times one of them. A step of one micro-batch needs no memory for it, and
-    its gradients stay in the parameters' dtype; those of several come out as fp32.
+    torch accumulates in the parameters' dtype, and so does FSDP2, whatever its reduce dtype: a bf16 sum of gradients of
+    one sign stops growing at about 2**8 times a single gradient. A step of one micro-batch needs no extra memory and
+    keeps its gradients in the parameters' dtype; a step of several ends with fp32 gradients.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -27,8 +27,8 @@ class WideAccumulation:
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
-        """Around the forward and backward passes of one micro-batch."""
-        # A copy now: where DistributedDataParallel's buckets hold the gradients, the passes write over the first ones.
+        """A context for the forward and backward passes of one micro-batch."""
+        # Copy now: gradients that are views of DistributedDataParallel's buckets are overwritten by the next pass.
         earlier = [(parameter, parameter.grad.float()) for parameter in self._parameters if parameter.grad is not None]
         for parameter, _ in earlier:
             parameter.grad = None
@@ -37,7 +37,7 @@ class WideAccumulation:
         yield
         for parameter, gradient in earlier:
             newest, parameter.grad = parameter.grad, None
-            # What a gradient may be assigned in, and what autograd casts to: the parameter's own during the passes.
+            # The dtype that autograd casts to and that assignment accepts. During passes, it is the parameter's own.
             parameter.grad_dtype = torch.float32
             parameter.grad = gradient
             if newest is not None:

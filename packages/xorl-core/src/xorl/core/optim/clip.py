@@ -1,4 +1,4 @@
-"""One gradient norm over every axis, and the one number that gradients are divided by."""
+"""The global gradient norm, and the number to divide gradients by for averaging and clipping."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from xorl.kernels.optim import scale_, square_sum
 def gradient_scale(
     parameters: Sequence[Tensor], divisor: Tensor | float, max_norm: float | None, norm: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(norm, scale): the norm of the gradients divided by `divisor`, and what to divide them by to clip them too.
+    """Return (norm, scale): the norm of the gradients over `divisor`, and the number to divide gradients by.
 
-    The norm is the 2-norm over all parameters and all their shards, accumulated in fp32, before clipping to `max_norm`,
-    which None or 0 leaves out; `norm` is that of the undivided gradients where it is known. Both are fp32 scalars on
-    the gradients' device, the same on every rank; no gradient is changed. Collective where gradients are sharded; no
-    host synchronisation.
+    The norm is the 2-norm over all parameters and all their shards, accumulated in fp32, before clipping. Dividing by
+    the scale also clips to `max_norm`; None or 0 disables clipping. Pass `norm` if that of the undivided gradients is
+    already known. Both results are fp32 scalars on the gradients' device, the same on every rank. The gradients are
+    not changed. Collective if gradients are sharded; does not synchronise with the host.
     """
     grads = [p.grad for p in parameters if p.grad is not None]
     if not grads:
         zero = torch.zeros((), device=parameters[0].device)
         return zero, zero + 1
     norm = _total_norm(grads) if norm is None else norm
-    # Waits for the divisor only where gradients are in host memory, which the host has waited for anyway.
+    # Synchronises only if gradients are in host memory, and then the host has waited for them already.
     scale = divisor.to(norm) if isinstance(divisor, Tensor) else torch.full_like(norm, divisor)
     norm = norm / scale
     if max_norm:
@@ -40,15 +40,15 @@ def gradient_scale(
 
 @torch.no_grad()
 def scale_and_clip_(parameters: Sequence[Tensor], divisor: Tensor | float, max_norm: float | None) -> Tensor:
-    """Divide the gradients as `gradient_scale` says, for an optimizer that cannot, and return the norm it returns."""
+    """Divide the gradients by the scale of `gradient_scale`, for optimizers without `grad_scale`; return the norm."""
     norm, scale = gradient_scale(parameters, divisor, max_norm)
     _scale_([local(p.grad) for p in parameters if p.grad is not None], 1 / scale)
     return norm
 
 
 def _scale_(grads: Sequence[Tensor], scale: Tensor) -> None:
-    """Multiply in fp32 or more."""
-    # torch would round the scale to a bf16 gradient's dtype first, and the whole step be off by that.
+    """Multiply in fp32 or fp64."""
+    # torch would first round the scale to the dtype of a bf16 gradient, which biases the whole step.
     half = [grad for grad in grads if grad.dtype == torch.bfloat16]
     for grad in half:
         if grad.is_contiguous():
@@ -60,16 +60,16 @@ def _scale_(grads: Sequence[Tensor], scale: Tensor) -> None:
 
 
 def _total_norm(grads: Sequence[Tensor]) -> Tensor:
-    # Placements are few and gradients many: what is asked of the mesh is asked once a placement.
+    # Query the mesh once per placement, not per gradient: there are few placements and many gradients.
     by_placement: dict[tuple[DeviceMesh, tuple[Placement, ...]] | None, list[Tensor]] = {}
     for grad in grads:
-        where = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
-        by_placement.setdefault(where, []).append(local(grad))
+        placement = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
+        by_placement.setdefault(placement, []).append(local(grad))
     by_axes: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
-    for where, parts in by_placement.items():
-        by_axes.setdefault(() if where is None else _sharding_groups(*where), []).extend(parts)
+    for placement, parts in by_placement.items():
+        by_axes.setdefault(() if placement is None else _sharding_groups(*placement), []).extend(parts)
     total = torch.zeros((), device=local(grads[0]).device)
-    # Parameters are created in the same order on every rank, so the reductions below meet their peers.
+    # Parameters are in the same order on every rank, so all ranks issue these reductions in the same order.
     for groups, parts in by_axes.items():
         square = square_sum(parts)
         for group in groups:
@@ -79,6 +79,6 @@ def _total_norm(grads: Sequence[Tensor]) -> Tensor:
 
 
 def _sharding_groups(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[dist.ProcessGroup, ...]:
-    """The groups over which a gradient's elements are spread: replicas do not count twice."""
+    """The groups that a gradient is sharded over. Replicas are left out, so that no element counts twice."""
     assert not any(isinstance(placement, Partial) for placement in placements), "an unreduced gradient"
-    return tuple(mesh.get_group(axis) for axis, where in enumerate(placements) if isinstance(where, Shard))
+    return tuple(mesh.get_group(axis) for axis, placement in enumerate(placements) if isinstance(placement, Shard))

@@ -1,4 +1,4 @@
-"""What of a tensor is on this rank."""
+"""The local part of a tensor that may be sharded."""
 
 import math
 from typing import cast
@@ -9,14 +9,14 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a sharded tensor that this rank holds, sharing its memory; a plain tensor itself."""
+    """This rank's shard of a DTensor, sharing its memory; a plain tensor is returned as it is."""
     return cast(DTensor, tensor).to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def first_element(tensor: Tensor) -> int:
-    """Where in the whole tensor, in row-major order, this rank's part begins; the part is whole rows."""
+def flat_offset(tensor: Tensor) -> int:
+    """The row-major index in the whole tensor of this rank's first element. Only rows may be sharded."""
     if not isinstance(tensor, DTensor):
         return 0
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    assert tuple(shape[1:]) == tuple(tensor.shape[1:]), f"sharded beyond its rows: {tensor.placements}"
+    assert tuple(shape[1:]) == tuple(tensor.shape[1:]), f"sharded along other dims than rows: {tensor.placements}"
     return offset[0] * math.prod(tensor.shape[1:]) if offset else 0

@@ -1,7 +1,7 @@
-"""Which rank works on which matrix: whole matrices go from the shards that hold their rows to one rank, and back.
+"""Distribution of whole-matrix work: gathers sharded matrices on the ranks that own them, and scatters the results.
 
-The ranks are a grid of R replicas by S shards, each replica holding the rows of every parameter in S parts. A matrix
-has one owner among all R x S ranks. In a round each rank has at most one batch, of matrices of one shape.
+The ranks form a grid of R replicas by S shards; each replica holds the rows of every parameter in S shards. Each matrix
+has one owner among all R x S ranks. In each round a rank has at most one batch of matrices, all of one shape.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from xorl.core.optim.local import first_element, local
+from xorl.core.optim.local import flat_offset, local
 from xorl.core.optim.newton_schulz import orthogonalisation_flops
 
 Owner = tuple[int, int]
@@ -24,7 +24,7 @@ Owner = tuple[int, int]
 
 @dataclass(frozen=True)
 class Matrix:
-    """Rows [start, stop) of parameter number `parameter`, which has `num_rows`, and its `columns`."""
+    """Rows [start, stop) of the parameter at index `parameter`, which has `num_rows` rows and `columns` columns."""
 
     parameter: int
     num_rows: int
@@ -37,7 +37,7 @@ class Matrix:
         return (self.stop - self.start, self.columns)
 
     def rows_of(self, shard: int, num_shards: int) -> tuple[int, int]:
-        """Its rows that a shard holds, counted from those of the parameter that the shard holds."""
+        """The rows of this matrix on a shard, as a range within the shard's rows of the parameter; (0, 0) if none."""
         chunk = -(-self.num_rows // num_shards)
         first, last = min(shard * chunk, self.num_rows), min((shard + 1) * chunk, self.num_rows)
         start, stop = max(self.start, first), min(self.stop, last)
@@ -46,13 +46,13 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Grid:
-    """This rank's place among the ranks that share the parameters.
+    """This rank's coordinates in the grid of replicas and shards.
 
     Attributes:
-        shards, replicas: the groups along the two axes; None where the axis has one rank.
+        shards, replicas: the process groups along the two axes; None if the axis has size one.
         num_shards, num_replicas: their sizes.
-        shard, replica: this rank's place in each.
-        device: where the ranks exchange matrices and work on them.
+        shard, replica: this rank's index along each axis.
+        device: the device on which matrices are exchanged and processed.
     """
 
     shards: dist.ProcessGroup | None
@@ -65,7 +65,7 @@ class Grid:
 
     @classmethod
     def of(cls, parameter: Tensor, replicas: dist.ProcessGroup | None) -> Grid:
-        """The grid of a placed parameter; `replicas` are the ranks that hold the same where it is not sharded."""
+        """The grid of `parameter`; if it is not a DTensor, `replicas` is the group of ranks with the same values."""
         if not isinstance(parameter, DTensor):
             num_replicas = 1 if replicas is None else replicas.size()
             replica = 0 if replicas is None else replicas.rank()
@@ -87,7 +87,7 @@ class Grid:
 
 
 def logical_matrices(parameters: Sequence[Tensor], row_counts: Sequence[Sequence[int]], grid: Grid) -> list[Matrix]:
-    """The matrices that the parameters stack along their rows, in order."""
+    """The matrices stacked along the rows of the parameters, in order."""
     matrices: list[Matrix] = []
     for index, (parameter, counts) in enumerate(zip(parameters, row_counts, strict=True)):
         num_rows, columns = parameter.shape
@@ -97,18 +97,18 @@ def logical_matrices(parameters: Sequence[Tensor], row_counts: Sequence[Sequence
             matrices.append(Matrix(index, num_rows, start, start + count, columns))
             start += count
         chunk = -(-num_rows // grid.num_shards)
-        own = local(parameter)
-        assert own.shape[0] == max(0, min(chunk, num_rows - grid.shard * chunk)), "shards are as torch.chunk cuts"
-        assert own.shape[0] == 0 or first_element(parameter) == grid.shard * chunk * columns, "shards are in rank order"
+        shard = local(parameter)
+        assert shard.shape[0] == max(0, min(chunk, num_rows - grid.shard * chunk)), "not sharded like torch.chunk"
+        assert shard.shape[0] == 0 or flat_offset(parameter) == grid.shard * chunk * columns, "not in rank order"
     return matrices
 
 
 def plan_rounds(
     matrices: Sequence[Matrix], num_replicas: int, num_shards: int, batch_elements: int
 ) -> list[Mapping[Owner, Sequence[Matrix]]]:
-    """Give every matrix to a rank, so that all have about the same work, in rounds of batches of bounded size.
+    """Assign every matrix to an owner, balancing the work, and split each owner's matrices into batches, one a round.
 
-    The same on every rank. A batch has at least one matrix, and no more elements than `batch_elements` if it has more.
+    The plan is the same on every rank. A batch of more than one matrix has at most `batch_elements` elements.
     """
     load: list[tuple[int, Owner]] = [(0, (r, s)) for r in range(num_replicas) for s in range(num_shards)]
     owned: dict[Owner, list[Matrix]] = {owner: [] for _, owner in load}
@@ -117,12 +117,12 @@ def plan_rounds(
         work, owner = heapq.heappop(load)
         owned[owner].append(matrix)
         heapq.heappush(load, (work + orthogonalisation_flops(*matrix.shape, 1), owner))
-    batches = {owner: _batches(own, batch_elements) for owner, own in owned.items()}
+    batches = {owner: _batches(mine, batch_elements) for owner, mine in owned.items()}
     return [dict(zip(batches, row, strict=True)) for row in zip_longest(*batches.values(), fillvalue=())]
 
 
 def _batches(matrices: Sequence[Matrix], batch_elements: int) -> list[Sequence[Matrix]]:
-    """Runs of one shape, cut; `matrices` are sorted so that equal shapes are neighbours."""
+    """Batches of one shape each; in `matrices`, equal shapes are adjacent."""
     batches: list[Sequence[Matrix]] = []
     for (rows, columns), run in groupby(matrices, key=lambda matrix: matrix.shape):
         same = list(run)
@@ -132,16 +132,15 @@ def _batches(matrices: Sequence[Matrix], batch_elements: int) -> list[Sequence[M
 
 
 class Exchange:
-    """One round's traffic. Pieces are the rows of a matrix that one shard holds, flattened.
+    """The communication of one round. A piece is the rows of a matrix on one shard, flattened.
 
-    Every method is collective over the group it uses, whatever this rank has to send: a rank without a batch, or
-    without a row, takes part all the same.
+    Every method is collective, and every rank must call it, even a rank without a batch or without any rows.
     """
 
     def __init__(self, grid: Grid, batches: Mapping[Owner, Sequence[Matrix]]) -> None:
         self._grid = grid
-        self._own = batches[grid.replica, grid.shard]
-        # In the order in which pieces are sent: by owner.
+        self._batch = batches[grid.replica, grid.shard]
+        # In the order in which pieces are sent: by owning shard.
         self._by_replica = [
             [matrix for shard in range(grid.num_shards) for matrix in batches[replica, shard]]
             for replica in range(grid.num_replicas)
@@ -149,51 +148,53 @@ class Exchange:
         self._to_owner = [
             sum(self.piece(matrix) for matrix in batches[grid.replica, shard]) for shard in range(grid.num_shards)
         ]
-        self._from_shard = [sum(self.piece(matrix, shard) for matrix in self._own) for shard in range(grid.num_shards)]
+        self._from_shard = [
+            sum(self.piece(matrix, shard) for matrix in self._batch) for shard in range(grid.num_shards)
+        ]
 
     @property
     def sent(self) -> Sequence[Matrix]:
-        """The matrices whose rows this rank sends to their owners, in order."""
+        """The matrices owned by this replica, whose rows this rank sends to the owners, in order."""
         return self._by_replica[self._grid.replica]
 
     @property
-    def kept(self) -> Sequence[Matrix]:
-        """The matrices of the other replicas' owners."""
-        others = (own for replica, own in enumerate(self._by_replica) if replica != self._grid.replica)
-        return [matrix for own in others for matrix in own]
+    def not_sent(self) -> Sequence[Matrix]:
+        """The matrices owned by other replicas, which send the same rows."""
+        others = (matrices for replica, matrices in enumerate(self._by_replica) if replica != self._grid.replica)
+        return [matrix for matrices in others for matrix in matrices]
 
     @property
-    def everything(self) -> Sequence[Matrix]:
-        """All matrices of the round, in the order of what `bring_back` returns."""
-        return [matrix for own in self._by_replica for matrix in own]
+    def matrices(self) -> Sequence[Matrix]:
+        """All matrices of the round, in the order of the pieces that `return_updates` returns."""
+        return [matrix for matrices in self._by_replica for matrix in matrices]
 
     def piece(self, matrix: Matrix, shard: int | None = None) -> int:
-        """Elements of a matrix on a shard; this rank's, unless it is named."""
+        """The number of elements of a matrix on `shard`, by default on this rank's."""
         start, stop = matrix.rows_of(self._grid.shard if shard is None else shard, self._grid.num_shards)
         return (stop - start) * matrix.columns
 
     def collect(self, pieces: Tensor) -> Tensor | None:
-        """This rank's batch [B, M, N], from every shard's pieces of `sent`, joined; None if it has none."""
+        """Send this rank's concatenated pieces of `sent`, and return its batch [B, M, N]; None if it owns none."""
         received = self._all_to_all(pieces, self._from_shard, self._to_owner)
-        if not self._own:
+        if not self._batch:
             return None
-        rows, columns = self._own[0].shape
-        sizes = [self.piece(matrix, shard) for shard in range(self._grid.num_shards) for matrix in self._own]
+        rows, columns = self._batch[0].shape
+        sizes = [self.piece(matrix, shard) for shard in range(self._grid.num_shards) for matrix in self._batch]
         parts = received.split(sizes)
-        # From shard by shard to matrix by matrix.
-        whole = [part for index in range(len(self._own)) for part in parts[index :: len(self._own)]]
-        return (received if self._grid.num_shards == 1 else torch.cat(whole)).view(len(self._own), rows, columns)
+        # Pieces arrive ordered by shard; order them by matrix.
+        whole = [part for index in range(len(self._batch)) for part in parts[index :: len(self._batch)]]
+        return (received if self._grid.num_shards == 1 else torch.cat(whole)).view(len(self._batch), rows, columns)
 
-    def bring_back(self, batch: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """This rank's pieces of `everything`, joined, from the owners' batches."""
+    def return_updates(self, batch: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Scatter the owners' batches, and return this rank's pieces of `matrices`, concatenated."""
         if batch is None:
             joined = torch.empty(0, dtype=dtype, device=self._grid.device)
         elif self._grid.num_shards == 1:
             joined = batch.view(-1)
         else:
             shards = range(self._grid.num_shards)
-            parts = batch.view(-1).split([self.piece(matrix, shard) for matrix in self._own for shard in shards])
-            # From matrix by matrix to shard by shard.
+            parts = batch.view(-1).split([self.piece(matrix, shard) for matrix in self._batch for shard in shards])
+            # Order the pieces by shard.
             joined = torch.cat([part for shard in shards for part in parts[shard :: self._grid.num_shards]])
         return self._from_replicas(self._all_to_all(joined, self._to_owner, self._from_shard))
 
@@ -207,7 +208,7 @@ class Exchange:
     def _from_replicas(self, pieces: Tensor) -> Tensor:
         if self._grid.replicas is None:
             return pieces
-        sizes = [sum(self.piece(matrix) for matrix in own) for own in self._by_replica]
+        sizes = [sum(self.piece(matrix) for matrix in matrices) for matrices in self._by_replica]
         padded = torch.zeros(max(sizes), dtype=pieces.dtype, device=pieces.device)
         padded[: pieces.numel()].copy_(pieces)
         gathered = torch.empty(len(sizes) * max(sizes), dtype=pieces.dtype, device=pieces.device)

@@ -1,4 +1,4 @@
-"""Muon: momentum whose matrices are orthogonalised, on whole and on sharded parameters; AdamW for everything else."""
+"""Muon, momentum orthogonalised by matrix, for sharded and unsharded parameters; AdamW for all others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xorl.core.optim.adamw import AdamW, Controls, controls, count_steps_
+from xorl.core.optim.adamw import AdamW, StepControls, count_steps_, step_controls
 from xorl.core.optim.local import local
 from xorl.core.optim.matrices import Exchange, Grid, Matrix, Owner, logical_matrices, plan_rounds
 from xorl.core.optim.newton_schulz import orthogonalise
@@ -19,20 +19,21 @@ from xorl.kernels.optim import Noise, descend_, momentum_
 
 AdjustLr = Literal["original", "match_rms_adamw"]
 
-# Elements of a rank's batch: 256 MiB in bf16, of which Newton-Schulz holds about four at a time.
+# Elements of a rank's batch: 256 MiB in bf16. Newton-Schulz holds about four tensors of this size at a time.
 BATCH_ELEMENTS = 1 << 27
 
 
 @dataclass(frozen=True)
 class MuonOptions:
-    """What muon needs beyond what all optimizers take.
+    """Options of muon beside those of all optimizers.
 
     Attributes:
-        matrices: for each parameter that muon updates, the rows of the matrices that it stacks.
-        lr: peak learning rate of these.
-        momentum, nesterov, num_steps: of the moving average of gradients, and of the Newton-Schulz iterations.
+        matrices: for each parameter that muon updates, by name, the rows of each matrix that it stacks.
+        lr: peak learning rate of these parameters.
+        momentum, nesterov: of the moving average of gradients.
+        num_steps: number of Newton-Schulz iterations.
         adjust_lr: how the learning rate depends on a matrix's shape.
-        replicas: ranks that hold the same parameters, where these are not DTensors.
+        replicas: the group of ranks that hold the same parameters, if these are not DTensors.
         compute_dtype: of the Newton-Schulz iterations; None means bf16 on a GPU and fp32 on a CPU.
     """
 
@@ -47,11 +48,11 @@ class MuonOptions:
 
 
 def lr_ratio(adjust_lr: AdjustLr, rows: int, columns: int) -> float:
-    """What the learning rate of a matrix is multiplied by, as torch.optim.Muon of torch 2.11 defines it.
+    """The factor on the learning rate of a matrix, as in torch.optim.Muon of torch 2.11.
 
     original: sqrt(max(1, rows / columns)), Keller Jordan's (https://kellerjordan.github.io/posts/muon/).
-    match_rms_adamw: 0.2 sqrt(max(rows, columns)), which makes updates as large as AdamW's usually are (Liu et al.,
-    2025, arXiv:2502.16982, equation 4).
+    match_rms_adamw: 0.2 sqrt(max(rows, columns)), which gives updates of about AdamW's RMS (Liu et al., 2025,
+    arXiv:2502.16982, equation 4).
     """
     if adjust_lr == "original":
         return math.sqrt(max(1.0, rows / columns))
@@ -61,11 +62,11 @@ def lr_ratio(adjust_lr: AdjustLr, rows: int, columns: int) -> float:
 class Muon(AdamW):
     """W = (1 - lr decay) W - lr ratio orthogonalise(momentum of the gradient), for groups with `matrices`.
 
-    That is torch.optim.Muon's update, for each matrix that a parameter stacks on its own. Sharded parameters get the
-    update that whole ones would: in rounds, each rank is sent the rows of its share of the matrices, orthogonalises
-    them in batches of one shape, and sends the rows of the results back. Replicas share the matrices as well. Groups
-    without `matrices` are AdamW's. Momentum is kept in `state_dtype`; what is kept in bf16 is rounded
-    stochastically. A step is collective, and `found_inf` only changes what is written.
+    This is torch.optim.Muon's update, applied separately to each matrix that a parameter stacks. Sharded parameters get
+    the same update as whole ones: in rounds, each rank gathers the rows of the matrices that it owns, orthogonalises
+    them in batches of one shape, and scatters the rows of the results. Replicas split the matrices too. Groups without
+    `matrices` use AdamW. Momentum is kept in `state_dtype`; bf16 values are rounded stochastically. A step is
+    collective, even if `found_inf` makes it skip the update.
     """
 
     def __init__(
@@ -82,22 +83,22 @@ class Muon(AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """Update every parameter that has a gradient; collective. The same ones have a gradient on every rank."""
-        assert closure is None, "the gradient is there before the step"
+        """Update every parameter that has a gradient; collective. The set of these must be the same on every rank."""
+        assert closure is None, "closures are not supported"
         self.materialise()
-        places: list[_Place] = []
+        stacks: list[_MatrixStack] = []
         for group in self.param_groups:
             if "matrices" not in group:
                 self._step_group(group)
                 continue
-            rows = zip(group["params"], group["matrices"], group["keys"], group["firsts"], strict=True)
-            places += [
-                _Place(parameter, self.state[parameter], counts, key, first, group)
-                for parameter, counts, key, first in rows
+            rows = zip(group["params"], group["matrices"], group["keys"], group["offsets"], strict=True)
+            stacks += [
+                _MatrixStack(parameter, self.state[parameter], counts, key, offset, group)
+                for parameter, counts, key, offset in rows
                 if parameter.grad is not None
             ]
-        if places:
-            self._step_matrices(places)
+        if stacks:
+            self._step_matrices(stacks)
 
     def _new_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
         if "matrices" not in group:
@@ -107,11 +108,11 @@ class Muon(AdamW):
             "momentum_buffer": torch.zeros_like(parameter, dtype=self._state_dtype),
         }
 
-    def _step_matrices(self, places: Sequence[_Place]) -> None:
-        device = local(places[0].parameter).device
-        told = controls(self, device)
-        count_steps_([place.state for place in places], told.skip)
-        plan = self._plan(places)
+    def _step_matrices(self, stacks: Sequence[_MatrixStack]) -> None:
+        device = local(stacks[0].parameter).device
+        scaling = step_controls(self, device)
+        count_steps_([stack.state for stack in stacks], scaling.skip)
+        plan = self._plan(stacks)
         dtype = self._options.compute_dtype
         if dtype is None:
             dtype = torch.bfloat16 if plan.grid.device.type == "cuda" else torch.float32
@@ -120,74 +121,76 @@ class Muon(AdamW):
             sizes = [exchange.piece(matrix) for matrix in exchange.sent]
             pieces = torch.empty(sum(sizes), dtype=dtype, device=device)
             for matrix, piece in zip(exchange.sent, pieces.split(sizes), strict=True):
-                self._momentum_(places[matrix.parameter], matrix, plan.grid, piece, told)
-            for matrix in exchange.kept:
-                self._momentum_(places[matrix.parameter], matrix, plan.grid, None, told)
+                self._momentum_(stacks[matrix.parameter], matrix, plan.grid, piece, scaling)
+            for matrix in exchange.not_sent:
+                self._momentum_(stacks[matrix.parameter], matrix, plan.grid, None, scaling)
             batch = exchange.collect(pieces.to(plan.grid.device))
             if batch is not None:
                 batch = orthogonalise(batch, self._options.num_steps)
-            updates = exchange.bring_back(batch, dtype).to(device)
-            sizes = [exchange.piece(matrix) for matrix in exchange.everything]
-            for matrix, update in zip(exchange.everything, updates.split(sizes), strict=True):
-                self._descend_(places[matrix.parameter], matrix, plan.grid, update, told.skip)
+            updates = exchange.return_updates(batch, dtype).to(device)
+            sizes = [exchange.piece(matrix) for matrix in exchange.matrices]
+            for matrix, update in zip(exchange.matrices, updates.split(sizes), strict=True):
+                self._descend_(stacks[matrix.parameter], matrix, plan.grid, update, scaling.skip)
 
-    def _plan(self, places: Sequence[_Place]) -> _Plan:
-        wanted = tuple(place.key for place in places)
-        if wanted not in self._plans:
-            parameters = [place.parameter for place in places]
+    def _plan(self, stacks: Sequence[_MatrixStack]) -> _Plan:
+        keys = tuple(stack.key for stack in stacks)
+        if keys not in self._plans:
+            parameters = [stack.parameter for stack in stacks]
             grid = Grid.of(parameters[0], self._options.replicas)
-            matrices = logical_matrices(parameters, [place.row_counts for place in places], grid)
+            matrices = logical_matrices(parameters, [stack.row_counts for stack in stacks], grid)
             rounds = plan_rounds(matrices, grid.num_replicas, grid.num_shards, BATCH_ELEMENTS)
-            self._plans[wanted] = _Plan(grid, rounds)
-        return self._plans[wanted]
+            self._plans[keys] = _Plan(grid, rounds)
+        return self._plans[keys]
 
-    def _momentum_(self, place: _Place, matrix: Matrix, grid: Grid, update: Tensor | None, told: Controls) -> None:
+    def _momentum_(
+        self, stack: _MatrixStack, matrix: Matrix, grid: Grid, update: Tensor | None, scaling: StepControls
+    ) -> None:
         start, stop = matrix.rows_of(grid.shard, grid.num_shards)
         if start == stop:
             return
-        gradient = place.parameter.grad
+        gradient = stack.parameter.grad
         assert gradient is not None
         momentum_(
-            local(place.state["momentum_buffer"])[start:stop],
+            local(stack.state["momentum_buffer"])[start:stop],
             local(gradient)[start:stop].contiguous(),
             update,
             momentum=self._options.momentum,
             nesterov=self._options.nesterov,
-            grad_scale=told.grad_scale,
-            skip=told.skip,
-            noise=place.noise(start),
+            grad_scale=scaling.grad_scale,
+            skip=scaling.skip,
+            noise=stack.noise(start),
         )
 
-    def _descend_(self, place: _Place, matrix: Matrix, grid: Grid, update: Tensor, skip: Tensor) -> None:
+    def _descend_(self, stack: _MatrixStack, matrix: Matrix, grid: Grid, update: Tensor, skip: Tensor) -> None:
         start, stop = matrix.rows_of(grid.shard, grid.num_shards)
         if start == stop:
             return
-        lr = place.group["lr"]
+        lr = stack.group["lr"]
         descend_(
-            local(place.parameter)[start:stop],
+            local(stack.parameter)[start:stop],
             update,
-            decay=lr * place.group["weight_decay"],
+            decay=lr * stack.group["weight_decay"],
             rate=lr * lr_ratio(self._options.adjust_lr, *matrix.shape),
             grad_scale=None,
             skip=skip,
-            noise=place.noise(start),
+            noise=stack.noise(start),
         )
 
 
 @dataclass(frozen=True)
-class _Place:
-    """A parameter with its state and its group."""
+class _MatrixStack:
+    """A parameter that stacks matrices along its rows, with its optimizer state and group."""
 
     parameter: Tensor
     state: dict[str, Tensor]
     row_counts: Sequence[int]
     key: int
-    first: int
+    offset: int
     group: Mapping[str, Any]
 
     def noise(self, row: int) -> Noise:
-        """The random bits of this rank's rows from `row` on."""
-        return Noise(self.key, self.first + row * self.parameter.shape[1], self.state["step"])
+        """The random bits for this rank's rows from `row` on."""
+        return Noise(self.key, self.offset + row * self.parameter.shape[1], self.state["step"])
 
 
 @dataclass(frozen=True)

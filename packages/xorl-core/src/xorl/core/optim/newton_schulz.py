@@ -1,4 +1,4 @@
-"""Orthogonalisation of matrices by Newton-Schulz iteration, many of one shape at a time."""
+"""Batched orthogonalisation of matrices by Newton-Schulz iteration."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ EPS = 1e-7
 
 
 def orthogonalise(matrices: Tensor, num_steps: int) -> Tensor:
-    """U V^T, about, of each U S V^T in contiguous `matrices` [B, M, N], in their dtype; a GPU sums in fp32.
+    """Approximately U V^T for each U S V^T in contiguous `matrices` [B, M, N], in their dtype.
 
-    A matrix of zeros stays one.
+    GPUs accumulate in fp32. A zero matrix stays zero.
     """
     a, b, c = COEFFICIENTS
     x = matrices
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float32)
-    # The spectral norm is at most this one, so it is at most one from here on.
+    # The Frobenius norm bounds the spectral norm, which is therefore at most one from here on.
     x = x / norm.clamp(min=EPS).to(x.dtype)
     is_tall = x.shape[-2] > x.shape[-1]
     for _ in range(num_steps):
-        # [B, S, S], S the shorter side, on which the iteration costs least.
+        # [B, S, S] with S the shorter side, which is the cheaper one to iterate on.
         gram = symmetric_product(x.mT if is_tall else x)
         polynomial = symmetric_product(gram, gram, alpha=c, beta=b)
         x = torch.baddbmm(x, x, polynomial, beta=a) if is_tall else torch.baddbmm(x, polynomial, x, beta=a)
@@ -33,6 +33,6 @@ def orthogonalise(matrices: Tensor, num_steps: int) -> Tensor:
 
 
 def orthogonalisation_flops(rows: int, columns: int, num_steps: int) -> int:
-    """Floating-point operations that `orthogonalise` needs on one matrix, of symmetric products those of a triangle."""
+    """FLOPs of `orthogonalise` on one matrix; symmetric products count for one triangle only."""
     short, long = sorted((rows, columns))
     return num_steps * (3 * short * short * long + short**3)

@@ -1,4 +1,4 @@
-"""Optimizers by name over named parameters, with weight decay only where it is wanted."""
+"""Builds optimizers by name, with parameter groups for weight decay."""
 
 from __future__ import annotations
 
@@ -27,17 +27,20 @@ def build_optimizer(
     seed: int = 0,
     muon: MuonOptions | None = None,
 ) -> torch.optim.Optimizer:
-    """An optimizer over the parameters that require gradients, which are placed already.
+    """Build an optimizer over the parameters that require gradients. Shard or replicate the model first.
 
-    Each group has an `lr_scale`, by which the schedule's learning rate is multiplied for it; `lr` is the schedule's
-    peak. no_decay_modules and no_decay_params are substrings of a parameter's module path and of its own last name; a
-    parameter that matches either is not decayed. Weight decay is decoupled. All of them take gradients of fp32 or of
-    the parameter's dtype, divide them by `grad_scale` as they read them and skip the whole update where `found_inf` is
-    not zero: two attributes, tensors that are read on the device.
+    All optimizers use decoupled weight decay and accept gradients in fp32 or in the parameter's dtype. Like torch's
+    fused optimizers, they divide gradients by the attribute `grad_scale` and skip the update if `found_inf` is not
+    zero; both are tensors that are read on the device.
 
-    state_dtype and seed (of stochastic rounding) are those of anyprecision_adamw and muon; muon needs its options.
+    Args:
+        lr: the schedule's peak. Each group has an `lr_scale`, which multiplies the schedule's learning rate.
+        no_decay_modules, no_decay_params: substrings of a parameter's module path, and of the last part of its name. A
+            parameter that matches either has no weight decay.
+        state_dtype, seed: of anyprecision_adamw and muon; the seed is that of stochastic rounding.
+        muon: required by muon.
 
-    Raises ValueError for a substring that matches no parameter, or if nothing is trained.
+    Raises ValueError for a substring that matches no parameter, or if no parameter requires a gradient.
     """
     trained = [(path, parameter) for path, parameter in named_parameters if parameter.requires_grad]
     decays = weight_decays(trained, weight_decay, no_decay_modules, no_decay_params)
@@ -56,7 +59,7 @@ def build_optimizer(
     if name == "anyprecision_adamw":
         return AdamW(groups.values(), lr, state_dtype=state_dtype)
     if name == "muon":
-        assert muon is not None, "muon needs its options"
+        assert muon is not None, "muon requires MuonOptions"
         return Muon(groups.values(), lr, muon, state_dtype=state_dtype)
     return SGD(groups.values(), lr)
 
@@ -67,15 +70,15 @@ def weight_decays(
     no_decay_modules: Sequence[str],
     no_decay_params: Sequence[str],
 ) -> list[float]:
-    """The weight decay of each of the parameters that are trained.
+    """The weight decay of each trained parameter.
 
-    Raises ValueError for a substring that matches none of them, or if there is none.
+    Raises ValueError for a substring that matches no parameter, or if `trained` is empty.
     """
     if not trained:
         raise ValueError("no parameter requires a gradient: there is nothing to train")
     modules, names = zip(*(path.rpartition(".")[::2] for path, _ in trained), strict=True)
-    for option, given, places in (("modules", no_decay_modules, modules), ("params", no_decay_params, names)):
-        if unmatched := sorted(part for part in given if not any(part in place for place in places)):
+    for option, given, candidates in (("modules", no_decay_modules, modules), ("params", no_decay_params, names)):
+        if unmatched := sorted(part for part in given if not any(part in name for name in candidates)):
             raise ValueError(f"train.no_decay_{option}: no trained parameter matches {', '.join(unmatched)}")
     return [
         0.0

@@ -11,14 +11,14 @@ DecayStyle = Literal["constant", "linear", "cosine"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """Linear warm-up from `start` to `peak`, then `style` down to `minimum`, then `minimum` for what is left.
+    """Linear warm-up from `start` to `peak`, then decay to `minimum` by `style`, then constant at `minimum`.
 
-    warmup_ratio and decay_ratio are fractions of `num_steps`; warm-up is part of the decay's span, so the decay ends
-    after step decay_ratio * num_steps. Each step of the decay takes the value at its start, as in torch's and
-    transformers' schedulers: the first one takes `peak`, and the last one a value above `minimum`, so a `minimum` of 0
-    wastes no batch.
+    warmup_ratio and decay_ratio are fractions of `num_steps`. Both count from the first step, so the decay ends after
+    step decay_ratio * num_steps. Each step uses the value at its start, as in the schedulers of torch and transformers:
+    the first step of the decay uses `peak`, and the last one a value above `minimum`, so no batch is wasted at
+    `minimum` 0.
 
-    Raises ValueError if the warm-up is longer than the decay's span.
+    Raises ValueError if the warm-up would end after the decay.
     """
 
     num_steps: int
@@ -49,7 +49,7 @@ class Schedule:
         return self.minimum + (self.peak - self.minimum) * remaining
 
     def sample(self, count: int = 10) -> list[tuple[int, float]]:
-        """`count` (step, learning rate) pairs spread over the run, first and last step included."""
+        """`count` (step, learning rate) pairs, evenly spaced over the run, including the first and last step."""
         last = max(1, self.num_steps)
         steps = sorted({round(1 + (last - 1) * i / max(1, count - 1)) for i in range(count)})
         return [(step, self(step)) for step in steps]

@@ -1,4 +1,4 @@
-"""Stochastic gradient descent over whole and sharded parameters; torch's fused one takes whole ones only."""
+"""Stochastic gradient descent for sharded and unsharded parameters; torch's fused SGD does not support sharded ones."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xorl.core.optim.adamw import controls
+from xorl.core.optim.adamw import step_controls
 from xorl.core.optim.local import local
 from xorl.kernels.optim import descend_
 
 
 class SGD(torch.optim.Optimizer):
-    """parameter -= lr * (gradient + weight_decay * parameter), in fp32, rounded to nearest; it keeps no state.
+    """parameter -= lr * (gradient + weight_decay * parameter), in fp32, rounded to nearest; stateless.
 
-    As torch's fused optimizers do, it divides gradients by `grad_scale`, changes nothing in a step for which
-    `found_inf` is not zero, and reads both on the device.
+    Like torch's fused optimizers, it divides gradients by `grad_scale`, skips the update if `found_inf` is not zero,
+    and reads both on the device.
     """
 
     grad_scale: Tensor | None = None
@@ -27,17 +27,17 @@ class SGD(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": 0.0})
 
     def materialise(self) -> None:
-        """There is no state to create."""
+        """Do nothing: SGD has no state."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update every parameter that has a gradient; elementwise, so each rank does its shards."""
-        assert closure is None, "the gradient is there before the step"
+        """Update every parameter that has a gradient; elementwise, so each rank updates only its own shards."""
+        assert closure is None, "closures are not supported"
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not parameters:
                 continue
-            grad_scale, skip = controls(self, local(parameters[0]).device)
+            grad_scale, skip = step_controls(self, local(parameters[0]).device)
             for parameter in parameters:
                 descend_(
                     local(parameter),

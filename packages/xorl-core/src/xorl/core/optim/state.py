@@ -1,4 +1,4 @@
-"""The optimizer's state as a flat mapping of tensors, named by parameter, for checkpoints."""
+"""The optimizer state as a flat mapping of tensors, named by parameter, for checkpoints."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor, nn
 
 
 @runtime_checkable
-class MakesState(Protocol):
-    """An optimizer that can create its state without a step."""
+class SupportsMaterialise(Protocol):
+    """An optimizer that can create its state without taking a step."""
 
     def materialise(self) -> None: ...
 
 
 class OptimizerState:
-    """`{parameter name}.{state name}` -> tensor, sharded as the parameter is.
+    """Maps `{parameter name}.{state name}` to a tensor that is sharded like the parameter.
 
-    Hyperparameters are not part of it: they are a function of the configuration and the step. A number that the
-    optimizer of somebody else keeps, such as its count of steps, is a 0-dim tensor here.
+    Hyperparameters are not included: they follow from the configuration and the step. Numbers in the state of other
+    optimizers, such as step counts, become 0-dim tensors.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -28,7 +28,7 @@ class OptimizerState:
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in named_parameters}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Every tensor and number of the state, creating those that the first step would create."""
+        """All tensors and numbers of the state, which is created first if the optimizer has not stepped yet."""
         self._materialise()
         return {
             f"{self._names[parameter]}.{key}": value if isinstance(value, Tensor) else _as_tensor(value)
@@ -38,7 +38,7 @@ class OptimizerState:
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Copy `state` into the tensors that `state_dict` returns; those loaded in place are left as they are."""
+        """Copy `state` into the optimizer's tensors. Tensors that are already the optimizer's own are left alone."""
         self._materialise()
         for parameter, values in self._optimizer.state.items():
             for key, value in values.items():
@@ -51,10 +51,10 @@ class OptimizerState:
 
     @torch.no_grad()
     def _materialise(self) -> None:
-        """Let the optimizer create its state; those of torch do by a step, made so that it changes no parameter."""
+        """Create the optimizer's state. torch's optimizers need a step for it, taken here with learning rate 0."""
         if self._optimizer.state:
             return
-        if isinstance(self._optimizer, MakesState):
+        if isinstance(self._optimizer, SupportsMaterialise):
             self._optimizer.materialise()
             return
         groups = self._optimizer.param_groups
@@ -62,7 +62,7 @@ class OptimizerState:
         for group in groups:
             group["lr"] = 0.0
             for parameter in group["params"]:
-                assert parameter.grad is None, "state is created before the first backward pass"
+                assert parameter.grad is None, "create the state before the first backward pass"
                 parameter.grad = torch.zeros_like(parameter)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)

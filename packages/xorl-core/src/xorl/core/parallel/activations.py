@@ -1,4 +1,4 @@
-"""Recomputation: what of a layer runs again in the backward pass instead of being kept from the forward pass."""
+"""Activation recomputation: parts of layers run again in the backward pass instead of keeping their activations."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from xorl.core.nn.layers import GatedMLP
 
 RecomputeModule = Literal["self_attn", "mlp"]
 Recompute = Literal["none", "operation", "layer"] | Sequence[RecomputeModule]
-"""none; operation keeps the outputs of matrix products and attention; layer keeps the input alone; or submodules."""
+"""none; operation (keep the outputs of matrix products and attention); layer (keep only its input); or submodules."""
 
 aten = torch.ops.aten
-# What takes most of the time for the bytes it returns. Linear layers reach the dispatcher as mm and addmm.
+# The operations that take the most time per byte of output. Linear layers reach the dispatcher as mm and addmm.
 KEPT_OPERATIONS = frozenset(
     {
         aten.mm.default,
@@ -34,15 +34,15 @@ KEPT_OPERATIONS = frozenset(
         aten._scaled_dot_product_fused_attention_overrideable.default,
     }
 )
-# What an adapter adds to a layer's output is a product over its rank, which is far below the output's width.
+# An adapter's product is over its rank, which is far below the output's width.
 LOW_RANK_RATIO = 16
-# Our own attention operators: xorl::attention_{backend}.
+# The attention operators of xorl.kernels: xorl::attention_{backend}.
 ATTENTION_PREFIX = "xorl::attention_"
 # Products with quantised weights.
 KEPT_OPERATORS = frozenset({"xorl::quantized_linear"})
-# torch reminds everyone of it who compiles what a policy recomputes, and has no option by which to answer. Operators of
-# ours that write in place, `xorl::add_product_` and `xorl::swiglu_backward_`, write over what their callers have
-# just made, and tests hold their compiled gradients against those of plain code.
+# torch logs this for every compiled checkpoint with a policy, and has no option to turn it off. Our in-place operators,
+# `xorl::add_product_` and `xorl::swiglu_backward_`, only overwrite tensors that their callers just created, and tests
+# compare their compiled gradients with those of plain code.
 REMINDER = "Please make sure the checkpointed region does not contain in-place ops"
 
 
@@ -54,45 +54,45 @@ def recompute_layers(
     reentrant: bool,
     compiled: bool = False,
 ) -> None:
-    """Let the first `num_layers` (None: all) layers keep less for the backward pass, as `recompute` says; in place.
+    """Apply activation recomputation to the first `num_layers` (None: all) layers, in place.
 
-    Where the layers will be compiled, the gated activation of an MLP is always computed again: it is the widest tensor
-    but one, and its input is what the backward pass reads anyway. Code that is not compiled would keep it all the same,
-    and `LayerKernels.swiglu_linear` does it beside the gradient.
+    If the layers will be compiled, the gated activation of every MLP is recomputed: it is the second-widest tensor, and
+    the backward pass reads its input anyway. Uncompiled code would keep it despite recomputation.
+    `LayerKernels.swiglu_linear` recomputes it together with the gradient.
 
-    Modules get a class with another forward function, so parameters keep their names, hooks of the module stay outside
-    of what is recomputed, and the compiler sees that layers are alike. Values and gradients are the same to the bit,
-    with the same dropout where there is any; compiled, to rounding, since what is fused is another. `reentrant` is
-    torch's older form, for whole layers and modules.
+    Modules get a subclass with another forward function. So parameters keep their names, hooks of the module are not
+    recomputed, and the compiler can share code between layers. Values and gradients are bitwise the same, including
+    dropout; compiled, they agree up to rounding, because fusion differs. `reentrant` selects torch's older
+    implementation, for whole layers and modules only.
     """
     modules = [] if isinstance(recompute, str) else recompute
     first = layers[:num_layers]
     if compiled:
-        logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_no_reminder)
-        # Not within what is computed again as a whole: torch keeps the inputs of a part that is marked twice.
-        is_within = recompute in ("layer", "operation") or "mlp" in modules
-        others = layers[len(first) :] if is_within else layers
+        logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_other_message)
+        # Not inside modules that are recomputed as a whole: torch keeps the inputs of nested checkpoints.
+        is_nested = recompute in ("layer", "operation") or "mlp" in modules
+        others = layers[len(first) :] if is_nested else layers
         for mlp in [module for module in others.modules() if isinstance(module, GatedMLP)]:
-            mlp.gated = _recomputed(mlp.gated)
+            mlp.gated = _checkpointed(mlp.gated)
     if recompute == "none":
         return
     is_selective = recompute == "operation"
-    assert not (is_selective and reentrant), "the reentrant form cannot keep anything"
+    assert not (is_selective and reentrant), "reentrant recomputation cannot be selective"
     for layer in first:
         for module in [layer.get_submodule(name) for name in modules] or [layer]:
-            # Saving the generators' state costs time, and without dropout nothing in a layer draws random numbers.
+            # Saving the RNG state costs time, and only dropout draws random numbers in a layer.
             draws = any(isinstance(inner, nn.Dropout) for inner in module.modules())
-            module.__class__ = _recomputing(type(module), reentrant, is_selective, draws)
+            module.__class__ = _recomputing_class(type(module), reentrant, is_selective, draws)
 
 
 @cache
-def _recomputing(kind: type[nn.Module], reentrant: bool, is_selective: bool, draws: bool) -> type[nn.Module]:
-    """`kind`, by the same name, with a forward function that runs again in the backward pass."""
+def _recomputing_class(kind: type[nn.Module], reentrant: bool, is_selective: bool, draws: bool) -> type[nn.Module]:
+    """A subclass of `kind`, of the same name, whose forward function is recomputed in the backward pass."""
     plain = kind.forward
 
     def whole(self: nn.Module, *inputs: object) -> object:
         if torch.compiler.is_compiling():
-            # Told by a policy, torch sees what autograd functions do inside, and would keep it otherwise.
+            # Without a policy, the compiler would keep the intermediate tensors of autograd functions.
             return checkpoint(
                 plain, self, *inputs, use_reentrant=False, preserve_rng_state=draws, context_fn=_no_kept_operations
             )
@@ -106,15 +106,15 @@ def _recomputing(kind: type[nn.Module], reentrant: bool, is_selective: bool, dra
     recomputed = selective if is_selective else whole
 
     def forward(self: nn.Module, *inputs: object) -> object:
-        # Without a gradient there is nothing to keep, and the reentrant form would warn that there will be none.
+        # Without gradients nothing is kept, and reentrant checkpointing would warn about inputs without gradients.
         return recomputed(self, *inputs) if torch.is_grad_enabled() else plain(self, *inputs)
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
 @cache
-def _recomputed(gated: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """`gated`, one and the same for all layers, whose result compiled code does not keep for the product after it."""
+def _checkpointed(gated: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """`gated` with its result recomputed in compiled code. Cached, so that all layers share one function."""
 
     def call(gate_up: Tensor) -> Tensor:
         return cast(Tensor, checkpoint(gated, gate_up, use_reentrant=False, preserve_rng_state=False))
@@ -123,7 +123,7 @@ def _recomputed(gated: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]
 
 
 def _is_low_rank(operation: object, args: Sequence[object]) -> bool:
-    """Whether a matrix product has so few multiply-adds for what it returns that it is made again in no time."""
+    """Whether a matrix product has so few multiply-adds per output that recomputing it is cheap."""
     if operation not in (aten.mm.default, aten.addmm.default):
         return False
     *_, left, right = args
@@ -132,7 +132,7 @@ def _is_low_rank(operation: object, args: Sequence[object]) -> bool:
     return left.shape[1] * LOW_RANK_RATIO < right.shape[1]
 
 
-def _is_no_reminder(record: logging.LogRecord) -> bool:
+def _is_other_message(record: logging.LogRecord) -> bool:
     return REMINDER not in record.getMessage()
 
 

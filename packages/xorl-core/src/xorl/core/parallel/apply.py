@@ -1,4 +1,4 @@
-"""parallelize(): everything that is done to a model before it trains, in the one order that works."""
+"""parallelize(): applies fp8, recomputation, compilation, offloading and sharding to a model, in the right order."""
 
 from __future__ import annotations
 
@@ -20,37 +20,38 @@ from xorl.core.parallel.compile import CompileBackend, compile_layers, require_c
 from xorl.core.parallel.ddp import replicate
 from xorl.core.parallel.fp8 import Fp8Weights
 from xorl.core.parallel.fsdp import (
-    abandon_pass,
     is_gathered,
-    keeping_gathered,
+    no_reshard_after_forward,
     prefetch_forward,
+    reset_after_failure,
     shard,
     sharding_units,
-    within_gathered,
+    without_fsdp_streams,
 )
 from xorl.core.parallel.offload import ActivationOffload
-from xorl.core.parallel.stored import gather_as_stored, sharding_of_bytes
+from xorl.core.parallel.stored import allow_integer_parameters, gather_as_stored
 
 
 @dataclass(frozen=True)
 class ParallelPolicy:
-    """What to do to a model. The defaults shard it and change nothing else.
+    """The transformations that `parallelize` applies. The defaults shard the model and change nothing else.
 
     Attributes:
-        fp8: how the linear layers inside the decoder's layers multiply.
+        fp8: the fp8 recipe of the linear layers inside the decoder's layers.
         param_dtype: the dtype in which sharded parameters are gathered (None: their own). Gradients are always reduced
             in fp32.
-        reshard_after_forward: free gathered parameters between forward and backward pass (ZeRO-3), or keep them
-            (ZeRO-2).
-        forward_prefetch: gather each unit's parameters while the unit before it computes.
-        unit_modules: class names, or last parts of module paths, of further modules to shard as units of their own.
+        reshard_after_forward: free gathered parameters between forward and backward pass (ZeRO-3) instead of keeping
+            them (ZeRO-2).
+        forward_prefetch: gather each unit's parameters while the previous unit computes.
+        unit_modules: class names, or last parts of module paths, of further modules to shard as separate units.
         cpu_offload: keep sharded parameters, gradients and optimizer state in host memory. Parameters are gathered on
             the device to compute.
-        recompute, recompute_num_layers: what the first so many layers (None: all) compute again in the backward pass.
-        reentrant_recompute: use torch's older form of recomputation.
-        compile_backend: compile every layer with it; None compiles nothing.
-        activation_offload_limit: move what layers save for the backward pass to host memory, except for the last so
-            many bytes of it; None moves nothing.
+        recompute: the parts of a layer that the backward pass recomputes.
+        recompute_num_layers: apply it to the first layers only; None for all.
+        reentrant_recompute: use torch's older implementation of recomputation.
+        compile_backend: compile every layer with this backend; None compiles nothing.
+        activation_offload_limit: offload activations saved for the backward pass to host memory, except for this many
+            bytes, those saved last; None offloads nothing.
     """
 
     data_parallel_mode: DataParallelMode = "fsdp2"
@@ -69,14 +70,14 @@ class ParallelPolicy:
     def __post_init__(self) -> None:
         if self.cpu_offload and self.data_parallel_mode != "fsdp2":
             raise ValueError(
-                f"train.enable_cpu_offload: parameters are moved by their sharding, and train.data_parallel_mode is "
+                f"train.enable_cpu_offload needs sharded parameters, but train.data_parallel_mode is "
                 f"{self.data_parallel_mode}: use fsdp2, which also works in one process"
             )
 
 
 @dataclass(frozen=True)
 class ParallelModel:
-    """A placed model: `module` owns the parameters under their own names, `forward` is what to call."""
+    """A parallelized model: `module` owns the parameters under their own names; call `forward` to compute."""
 
     module: nn.Module
     forward: nn.Module
@@ -84,17 +85,17 @@ class ParallelModel:
     fp8_weights: Fp8Weights | None = None
 
     def train(self, mode: bool = True) -> None:
-        """Put every module into training mode, or into evaluation mode; as nn.Module has it."""
-        # There are a thousand modules: visiting them takes milliseconds, in which an idle device would wait.
+        """Set training or evaluation mode, like `nn.Module.train`."""
+        # Visiting about a thousand modules takes milliseconds, which an idle device would wait for.
         if self.module.training != mode:
             self.module.train(mode)
 
     @contextmanager
     def accumulation(self, *, is_last: bool) -> Iterator[None]:
-        """Around the forward and backward pass of one micro-batch: replicas exchange gradients only at the last one.
+        """A context for forward and backward of one micro-batch: replicas reduce gradients only at the last one.
 
-        DDP with parameters in half precision exchanges them at every micro-batch: it exchanges in the parameters'
-        dtype, in which the sum over several micro-batches must not be kept.
+        With half-precision parameters, DDP reduces at every micro-batch: it reduces in the parameters' dtype, in which
+        gradients must not be accumulated.
         """
         forward = self.forward
         if isinstance(forward, FSDPModule):
@@ -105,16 +106,16 @@ class ParallelModel:
 
     @contextmanager
     def generation(self, *, keep_gathered: bool) -> Iterator[None]:
-        """Around forward passes for generation: in evaluation mode, without gradients, and with uncompiled layers.
+        """A context for forward passes of generation: evaluation mode, no gradients, uncompiled layers.
 
-        So the shapes of generation compile nothing, and what was compiled for training is kept. keep_gathered leaves
-        sharded parameters gathered from pass to pass, until training or `drop_gathered` frees them.
+        Layers are not compiled for the shapes of generation, and the code compiled for training is kept. keep_gathered
+        keeps sharded parameters gathered between passes, until training or `drop_gathered` frees them.
         """
         self.train(False)
         with (
             torch.no_grad(),
             torch.compiler.set_stance("force_eager"),
-            keeping_gathered(self.module) if keep_gathered else nullcontext(),
+            no_reshard_after_forward(self.module) if keep_gathered else nullcontext(),
         ):
             yield
 
@@ -129,12 +130,12 @@ class ParallelModel:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether the next forward pass gathers nothing: no parameter is sharded, or all are gathered still."""
+        """Whether the next forward pass gathers nothing: no parameter is sharded, or all are still gathered."""
         return is_gathered(self._units)
 
-    def recordable(self) -> AbstractContextManager[None]:
-        """Around a forward pass of a gathered model, in `generation`, that a CUDA graph may record."""
-        return within_gathered(self.forward) if isinstance(self.forward, FSDPModule) else nullcontext()
+    def cuda_graph_capture(self) -> AbstractContextManager[None]:
+        """A context, inside `generation`, for a forward pass of a gathered model that a CUDA graph can capture."""
+        return without_fsdp_streams(self.forward) if isinstance(self.forward, FSDPModule) else nullcontext()
 
     @property
     def _in_half_precision(self) -> bool:
@@ -143,18 +144,18 @@ class ParallelModel:
         )
 
     def recover(self) -> None:
-        """Clean up after a pass that failed on every rank, so that the next pass can run."""
+        """Reset the state of a forward or backward pass that failed on every rank, so that the next pass can run."""
         if isinstance(self.forward, DistributedDataParallel):
-            # Otherwise it would wait for gradients that never came.
+            # Otherwise the reducer would keep waiting for the missing gradients.
             self.forward.reducer._reset_state()
-        abandon_pass(self.module)
+        reset_after_failure(self.module)
         if self.fp8_weights is not None:
             self.fp8_weights.invalidate()
 
     def drop_gathered(self) -> None:
-        """Free gathered copies of sharded parameters, which a forward pass without a backward pass may leave behind.
+        """Free gathered copies of sharded parameters that a forward pass without a backward pass left behind.
 
-        Call it when the parameters have changed: the next forward pass would compute with the old values.
+        Call it after changing parameters; otherwise the next forward pass computes with the old values.
         """
         if self.fp8_weights is not None:
             self.fp8_weights.invalidate()
@@ -171,19 +172,23 @@ def parallelize(
     device: torch.device,
     fill: Callable[[nn.Module], None],
 ) -> ParallelModel:
-    """Change `model` in place for its part of `mesh` and return it with what to call.
+    """Apply `policy` to `model`, in place, and return it with the module to call.
 
-    The order is: linear layers into fp8, recomputation inside the layers, then their compilation, which takes both into
-    the graph, then offloading of what compiled layers still save, which no graph can hold, then sharding or replication
-    around them, so that a recomputed forward runs within the unit whose parameters are gathered. A model on the meta
-    device gets memory on `device` once it is known which part of it this rank holds, and `fill` then gives the
-    parameters their values; a replica is filled before it is replicated. `model.layers` are the units of recomputation
-    and of sharding, and `model.lm_head` is another one, unless it is None: then the loss reads `model.head_weight`,
-    which is the embedding's.
+    The steps, in order:
 
-    Raises ValueError, before anything is changed, where `require_possible` does.
+    1. Convert linear layers to fp8.
+    2. Set up recomputation inside the layers.
+    3. Compile the layers, with both in the graph.
+    4. Offload the activations that compiled layers save; a graph cannot contain this.
+    5. Shard or replicate around the layers, so that a recomputed forward runs while its unit's parameters are gathered.
+
+    Parameters on the meta device get memory on `device` after sharding, for this rank's part only. `fill` then sets
+    their values; a replica is filled before DDP wraps it. Each of `model.layers` is a unit of recomputation and
+    sharding, and so is `model.lm_head`, unless it is None: then the loss reads `model.head_weight`, the embedding's.
+
+    Raises ValueError, before anything is changed, if `check_parallelizable` does.
     """
-    require_possible(model, policy, device.type)
+    check_parallelizable(model, policy, device.type)
     layers = model.layers
     assert isinstance(layers, nn.ModuleList)
     if policy.fp8 != "none":
@@ -203,7 +208,7 @@ def parallelize(
     if policy.data_parallel_mode == "fsdp2":
         last = [model.lm_head] if isinstance(model.lm_head, nn.Module) else []
         units = sharding_units(model, policy.unit_modules, [*layers, *last])
-        with sharding_of_bytes():
+        with allow_integer_parameters():
             shard(
                 model,
                 mesh.fsdp,
@@ -220,16 +225,16 @@ def parallelize(
         fill(model)
     gather_as_stored(model)
     fp8_weights = Fp8Weights(model) if policy.fp8 == "tensorwise" else None
-    # Where nothing is trained there are no gradients to exchange, and DDP takes no such model.
+    # DDP rejects models without trained parameters, which have no gradients to reduce anyway.
     is_replica = policy.data_parallel_mode == "ddp" and any(weight.requires_grad for weight in model.parameters())
     forward = replicate(model, mesh) if is_replica else model
     return ParallelModel(model, forward, mesh, fp8_weights)
 
 
-def require_possible(model: nn.Module, policy: ParallelPolicy, device_type: str) -> None:
-    """Raise ValueError that names the option for what `parallelize` cannot do to a model of this shape, or here.
+def check_parallelizable(model: nn.Module, policy: ParallelPolicy, device_type: str) -> None:
+    """Raise ValueError, naming the option, if `parallelize` cannot apply `policy` to this model on this machine.
 
-    Changes nothing and needs no memory, no device and no other rank: to be asked of a model on the meta device.
+    Changes nothing, and needs no device or other ranks; the model may be on the meta device.
     """
     layers = model.layers
     assert isinstance(layers, nn.ModuleList)
@@ -241,41 +246,39 @@ def require_possible(model: nn.Module, policy: ParallelPolicy, device_type: str)
         return
     units = sharding_units(model, policy.unit_modules, list(layers))
     if isinstance(model.lm_head, nn.Module):
-        _keep_head_whole(model.lm_head, units)
+        _check_head_unit(model.lm_head, units)
     else:
-        _keep_tied_head_at_root(model, units)
+        _check_tied_head(model, units)
     if policy.compile_backend is not None:
-        _keep_compiled_whole(layers, units)
+        _check_compiled_layers(layers, units)
 
 
-def _keep_head_whole(head: nn.Module, units: Sequence[nn.Module]) -> None:
-    """Raise ValueError for a unit within the head, which reads the parameters of its adapters by itself."""
+def _check_head_unit(head: nn.Module, units: Sequence[nn.Module]) -> None:
+    """Raise ValueError for a unit inside the head, because the head reads its adapters' parameters directly."""
     inner = {module for module in head.modules() if module is not head}
     if within := sorted({type(unit).__name__ for unit in units if unit in inner}):
         raise ValueError(
-            f"model.basic_modules: {', '.join(within)} stands beside the model's head too, which is a unit with all "
-            "that is in it: leave it out, or adapt no lm_head"
+            f"model.basic_modules: {', '.join(within)} is also part of the model's head, which must be a single unit: "
+            "leave it out, or put no adapter on lm_head"
         )
 
 
-def _keep_compiled_whole(layers: nn.ModuleList, units: Sequence[nn.Module]) -> None:
-    """Raise ValueError for a unit within a layer: what gathers its parameters does not fit into the layer's graph."""
+def _check_compiled_layers(layers: nn.ModuleList, units: Sequence[nn.Module]) -> None:
+    """Raise ValueError for a unit inside a layer, because a layer's graph cannot contain the gather of a unit."""
     inner = {module for layer in layers for module in layer.modules() if module is not layer}
     if within := sorted({type(unit).__name__ for unit in units if unit in inner}):
         raise ValueError(
-            f"model.basic_modules: {', '.join(within)} lies within a layer, and train.enable_compile makes one graph "
-            "of each layer: leave it out, or set train.enable_compile: false"
+            f"model.basic_modules: {', '.join(within)} is inside a layer, but train.enable_compile compiles each "
+            "layer to one graph: leave it out, or set train.enable_compile: false"
         )
 
 
-def _keep_tied_head_at_root(model: nn.Module, units: Sequence[nn.Module]) -> None:
-    """Raise ValueError for a unit with the weight that a tied head reads, which it would free before that."""
-    if isinstance(model.lm_head, nn.Module):
-        return
+def _check_tied_head(model: nn.Module, units: Sequence[nn.Module]) -> None:
+    """Raise ValueError for a unit that owns the tied head's weight, which it would free before the head runs."""
     head_weight = model.head_weight
     for unit in units:
         if any(parameter is head_weight for parameter in unit.parameters()):
             raise ValueError(
-                f"model.basic_modules: {type(unit).__name__} has the weight of the model's head (in a tied model, the "
-                "embedding's), which is used outside of that module too: leave it out"
+                f"model.basic_modules: {type(unit).__name__} owns the weight of the model's tied head, which is also "
+                "used outside of that module: leave it out"
             )

@@ -1,4 +1,4 @@
-"""Compilation: each decoder layer becomes one graph, shared by all layers alike and by packs of any length."""
+"""Compilation of decoder layers: one graph per layer, shared by identical layers and by packs of any length."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ from xorl.core import runtime
 from xorl.kernels.layout import SequenceLayout
 
 CompileBackend = Literal["inductor", "aot_eager", "eager"] | Callable[..., object]
-"""inductor generates code; the others run the captured graphs as they are, which is of use in tests; or one's own."""
+"""inductor generates code; eager and aot_eager run the captured graphs, for tests; or a custom backend."""
 
 
 def compile_layers(layers: Sequence[nn.Module], *, backend: CompileBackend, device_type: str) -> None:
-    """Compile the forward function of every layer, in place, when it is first called.
+    """Compile the forward function of every layer, in place; compilation happens on the first call.
 
-    A layer is a single graph, or an error: nothing in it falls back to the interpreter. The numbers of tokens and
-    documents are symbols, so there is one compilation for training and one for evaluation, whatever the packs, and
-    layers that differ in their parameters alone share it. What was compiled is kept on disk for later processes.
+    Each layer must compile to a single graph; a graph break is an error. The numbers of tokens and documents are
+    symbolic, so training and evaluation take one compilation each, whatever the packs. Layers that differ only in their
+    parameters share it. Compiled code is cached on disk for later processes.
 
-    Raises ValueError where the compiler that inductor calls is missing, or compiled code cannot be kept.
+    Raises ValueError if the compiler that inductor needs is missing, or if the cache folder is not writable.
     """
     require_compiler(backend, device_type)
     if backend == "inductor":
-        # Inductor takes seconds to import, and runs that compile nothing need not have it.
+        # Inductor takes seconds to import, so import it only when it is used.
         from torch._inductor import config as inductor  # noqa: PLC0415
         from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # noqa: PLC0415
 
         runtime.use_compile_cache(default_cache_dir())
-        # Inductor picks among kernels by timing them, so two processes might not pick the same.
+        # Inductor selects kernels by timing them, so two processes might select different ones.
         inductor.deterministic = torch.are_deterministic_algorithms_enabled()
-    # Buckets of replicated gradients need no seams in the graph of a layer, which is smaller than most of them.
+    # Do not split layer graphs at DDP bucket boundaries: most buckets are larger than a layer.
     torch._dynamo.config.optimize_ddp = False
-    # Compilations are counted by function, which all layers share. Two modes, and maybe all layers are different.
+    # The limit counts per function, which all layers share: two modes, and possibly every layer differs.
     limit = max(torch._dynamo.config.recompile_limit, 2 * len(layers))
     torch._dynamo.config.recompile_limit = limit
     for layer in layers:
-        layer.forward = _varying(torch.compile(layer.forward, fullgraph=True, backend=backend))
+        layer.forward = _mark_dynamic(torch.compile(layer.forward, fullgraph=True, backend=backend))
 
 
 def require_compiler(backend: CompileBackend, device_type: str) -> None:
-    """Raise ValueError where this machine lacks the compiler that `backend` calls."""
+    """Raise ValueError if the compiler that `backend` needs is not installed."""
     if backend == "inductor" and (missing := runtime.missing_compiler(device_type)) is not None:
         raise ValueError(f"train.enable_compile: {missing}; install it, or set the option to false")
 
 
-def _varying(compiled: Callable[..., object]) -> Callable[..., object]:
-    """`compiled`, told that the first dimension of its inputs varies: it would learn it by compiling twice."""
+def _mark_dynamic(compiled: Callable[..., object]) -> Callable[..., object]:
+    """`compiled` with the first dim of its inputs marked dynamic; otherwise torch detects that by recompiling."""
 
     def call(*inputs: object) -> object:
         for value in inputs:

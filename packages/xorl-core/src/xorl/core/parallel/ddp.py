@@ -12,11 +12,11 @@ from xorl.core.mesh import Mesh
 
 
 class Replicated(DistributedDataParallel):
-    """A replica. `on_last_bucket`, if set, is called in each exchange of gradients once the last ones are there.
+    """A replica. `on_last_bucket`, if set, is called in each backward pass once the last bucket is ready to reduce.
 
-    Its buckets are laid out once, in the reverse order of the parameters. torch would lay them out anew after the first
-    exchange, and where a gradient lies decides in which order ranks are added to it: a resumed run, whose first step is
-    another one, would be off by rounding.
+    Buckets are built once, in the reverse order of the parameters. torch would rebuild them after the first backward
+    pass. The layout determines the order in which gradients are summed over ranks, so a resumed run would differ by
+    rounding.
     """
 
     on_last_bucket: Callable[[], None] | None = None
@@ -25,7 +25,7 @@ class Replicated(DistributedDataParallel):
         super().__init__(module, **options)  # pyright: ignore[reportArgumentType]
         self.reducer._push_all_rebuilt_params()
         self._has_rebuilt_buckets = self.reducer._rebuild_buckets()
-        assert self._has_rebuilt_buckets, "torch lays buckets out once more, and no further time"
+        assert self._has_rebuilt_buckets, "torch rebuilds buckets only once"
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
         parameters, is_sparse = super()._build_params_for_reducer()
@@ -33,7 +33,7 @@ class Replicated(DistributedDataParallel):
 
 
 def replicate(model: nn.Module, mesh: Mesh) -> Replicated:
-    """`model` on every data-parallel rank, its gradients the sum over ranks after the backward pass."""
+    """Replicate `model` on every data-parallel rank; the backward pass sums gradients over ranks."""
     on_gpu = mesh.device_type == "cuda"
     module = Replicated(
         model,
@@ -46,7 +46,7 @@ def replicate(model: nn.Module, mesh: Mesh) -> Replicated:
 
 
 def _sum_gradients(replica: Replicated, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Sum a bucket over the ranks in fp32, whatever its dtype."""
+    """A communication hook that sums a bucket over the ranks in fp32, whatever its dtype."""
     buffer = bucket.buffer()
     work = dist.all_reduce(buffer.float(), group=replica.process_group, async_op=True)
     if bucket.is_last() and replica.on_last_bucket is not None:

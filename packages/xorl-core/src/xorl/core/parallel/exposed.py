@@ -1,14 +1,14 @@
-"""Exposed communication: where a device's own queue of work stands still for a collective of data parallelism.
+"""Exposed communication: times at which the compute stream waits for a collective of data parallelism.
 
-The one place that reaches into torch's FSDP2 (`FSDPParamGroup`), as torch 2.11 has it; a test notices where another
-torch reads otherwise. On a GPU, FSDP2 runs collectives on streams of their own, and the compute stream waits
+Patches FSDP2's `FSDPParamGroup` of torch 2.11; a test detects changes in other versions. On a GPU, FSDP2 runs
+collectives on separate streams, and the compute stream waits
 
 - in `wait_for_unshard`, for the all-gather of the parameters it needs next,
-- in `post_backward`, for the reduce-scatter of the unit before (one at a time, to bound memory),
+- in `post_backward`, for the reduce-scatter of the previous unit (one at a time, to bound memory),
 - in `_wait_for_post_backward`, at the end of the backward pass, for the reductions of every unit.
 
-What is recorded are those waits alone: copies in and out of the communication buffers are the compute stream's own work
-and count as such. On a CPU collectives block, and what is recorded are `unshard` and `post_backward`, copies included.
+Only these waits are recorded; copies in and out of communication buffers count as compute. On a CPU, collectives block,
+so all of `unshard` and `post_backward` is recorded, including copies.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from xorl.core.parallel.ddp import Replicated
 
 
 class WaitRecorder(Protocol):
-    """Takes in where waits begin and end, in the order of the queue."""
+    """Receives the start and end of each wait, in stream order."""
 
     def begin_wait(self) -> None: ...
 
@@ -35,10 +35,10 @@ class WaitRecorder(Protocol):
 
 
 def record_waits(model: ParallelModel, recorder: WaitRecorder) -> None:
-    """Tell `recorder` of every wait of `model`'s forward and backward passes for collectives over ranks; in place.
+    """Report every wait of `model`'s forward and backward passes for collectives to `recorder`; modifies `model`.
 
-    Under DDP a wait begins when the gradients of the last bucket are there, which is the end of the backward pass's
-    own work, and is left open: it ends where backward() returns, when every bucket has been reduced.
+    Under DDP, a wait starts when the last bucket is ready, which is the end of the backward pass's own work. Its end is
+    not reported: it ends when backward() returns, after all buckets have been reduced.
     """
     if model.mesh.dp_size == 1:
         return
@@ -59,7 +59,7 @@ def _param_groups(module: nn.Module) -> Iterator[FSDPParamGroup]:
 
 
 def _record_stream_waits(group: FSDPParamGroup, recorder: WaitRecorder) -> None:
-    # Attributes of the instance hide the class's methods, by which names FSDP2 calls them.
+    # FSDP2 looks these methods up on the instance, so instance attributes override them.
     wait_for_unshard, post_backward = group.wait_for_unshard, group.post_backward
     wait_for_reductions = group._wait_for_post_backward
     is_trained = any(parameter.sharded_param.requires_grad for parameter in group.fsdp_params)
@@ -72,7 +72,7 @@ def _record_stream_waits(group: FSDPParamGroup, recorder: WaitRecorder) -> None:
 
     def recorded_post_backward(*unused: object) -> None:
         reduction = group.comm_ctx.reduce_scatter_state
-        # post_backward itself waits for it before it queues any work, if it has gradients to reduce.
+        # If there are gradients to reduce, post_backward waits for this event before it queues any work.
         if is_trained and group.reduce_grads and reduction is not None and reduction.event is not None:
             _wait(reduction.event)
         post_backward(*unused)
@@ -84,7 +84,7 @@ def _record_stream_waits(group: FSDPParamGroup, recorder: WaitRecorder) -> None:
             wait_for_reductions()
 
     def _wait(event: torch.Event) -> None:
-        # The wait that follows within finds nothing left to wait for.
+        # FSDP2's own wait, which follows, then returns at once.
         with _recorded(recorder):
             torch.cuda.current_stream().wait_event(event)
 

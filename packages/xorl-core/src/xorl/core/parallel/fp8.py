@@ -1,7 +1,7 @@
-"""The fp8 copies of weights: made once when the parameters have changed, gathered in fp8 where they are sharded.
+"""fp8 copies of weights: computed once after each parameter update, and gathered in fp8 if sharded.
 
-Only weights with one scale (`tensorwise`) have such copies. With scales by row the gradient of the input would need a
-second copy, by column; so `rowwise` gathers in the compute dtype and casts what was gathered.
+Only the `tensorwise` recipe uses such copies. With row-wise scales, the gradient of the input would need a second copy
+with column-wise scales; so `rowwise` gathers in the compute dtype and casts the gathered weight.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from torch.distributed.tensor import DTensor
 
 from xorl.core.nn.fp8 import Fp8Linear
 from xorl.core.parallel.fsdp import shard_groups, sharded_parameters
-from xorl.kernels.quant import E4M3, cast_into_
+from xorl.kernels.quant.fp8 import E4M3, cast_into_
 
 
 @dataclass(frozen=True)
 class _Copy:
-    """A weight, or this rank's rows of it [R, I], and the memory for the same rows in fp8 and the weight's scale."""
+    """A weight, or this rank's rows [R, I] of it, with buffers for their fp8 copy and for the weight's scale."""
 
     source: nn.Parameter | FSDPParam
     values_fp8: Tensor
     descale: Tensor
 
     def values(self) -> Tensor:
-        """The rows as they are now; of a shard, those that pad it to the length of all shards too, which are zero."""
+        """The current values of the rows; for a shard, including its padding to the common length, which is zero."""
         if isinstance(self.source, FSDPParam):
             return self.source._sharded_param_data.view(self.values_fp8.shape)
         return self.source
 
 
 class Fp8Weights:
-    """Keeps the fp8 copies of a placed model's weights current: once a step, whatever is run in it.
+    """Keeps the fp8 copies of a parallelized model's weights current, with one refresh per update.
 
-    Copies are made anew before a forward pass of the model if any weight was written to since, which its version
-    tells, or `invalidate` was called. The scales of sharded weights are those of the whole matrices, all found by one
-    collective: every rank writes to its parameters at the same points, so that all come to it together.
+    Before a forward pass, the copies are recomputed if the version counter of any weight has changed or `invalidate`
+    was called. Scales of sharded weights are those of the whole matrices, reduced in one collective. Every rank updates
+    its parameters at the same points, so all ranks call the collective together.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -53,16 +53,16 @@ class Fp8Weights:
         ]
         self._groups = shard_groups(linears[0].weight) if linears else []
         self._versions: list[int] = []
-        # Before FSDP2's own hook: its streams wait for what was queued until then.
+        # Runs before FSDP2's own hook, whose streams wait for the work queued so far.
         model.register_forward_pre_hook(lambda *_: self.refresh(), prepend=True)
 
     def invalidate(self) -> None:
-        """Say that parameters have changed, in case they were written to in a way that torch does not count."""
+        """Force a refresh, after parameters changed in a way that their version counters do not record."""
         self._versions = []
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Bring all copies up to date; collective where weights are sharded."""
+        """Recompute the copies if they are out of date; collective if weights are sharded."""
         weights = [copy.values() for copy in self._copies]
         versions = [weight._version for weight in weights]
         if versions == self._versions or not weights:
@@ -83,15 +83,15 @@ def _copy_whole(linear: Fp8Linear) -> _Copy:
 
 
 def _gather_in_fp8(linear: Fp8Linear, parameter: FSDPParam) -> _Copy:
-    """Let FSDP2 gather the fp8 copy of a shard in place of its values.
+    """Make FSDP2 gather the fp8 copy of a shard instead of its values.
 
-    FSDP2 asks the local tensor of a sharded parameter for what to gather (`fsdp_pre_all_gather`) and hands the result
-    back (`fsdp_post_all_gather`). The two functions are put on that one tensor, which stays a plain one, so optimizers
-    and checkpoints see no difference; a tensor subclass would have to answer for each of their operations.
+    FSDP2 calls `fsdp_pre_all_gather` on the local tensor of a sharded parameter to get the tensors to gather, and
+    `fsdp_post_all_gather` with the result. Both functions are set on this one plain tensor, so optimizers and
+    checkpoints are not affected; a tensor subclass would have to implement all of their operations.
 
-    The gathered parameter is a placeholder: it has the shape and dtype and takes the gradient, but one value, NaN.
+    The unsharded parameter is a placeholder with the right shape and dtype that receives the gradient; it is all NaN.
     """
-    # The filled parameter may be another one than was sharded, and shards of unequal length are padded now.
+    # Initialisation may have replaced the sharded parameter; this also pads shards to equal length.
     parameter.reset_sharded_param()
     device = parameter._sharded_param_data.device
     shard_fp8 = torch.zeros(parameter.padded_sharded_param_size, dtype=E4M3, device=device)
@@ -102,15 +102,15 @@ def _gather_in_fp8(linear: Fp8Linear, parameter: FSDPParam) -> _Copy:
     def pre_all_gather(
         mesh: DeviceMesh, size: torch.Size, stride: tuple[int, ...], module: nn.Module, policy: MixedPrecisionPolicy
     ) -> tuple[tuple[Tensor, ...], None]:
-        return (shard_fp8.view(torch.uint8),), None  # bytes, which every communication library knows
+        return (shard_fp8.view(torch.uint8),), None  # as bytes, which every communication library supports
 
     def post_all_gather(
         gathered: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> None:
-        (rows,) = gathered  # [ranks * R, I], in memory that FSDP2 frees and fills again
+        (rows,) = gathered  # [ranks * R, I], in a buffer that FSDP2 frees and refills
         if linear.weight_fp8 is None:
             linear.weight_fp8 = rows[: linear.out_features].view(E4M3)
-        assert linear.weight_fp8.untyped_storage()._cdata == rows.untyped_storage()._cdata, "FSDP2 keeps its memory"
+        assert linear.weight_fp8.untyped_storage()._cdata == rows.untyped_storage()._cdata, "FSDP2 reuses its buffer"
 
     tensor = cast(DTensor, parameter.sharded_param)._local_tensor
     tensor.fsdp_pre_all_gather = pre_all_gather  # pyright: ignore[reportAttributeAccessIssue]

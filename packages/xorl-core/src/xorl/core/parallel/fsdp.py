@@ -1,4 +1,4 @@
-"""Sharding by FSDP2: which modules are units, in which dtype they travel, and sums instead of means."""
+"""Sharding with FSDP2: selection of units, dtypes of collectives, and gradients summed instead of averaged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from xorl.core.parallel.copy_engine import CopyEngineAllGather, CopyEngineReduceScatter, copy_engines_reach
+from xorl.core.parallel.copy_engine import CopyEngineAllGather, CopyEngineReduceScatter, can_use_copy_engines
 
 
 def shard(
@@ -31,36 +31,36 @@ def shard(
 ) -> None:
     """Shard each of `units`, innermost first, and then the rest of `model` over `mesh`, in place.
 
-    `kept` are units that end the forward pass and begin the backward pass: freeing them in between gains nothing. A
-    unit's parameters are gathered together, in param_dtype (None: their own). Gradients are reduced in fp32, as sums.
+    `kept` are units that stay gathered between forward and backward pass, because they run last and first in them. A
+    unit's parameters are gathered together, in param_dtype (None: their own dtype). Gradients are summed, in fp32.
     cpu_offload keeps parameters, gradients and optimizer state in host memory.
     """
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    # Only memory that a GPU copies from can be pinned.
+    # Memory can be pinned only if there is a GPU.
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
     for unit in units:
         frees = reshard_after_forward and unit not in kept
         fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=frees)
-    # What is left is the embedding, which a tied head reads too.
+    # The root holds the embedding, which a tied head also reads.
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # The default divides by the number of ranks. A factor alone asks for PREMUL_SUM, which gloo lacks.
+            # By default, FSDP2 divides by the number of ranks. Without force_sum it uses PREMUL_SUM, which gloo lacks.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     if has_copy_engines(mesh):
-        _communicate_by_copy_engines(model, mesh.get_group(mesh.ndim - 1), param_dtype)
+        _use_copy_engines(model, mesh.get_group(mesh.ndim - 1), param_dtype)
 
 
 def has_copy_engines(mesh: DeviceMesh) -> bool:
-    """Whether what is sharded over `mesh` is gathered and reduced by copy engines. Collective."""
-    return mesh.device_type == "cuda" and copy_engines_reach(mesh.get_group(mesh.ndim - 1))
+    """Whether parameters sharded over `mesh` are gathered and reduced by copy engines. Collective."""
+    return mesh.device_type == "cuda" and can_use_copy_engines(mesh.get_group(mesh.ndim - 1))
 
 
-def _communicate_by_copy_engines(model: nn.Module, group: dist.ProcessGroup, param_dtype: torch.dtype | None) -> None:
+def _use_copy_engines(model: nn.Module, group: dist.ProcessGroup, param_dtype: torch.dtype | None) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     all_gather = CopyEngineAllGather(group, device)
-    # Gradients are in the dtype that is computed in, of which a model without param_dtype may have several.
+    # Gradients have the compute dtype. Without param_dtype, a model may have several; then NCCL reduces.
     trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
     dtypes = trained if param_dtype is None else {param_dtype}
     reduce_scatter = CopyEngineReduceScatter(group, device, dtypes.pop()) if len(dtypes) == 1 else None
@@ -72,7 +72,7 @@ def _communicate_by_copy_engines(model: nn.Module, group: dist.ProcessGroup, par
 
 
 def prefetch_forward(units: Sequence[nn.Module]) -> None:
-    """Gather each unit's parameters while the one before it computes."""
+    """Gather each unit's parameters while the previous unit computes."""
     for unit, following in pairwise(units):
         assert isinstance(unit, FSDPModule)
         assert isinstance(following, FSDPModule)
@@ -80,33 +80,33 @@ def prefetch_forward(units: Sequence[nn.Module]) -> None:
 
 
 @contextmanager
-def keeping_gathered(model: nn.Module) -> Iterator[None]:
-    """Within, what a forward pass gathers stays gathered: passes after the first one gather nothing.
+def no_reshard_after_forward(model: nn.Module) -> Iterator[None]:
+    """A context in which parameters stay gathered after a forward pass, so that later passes gather nothing.
 
-    It stays so afterwards too, until the next forward or backward pass, or `ParallelModel.drop_gathered`, frees it.
+    Afterwards, the next forward or backward pass frees them, or `ParallelModel.drop_gathered`.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    freeing = [unit for unit in units if _frees_after_forward(unit)]
-    for unit in freeing:
+    resharding = [unit for unit in units if _reshards_after_forward(unit)]
+    for unit in resharding:
         unit.set_reshard_after_forward(False, recurse=False)
     try:
         yield
     finally:
-        for unit in freeing:
+        for unit in resharding:
             unit.set_reshard_after_forward(True, recurse=False)
 
 
 def is_gathered(units: Sequence[FSDPModule]) -> bool:
-    """Whether the parameters of all units are gathered at present."""
+    """Whether the parameters of all units are currently gathered."""
     groups = (unit._get_fsdp_state()._fsdp_param_group for unit in units)
     return all(group is None or group.is_unsharded for group in groups)
 
 
 @contextmanager
-def within_gathered(root: FSDPModule) -> Iterator[None]:
-    """Around a forward pass of a model whose parameters are all gathered: FSDP2 queues nothing on streams of its own.
+def without_fsdp_streams(root: FSDPModule) -> Iterator[None]:
+    """A context for a forward pass with all parameters gathered, in which FSDP2 uses no streams of its own.
 
-    A CUDA graph could not record that. The outermost unit queues it, which is told that it is not.
+    A CUDA graph cannot capture that work. Only the root unit queues it, so mark the root as not being the root.
     """
     state = root._get_fsdp_state()
     state._state_ctx.iter_forward_root = state
@@ -116,10 +116,10 @@ def within_gathered(root: FSDPModule) -> Iterator[None]:
         state._state_ctx.iter_forward_root = None
 
 
-def abandon_pass(model: nn.Module) -> None:
-    """Let every unit be as it was before a forward or backward pass that did not come to its end, but for gradients.
+def reset_after_failure(model: nn.Module) -> None:
+    """Reset every unit after a forward or backward pass that raised.
 
-    Sharded parameters keep what gradients the pass has added so far.
+    Gradients that the pass has already accumulated in sharded parameters are kept.
     """
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
@@ -136,7 +136,7 @@ def abandon_pass(model: nn.Module) -> None:
         if (group := state._fsdp_param_group) is None:
             continue
         group._training_state = TrainingState.IDLE
-        # What is gathered ahead is waited for, and dropped.
+        # Wait for prefetched gathers and drop them.
         group.finalize_backward()
         group._partial_reduce_output = None
         for parameter in group.fsdp_params:
@@ -146,13 +146,13 @@ def abandon_pass(model: nn.Module) -> None:
         group.reshard()
 
 
-def _frees_after_forward(unit: FSDPModule) -> bool:
+def _reshards_after_forward(unit: FSDPModule) -> bool:
     group = unit._get_fsdp_state()._fsdp_param_group
     return group is not None and group.post_forward_mesh_info is not None
 
 
 def sharded_parameters(model: nn.Module) -> dict[tuple[nn.Module, str], FSDPParam]:
-    """What FSDP2 knows of each parameter that it has sharded, by the module that has it and its name there."""
+    """FSDP2's record of each sharded parameter, by the module that owns it and its name there."""
     found: dict[tuple[nn.Module, str], FSDPParam] = {}
     for unit in model.modules():
         group = unit._get_fsdp_state()._fsdp_param_group if isinstance(unit, FSDPModule) else None
@@ -162,15 +162,15 @@ def sharded_parameters(model: nn.Module) -> dict[tuple[nn.Module, str], FSDPPara
 
 
 def shard_groups(weight: Tensor) -> list[dist.ProcessGroup]:
-    """The groups of ranks over which the rows of `weight` are spread; none where each has it whole."""
+    """The process groups over which the rows of `weight` are sharded; empty if it is not sharded."""
     if not isinstance(weight, DTensor):
         return []
     mesh = weight.device_mesh
-    return [mesh.get_group(axis) for axis, where in enumerate(weight.placements) if isinstance(where, Shard)]
+    return [mesh.get_group(axis) for axis, placement in enumerate(weight.placements) if isinstance(placement, Shard)]
 
 
 def local_part(parameter: Tensor) -> tuple[Tensor, Sequence[int]]:
-    """What this rank holds of `parameter`, sharing its memory, and the index at which that begins in the whole."""
+    """This rank's part of `parameter`, sharing its memory, and the index of its first element in the whole."""
     if not isinstance(parameter, DTensor):
         return parameter, (0,) * parameter.dim()
     _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
@@ -179,18 +179,18 @@ def local_part(parameter: Tensor) -> tuple[Tensor, Sequence[int]]:
 
 @torch.no_grad()
 def copy_shard_(parameter: Tensor, full: Tensor) -> None:
-    """Copy this rank's part of `full`, which every rank holds, into `parameter`, sharded or not. Not collective."""
+    """Copy this rank's part of `full`, the whole tensor, into `parameter`, sharded or not. Not collective."""
     part, offset = local_part(parameter)
     part.copy_(full[tuple(slice(start, start + size) for start, size in zip(offset, part.shape, strict=True))])
 
 
 def sharding_units(model: nn.Module, names: Sequence[str], always: Sequence[nn.Module]) -> list[nn.Module]:
-    """`always` and the modules whose class or last path component is in `names`, innermost first.
+    """`always`, and the modules whose class or last path component is in `names`, innermost first.
 
-    The name of a class is that of its subclasses too: however a layer keeps its weight, or multiplies, it is a Linear.
-    Parameters are gathered around a module's forward, so one without, such as an adapter's part of its layer's name, is
-    passed over. `model` itself is none of the units: what none takes is its own. Raises ValueError for a name that no
-    module has, or none with a forward.
+    A class name includes its subclasses, so Linear also selects layers with quantised weights or fp8. Parameters are
+    gathered around a module's forward, so modules without one are skipped, such as an adapter's part with the name of
+    its layer. `model` itself is not included. Raises ValueError for a name that matches no module, or only modules
+    without a forward.
     """
     found: list[tuple[int, nn.Module]] = []
     named: dict[str, list[nn.Module]] = {name: [] for name in names}
@@ -204,13 +204,12 @@ def sharding_units(model: nn.Module, names: Sequence[str], always: Sequence[nn.M
     if unmatched := sorted(name for name, modules in named.items() if not modules):
         known = sorted({type(module).__name__ for module in model.modules() if any(True for _ in module.parameters())})
         raise ValueError(
-            f"model.basic_modules: no module is named {', '.join(unmatched)}; the classes here are {', '.join(known)}"
+            f"model.basic_modules: no module is named {', '.join(unmatched)}; the model has {', '.join(known)}"
         )
     for modules in named.values():
         if not any(map(_has_forward, modules)):
             raise ValueError(
-                f"model.basic_modules: {type(modules[0]).__name__} is computed by the module around it, not by itself: "
-                "leave it out"
+                f"model.basic_modules: {type(modules[0]).__name__} has no forward, its parent computes it: leave it out"
             )
     return [module for _, module in sorted(found, key=lambda item: -item[0])]
 

@@ -1,8 +1,8 @@
-"""Activation offloading: what layers save for the backward pass waits in host memory, and comes back a layer ahead.
+"""Activation offloading: tensors saved for the backward pass move to host memory and are fetched one layer ahead.
 
-Traffic runs on one stream of its own: to the host while the following layers compute their forward pass, back while the
-layer after computes its backward pass. With recomputed layers that is one [T, D] tensor a layer, the cheapest way to
-save memory; without, everything that a layer saves.
+Copies run on a separate stream: to the host while later layers compute their forward pass, and back while the next
+layer computes its backward pass. With recomputed layers, only one [T, D] tensor per layer is offloaded, the cheapest
+way to save memory; otherwise, everything that a layer saves.
 """
 
 from __future__ import annotations
@@ -22,48 +22,48 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from xorl.core.nn.fp8 import Fp8Linear
 
-# Smaller storages are not worth a copy of their own: a layer has a few, of norms and document borders.
+# Smaller storages are not worth a copy: a layer saves a few, for norms and document boundaries.
 MIN_BYTES = 1 << 20
-# Host memory is handed out in pages, so packs of any length share it without gaps; a slab is pinned at a time, a power
-# of two since torch's pinned memory is rounded up to one.
+# Host memory is allocated in pages, so packs of any length share it without fragmentation. It is pinned in slabs, whose
+# size is a power of two because torch rounds pinned allocations up to one.
 PAGE_BYTES = 16 << 20
-PAGES_OF_SLAB = 16
+PAGES_PER_SLAB = 16
 PLAIN = (Tensor, nn.Parameter)
 
 
 class ActivationOffload:
-    """Offloads what the layers of one model save, keeping the `limit_bytes` saved last on the device.
+    """Offloads the activations that the layers of one model save, except for the `limit_bytes` saved last.
 
-    On a CPU device it copies within host memory, without a stream: of use in tests alone.
-    Tensors are handled by storage, so views of one are copied once. Parameters (whatever shares their storage), their
-    copies in fp8, tensors that layers take besides their first, and storages below `min_bytes` stay where they are.
+    On a CPU device it copies within host memory, without a stream; this is for tests only. Tensors are handled by
+    storage, so views of one storage are copied once. Not offloaded are parameters and tensors that share their storage,
+    fp8 copies of weights, inputs of a layer other than the first, and storages below `min_bytes`.
     """
 
     def __init__(self, device: torch.device, *, limit_bytes: float, min_bytes: int = MIN_BYTES) -> None:
-        self._traffic = _Traffic(device)
+        self._transfers = _Transfers(device)
         self._limit_bytes = limit_bytes
         self._min_bytes = min_bytes
         self._kept: deque[_Group] = deque()
-        self._last: _Group | None = None
+        self._last_group: _Group | None = None
 
     @property
     def host_bytes(self) -> int:
-        """Host memory taken so far; it is reused, and never given back."""
-        return self._traffic.pages.num_bytes
+        """Host memory allocated so far; it is reused and never freed."""
+        return self._transfers.pages.num_bytes
 
     @property
     def traffic_bytes(self) -> int:
         """Bytes copied to the host so far."""
-        return self._traffic.bytes_to_host
+        return self._transfers.bytes_to_host
 
     def install(self, layers: Sequence[nn.Module]) -> None:
-        """Wrap the forward functions of `layers`, in the order in which they run; changes them in place.
+        """Wrap the forward functions of `layers`, given in execution order, in place.
 
-        What the last layer saves stays: the backward pass begins with it, and meanwhile the layer before comes back.
+        The last layer is not offloaded: the backward pass starts with it, while the layer before is fetched.
         """
         for index, layer in enumerate(layers[:-1]):
             layer.forward = self._offloaded(layer, layer.forward, is_first=index == 0)
-        layers[-1].forward = self._announcing(layers[-1].forward)
+        layers[-1].forward = self._prefetching(layers[-1].forward)
 
     def _offloaded(self, layer: nn.Module, forward: Callable[..., Tensor], *, is_first: bool) -> Callable[..., Tensor]:
         def offloaded(hidden: Tensor, *inputs: object) -> Tensor:
@@ -76,40 +76,40 @@ class ActivationOffload:
 
         return offloaded
 
-    def _announcing(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def announcing(*inputs: object) -> Tensor:
+    def _prefetching(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def prefetching(*inputs: object) -> Tensor:
             output = forward(*inputs)
-            group = self._last
+            group = self._last_group
             if group is not None and output.requires_grad:
-                # Called when the gradient of the output is there: the backward pass of this layer is what comes next.
+                # Runs when the gradient of the output is ready, just before the backward pass of this layer.
                 output.register_hook(lambda _: group.fetch())
             return output
 
-        return announcing
+        return prefetching
 
     def _start(self) -> None:
-        """A forward pass begins: what an earlier one may have left without a backward pass is not waited for."""
+        """Start a forward pass. Drop groups of an earlier pass that had no backward pass."""
         self._kept.clear()
-        self._last = None
+        self._last_group = None
 
     @contextmanager
     def _saving(self, layer: nn.Module, inputs: Sequence[object]) -> Iterator[None]:
-        group = _Group(self._last, self._traffic)
+        group = _Group(self._last_group, self._transfers)
         saved: dict[int, _Block] = {}
-        # Sharded parameters have their gathered values only while the module runs that they are gathered for.
-        stay = {_address(tensor) for tensor in (*_plain(_weights(layer)), *_tensors(inputs))}
+        # Collected now, because the gathered values of sharded parameters exist only while their unit runs.
+        excluded = {_address(tensor) for tensor in (*_plain(_weights(layer)), *_tensors(inputs))}
         gathers_inside = any(isinstance(module, FSDPModule) for module in layer.modules() if module is not layer)
 
-        def stays(tensor: Tensor) -> bool:
+        def is_excluded(tensor: Tensor) -> bool:
             if type(tensor) not in PLAIN or tensor.layout != torch.strided or tensor.is_conj():
                 return True
-            if tensor.device != self._traffic.device or tensor.untyped_storage().nbytes() < self._min_bytes:
+            if tensor.device != self._transfers.device or tensor.untyped_storage().nbytes() < self._min_bytes:
                 return True
             address = _address(tensor)
-            return address in stay or (gathers_inside and address in map(_address, _plain(_weights(layer))))
+            return address in excluded or (gathers_inside and address in map(_address, _plain(_weights(layer))))
 
         def pack(tensor: Tensor) -> Tensor | _View:
-            if stays(tensor):
+            if is_excluded(tensor):
                 return tensor
             address = _address(tensor)
             if address not in saved:
@@ -119,13 +119,13 @@ class ActivationOffload:
 
         with saved_tensors_hooks(pack, _unpack):
             yield
-        self._last = group
+        self._last_group = group
         self._kept.append(group)
         self._evict()
 
     def _evict(self) -> None:
-        """Send the groups that were saved first on their way, until what is kept is within the limit."""
-        self._traffic.release(num_left=1)
+        """Offload the oldest groups until the rest is within the limit."""
+        self._transfers.release(num_left=1)
         num_bytes = sum(group.num_bytes for group in self._kept)
         while self._kept and num_bytes > self._limit_bytes:
             group = self._kept.popleft()
@@ -134,14 +134,14 @@ class ActivationOffload:
 
 
 def _tensors(inputs: Sequence[object]) -> Iterator[Tensor]:
-    """The tensors among `inputs`, which may be in tuples or be attributes of them."""
+    """The tensors among `inputs`, in tuples in it, and among the attributes of other inputs."""
     for value in inputs:
         parts = value if isinstance(value, tuple) else [value, *getattr(value, "__dict__", {}).values()]
         yield from (part for part in parts if isinstance(part, Tensor))
 
 
 def _weights(layer: nn.Module) -> Iterator[Tensor]:
-    """The parameters of `layer`, and the copies in fp8 that are computed with in their place."""
+    """The parameters of `layer`, and the fp8 copies used in their place."""
     yield from layer.parameters()
     for module in layer.modules():
         if isinstance(module, Fp8Linear) and module.weight_fp8 is not None:
@@ -149,7 +149,7 @@ def _weights(layer: nn.Module) -> Iterator[Tensor]:
 
 
 def _plain(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The plain tensors that `tensors` are, or are made of; what is sharded is not what a layer computes with."""
+    """The plain tensors among `tensors` and inside wrapper subclasses, except DTensors: layers use gathered values."""
     for tensor in tensors:
         if type(tensor) in PLAIN:
             yield tensor
@@ -163,7 +163,7 @@ def _address(tensor: Tensor) -> int:
 
 
 class _Block:
-    """The bytes of one storage: on the device, in pages of the host, or both. What refers to it are saved tensors."""
+    """The bytes of one storage: on the device, in host pages, or both. Saved tensors hold references to it."""
 
     def __init__(self, device_bytes: Tensor, group: _Group) -> None:
         self.num_bytes = device_bytes.numel()
@@ -173,7 +173,7 @@ class _Block:
 
 
 class _View(NamedTuple):
-    """A saved tensor: how it lies in its storage."""
+    """A saved tensor, as a strided view of its storage."""
 
     block: _Block
     dtype: torch.dtype
@@ -193,17 +193,17 @@ def _unpack(packed: Tensor | _View) -> Tensor:
 
 
 class _Group:
-    """What one layer saved in one forward pass.
+    """The tensors that one layer saved in one forward pass.
 
-    It refers to its blocks weakly: they are freed one by one, as the backward pass of the layer is done with them.
+    References to blocks are weak, so that the layer's backward pass frees each block when it is done with it.
     """
 
-    def __init__(self, previous: _Group | None, traffic: _Traffic) -> None:
+    def __init__(self, previous: _Group | None, transfers: _Transfers) -> None:
         self._previous = previous
-        self._traffic = traffic
+        self._transfers = transfers
         self._blocks: list[weakref.ref[_Block]] = []
         self._arriving: list[Tensor] = []
-        self._arrival: _Moment | None = None
+        self._arrival: _StreamEvent | None = None
         self._is_used = False
 
     def add(self, device_bytes: Tensor) -> _Block:
@@ -216,11 +216,11 @@ class _Group:
         return sum(block.num_bytes for block in self._alive())
 
     def to_host(self) -> None:
-        """Begin to copy what is still needed to the host, and give up the device's memory when that is done."""
-        self._traffic.to_host([block for block in self._alive() if block.device_bytes is not None])
+        """Start copying the blocks still in use to the host. Their device memory is freed once that is done."""
+        self._transfers.to_host([block for block in self._alive() if block.device_bytes is not None])
 
     def use(self) -> None:
-        """The backward pass of the layer begins, or goes on: the bytes are on the device for what is queued next."""
+        """Called for every tensor that the backward pass reads; the first call waits for the blocks to arrive."""
         if self._is_used:
             return
         self._is_used = True
@@ -233,11 +233,11 @@ class _Group:
             self._previous = None
 
     def fetch(self) -> None:
-        """Begin to copy back what is on the host, once."""
+        """Start copying blocks back from the host, once."""
         blocks = [block for block in self._alive() if block.device_bytes is None]
         if blocks and self._arrival is None:
-            # Held until a stream that frees them has waited, whatever becomes of the blocks.
-            self._arriving, self._arrival = self._traffic.to_device(blocks)
+            # Keep the tensors alive until the compute stream has waited for the copy, even if the blocks are freed.
+            self._arriving, self._arrival = self._transfers.to_device(blocks)
 
     def _alive(self) -> list[_Block]:
         return [block for reference in self._blocks if (block := reference()) is not None]
@@ -247,8 +247,8 @@ class _Group:
             self._arrival.wait()
 
 
-class _Moment:
-    """A point in the work of the traffic's stream, for which the computing stream waits; on a CPU, nothing."""
+class _StreamEvent:
+    """An event on the copy stream that the compute stream can wait for; a no-op on a CPU."""
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self._event = None if stream is None else stream.record_event()
@@ -258,44 +258,44 @@ class _Moment:
             torch.cuda.current_stream().wait_event(self._event)
 
 
-class _Traffic:
-    """Copies between a device and host pages, in the order in which they are asked for."""
+class _Transfers:
+    """Copies between a device and host pages, in the order of the calls."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.pages = _Pages(pinned=device.type == "cuda")
+        self.pages = _PagePool(pinned=device.type == "cuda")
         self.bytes_to_host = 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._leaving: deque[tuple[_Moment, list[Tensor]]] = deque()
+        self._outgoing: deque[tuple[_StreamEvent, list[Tensor]]] = deque()
 
     def to_host(self, blocks: list[_Block]) -> None:
-        """Begin to copy `blocks`; `release` frees their memory on the device."""
+        """Start copying `blocks` to the host; `release` frees their device memory."""
         sources: list[Tensor] = []
         with self._after_compute():
             for block in blocks:
                 assert block.device_bytes is not None
                 if not block.pages:
-                    block.pages = self.pages.take(block.num_bytes)
-                    weakref.finalize(block, self.pages.give_back, block.pages).atexit = False
+                    block.pages = self.pages.allocate(block.num_bytes)
+                    weakref.finalize(block, self.pages.free, block.pages).atexit = False
                     for page, part in _pairs(block.pages, block.device_bytes):
                         page.copy_(part, non_blocking=True)
                     self.bytes_to_host += block.num_bytes
                 sources.append(block.device_bytes)
                 block.device_bytes = None
-        self._leaving.append((_Moment(self._stream), sources))
+        self._outgoing.append((_StreamEvent(self._stream), sources))
 
     def release(self, num_left: int = 0) -> None:
-        """Free what has left the device, but for the `num_left` groups that were sent last.
+        """Free the device memory of offloaded groups, except for the last `num_left`.
 
-        The computing stream waits, should the copies be slower than it: what is on its way is bounded, and memory that
-        a copy reads is never handed out.
+        The compute stream waits for the copies. This bounds the memory in flight, and memory that a copy still reads is
+        not reused.
         """
-        while len(self._leaving) > num_left:
-            moment, _ = self._leaving.popleft()
-            moment.wait()
+        while len(self._outgoing) > num_left:
+            event, _ = self._outgoing.popleft()
+            event.wait()
 
-    def to_device(self, blocks: list[_Block]) -> tuple[list[Tensor], _Moment]:
-        """Begin to copy `blocks` back, into memory of the computing stream."""
+    def to_device(self, blocks: list[_Block]) -> tuple[list[Tensor], _StreamEvent]:
+        """Start copying `blocks` back, into memory allocated on the compute stream."""
         self.release()
         arriving = [torch.empty(block.num_bytes, dtype=torch.uint8, device=self.device) for block in blocks]
         with self._after_compute():
@@ -303,11 +303,11 @@ class _Traffic:
                 for page, part in _pairs(block.pages, target):
                     part.copy_(page, non_blocking=True)
                 block.device_bytes = target
-        return arriving, _Moment(self._stream)
+        return arriving, _StreamEvent(self._stream)
 
     @contextmanager
     def _after_compute(self) -> Iterator[None]:
-        """Within it, copies are queued behind what the computing stream was given so far."""
+        """A context for copies that run after the work queued on the compute stream so far."""
         if self._stream is None:
             yield
             return
@@ -320,22 +320,22 @@ def _pairs(pages: list[Tensor], whole: Tensor) -> Iterator[tuple[Tensor, Tensor]
     return ((page[: part.numel()], part) for page, part in zip(pages, whole.split(PAGE_BYTES), strict=True))
 
 
-class _Pages:
-    """Host memory in pages. A page may be taken again while a copy still reads it: copies keep their order."""
+class _PagePool:
+    """A pool of host pages. A page may be reused while a copy still reads it, because copies run in order."""
 
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
         self._free: list[Tensor] = []
         self.num_bytes = 0
 
-    def take(self, num_bytes: int) -> list[Tensor]:
+    def allocate(self, num_bytes: int) -> list[Tensor]:
         num_pages = -(-num_bytes // PAGE_BYTES)
         while len(self._free) < num_pages:
-            slab = torch.empty(PAGES_OF_SLAB * PAGE_BYTES, dtype=torch.uint8, pin_memory=self._pinned)
+            slab = torch.empty(PAGES_PER_SLAB * PAGE_BYTES, dtype=torch.uint8, pin_memory=self._pinned)
             self._free += slab.split(PAGE_BYTES)
             self.num_bytes += slab.numel()
         taken, self._free = self._free[-num_pages:], self._free[:-num_pages]
         return taken
 
-    def give_back(self, pages: list[Tensor]) -> None:
+    def free(self, pages: list[Tensor]) -> None:
         self._free += pages

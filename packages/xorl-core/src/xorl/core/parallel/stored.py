@@ -1,4 +1,4 @@
-"""Frozen weights that are kept in another form travel between ranks as they are kept: quantised ones as their bytes."""
+"""Sharding of frozen weights in other storage formats: quantised weights are gathered as bytes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from xorl.core.parallel.fsdp import sharded_parameters
 
 
 @contextmanager
-def sharding_of_bytes() -> Iterator[None]:
-    """Let `fully_shard` take frozen parameters of integers.
+def allow_integer_parameters() -> Iterator[None]:
+    """A context in which `fully_shard` accepts frozen integer parameters.
 
-    It makes each sharded parameter as one that needs a gradient, which integers cannot, and only then asks whether the
-    parameter does. So its module gets another nn.Parameter meanwhile, which asks first.
+    FSDP2 creates each sharded parameter with requires_grad=True, which integers do not support, and only then copies
+    the flag of the original. This replaces nn.Parameter in FSDP2's module by a function that checks the dtype.
     """
 
     def parameter(data: Tensor) -> nn.Parameter:
@@ -38,19 +38,19 @@ def sharding_of_bytes() -> Iterator[None]:
 
 
 def gather_as_stored(model: nn.Module) -> None:
-    """Let FSDP2 gather what `Linear.stored` names in its own dtype, where `model` is sharded; after it was filled.
+    """Make FSDP2 gather the parameters named in `Linear.stored` in their own dtype. Call it after initialisation.
 
-    FSDP2 would cast every parameter of a unit to the dtype of its mixed precision, bytes too. It asks the local tensor
-    of a sharded parameter what to gather (`fsdp_pre_all_gather`) and what to make of the result
-    (`fsdp_post_all_gather`): here both are the values themselves.
+    FSDP2 would cast every parameter of a unit to its mixed-precision dtype, even bytes. It calls `fsdp_pre_all_gather`
+    on the local tensor of a sharded parameter to get the tensors to gather, and `fsdp_post_all_gather` with the result;
+    here both pass the values through.
     """
     for (module, name), parameter in sharded_parameters(model).items():
         if isinstance(module, Linear) and name in module.stored:
-            _leave_uncast(parameter)
+            _gather_uncast(parameter)
 
 
-def _leave_uncast(parameter: FSDPParam) -> None:
-    # The filled parameter may be another one than was sharded, and shards of unequal length are padded now.
+def _gather_uncast(parameter: FSDPParam) -> None:
+    # Initialisation may have replaced the sharded parameter; this also pads shards to equal length.
     parameter.reset_sharded_param()
 
     def pre_all_gather(
@@ -64,7 +64,7 @@ def _leave_uncast(parameter: FSDPParam) -> None:
         (whole,) = gathered
         if out is None:
             return whole, (whole,)
-        assert out.untyped_storage()._cdata == whole.untyped_storage()._cdata, "FSDP2 keeps its memory"
+        assert out.untyped_storage()._cdata == whole.untyped_storage()._cdata, "FSDP2 reuses its buffer"
         return None
 
     tensor = cast(DTensor, parameter.sharded_param)._local_tensor

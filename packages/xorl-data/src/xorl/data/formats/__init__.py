@@ -1,22 +1,22 @@
-"""Formats: each turns rows of a dataset into documents; one file for each kind of data."""
+"""Formats: each converts the rows of one kind of dataset to documents."""
 
 from xorl.data.formats.chat import ChatFormat, ChatTarget
-from xorl.data.formats.completion import SHAPES, CompletionTarget, PromptCompletionFormat
+from xorl.data.formats.completion import COLUMN_SETS, CompletionTarget, PromptCompletionFormat
 from xorl.data.formats.encoded import OVERFLOWS, EncodedDocuments, Format, Overflow, id_problem
-from xorl.data.formats.recognise import FormatName, recognise
+from xorl.data.formats.messages import MESSAGE_COLUMNS
 from xorl.data.formats.text import TextFormat
 from xorl.data.formats.tokenized import TokenizedFormat, as_numpy
 from xorl.data.formats.tokenizer import TextTokenizer, load_tokenizer
 
 __all__ = [
+    "COLUMN_SETS",
+    "MESSAGE_COLUMNS",
     "OVERFLOWS",
-    "SHAPES",
     "ChatFormat",
     "ChatTarget",
     "CompletionTarget",
     "EncodedDocuments",
     "Format",
-    "FormatName",
     "Overflow",
     "PromptCompletionFormat",
     "TextFormat",
@@ -25,5 +25,4 @@ __all__ = [
     "as_numpy",
     "id_problem",
     "load_tokenizer",
-    "recognise",
 ]

@@ -1,4 +1,4 @@
-"""The chat format: conversations rendered by a chat template, trained on what the assistant says."""
+"""The chat format: renders conversations with a chat template and trains on the assistant's messages."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from functools import cached_property
 from typing import Literal
 
 from xorl.data.errors import DataError
-from xorl.data.formats.encoded import EncodedDocuments, Overflow, fit
-from xorl.data.formats.messages import COLUMN_NAMES, REASONING, Conversation, as_sent, read_conversation
+from xorl.data.formats.encoded import EncodedDocuments, Overflow, apply_overflow
+from xorl.data.formats.messages import MESSAGE_COLUMNS, REASONING, Conversation, api_variants, read_conversation
 from xorl.data.formats.shapes import Shapes
 from xorl.data.formats.spans import Text, tokenize
 from xorl.data.formats.template import ChatTemplate, load_template
 from xorl.data.formats.tokenizer import TextTokenizer
 from xorl.data.formats.turns import Rendered, render_all, render_turns, special_pattern
-from xorl.data.readers import Piece, Row
+from xorl.data.hashing import JSON
+from xorl.data.readers import Chunk, Row
 from xorl.data.receipt import Counts
-from xorl.data.shuffle import JSON
 
 ChatTarget = Literal["assistant", "last_turn", "all"]
 
@@ -29,9 +29,9 @@ ChatTarget = Literal["assistant", "last_turn", "all"]
 class ChatFormat:
     """Conversations. `template` is a file, the name of one of the tokenizer's templates, or None for its default.
 
-    `train_on` assistant trains every assistant message, last_turn those after the last user message, all every token.
-    `template_kwargs` are variables of the template. `columns` maps messages, tools and system to the columns that hold
-    them.
+    `train_on`: assistant trains every assistant message, last_turn only those after the last user message, all every
+    token. `template_kwargs` are variables for the template. `columns` maps messages, tools and system to other column
+    names.
     """
 
     limit: int
@@ -51,8 +51,8 @@ class ChatFormat:
 
     @property
     def selected(self) -> tuple[str, ...]:
-        # If one of them is missing, the reader returns all columns, so that an optional one is never left unread.
-        names = (self.columns["messages"],) if "messages" in self.columns else COLUMN_NAMES
+        # If one of these is missing, the reader returns all columns, so an optional column is never skipped.
+        names = (self.columns["messages"],) if "messages" in self.columns else MESSAGE_COLUMNS
         others = [self.columns.get(name, name) for name in ("tools", "system")]
         return tuple(dict.fromkeys((*names, *others)))
 
@@ -72,42 +72,42 @@ class ChatFormat:
             "columns": dict(self.columns),
         }
 
-    def encode(self, piece: Piece) -> EncodedDocuments:
+    def encode(self, chunk: Chunk) -> EncodedDocuments:
         texts: list[Text] = []
         num_unended = num_unwritten = 0
-        for index, row in enumerate(piece.rows()):
+        for index, row in enumerate(chunk.rows()):
             try:
                 rendered = self.render(row)
             except DataError as error:
-                raise DataError(f"{piece.place(index)}: {error}") from error
+                raise DataError(f"{chunk.location(index)}: {error}") from error
             texts.append(Text(rendered.text, None if self.train_on == "all" else rendered.spans))
             num_unended += rendered.num_unended
             num_unwritten += rendered.lacks_reasoning
         counts = Counts(unended_turns=num_unended, unwritten_reasoning=num_unwritten)
-        return fit(tokenize(texts, self.tokenizer, piece, counts), piece, self)
+        return apply_overflow(tokenize(texts, self.tokenizer, chunk, counts), chunk, self)
 
     def render(self, row: Row) -> Rendered:
-        """One row as text with its trained characters. DataError, without the row's place, for an unusable row."""
+        """The text of a row with its trained characters. Raises DataError, without location, for an unusable row."""
         conversation = read_conversation(row, self.columns)
-        rendered = self._spelled(conversation)
+        rendered = self._render_any_variant(conversation)
         thoughts = [str(message[REASONING]).strip() for message in conversation.messages if REASONING in message]
         lacks = any(thoughts) and not any(thought and thought in rendered.text for thought in thoughts)
         return replace(rendered, lacks_reasoning=True) if lacks else rendered
 
-    def _spelled(self, conversation: Conversation) -> Rendered:
-        """The conversation with its tool calls in one form or another, whichever the template accepts."""
+    def _render_any_variant(self, conversation: Conversation) -> Rendered:
+        """Renders the conversation with its tool calls in the first form that the template accepts."""
         try:
-            return self._rendered(conversation)
+            return self._render(conversation)
         except DataError:
-            for sent in as_sent(conversation):
+            for variant in api_variants(conversation):
                 with suppress(DataError):
-                    rendered = self._rendered(sent)
-                    # A template that prints every value would print null as None.
-                    if rendered.text.count("None") <= json.dumps(sent.messages).count("None"):
+                    rendered = self._render(variant)
+                    # Rejects templates that print every value, and so print null as None.
+                    if rendered.text.count("None") <= json.dumps(variant.messages).count("None"):
                         return rendered
             raise
 
-    def _rendered(self, conversation: Conversation) -> Rendered:
+    def _render(self, conversation: Conversation) -> Rendered:
         template = self._template if conversation.tools is None else self._tool_template
         if self.train_on == "all":
             return render_all(template, conversation)
@@ -117,27 +117,27 @@ class ChatFormat:
         return render_turns(template, conversation, turns, self._special)
 
     def check_template(self) -> None:
-        """Raises DataError for an unusable template, or one without a variable of a given name."""
+        """Raises DataError if the template is unusable, or does not use one of `template_kwargs`."""
         unknown = sorted(self.template_kwargs.keys() - (self._template.variables | self._tool_template.variables))
         if unknown:
             raise DataError(
-                f"{self.template_option}_kwargs: {unknown[0]} is no variable of {self._template.name}; it reads "
+                f"{self.template_option}_kwargs: {unknown[0]} is not a variable of {self._template.name}; it uses: "
                 f"{', '.join(sorted(self._template.variables)) or 'none'}"
             )
 
     @property
-    def writes_the_day(self) -> bool:
+    def uses_current_date(self) -> bool:
         """Whether the rendered text contains the current date."""
-        return self._template.writes_the_day or self._tool_template.writes_the_day
+        return self._template.uses_current_date or self._tool_template.uses_current_date
 
     def _turns(self, conversation: Conversation) -> list[int]:
         """The indices of the messages that are trained."""
         roles = [message["role"] for message in conversation.messages]
         first = 0
         if self.train_on == "last_turn":
-            # If the conversation ends with a question, train the answer to the question before it.
-            spoken = max(number for number, role in enumerate(roles) if role == "assistant")
-            first = max((number for number in range(spoken) if roles[number] == "user"), default=0)
+            # If the conversation ends with a question, this is the answer to the previous question.
+            last_answer = max(number for number, role in enumerate(roles) if role == "assistant")
+            first = max((number for number in range(last_answer) if roles[number] == "user"), default=0)
         return [
             number
             for number, role in enumerate(roles)
@@ -165,5 +165,5 @@ class ChatFormat:
         return Shapes(self._template, self._special)
 
     def __getstate__(self) -> dict[str, object]:
-        # Compiled templates cannot be pickled; they are compiled again from the same sources.
+        # Compiled templates cannot be pickled and are compiled again.
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}

@@ -1,4 +1,4 @@
-"""The prompt_completion format: prompt and answer columns, concatenated as they are, trained on the answer."""
+"""The prompt_completion format: concatenates prompt and answer columns, and trains on the answer."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from xorl.data.errors import DataError
-from xorl.data.formats.encoded import EncodedDocuments, Overflow, fit
+from xorl.data.formats.encoded import EncodedDocuments, Overflow, apply_overflow
 from xorl.data.formats.spans import Text, tokenize
 from xorl.data.formats.tokenizer import TextTokenizer
-from xorl.data.readers import Piece, Row
+from xorl.data.hashing import JSON
+from xorl.data.readers import Chunk, Row
 from xorl.data.receipt import Counts
-from xorl.data.shuffle import JSON
 
 CompletionTarget = Literal["completion", "all"]
-# The parts of a prompt in order, and its answer. `input` may be missing or empty.
-SHAPES: tuple[tuple[tuple[str, ...], str], ...] = (
+# The columns of the prompt, in order, and the column of the answer. `input` may be missing or empty.
+COLUMN_SETS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("prompt",), "completion"),
     (("instruction", "input"), "output"),
     (("question",), "answer"),
 )
 _OPTIONAL = ("input",)
-# A prompt that is not meant to be continued directly is separated by a blank line from what follows.
+# Put between the parts, except between prompt and completion: a completion continues the prompt directly.
 _SEPARATOR = "\n\n"
 
 
@@ -30,9 +30,9 @@ _SEPARATOR = "\n\n"
 class PromptCompletionFormat:
     """Rows of prompt and completion, of instruction, input and output, or of question and answer.
 
-    A completion follows its prompt directly; the parts of the other shapes are separated by blank lines. The text ends
-    with one EOS, which is trained, and begins with BOS if the tokenizer itself would add it. `columns` maps those names
-    to the columns that hold them.
+    A completion follows its prompt directly; the other columns are separated by blank lines. The text ends with one
+    EOS, which is trained, and begins with BOS if the tokenizer itself would add one. `columns` maps these names to
+    other column names.
     """
 
     limit: int
@@ -49,8 +49,8 @@ class PromptCompletionFormat:
 
     @property
     def selected(self) -> tuple[str, ...]:
-        # If one of them is missing, the reader returns all columns, so that an optional one is never left unread.
-        parts, answer = next((shape for shape in SHAPES if set(self.columns) & {*shape[0], shape[1]}), SHAPES[0])
+        # If one of these is missing, the reader returns all columns, so a column of another set is never skipped.
+        parts, answer = self._renamed_columns() or COLUMN_SETS[0]
         return tuple(self.columns.get(name, name) for name in (*parts, answer))
 
     @property
@@ -58,7 +58,7 @@ class PromptCompletionFormat:
         return self.train_on != "all"
 
     @property
-    def writes_the_day(self) -> bool:
+    def uses_current_date(self) -> bool:
         return False
 
     def fingerprint(self) -> dict[str, JSON]:
@@ -71,37 +71,30 @@ class PromptCompletionFormat:
             "columns": dict(self.columns),
         }
 
-    def encode(self, piece: Piece) -> EncodedDocuments:
+    def encode(self, chunk: Chunk) -> EncodedDocuments:
         texts: list[Text] = []
-        for index, row in enumerate(piece.rows()):
+        for index, row in enumerate(chunk.rows()):
             try:
                 texts.append(self._text(row))
             except DataError as error:
-                raise DataError(f"{piece.place(index)}: {error}") from error
-        return fit(tokenize(texts, self.tokenizer, piece, Counts()), piece, self)
+                raise DataError(f"{chunk.location(index)}: {error}") from error
+        return apply_overflow(tokenize(texts, self.tokenizer, chunk, Counts()), chunk, self)
 
     def _text(self, row: Row) -> Text:
-        parts, answer = self._shape(row)
+        parts, answer = self._renamed_columns() or _columns_of(row)
         values = [self._value(row, name) for name in (*parts, answer)]
         prompt = _SEPARATOR.join(value for value in values[:-1] if value)
         if answer != "completion" and prompt:
             prompt += _SEPARATOR
         if not values[-1]:
-            raise DataError(f"column {self.columns.get(answer, answer)!r} is empty: there is nothing to learn")
+            raise DataError(f"column {self.columns.get(answer, answer)!r} is empty, so there is nothing to train on")
         begin = self.tokenizer.begin_of(prompt or values[-1])
         text = f"{begin}{prompt}{values[-1]}{self.tokenizer.end_of(values[-1])}"
         return Text(text, None if self.train_on == "all" else ((len(begin) + len(prompt), len(text)),))
 
-    def _shape(self, row: Row) -> tuple[tuple[str, ...], str]:
-        if self.columns:
-            return next(shape for shape in SHAPES if set(self.columns) & {*shape[0], shape[1]})
-        for parts, answer in SHAPES:
-            if answer in row and parts[0] in row:
-                return parts, answer
-        wanted = ", or ".join(" and ".join((*parts, answer)) for parts, answer in SHAPES)
-        raise DataError(
-            f"want the columns {wanted}; the columns are: {', '.join(row) or 'none'} (columns: names others)"
-        )
+    def _renamed_columns(self) -> tuple[tuple[str, ...], str] | None:
+        """The column set that `columns` refers to."""
+        return next((names for names in COLUMN_SETS if set(self.columns) & {*names[0], names[1]}), None)
 
     def _value(self, row: Row, name: str) -> str:
         column = self.columns.get(name, name)
@@ -109,9 +102,17 @@ class PromptCompletionFormat:
         if value is None and name in _OPTIONAL:
             return ""
         if not isinstance(value, str):
-            state = (
-                "does not exist" if column not in row else f"holds {'null' if value is None else type(value).__name__}"
-            )
-            hint = "; for messages use type: chat" if isinstance(value, list) else ""
+            state = "does not exist" if column not in row else f"is {'null' if value is None else type(value).__name__}"
+            hint = "; for messages, set type: chat" if isinstance(value, list) else ""
             raise DataError(f"column {column!r} {state}, want a string{hint}; the columns are: {', '.join(row)}")
         return value
+
+
+def _columns_of(row: Row) -> tuple[tuple[str, ...], str]:
+    for parts, answer in COLUMN_SETS:
+        if answer in row and parts[0] in row:
+            return parts, answer
+    wanted = ", or ".join(" and ".join((*parts, answer)) for parts, answer in COLUMN_SETS)
+    raise DataError(
+        f"want the columns {wanted}; the columns are: {', '.join(row) or 'none'} (set columns to use other names)"
+    )

@@ -1,4 +1,4 @@
-"""EncodedDocuments, the result of every format, and the length policy that all formats share.
+"""The Format protocol, its result EncodedDocuments, and the overflow policy that all formats share.
 
 Array legend: T tokens of all documents on one axis, N documents, R rows.
 """
@@ -13,18 +13,18 @@ import numpy as np
 from xorl.data.batch import IGNORE
 from xorl.data.errors import DataError
 from xorl.data.formats.tokenizer import TextTokenizer
-from xorl.data.readers import Piece
+from xorl.data.hashing import JSON
+from xorl.data.readers import Chunk
 from xorl.data.receipt import Counts
-from xorl.data.shuffle import JSON
 
 Overflow = Literal["truncate", "drop", "split", "error"]
 OVERFLOWS: tuple[Overflow, ...] = get_args(Overflow)
 
 
 class Format(Protocol):
-    """How the rows of one dataset entry become documents. Small to pickle: it is sent to the encoding processes.
+    """Converts the rows of one dataset entry to documents. Cheap to pickle, to be sent to worker processes.
 
-    `limit` is the longest document in tokens, `limit_option` the option that sets it, for messages.
+    `limit` is the maximum document length in tokens, `limit_option` the option that sets it, for error messages.
     """
 
     @property
@@ -41,41 +41,41 @@ class Format(Protocol):
 
     @property
     def selected(self) -> tuple[str, ...] | None:
-        """The columns that it reads, so that readers can skip the others; None: those of token ids."""
+        """The columns that the format reads, so that readers can skip others; None: the columns of token ids."""
         ...
 
     @property
     def extras(self) -> tuple[str, ...]:
-        """The per-token columns of its documents besides ids and labels."""
+        """The additional per-token columns of the documents."""
         ...
 
     @property
     def tokenizer(self) -> TextTokenizer | None:
-        """The tokenizer of its text; None if rows hold tokens already."""
+        """The tokenizer; None if rows are already tokenized."""
         ...
 
     @property
     def masks_prompts(self) -> bool:
-        """Whether only a part of each sample, the answer, is meant to be trained."""
+        """Whether only the answer in each sample is to be trained."""
         ...
 
     @property
-    def writes_the_day(self) -> bool:
-        """Whether the documents depend on the current date, because a template writes it into them."""
+    def uses_current_date(self) -> bool:
+        """Whether the documents contain the current date, because the chat template writes it."""
         ...
 
     def fingerprint(self) -> dict[str, JSON]:
-        """Everything besides the samples that determines the documents: part of the cache key."""
+        """Everything except the samples that determines the documents; part of the cache key."""
         ...
 
-    def encode(self, piece: Piece) -> EncodedDocuments:
-        """The documents of a piece, in order. DataError names the file and row that is unusable."""
+    def encode(self, chunk: Chunk) -> EncodedDocuments:
+        """The documents of a chunk, in order. Raises DataError, with file and row, for an unusable row."""
         ...
 
 
 @dataclass(frozen=True)
 class EncodedDocuments:
-    """The documents of one piece. `labels` None: every token is its own label."""
+    """The documents of one chunk. With `labels` None, the labels equal the ids."""
 
     input_ids: np.ndarray  # [T] int32
     labels: np.ndarray | None  # [T] int32, IGNORE where not trained
@@ -89,66 +89,66 @@ class EncodedDocuments:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Concatenated rows before the length policy; `lengths` [R]. `counted` holds the format's own counts."""
+class EncodedRows:
+    """Concatenated rows before the overflow policy; `lengths` [R]. `counts` are the counts specific to the format."""
 
     input_ids: np.ndarray
     labels: np.ndarray | None
     extras: dict[str, np.ndarray]
     lengths: np.ndarray
     has_labels: bool
-    counted: Counts = field(default_factory=Counts)
+    counts: Counts = field(default_factory=Counts)
 
 
 def id_problem(offender: int, name: str, vocab_size: int | None) -> str:
-    """The message for an id outside the vocabulary, with what to check."""
+    """The error message for an id outside the vocabulary."""
     if offender < 0:
-        other = f" (only {IGNORE} marks a label that is not trained)" if name == "labels" else ""
-        return f"{name} holds the negative id {offender}{other}"
+        hint = f" (mark labels that are not trained with {IGNORE})" if name == "labels" else ""
+        return f"{name} contains the negative id {offender}{hint}"
     if vocab_size is None:
-        return f"{name} holds the id {offender}, beyond 32 bits"
+        return f"{name} contains the id {offender}, which exceeds 32 bits"
     return (
-        f"{name} holds the id {offender}, but the model's vocab_size is {vocab_size}, so that the largest id is "
-        f"{vocab_size - 1}; was the data made with another tokenizer?"
+        f"{name} contains the id {offender}, but the model's vocab_size is {vocab_size}, so the largest id is "
+        f"{vocab_size - 1}; check that the data was tokenized with the model's tokenizer"
     )
 
 
-def fit(rows: Rows, piece: Piece, form: Format) -> EncodedDocuments:
+def apply_overflow(rows: EncodedRows, chunk: Chunk, fmt: Format) -> EncodedDocuments:
     """Applies the overflow policy: rows [R] to documents [N]."""
-    long = rows.lengths > form.limit
-    if form.overflow == "error" and long.any():
+    long = rows.lengths > fmt.limit
+    if fmt.overflow == "error" and long.any():
         index = int(np.argmax(long))
         raise DataError(
-            f"{piece.place(index)}: {rows.lengths[index]} tokens, more than {form.limit_option} = {form.limit}, and "
-            "overflow is error; raise it, or choose overflow: truncate, drop or split"
+            f"{chunk.location(index)}: {rows.lengths[index]} tokens, more than {fmt.limit_option} = {fmt.limit}, and "
+            f"overflow is error; raise {fmt.limit_option}, or set overflow to truncate, drop or split"
         )
     largest, largest_row = _largest_id(rows)
     trained_before = _num_trained(rows.labels, rows.lengths)
     kept_lengths = rows.lengths
-    if form.overflow == "truncate":
-        kept_lengths = np.minimum(rows.lengths, form.limit)
-    elif form.overflow == "drop":
+    if fmt.overflow == "truncate":
+        kept_lengths = np.minimum(rows.lengths, fmt.limit)
+    elif fmt.overflow == "drop":
         kept_lengths = np.where(long, 0, rows.lengths)
     fitted = _shorten(rows, kept_lengths) if (kept_lengths != rows.lengths).any() else rows
 
-    num_parts = -(-kept_lengths // form.limit)  # 0 for empty rows, 1 for all others but the split ones
+    num_parts = -(-kept_lengths // fmt.limit)  # 0 for empty rows, more than 1 for split rows, 1 for all others
     row_of_document = np.repeat(np.arange(len(num_parts)), num_parts)
     part = np.arange(len(row_of_document)) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)
-    lengths = np.minimum(kept_lengths[row_of_document] - part * form.limit, form.limit)
+    lengths = np.minimum(kept_lengths[row_of_document] - part * fmt.limit, fmt.limit)
     num_trained = _num_trained(fitted.labels, lengths)
     trained_after = np.bincount(row_of_document, weights=num_trained, minlength=len(num_parts))
 
-    dropped = long & (form.overflow == "drop")
+    dropped = long & (fmt.overflow == "drop")
     untrained = (trained_after == 0) & ~dropped
     labels = fitted.labels
     if labels is not None and np.array_equal(labels, fitted.input_ids):
         labels = None
-    counts = rows.counted + Counts(
+    counts = rows.counts + Counts(
         samples=len(rows.lengths),
         kept=int(np.count_nonzero(kept_lengths)),
-        truncated=int(np.count_nonzero(long)) if form.overflow == "truncate" else 0,
+        truncated=int(np.count_nonzero(long)) if fmt.overflow == "truncate" else 0,
         dropped=int(np.count_nonzero(dropped)),
-        split=int(np.count_nonzero(long)) if form.overflow == "split" else 0,
+        split=int(np.count_nonzero(long)) if fmt.overflow == "split" else 0,
         empty=int(np.count_nonzero(rows.lengths == 0)),
         untrained=int(np.count_nonzero(untrained)),
         untrained_by_overflow=int(np.count_nonzero(untrained & (trained_before > 0))),
@@ -156,8 +156,8 @@ def fit(rows: Rows, piece: Piece, form: Format) -> EncodedDocuments:
         tokens=int(lengths.sum()),
         trained_tokens=int(num_trained.sum()),
         lost_tokens=int((rows.lengths - kept_lengths).sum()),
-        split_tokens=int(rows.lengths[long].sum()) if form.overflow == "split" else 0,
-        all_trained=_count_all_trained(rows, trained_before, form.tokenizer),
+        split_tokens=int(rows.lengths[long].sum()) if fmt.overflow == "split" else 0,
+        all_trained=_count_all_trained(rows, trained_before, fmt.tokenizer),
     )
     return EncodedDocuments(
         fitted.input_ids,
@@ -172,10 +172,10 @@ def fit(rows: Rows, piece: Piece, form: Format) -> EncodedDocuments:
     )
 
 
-def _count_all_trained(rows: Rows, num_trained: np.ndarray, tokenizer: TextTokenizer | None) -> int:
-    """Counts the rows without any masked label, from their trained tokens [R].
+def _count_all_trained(rows: EncodedRows, num_trained: np.ndarray, tokenizer: TextTokenizer | None) -> int:
+    """Counts the rows without masked labels; `num_trained` [R] are their trained tokens.
 
-    A row's first token is never trained: if it is a word and not BOS, it is a prompt of one token.
+    The first token of a row is never trained, so if it is masked text, not a special token, it is a prompt of length 1.
     """
     if rows.labels is None:
         return int(np.count_nonzero(rows.has_labels & (rows.lengths > 1)))
@@ -187,20 +187,20 @@ def _count_all_trained(rows: Rows, num_trained: np.ndarray, tokenizer: TextToken
     return int(np.count_nonzero(whole))
 
 
-def _largest_id(rows: Rows) -> tuple[int, int]:
-    """The largest id among tokens and labels, and its row; -1 without any."""
+def _largest_id(rows: EncodedRows) -> tuple[int, int]:
+    """The largest id among tokens and labels, and its row; -1, -1 without tokens."""
     if not len(rows.input_ids):
         return -1, -1
-    where = int(np.argmax(rows.input_ids))
-    largest = int(rows.input_ids[where])
+    position = int(np.argmax(rows.input_ids))
+    largest = int(rows.input_ids[position])
     if rows.labels is not None and rows.labels.max() > largest:
-        where = int(np.argmax(rows.labels))
-        largest = int(rows.labels[where])
-    return largest, int(np.searchsorted(np.cumsum(rows.lengths), where, side="right"))
+        position = int(np.argmax(rows.labels))
+        largest = int(rows.labels[position])
+    return largest, int(np.searchsorted(np.cumsum(rows.lengths), position, side="right"))
 
 
 def _num_trained(labels: np.ndarray | None, lengths: np.ndarray) -> np.ndarray:
-    """Trained tokens per document. A document's first token never counts: no token before it predicts it."""
+    """Trained tokens per document. The first token of a document never counts, since no token before it predicts it."""
     if labels is None:
         return np.maximum(lengths - 1, 0)
     trained = np.concatenate([np.zeros(1, np.int64), np.cumsum(labels != IGNORE)])
@@ -208,7 +208,7 @@ def _num_trained(labels: np.ndarray | None, lengths: np.ndarray) -> np.ndarray:
     return trained[ends] - trained[np.minimum(ends - lengths + 1, ends)]
 
 
-def _shorten(rows: Rows, kept_lengths: np.ndarray) -> Rows:
+def _shorten(rows: EncodedRows, kept_lengths: np.ndarray) -> EncodedRows:
     starts = np.cumsum(rows.lengths) - rows.lengths
     position = np.arange(len(rows.input_ids)) - np.repeat(starts, rows.lengths)
     keep = position < np.repeat(kept_lengths, rows.lengths)

@@ -1,4 +1,4 @@
-"""Conversations: converts rows of the OpenAI and ShareGPT shapes to one list of messages, as templates expect it."""
+"""Conversations: converts rows in the OpenAI and ShareGPT formats to the list of messages that templates expect."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from xorl.data.errors import DataError
 from xorl.data.formats.template import Message
 
-COLUMN_NAMES = ("messages", "conversations")
+MESSAGE_COLUMNS = ("messages", "conversations")
 _ROLES = {
     "system": "system",
     "developer": "developer",
@@ -27,7 +27,7 @@ _ROLES = {
     "ipython": "tool",
 }
 _PLAIN_ROLES = frozenset(("system", "user", "assistant"))
-# Which role may follow which; None is the beginning.
+# The roles that may follow each role; None is the start of the conversation.
 _FOLLOWS: dict[str | None, tuple[str, ...]] = {
     None: ("system", "developer", "user"),
     "system": ("developer", "user"),
@@ -37,13 +37,13 @@ _FOLLOWS: dict[str | None, tuple[str, ...]] = {
     "tool": ("tool", "assistant"),
 }
 REASONING = "reasoning_content"
-_REASONING = (REASONING, "thinking", "reasoning")
-_OURS = ("train", "weight")
+_REASONING_FIELDS = (REASONING, "thinking", "reasoning")
+_TRAIN_FIELDS = ("train", "weight")
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages in the form that templates expect. `trained` holds each message's own train or weight field."""
+    """Messages as templates expect them. `trained` has the train or weight field of each message, None without one."""
 
     messages: list[Message]
     tools: list[object] | None
@@ -51,15 +51,17 @@ class Conversation:
 
 
 def read_conversation(row: Mapping[str, object], columns: Mapping[str, str]) -> Conversation:
-    """The conversation of a row. DataError, without the row's place, for an invalid one."""
+    """The conversation of a row. Raises DataError, without the location of the row, if it is invalid."""
     value = _messages_of(row, columns)
     if not isinstance(value, list):
-        raise DataError(f"the messages are {type(value).__name__}, want a list of them")
+        raise DataError(f"the messages are {type(value).__name__}, want a list")
     if not value:
         raise DataError("the conversation is empty: it has no messages")
     for name in ("system", "tools"):
         if name in columns and columns[name] not in row:
-            raise DataError(f"column {columns[name]!r} (columns: {name}) does not exist; there are: {', '.join(row)}")
+            raise DataError(
+                f"column {columns[name]!r} (columns: {name}) does not exist; the columns are: {', '.join(row)}"
+            )
     read = [_message(item, number) for number, item in enumerate(value)]
     _add_system(read, row, columns.get("system", "system"))
     messages = [message for message, _ in read]
@@ -67,51 +69,53 @@ def read_conversation(row: Mapping[str, object], columns: Mapping[str, str]) -> 
     return Conversation(messages, _tools(row.get(columns.get("tools", "tools"))), tuple(flag for _, flag in read))
 
 
-def as_sent(conversation: Conversation) -> Iterator[Conversation]:
-    """The same with tool calls in the API's form: arguments as JSON strings; then also with null contents beside them.
+def api_variants(conversation: Conversation) -> Iterator[Conversation]:
+    """Yields the conversation with tool calls as API clients send them, which is the only form some templates accept.
 
-    Some templates accept no other form. Empty without tool calls.
+    Arguments are JSON strings; in the second variant, empty contents of calls are null too. Yields nothing without tool
+    calls.
     """
     if not any("tool_calls" in message for message in conversation.messages):
         return
-    for silence in ("", None):
+    for empty_content in ("", None):
         messages = [
-            _as_sent(message, silence) if "tool_calls" in message else message for message in conversation.messages
+            _api_message(message, empty_content) if "tool_calls" in message else message
+            for message in conversation.messages
         ]
         yield replace(conversation, messages=messages)
 
 
-def _as_sent(message: Message, silence: str | None) -> Message:
+def _api_message(message: Message, empty_content: str | None) -> Message:
     calls = message["tool_calls"]
     assert isinstance(calls, list), "made by _tool_call"
-    named = [call["function"] for call in calls]
-    sent = [{**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)} for function in named]
+    functions = [call["function"] for call in calls]
+    encoded = [{**each, "arguments": json.dumps(each["arguments"], ensure_ascii=False)} for each in functions]
     return {
         **message,
-        "content": message["content"] or silence,
-        "tool_calls": [{**call, "function": function} for call, function in zip(calls, sent, strict=True)],
+        "content": message["content"] or empty_content,
+        "tool_calls": [{**call, "function": function} for call, function in zip(calls, encoded, strict=True)],
     }
 
 
 def _add_system(read: list[tuple[Message, bool | None]], row: Mapping[str, object], column: str) -> None:
-    """Inserts the text of the system column at the beginning, unless the conversation already begins with it."""
+    """Inserts the system column as the first message, unless the conversation already begins with it."""
     system = row.get(column)
     if system is None or system == "":
         return
     if not isinstance(system, str):
         raise DataError(
-            f"column {column!r} holds {type(system).__name__}, want a string, the system message (columns: system "
-            "names another)"
+            f"column {column!r} is {type(system).__name__}, want a string, the system message; set columns.system to "
+            "use another column"
         )
     first = read[0][0]
     if first["role"] != "system":
         read.insert(0, ({"role": "system", "content": system}, None))
     elif first["content"] != system:
-        raise DataError(f"message 0 is a system message, and column {column!r} holds another; take one out")
+        raise DataError(f"message 0 is a system message, and column {column!r} has another one; remove one of them")
 
 
 def _messages_of(row: Mapping[str, object], columns: Mapping[str, str]) -> object:
-    names = (columns["messages"],) if "messages" in columns else COLUMN_NAMES
+    names = (columns["messages"],) if "messages" in columns else MESSAGE_COLUMNS
     for name in names:
         if row.get(name) is not None:
             value = row[name]
@@ -123,31 +127,33 @@ def _messages_of(row: Mapping[str, object], columns: Mapping[str, str]) -> objec
             return value
     state = "is null" if any(name in row for name in names) else "does not exist"
     wanted = " or ".join(map(repr, names))
-    raise DataError(f"column {wanted} {state}; the columns are: {', '.join(row) or 'none'} (columns: names another)")
+    raise DataError(
+        f"column {wanted} {state}; the columns are: {', '.join(row) or 'none'} (set columns to use another one)"
+    )
 
 
 def _message(item: object, number: int) -> tuple[Message, bool | None]:
     if not isinstance(item, dict):
         raise DataError(f"message {number} is {type(item).__name__}, want an object with role and content")
-    spoken, said = item.get("role"), item.get("content")
-    if len(item) == 2 and isinstance(said, str) and isinstance(spoken, str) and spoken in _PLAIN_ROLES:
-        return {"role": spoken, "content": said}, None  # true of most messages
+    role_name, content = item.get("role"), item.get("content")
+    if len(item) == 2 and isinstance(content, str) and isinstance(role_name, str) and role_name in _PLAIN_ROLES:
+        return {"role": role_name, "content": content}, None  # a fast path for most messages
     fields: dict[str, object] = {str(key): value for key, value in item.items() if value is not None}
     role_field, content_field = ("role", "content") if "role" in fields else ("from", "value")
-    spoken = fields.pop(role_field, None)
-    if not isinstance(spoken, str) or spoken not in _ROLES:
-        shown = "no role" if spoken is None else f"the role {spoken!r}"
+    role_name = fields.pop(role_field, None)
+    if not isinstance(role_name, str) or role_name not in _ROLES:
+        shown = "no role" if role_name is None else f"the role {role_name!r}"
         raise DataError(f"message {number} has {shown}, want one of {', '.join(_ROLES)}")
-    role = _ROLES[spoken]
-    flag = _flag(fields, role, number)
+    role = _ROLES[role_name]
+    flag = _train_flag(fields, role, number)
     content = fields.pop(content_field, None)
-    if spoken == "function_call":  # a ShareGPT call: its content is the call
+    if role_name == "function_call":  # in ShareGPT's format, the content is the call
         fields["tool_calls"], content = [_json_object(content, f"message {number}")], None
-    _read_calls_(fields, number)
-    may_be_missing = any(key in fields for key in ("tool_calls", *_REASONING))
+    _normalize_calls_(fields, number)
+    may_be_missing = any(key in fields for key in ("tool_calls", *_REASONING_FIELDS))
     message: Message = {"role": role, "content": _text(content, number, may_be_missing=may_be_missing)}
-    message |= {key: value for key, value in fields.items() if key not in _OURS}
-    reasoning = next((message[key] for key in _REASONING if key in message), None)
+    message |= {key: value for key, value in fields.items() if key not in _TRAIN_FIELDS}
+    reasoning = next((message[key] for key in _REASONING_FIELDS if key in message), None)
     if reasoning is not None:
         if not isinstance(reasoning, str):
             raise DataError(f"message {number}: its reasoning is {type(reasoning).__name__}, want a string")
@@ -155,11 +161,11 @@ def _message(item: object, number: int) -> tuple[Message, bool | None]:
     return message, flag
 
 
-def _read_calls_(fields: dict[str, object], number: int) -> None:
-    """Converts tool calls, also OpenAI's older `function_call`, to one shape in `tool_calls`; absent if none."""
+def _normalize_calls_(fields: dict[str, object], number: int) -> None:
+    """Converts tool calls, including OpenAI's older `function_call`, to `tool_calls`; removes an empty list."""
     if "function_call" in fields:
         if fields.get("tool_calls"):
-            raise DataError(f"message {number} has both tool_calls and function_call; leave one out")
+            raise DataError(f"message {number} has both tool_calls and function_call; remove one of them")
         fields["tool_calls"] = [fields.pop("function_call")]
     calls = fields.get("tool_calls", [])
     if not isinstance(calls, list):
@@ -170,24 +176,24 @@ def _read_calls_(fields: dict[str, object], number: int) -> None:
         fields.pop("tool_calls", None)
 
 
-def _flag(fields: Mapping[str, object], role: str, number: int) -> bool | None:
-    """A message's own flag for training. Only assistant messages can have one: no other role is predicted."""
-    flags = [fields[name] for name in _OURS if name in fields]
+def _train_flag(fields: Mapping[str, object], role: str, number: int) -> bool | None:
+    """The train or weight field of a message. It may only be true for assistant messages: no others are predicted."""
+    flags = [fields[name] for name in _TRAIN_FIELDS if name in fields]
     if not flags:
         return None
     flag = flags[0]
     if flag not in (0, 1) or any(other != flag for other in flags):
-        raise DataError(f"message {number}: train and weight are true or false (1 or 0), got {flags}")
+        raise DataError(f"message {number}: train and weight must be equal, and true or false (1 or 0), got {flags}")
     if flag and role != "assistant":
         raise DataError(
-            f"message {number} of role {role} asks to be trained; only the assistant's messages can be, or all tokens "
-            "by train_on: all"
+            f"message {number} of role {role} sets train or weight, but only assistant messages can be trained; remove "
+            "the field, or train all tokens with train_on: all"
         )
     return bool(flag)
 
 
 def _text(content: object, number: int, *, may_be_missing: bool) -> str:
-    """The content as one string; the input may be a list of text parts."""
+    """The content as one string; a list of text parts is joined."""
     if content is None and may_be_missing:
         return ""
     if isinstance(content, list):
@@ -196,7 +202,7 @@ def _text(content: object, number: int, *, may_be_missing: bool) -> str:
         ]
         if parts and all(isinstance(part, str) for part in parts):
             return "".join(str(part) for part in parts)
-        raise DataError(f"message {number}: content has parts that are not text; xorl trains on text alone")
+        raise DataError(f"message {number}: content has parts that are not text, which xorl does not support")
     if not isinstance(content, str):
         raise DataError(
             f"message {number}: content is {'null' if content is None else type(content).__name__}, want a string"
@@ -205,28 +211,30 @@ def _text(content: object, number: int, *, may_be_missing: bool) -> str:
 
 
 def _tool_call(call: object, number: int) -> dict[str, object]:
-    """A call in OpenAI's shape, with its arguments as an object: templates write the JSON themselves."""
-    place = f"message {number}: a tool call"
+    """A call in OpenAI's format, with its arguments as an object, because templates write the JSON themselves."""
+    location = f"message {number}: a tool call"
     if not isinstance(call, dict):
-        raise DataError(f"{place} is {type(call).__name__}, want an object")
+        raise DataError(f"{location} is {type(call).__name__}, want an object")
     call = {str(key): value for key, value in call.items() if value is not None}
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise DataError(f"{place} has no function name")
-    # Programs send null, an empty string or an empty object for a call without arguments.
-    named = {"name": function["name"], "arguments": _json_object(function.get("arguments") or {}, place)}
+        raise DataError(f"{location} has no function name")
+    # Clients send null, an empty string or an empty object for a call without arguments.
+    normalized = {"name": function["name"], "arguments": _json_object(function.get("arguments") or {}, location)}
     rest = {key: value for key, value in call.items() if key in ("id", "index")}
-    return {**rest, "type": "function", "function": named}
+    return {**rest, "type": "function", "function": normalized}
 
 
-def _json_object(value: object, place: str) -> dict[str, object]:
+def _json_object(value: object, location: str) -> dict[str, object]:
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except json.JSONDecodeError as error:
-            raise DataError(f"{place} holds arguments that are not JSON: {error.msg}") from error
+            raise DataError(f"{location} contains arguments that are not JSON: {error.msg}") from error
     if not isinstance(value, dict):
-        raise DataError(f"{place} holds {type(value).__name__}, want an object: the names and values of arguments")
+        raise DataError(
+            f"{location} contains {type(value).__name__}, want an object: the names and values of arguments"
+        )
     return value
 
 
@@ -248,10 +256,8 @@ def _check_order(messages: list[Message]) -> None:
     for number, message in enumerate(messages):
         role = str(message["role"])
         if role not in _FOLLOWS[last]:
-            before = "at the beginning" if last is None else f"after {last}"
-            raise DataError(
-                f"message {number} of role {role} stands {before}, want {' or '.join(_FOLLOWS[last])} there"
-            )
+            before = "at the start" if last is None else f"after {last}"
+            raise DataError(f"message {number} has role {role} {before}, want {' or '.join(_FOLLOWS[last])} there")
         last = role
     if all(message["role"] != "assistant" for message in messages):
-        raise DataError("the conversation has no assistant message: there is nothing to learn from it")
+        raise DataError("the conversation has no assistant message, so there is nothing to train on")

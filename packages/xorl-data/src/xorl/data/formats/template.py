@@ -1,6 +1,6 @@
-"""Chat templates: Jinja in a sandbox, with the names and settings that templates of the Hugging Face Hub expect.
+"""Chat templates: Jinja in a sandbox, with the variables and settings that templates of the Hugging Face Hub expect.
 
-This file renders messages; turns.py decides which part of the text is trained.
+This file renders messages; turns.py selects the trained part of the text.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from xorl.data.errors import DataError
 from xorl.data.formats.tokenizer import TextTokenizer
 
 Message = dict[str, object]
-# Unicode noncharacters, which exchanged text must not contain: they mark the content of {% generation %}.
+# Mark the content of {% generation %}: Unicode noncharacters, which do not occur in text.
 _START, _END = "\ufdd0", "\ufdd1"
-# The function with which templates ask for the date, and the date they always get.
-_DAY = "strftime_now"
-_GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}
+# The function that templates call for the current date, and the option that fixes the date.
+_DATE = "strftime_now"
+_STANDARD_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt"}
 _MARKS = re.compile(f"[{_START}{_END}]")
-# What the sandbox always allows: everything but internals, str.format and methods that change a list or a dict.
-_HARMLESS = frozenset(
+# Attributes that the sandbox always allows: all but internals, str.format and methods that change a list or a dict.
+_ALLOWED_ATTRIBUTES = frozenset(
     (kind, name)
     for kind, example in ((str, ""), (list, []), (dict, {}), (LoopContext, None))
     for name in dir(kind)
@@ -40,14 +40,14 @@ _HARMLESS = frozenset(
 
 
 class TemplateRefusal(Exception):
-    """A template refuses the messages or fails on them; the message is for the user."""
+    """A template rejects the messages or fails on them."""
 
 
 class ChatTemplate:
-    """A compiled template with the special tokens it may name, and `kwargs`, variables of its own.
+    """A compiled template. `special` are the special tokens and `kwargs` other variables that it may use.
 
-    `marks_generation` says that the template itself marks the model's text with {% generation %}. `variables` are the
-    names that kwargs may set, among them strftime_now, for which a date stands.
+    `marks_generation`: the template itself marks the model's text with {% generation %}. `variables` are the names that
+    `kwargs` may set; the value of strftime_now is a date.
     """
 
     def __init__(
@@ -56,72 +56,72 @@ class ChatTemplate:
         self.source = source
         self.name = name
         environment = sandbox()
-        self._asked_for_day = False
-        self._day = _day_of(kwargs.get(_DAY))
-        self._names = {**environment.globals, **special, **kwargs, _DAY: self._format_day}
+        self._called_date = False
+        self._fixed_date = _parse_date(kwargs.get(_DATE))
+        self._variables = {**environment.globals, **special, **kwargs, _DATE: self._format_date}
         try:
             self._compiled = environment.from_string(source)
-            read = meta.find_undeclared_variables(environment.parse(source))
-            self.variables = frozenset(read - special.keys() - environment.globals.keys() - _GIVEN)
+            names = meta.find_undeclared_variables(environment.parse(source))
+            self.variables = frozenset(names - special.keys() - environment.globals.keys() - _STANDARD_VARIABLES)
         except TemplateSyntaxError as error:
             raise DataError(
                 f"{name}, line {error.lineno}: the chat template has a syntax error: {error.message}"
-            ) from (error)
+            ) from error
         self.marks_generation = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", source) is not None
 
     @property
-    def writes_the_day(self) -> bool:
-        """Whether it writes the current date, as far as a short conversation shows."""
-        self._asked_for_day = False
+    def uses_current_date(self) -> bool:
+        """Whether the template writes the current date; tested with a short conversation."""
+        self._called_date = False
         with suppress(TemplateRefusal):
             self.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], None)
-        return self._asked_for_day and self._day is None
+        return self._called_date and self._fixed_date is None
 
-    def _format_day(self, form: str) -> str:
-        self._asked_for_day = True
-        return (self._day or datetime.now()).strftime(form)
+    def _format_date(self, date_format: str) -> str:
+        self._called_date = True
+        return (self._fixed_date or datetime.now()).strftime(date_format)
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[object] | None, *, add_generation_prompt: bool = False
     ) -> str:
-        """The text of `messages`. TemplateRefusal if the template does not accept them."""
+        """The text of `messages`. Raises TemplateRefusal if the template rejects them."""
         text = self._render(messages, tools, add_generation_prompt=add_generation_prompt)
         return _MARKS.sub("", text) if self.marks_generation else text
 
     def render_marked(
         self, messages: Sequence[Message], tools: Sequence[object] | None
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text of `messages` and the character ranges of the template's generation blocks in it."""
+        """The text of `messages`, and the character ranges of its generation blocks."""
         if _MARKS.search(json.dumps([list(messages), tools], ensure_ascii=False)):
-            raise TemplateRefusal("a message holds U+FDD0 or U+FDD1, which are no characters")
+            raise TemplateRefusal("a message contains U+FDD0 or U+FDD1, which are not characters")
         text = self._render(messages, tools, add_generation_prompt=False)
         spans: list[tuple[int, int]] = []
         start = 0
         for num_marks, mark in enumerate(_MARKS.finditer(text)):
-            place = mark.start() - num_marks
+            offset = mark.start() - num_marks
             if mark.group() == _START:
-                start = place
+                start = offset
             else:
-                spans.append((start, place))
+                spans.append((start, offset))
         return _MARKS.sub("", text), [(start, stop) for start, stop in spans if start < stop]
 
     def _render(
         self, messages: Sequence[Message], tools: Sequence[object] | None, *, add_generation_prompt: bool
     ) -> str:
-        names = {
-            **self._names,
+        variables = {
+            **self._variables,
             "messages": messages,
             "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            # Template.render rebuilds these names from three mappings each time, which takes a third of a short
-            # template's time.
-            return "".join(self._compiled.root_render_func(self._compiled.new_context(names, shared=True)))
+            # Template.render merges the variables from three mappings on each call, which takes a third of the time of
+            # a short template.
+            return "".join(self._compiled.root_render_func(self._compiled.new_context(variables, shared=True)))
         except TemplateError as error:
             raise TemplateRefusal(str(error.message or error)) from error
-        # A template is third-party code: it may raise any exception on a message.
+        # Templates are third-party code and may raise any of these on a message.
         except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError) as error:
             raise TemplateRefusal(f"{type(error).__name__}: {error}") from error
 
@@ -134,27 +134,27 @@ def load_template(
     with_tools: bool,
     kwargs: Mapping[str, object] = MappingProxyType({}),
 ) -> ChatTemplate:
-    """The template that `value` names: a file, one of the tokenizer's templates, or (None) the tokenizer's default.
+    """Loads the template `value`: a file, one of the tokenizer's templates by name, or (None) the tokenizer's default.
 
-    `kwargs` are variables for it. DataError if there is none, or its syntax is wrong.
+    `kwargs` are variables for it. Raises DataError if it does not exist or has a syntax error.
     """
     templates = tokenizer.templates
-    place = f"the tokenizer in {tokenizer.folder}"
+    owner = f"the tokenizer in {tokenizer.folder}"
     if value is None:
         name = "tool_use" if with_tools and "tool_use" in templates else "default"
         if name not in templates:
-            others = f"; it has templates of other names: {', '.join(templates)}" if templates else ""
+            others = f" named default; its templates are: {', '.join(templates)}" if templates else ""
             raise DataError(
-                f"model.tokenizer_path: {place} has no chat template{others}. Set {option} to a template's "
-                "file (Jinja), or use the tokenizer of a chat model"
+                f"model.tokenizer_path: {owner} has no chat template{others}. Set {option} to a Jinja template file, "
+                "or use the tokenizer of a chat model"
             )
-        return ChatTemplate(templates[name], tokenizer.special, f"{place}, chat template", kwargs)
+        return ChatTemplate(templates[name], tokenizer.special, f"{owner}, chat template", kwargs)
     if value in templates:
-        return ChatTemplate(templates[value], tokenizer.special, f"{place}, chat template {value}", kwargs)
+        return ChatTemplate(templates[value], tokenizer.special, f"{owner}, chat template {value}", kwargs)
     path = Path(value).expanduser()
     if not path.is_file():
-        named = f"; the tokenizer's templates are: {', '.join(templates)}" if templates else ""
-        raise DataError(f"{option}: {value} is no file (looked at {path.absolute()}){named}")
+        names = f"; the tokenizer's templates are: {', '.join(templates)}" if templates else ""
+        raise DataError(f"{option}: {value} is not a file (looked at {path.absolute()}){names}")
     try:
         source = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -162,19 +162,19 @@ def load_template(
     return ChatTemplate(source, tokenizer.special, str(path), kwargs)
 
 
-def _day_of(value: object) -> datetime | None:
+def _parse_date(value: object) -> datetime | None:
     if value is None:
         return None
     try:
         return datetime.fromisoformat(str(value))
     except ValueError as error:
-        raise DataError(f"chat_template_kwargs: {_DAY}: {value}, want a day such as 2026-01-31") from error
+        raise DataError(f"chat_template_kwargs: {_DATE}: {value}, want a date such as 2026-01-31") from error
 
 
 class _GenerationBlocks(Extension):
-    """{% generation %} ... {% endgeneration %}: puts marks around the text that the model writes."""
+    """{% generation %} ... {% endgeneration %}: puts marks around the text that the model generates."""
 
-    tags = {"generation"}  # noqa: RUF012  (jinja's name and type)
+    tags = {"generation"}  # noqa: RUF012  (the name and type are Jinja's)
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -186,10 +186,10 @@ class _GenerationBlocks(Extension):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """The sandbox with a fast path for the most frequent reads: the same result, several times faster."""
+    """The sandbox with a fast path for the most common attribute reads, which returns the same results."""
 
     def getattr(self, obj: object, attribute: str) -> object:
-        if (type(obj), attribute) in _HARMLESS:
+        if (type(obj), attribute) in _ALLOWED_ATTRIBUTES:
             return getattr(obj, attribute)
         if type(obj) is dict and not hasattr(dict, attribute):
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
@@ -197,7 +197,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 def sandbox() -> ImmutableSandboxedEnvironment:
-    """The environment in which templates run."""
+    """The sandboxed environment in which templates run."""
     environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
@@ -211,7 +211,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON, as templates expect; Jinja's own filter escapes it for HTML."""
+    """Plain JSON, as templates expect; Jinja's own filter escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

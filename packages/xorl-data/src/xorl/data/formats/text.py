@@ -1,4 +1,4 @@
-"""The text format: plain documents, every token trained, for pretraining."""
+"""The text format: plain documents for pretraining, in which every token is trained."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from xorl.data.errors import DataError
-from xorl.data.formats.encoded import EncodedDocuments, Overflow, fit
+from xorl.data.formats.encoded import EncodedDocuments, Overflow, apply_overflow
 from xorl.data.formats.spans import Text, tokenize
 from xorl.data.formats.tokenizer import TextTokenizer
-from xorl.data.readers import Piece, Row
+from xorl.data.hashing import JSON
+from xorl.data.readers import Chunk, Row
 from xorl.data.receipt import Counts
-from xorl.data.shuffle import JSON
 
 
 @dataclass(frozen=True)
 class TextFormat:
-    """One document per row, in the column text or the one that `columns` maps it to.
+    """One document per row, from the column text or the one that `columns` maps it to.
 
-    A document ends with one EOS and begins with BOS if the tokenizer itself would add it.
+    A document ends with one EOS, and begins with BOS if the tokenizer itself would add one.
     """
 
     limit: int
@@ -45,7 +45,7 @@ class TextFormat:
         return False
 
     @property
-    def writes_the_day(self) -> bool:
+    def uses_current_date(self) -> bool:
         return False
 
     def fingerprint(self) -> dict[str, JSON]:
@@ -57,18 +57,18 @@ class TextFormat:
             "columns": dict(self.columns),
         }
 
-    def encode(self, piece: Piece) -> EncodedDocuments:
-        texts = [self._text(row, index, piece) for index, row in enumerate(piece.rows())]
-        return fit(tokenize(texts, self.tokenizer, piece, Counts()), piece, self)
+    def encode(self, chunk: Chunk) -> EncodedDocuments:
+        texts = [self._text(row, index, chunk) for index, row in enumerate(chunk.rows())]
+        return apply_overflow(tokenize(texts, self.tokenizer, chunk, Counts()), chunk, self)
 
-    def _text(self, row: Row, index: int, piece: Piece) -> Text:
+    def _text(self, row: Row, index: int, chunk: Chunk) -> Text:
         value = row.get(self._column)
         if not isinstance(value, str):
-            absent = self._column not in row
-            state = "does not exist" if absent else f"holds {'null' if value is None else type(value).__name__}"
+            is_missing = self._column not in row
+            state = "does not exist" if is_missing else f"is {'null' if value is None else type(value).__name__}"
             raise DataError(
-                f"{piece.place(index)}: column {self._column!r} {state}, want a string; the columns are: "
-                f"{', '.join(row) or 'none'} (columns: names another)"
+                f"{chunk.location(index)}: column {self._column!r} {state}, want a string; the columns are: "
+                f"{', '.join(row) or 'none'} (set columns to use another one)"
             )
-        # An empty document stays empty and is counted as empty.
+        # An empty document gets no EOS, so that it is counted as empty.
         return Text(f"{self.tokenizer.begin_of(value)}{value}{self.tokenizer.end_of(value)}" if value else "", None)

@@ -1,8 +1,8 @@
-"""The tokenized format: rows that hold token ids already, and maybe labels, a mask and per-token columns.
+"""The tokenized format: rows of token ids, optionally with labels, an attention mask and other per-token columns.
 
-`encode` has two paths that return the same arrays. The vectorised one works on Arrow lists and gives up on anything
-irregular. The plain one goes row by row, accepts every spelling (lists, JSON strings, space-separated ids) and raises
-the errors. Array legend: T tokens of all documents on one axis, N documents, R rows.
+`encode` has two paths that return the same arrays. The vectorised one works on Arrow lists and returns None for
+irregular data. The plain one goes row by row, accepts every notation (lists, JSON strings, space-separated ids) and
+raises the errors. Array legend: T tokens of all documents on one axis, N documents, R rows.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import pyarrow.compute as pc
 
 from xorl.data.batch import IGNORE
 from xorl.data.errors import DataError
-from xorl.data.formats.encoded import EncodedDocuments, Overflow, Rows, fit, id_problem
-from xorl.data.readers import COLUMNS, Piece, Row
+from xorl.data.formats.encoded import EncodedDocuments, EncodedRows, Overflow, apply_overflow, id_problem
+from xorl.data.hashing import JSON
+from xorl.data.readers import COLUMNS, Chunk, Row
 from xorl.data.receipt import Counts
-from xorl.data.shuffle import JSON
 
 _LARGEST_ID = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class TokenizedFormat:
-    """How rows become documents. `columns` None reads COLUMNS; other columns become per-token extras."""
+    """Rows of token ids. `columns` None reads COLUMNS; other columns become per-token extras."""
 
     limit: int
     overflow: Overflow
@@ -56,59 +56,59 @@ class TokenizedFormat:
 
     @property
     def masks_prompts(self) -> bool:
-        # The data sets its own labels: training on everything may be intended.
+        # The labels are part of the data, so training on every token may be intended.
         return False
 
     @property
-    def writes_the_day(self) -> bool:
+    def uses_current_date(self) -> bool:
         return False
 
     def fingerprint(self) -> dict[str, JSON]:
-        # Without vocab_size: the cache is checked against the model later, by its largest id.
+        # Without vocab_size, because the largest id of a cached dataset is checked when the dataset is loaded.
         columns = None if self.columns is None else list(self.wanted)
         return {"type": "tokenized", "limit": self.limit, "overflow": self.overflow, "columns": columns}
 
-    def encode(self, piece: Piece) -> EncodedDocuments:
-        """Reads one piece and applies the length policy. DataError names the file and row that is unusable."""
-        table = piece.table(self.wanted)
+    def encode(self, chunk: Chunk) -> EncodedDocuments:
+        """Encodes one chunk and applies the overflow policy. Raises DataError, with the location, for unusable rows."""
+        table = chunk.table(self.wanted)
         rows = None if table is None else _encode_table(table, self)
         if rows is None:
-            rows = _encode_rows(piece.rows(), piece, self)
-        return fit(replace(rows, counted=rows.counted + _count_misaligned(rows)), piece, self)
+            rows = _encode_rows(chunk.rows(), chunk, self)
+        return apply_overflow(replace(rows, counts=rows.counts + _count_misaligned(rows)), chunk, self)
 
 
-def _encode_table(table: pa.Table, form: TokenizedFormat) -> Rows | None:
-    """The vectorised path; None if a row needs the plain path, for its spelling or for its error."""
+def _encode_table(table: pa.Table, fmt: TokenizedFormat) -> EncodedRows | None:
+    """The vectorised path; None if a row needs the plain path, because of its notation or for its error message."""
     columns: dict[str, np.ndarray] = {}
     lengths: np.ndarray | None = None
-    for name in form.wanted:
+    for name in fmt.wanted:
         lists = _flat_lists(table.column(name)) if name in table.column_names else None
         if lists is None:
-            absent = name not in table.column_names or table.column(name).null_count == table.num_rows
-            if form.columns is None and name != "input_ids" and absent:
+            is_missing = name not in table.column_names or table.column(name).null_count == table.num_rows
+            if fmt.columns is None and name != "input_ids" and is_missing:
                 continue
             return None
-        columns[name], own_lengths = lists
-        lengths = own_lengths if lengths is None else lengths
-        if not np.array_equal(own_lengths, lengths):
+        columns[name], column_lengths = lists
+        lengths = column_lengths if lengths is None else lengths
+        if not np.array_equal(column_lengths, lengths):
             return None
     ids, labels, mask = (columns.get(name) for name in COLUMNS)
-    if lengths is None or ids is None or not _valid_ids(ids, form.vocab_size):
+    if lengths is None or ids is None or not _valid_ids(ids, fmt.vocab_size):
         return None
     if labels is not None:
-        if not np.issubdtype(labels.dtype, np.integer) or not _valid_labels(labels, form.vocab_size):
+        if not np.issubdtype(labels.dtype, np.integer) or not _valid_labels(labels, fmt.vocab_size):
             return None
         labels = labels.astype(np.int32, copy=False)
-    extras = {name: columns[name].astype(np.float32, copy=False) for name in form.extras}
+    extras = {name: columns[name].astype(np.float32, copy=False) for name in fmt.extras}
     ids = ids.astype(np.int32, copy=False)
-    rows = Rows(ids, labels, extras, lengths, has_labels=labels is not None)
+    rows = EncodedRows(ids, labels, extras, lengths, has_labels=labels is not None)
     if mask is None or bool(np.all(mask == 1)):
         return rows
     return _without_masked(rows, mask != 0) if bool(np.all((mask == 0) | (mask == 1))) else None
 
 
-def _count_misaligned(rows: Rows) -> Counts:
-    """Counts samples in which most labels differ from the token at their own place; a few may be intended."""
+def _count_misaligned(rows: EncodedRows) -> Counts:
+    """Counts samples in which most labels differ from the token at the same position; a few may be intended."""
     if rows.labels is None:
         return Counts()
     ids, labels = rows.input_ids, rows.labels
@@ -126,13 +126,13 @@ def _count_misaligned(rows: Rows) -> Counts:
 
     num_trained = per_row(trained)
     misaligned = 2 * per_row(same) < num_trained
-    # The last label may be an end token that the ids lack.
+    # The last label may be an end token that is not among the ids.
     shifted = misaligned & (per_row(after) >= np.maximum(num_trained - 1, 1))
     return Counts(misaligned=int(np.count_nonzero(misaligned)), shifted=int(np.count_nonzero(shifted)))
 
 
 def _flat_lists(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray] | None:
-    """A column of lists of numbers as (values, lengths), or None."""
+    """A column of lists of numbers as (values, lengths); None for any other column."""
     kind = column.type
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
         return None
@@ -149,7 +149,7 @@ def _flat_lists(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray] | None
 
 
 def as_numpy(array: pa.Array) -> np.ndarray:
-    """A view of an Arrow array of numbers without nulls. Arrow's own `to_numpy` imports pandas, which takes seconds."""
+    """A view of an Arrow array of numbers without nulls. Arrow's `to_numpy` imports pandas, which takes seconds."""
     return np.from_dlpack(array) if len(array) else np.empty(0, array.type.to_pandas_dtype())
 
 
@@ -169,23 +169,23 @@ def _end_of_ids(vocab_size: int | None) -> int:
     return _LARGEST_ID + 1 if vocab_size is None else vocab_size
 
 
-def _encode_rows(rows: Sequence[Row], piece: Piece, form: TokenizedFormat) -> Rows:
-    """The plain path: each row by itself, with the specific error."""
-    encoded = [_encode_row(row, index, piece, form) for index, row in enumerate(rows)]
+def _encode_rows(rows: Sequence[Row], chunk: Chunk, fmt: TokenizedFormat) -> EncodedRows:
+    """The plain path: encodes row by row, with specific errors."""
+    encoded = [_encode_row(row, index, chunk, fmt) for index, row in enumerate(rows)]
     labelled = [labels is not None for _, labels, _, _ in encoded]
     has_labels = any(labelled)
     if has_labels and not all(labelled):
         raise DataError(
-            f"{piece.place(labelled.index(False))}: no labels, while other rows have them. A row without labels "
-            f"would be trained on as a whole: give every row labels ({IGNORE} where a token is not trained), or leave "
-            "the column out by data.select_columns: [input_ids]"
+            f"{chunk.location(labelled.index(False))}: the row has no labels, but other rows have them. Every token of "
+            f"a row without labels would be trained; give every row labels ({IGNORE} where a token is not trained), or "
+            "ignore the column with data.select_columns: [input_ids]"
         )
-    flat = Rows(
+    flat = EncodedRows(
         input_ids=_concatenate([ids for ids, _, _, _ in encoded], np.int32),
         labels=_concatenate([labels for _, labels, _, _ in encoded if labels is not None], np.int32)
         if has_labels
         else None,
-        extras={name: _concatenate([e[name] for _, _, _, e in encoded], np.float32) for name in form.extras},
+        extras={name: _concatenate([e[name] for _, _, _, e in encoded], np.float32) for name in fmt.extras},
         lengths=np.array([len(ids) for ids, _, _, _ in encoded], dtype=np.int64),
         has_labels=has_labels,
     )
@@ -196,39 +196,39 @@ def _encode_rows(rows: Sequence[Row], piece: Piece, form: TokenizedFormat) -> Ro
 
 
 def _encode_row(
-    row: Row, index: int, piece: Piece, form: TokenizedFormat
+    row: Row, index: int, chunk: Chunk, fmt: TokenizedFormat
 ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None, dict[str, np.ndarray]]:
-    optional = COLUMNS[1:] if form.columns is None else ()
+    optional = COLUMNS[1:] if fmt.columns is None else ()
     columns: dict[str, np.ndarray] = {}
     if "input_ids" not in row and len(row) == 1 and "text" in row:
-        row = {"input_ids": row["text"]}  # a line of a text file
-    for name in form.wanted:
+        row = {"input_ids": row["text"]}  # from a text file
+    for name in fmt.wanted:
         value = row.get(name)
         if value is None:
             if name in optional:
                 continue
-            option = "data.select_columns names it" if form.columns is not None else "type: tokenized needs it"
+            option = "data.select_columns selects it" if fmt.columns is not None else "type: tokenized needs it"
             present = ", ".join(row) or "none"
             problem = "is null" if name in row else f"does not exist; the columns are: {present}"
-            raise DataError(f"{piece.place(index)}: column {name!r} {problem} ({option})")
-        columns[name] = _numbers(value, name, index, piece)
+            raise DataError(f"{chunk.location(index)}: column {name!r} {problem} ({option})")
+        columns[name] = _numbers(value, name, index, chunk)
         if len(columns[name]) != len(columns["input_ids"] if "input_ids" in columns else columns[name]):
             raise DataError(
-                f"{piece.place(index)}: {name} has {len(columns[name])} values and input_ids has "
-                f"{len(columns['input_ids'])}; they must be equally long"
+                f"{chunk.location(index)}: {name} has {len(columns[name])} values and input_ids has "
+                f"{len(columns['input_ids'])}; they must have the same length"
             )
     ids, labels, mask = (columns.get(name) for name in COLUMNS)
-    assert ids is not None, "input_ids is wanted and comes first"
-    _check_ids(ids, "input_ids", index, piece, form.vocab_size)
+    assert ids is not None, "input_ids is always in fmt.wanted, first"
+    _check_ids(ids, "input_ids", index, chunk, fmt.vocab_size)
     if labels is not None:
-        _check_ids(labels[labels != IGNORE], "labels", index, piece, form.vocab_size)
+        _check_ids(labels[labels != IGNORE], "labels", index, chunk, fmt.vocab_size)
     if mask is not None and not np.all((mask == 0) | (mask == 1)):
-        raise DataError(f"{piece.place(index)}: attention_mask holds values other than 0 and 1")
-    return ids, labels, mask, {name: columns[name] for name in form.extras}
+        raise DataError(f"{chunk.location(index)}: attention_mask contains values other than 0 and 1")
+    return ids, labels, mask, {name: columns[name] for name in fmt.extras}
 
 
-def _numbers(value: object, name: str, index: int, piece: Piece) -> np.ndarray:
-    """Numbers from a list, or from a string of JSON or space-separated numbers; integers for COLUMNS, else floats."""
+def _numbers(value: object, name: str, index: int, chunk: Chunk) -> np.ndarray:
+    """Numbers from a list, a JSON string or space-separated numbers; integers for COLUMNS, otherwise floats."""
     if isinstance(value, str):
         text = value.strip()
         with suppress(json.JSONDecodeError):
@@ -238,33 +238,34 @@ def _numbers(value: object, name: str, index: int, piece: Piece) -> np.ndarray:
     if not isinstance(value, list) or not kinds <= allowed:
         wanted = "integers" if name in COLUMNS else "numbers, one per token"
         offender = next((v for v in value if type(v) not in allowed), value) if isinstance(value, list) else value
-        hint = "" if name in COLUMNS else "; or take it out of data.select_columns"
+        hint = "" if name in COLUMNS else "; or remove it from data.select_columns"
         if name == "input_ids" and isinstance(offender, str):
             hint = "; for text, set the entry's type to text, chat, prompt_completion or auto"
         shown = repr(offender)
         shown = shown if len(shown) <= 60 else shown[:60] + "..."
         raise DataError(
-            f"{piece.place(index)}: {name} holds {shown} ({type(offender).__name__}), want a list of {wanted}{hint}"
+            f"{chunk.location(index)}: {name} contains {shown} ({type(offender).__name__}), "
+            f"want a list of {wanted}{hint}"
         )
     try:
         return np.asarray(value, dtype=np.int64 if name in COLUMNS else np.float32)
     except OverflowError:
-        raise DataError(f"{piece.place(index)}: {name} holds a number beyond 64 bits") from None
+        raise DataError(f"{chunk.location(index)}: {name} contains a number that exceeds 64 bits") from None
 
 
-def _check_ids(ids: np.ndarray, name: str, index: int, piece: Piece, vocab_size: int | None) -> None:
+def _check_ids(ids: np.ndarray, name: str, index: int, chunk: Chunk, vocab_size: int | None) -> None:
     if _valid_ids(ids, vocab_size):
         return
     offender = int(ids[(ids < 0) | (ids >= _end_of_ids(vocab_size))][0])
-    raise DataError(f"{piece.place(index)}: {id_problem(offender, name, vocab_size)}")
+    raise DataError(f"{chunk.location(index)}: {id_problem(offender, name, vocab_size)}")
 
 
 def _concatenate(arrays: Sequence[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
     return np.concatenate([array.astype(dtype, copy=False) for array in arrays]) if arrays else np.empty(0, dtype)
 
 
-def _without_masked(rows: Rows, mask: np.ndarray) -> Rows:
-    """Removes the tokens whose attention_mask is 0: otherwise padding would be attended to, and packed, as text."""
+def _without_masked(rows: EncodedRows, mask: np.ndarray) -> EncodedRows:
+    """Removes the tokens whose attention_mask is 0; otherwise padding would be packed, and attended to, as text."""
     kept = np.concatenate([np.zeros(1, np.int64), np.cumsum(mask)])
     ends = np.cumsum(rows.lengths)
     return replace(
@@ -273,5 +274,5 @@ def _without_masked(rows: Rows, mask: np.ndarray) -> Rows:
         labels=None if rows.labels is None else rows.labels[mask],
         extras={name: values[mask] for name, values in rows.extras.items()},
         lengths=kept[ends] - kept[ends - rows.lengths],
-        counted=Counts(masked_tokens=len(mask) - int(kept[-1])),
+        counts=Counts(masked_tokens=len(mask) - int(kept[-1])),
     )

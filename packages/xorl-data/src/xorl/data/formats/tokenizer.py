@@ -1,6 +1,6 @@
-"""The tokenizer of text formats: its Rust core, its special tokens and its chat templates, loaded once per process.
+"""The tokenizer of text formats: its Rust core, special tokens and chat templates, loaded once per process.
 
-transformers loads it, because it knows every layout of tokenizer files; only the core encodes.
+transformers loads the files, because it supports every layout; encoding uses only the core.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from xorl.data.errors import DataError
-from xorl.data.shuffle import digest
+from xorl.data.hashing import digest
 
 _OPTION = "model.tokenizer_path"
-# Byte-level vocabularies spell bytes as letters: printable Latin-1 is itself, other bytes start at U+0100.
+# Byte-level vocabularies write bytes as characters: printable Latin-1 as itself, other bytes from U+0100 on.
 _PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
-_BYTE_OF_LETTER = {chr(byte): byte for byte in _PRINTABLE} | {
+_BYTE_OF_CHAR = {chr(byte): byte for byte in _PRINTABLE} | {
     chr(256 + number): byte for number, byte in enumerate(byte for byte in range(256) if byte not in _PRINTABLE)
 }
 
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """A tokenizer with everything that chat templates read from it. Pickled by its folder's path; equal by content.
+    """A tokenizer with the data that chat templates need. Pickled as the path of its folder; compared by content.
 
-    `special` are the named special tokens (bos_token, eos_token, ...), `special_texts` all texts that are one special
-    token, `templates` the chat templates by name. `adds_bos` says that the tokenizer itself begins a text with BOS.
+    `special` are the named special tokens (bos_token, eos_token, ...), `special_texts` the texts of all special tokens,
+    `templates` the chat templates by name. `adds_bos`: the tokenizer itself adds BOS to a text.
     """
 
     folder: Path
@@ -56,21 +56,21 @@ class TextTokenizer:
 
     @cached_property
     def bytes_of(self) -> list[bytes] | None:
-        """The bytes of each id, b"" if unknown. None if a text is not the concatenation of its tokens' bytes."""
+        """The bytes of each id, b"" if unknown. None if the bytes of the tokens do not add up to the text."""
         found = [b""] * (max(self.core.get_vocab(with_added_tokens=True).values()) + 1)
         for token, number in self.core.get_vocab(with_added_tokens=False).items():
             with suppress(KeyError):
-                found[number] = bytes([_BYTE_OF_LETTER[letter] for letter in token])
+                found[number] = bytes([_BYTE_OF_CHAR[char] for char in token])
         for number, added in self.core.get_added_tokens_decoder().items():
             found[number] = added.content.encode()
-        # Detects tokenizers that add a space at the beginning, or remove those beside a special token.
+        # Detects tokenizers that add a space at the beginning, or remove spaces next to special tokens.
         text = " ".join(["An Example,\n  of\ttext é", *self.special_texts, ""])
         ids = self.core.encode(text, add_special_tokens=False).ids
         return found if b"".join(found[number] for number in ids) == text.encode() else None
 
     @cached_property
     def num_bytes_of(self) -> np.ndarray:
-        """The length of each of `bytes_of`. [V] int64"""
+        """The number of bytes of each id, [V] int64."""
         return np.array([len(each) for each in self.bytes_of or ()], dtype=np.int64)
 
     @property
@@ -78,16 +78,16 @@ class TextTokenizer:
         return str(self.special.get("eos_token") or "")
 
     def begin_of(self, text: str) -> str:
-        """The text to put before `text`: BOS if the tokenizer itself adds it and the text lacks it."""
+        """The prefix for `text`: BOS if the tokenizer itself adds it and the text does not begin with it."""
         bos = str(self.special.get("bos_token") or "")
         return bos if self.adds_bos and not text.startswith(bos) else ""
 
     def end_of(self, text: str) -> str:
-        """The text to put after `text`: EOS, unless it ends with it already."""
+        """The suffix for `text`: EOS, unless it already ends with it."""
         return "" if self.eos_text and text.endswith(self.eos_text) else self.eos_text
 
     def id_of(self, name: str) -> int | None:
-        """The id of a named special token, None if the tokenizer has none."""
+        """The id of a named special token; None if the tokenizer does not have it."""
         text = self.special.get(name)
         return self.core.token_to_id(text) if isinstance(text, str) else None
 
@@ -102,8 +102,8 @@ class TextTokenizer:
 
 
 def load_tokenizer(folder: Path) -> TextTokenizer:
-    """The tokenizer in `folder`. DataError, naming model.tokenizer_path, if there is no usable one."""
-    # A process encodes in one thread: dataset_num_proc sets the number of processes.
+    """Loads the tokenizer in `folder`. Raises DataError, naming model.tokenizer_path, if there is no usable one."""
+    # Each process encodes in one thread; dataset_num_proc sets the number of processes.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Importing transformers takes seconds, and only text formats need it.
     from transformers import AutoTokenizer  # noqa: PLC0415
@@ -111,53 +111,52 @@ def load_tokenizer(folder: Path) -> TextTokenizer:
     try:
         loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # the library may raise anything on a tokenizer's files
-        raise DataError(f"{_OPTION}: {folder} holds no tokenizer that can be loaded: {_first_line(error)}") from error
+        raise DataError(f"{_OPTION}: {folder} has no tokenizer that can be loaded: {_first_line(error)}") from error
     core = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(core, Tokenizer):
         raise DataError(
-            f"{_OPTION}: the tokenizer in {folder} has no fast form, without which the place of each token in the text "
-            "is not known; give a folder with a tokenizer.json"
+            f"{_OPTION}: the tokenizer in {folder} is not a fast tokenizer, which is required to locate each token in "
+            "the text; set a folder with a tokenizer.json"
         )
     core = Tokenizer.from_str(core.to_str())
     core.no_truncation()
     core.no_padding()
-    own = loaded.chat_template
-    templates = own if isinstance(own, dict) else {} if own is None else {"default": own}
+    chat_template = loaded.chat_template
+    templates = (
+        chat_template
+        if isinstance(chat_template, dict)
+        else {}
+        if chat_template is None
+        else {"default": chat_template}
+    )
     special = dict(loaded.special_tokens_map)
     added = loaded.added_tokens_decoder.values()
     special_texts = frozenset(str(token) for token in added if token.special)
     if core.get_vocab().keys() <= special_texts:
-        # For some families transformers builds one without any file, which encodes every text to nothing.
-        raise DataError(
-            f"{_OPTION}: {folder} holds no tokenizer; give a folder with a tokenizer.json, or the model's id"
-        )
+        # For some families transformers builds a tokenizer without any files, which encodes every text to no tokens.
+        raise DataError(f"{_OPTION}: {folder} has no tokenizer; set a folder with a tokenizer.json, or the model's id")
     with_special = core.encode("a").ids
     bos = loaded.bos_token_id
-    return _remember(
-        TextTokenizer(
-            folder=folder,
-            content=digest(core.to_str(), sorted((k, str(v)) for k, v in special.items()), sorted(templates.items())),
-            core=core,
-            special=special,
-            special_texts=special_texts,
-            templates=templates,
-            adds_bos=bos is not None and with_special[:1] == [bos],
-        )
+    tokenizer = TextTokenizer(
+        folder=folder,
+        content=digest(core.to_str(), sorted((k, str(v)) for k, v in special.items()), sorted(templates.items())),
+        core=core,
+        special=special,
+        special_texts=special_texts,
+        templates=templates,
+        adds_bos=bos is not None and with_special[:1] == [bos],
     )
+    return _LOADED.setdefault(tokenizer.content, tokenizer)
 
 
 _LOADED: dict[str, TextTokenizer] = {}
 
 
-def _remember(tokenizer: TextTokenizer) -> TextTokenizer:
-    return _LOADED.setdefault(tokenizer.content, tokenizer)
-
-
 def _load_same(folder: Path, content: str) -> TextTokenizer:
-    """Unpickles: the tokenizer with this content, which a forked process has already."""
+    """Unpickles a tokenizer: reuses the loaded one with this content, which a forked process inherits."""
     tokenizer = _LOADED.get(content) or load_tokenizer(folder)
     if tokenizer.content != content:
-        raise DataError(f"{_OPTION}: the tokenizer in {folder} has changed while data was prepared; start again")
+        raise DataError(f"{_OPTION}: the tokenizer in {folder} changed while data was prepared; start again")
     return tokenizer
 
 

@@ -1,15 +1,15 @@
-"""Which characters of a rendered conversation are trained: those that the model itself would write.
+"""Finds the trained characters of a rendered conversation: those that the model itself would generate.
 
-Three methods, in this order. (1) If the template marks {% generation %}, its blocks. (2) Prefixes: a turn begins where
-the rendering of the messages before it, with the generation prompt, ends. It ends where the rendering up to and
-including it ends. Both must be prefixes of the whole rendering. (3) Alignment, for templates that render an earlier
-turn differently from the last one (without its reasoning, with another end token): the turn is rendered again with
-other contents. The part of the whole rendering that changes depends on the turn, and the turn reaches from the
-generation prompt before that part to the special token after it.
+There are three methods, tried in this order. (1) Blocks: if the template marks {% generation %}, its blocks. (2)
+Prefixes: a turn starts at the end of the rendering of the messages before it, with the generation prompt, and ends at
+the end of the rendering of the messages up to it. Both renderings must be prefixes of the whole one. (3) Alignment,
+for templates that render earlier turns differently from the last one (without reasoning, or with another end token):
+the conversation is rendered again with other contents for the turn, and the part that changes belongs to the turn. The
+turn extends from the generation prompt before that part to the special token after it.
 
-The result of each method is checked against the whole rendering; a conversation that passes no check is refused. With
-(2) and (3) a turn ends with its last special token, and whitespace after it is not trained; if the template writes
-none, the turn ends with the special token that begins the next message, since the model would stop there.
+The result of each method is checked against the whole rendering. If all checks fail, the conversation is rejected. With
+(2) and (3) a turn ends with its last special token, and whitespace after it is not trained. If the template writes no
+special token, the turn ends with the special token that starts the next message, because the model would stop there.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from xorl.data.formats.messages import Conversation
 from xorl.data.formats.template import ChatTemplate, Message, TemplateRefusal
 
 Span = tuple[int, int]
-# No text begins or ends like both of them.
+# They differ in their first and last characters, so every text differs from one of them at each end.
 _PROBES = ("x0x", "y1y")
-# A message of this length does not occur in another one by chance.
-_TELLING_CHARS = 24
+# A message of at least this length does not occur in another one by chance.
+_MIN_UNIQUE_CHARS = 24
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation's text and its trained characters; `num_unended` turns have no end token.
+    """The text of a conversation and its trained characters. `num_unended` is the number of turns without end token.
 
     `lacks_reasoning`: the conversation has reasoning, but the text contains none of it.
     """
@@ -46,7 +46,7 @@ class Rendered:
 
 @dataclass(frozen=True)
 class _Turn:
-    """A turn's place in the whole rendering, and the method that found it."""
+    """The characters of a turn in the whole rendering, and whether method (2) found it."""
 
     start: int
     end: int
@@ -55,7 +55,7 @@ class _Turn:
 
 
 def special_pattern(texts: frozenset[str]) -> re.Pattern[str]:
-    """Matches special tokens in a text, longest first."""
+    """A pattern that matches special tokens in a text, longest first."""
     ordered = sorted((text for text in texts if text), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, ordered)) if ordered else r"(?!)")
 
@@ -65,8 +65,8 @@ def render_turns(
 ) -> Rendered:
     """Renders the whole conversation and finds the assistant messages `turns` in it.
 
-    DataError, without the row's place, if the template refuses the conversation, or if the turns cannot be located with
-    certainty.
+    Raises DataError, without the location of the row, if the template rejects the conversation, or if the turns cannot
+    be located with certainty.
     """
     messages, tools = conversation.messages, conversation.tools
     try:
@@ -79,7 +79,7 @@ def render_turns(
         for turn in turns:
             found = _turn(template, conversation, whole, turn, special, by_prefix=by_prefix)
             start, end, ended = found.start, found.end, found.ended
-            # A template that renders one earlier turn differently does so for all: no need to try the prefixes again.
+            # A template that renders one earlier turn differently does so for all, so prefixes would fail again.
             by_prefix = by_prefix and found.by_prefix
             _check_tool_calls(template, conversation, turn, whole[start:end])
             if spans and start < spans[-1][1]:
@@ -87,12 +87,12 @@ def render_turns(
             spans.append((start, end))
             num_unended += not ended
     except TemplateRefusal as error:
-        raise DataError(f"{template.name} does not take the conversation: {error}") from error
+        raise DataError(f"{template.name} rejects the conversation: {error}") from error
     return Rendered(whole, tuple(spans), num_unended)
 
 
 def render_all(template: ChatTemplate, conversation: Conversation) -> Rendered:
-    """Renders a conversation, all of it trained. DataError, without the row's place, if the template refuses it."""
+    """Renders a conversation in which every character is trained. Raises DataError if the template rejects it."""
     messages, tools = conversation.messages, conversation.tools
     try:
         text = template.render(messages, tools)
@@ -100,9 +100,9 @@ def render_all(template: ChatTemplate, conversation: Conversation) -> Rendered:
             others = [{key: value for key, value in message.items() if key != "tool_calls"} for message in messages]
             with suppress(TemplateRefusal):
                 if template.render(others, tools) == text:
-                    raise DataError(f"{template.name} leaves out the tool calls; use a template that knows tools")
+                    raise DataError(f"{template.name} omits the tool calls; use a template that supports tools")
     except TemplateRefusal as error:
-        raise DataError(f"{template.name} does not take the conversation: {error}") from error
+        raise DataError(f"{template.name} rejects the conversation: {error}") from error
     return Rendered(text, ((0, len(text)),))
 
 
@@ -111,8 +111,8 @@ def _check_tool_calls(template: ChatTemplate, conversation: Conversation, turn: 
     for call in calls if isinstance(calls, list) else []:
         if call["function"]["name"] not in text:
             raise DataError(
-                f"{template.name} leaves out the tool call of message {turn}: the model would learn to say nothing "
-                "there. Use a template that knows tools, or take the conversation out"
+                f"{template.name} omits the tool call of message {turn}, so the model would learn to write nothing; "
+                "use a template that supports tools, or remove the conversation"
             )
 
 
@@ -120,18 +120,18 @@ def _by_blocks(
     template: ChatTemplate, conversation: Conversation, turns: Sequence[int], special: re.Pattern[str]
 ) -> Rendered:
     text, blocks = template.render_marked(conversation.messages, conversation.tools)
-    speakers = [n for n, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-    if len(turns) == len(speakers):
+    answers = [n for n, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+    if len(turns) == len(answers):
         chosen = blocks
-    elif len(blocks) == len(speakers):
-        chosen = [block for block, speaker in zip(blocks, speakers, strict=True) if speaker in turns]
+    elif len(blocks) == len(answers):
+        chosen = [block for block, answer in zip(blocks, answers, strict=True) if answer in turns]
     else:
         raise DataError(
-            f"{template.name} marks {len(blocks)} generation blocks for {len(speakers)} assistant messages, so that "
-            "single messages cannot be told apart; train on all of them"
+            f"{template.name} marks {len(blocks)} generation blocks for {len(answers)} assistant messages, so they "
+            "cannot be matched to single messages; train on all assistant messages"
         )
     if turns and not chosen:
-        raise DataError(f"{template.name} marks nothing of the conversation as generated")
+        raise DataError(f"{template.name} has no generation block for the conversation")
     for turn in turns:
         _check_tool_calls(template, conversation, turn, "".join(text[a:b] for a, b in chosen))
     return Rendered(text, tuple(chosen), sum(not _is_ended(text[a:b], special) for a, b in chosen))
@@ -178,11 +178,11 @@ def _aligned(
     start = (
         len(before) if whole.startswith(before) else _start(template, conversation, whole, turn, before, first, special)
     )
-    # An empty answer lies directly after the generation prompt, or nowhere.
+    # An empty answer is directly after the generation prompt, or is not in the text at all.
     if first > last or first == last != start:
-        raise DataError(f"{template.name} writes nothing of message {turn}, so that it cannot be trained")
-    _check_alone(template, messages, turn, whole[start:last])
-    # The other contents may have another end token whose last characters are the same.
+        raise DataError(f"{template.name} omits message {turn}, so it cannot be trained")
+    _check_no_other_message(template, messages, turn, whole[start:last])
+    # With other contents, the template may write another end token with the same last characters.
     inside = next((match for match in special.finditer(whole, start) if match.start() < last < match.end()), None)
     if inside is not None:
         return _Turn(start, inside.end(), ended=True, by_prefix=False)
@@ -202,24 +202,24 @@ def _start(
     first: int,
     special: re.Pattern[str],
 ) -> int:
-    """The beginning of a turn whose message first matters at `first`: after the generation prompt before that."""
-    bare = template.render(conversation.messages[:turn], conversation.tools)
-    prompt = _generation_prompt(bare, before, special)
+    """The start of a turn: the end of the generation prompt before `first`, the first character that it affects."""
+    unprompted = template.render(conversation.messages[:turn], conversation.tools)
+    prompt = _generation_prompt(unprompted, before, special)
     if not prompt:
         # Spaces that the template writes before the content belong to the turn, as with prefixes.
-        return max(_end_of_words(whole[:first]) + len(bare) - _end_of_words(bare), 0)
+        return max(_stripped_length(whole[:first]) + len(unprompted) - _stripped_length(unprompted), 0)
     found = whole.rfind(prompt, 0, first)
     if found < 0:
         raise DataError(
-            f"{template.name} is not stable: what it writes before message {turn} when asked for an answer does not "
-            f"stand before it in the whole conversation (generation prompt {prompt[-60:]!r}). Mark what is generated "
-            "with {% generation %} in a copy of the template, or use train_on: last_turn or all"
+            f"{template.name} is not stable: its generation prompt for message {turn}, {prompt[-60:]!r}, is not before "
+            "that message in the whole conversation. Mark the generated text with {% generation %} in a copy of the "
+            "template, or set train_on to last_turn or all"
         )
     return found + len(prompt)
 
 
 def _region(template: ChatTemplate, conversation: Conversation, whole: str, turn: int) -> Span:
-    """The characters of the whole rendering that depend on a message's content."""
+    """The characters of the whole rendering that depend on the content of message `turn`."""
     messages = conversation.messages
     first, last = len(whole), 0
     for probe in _PROBES:
@@ -227,59 +227,58 @@ def _region(template: ChatTemplate, conversation: Conversation, whole: str, turn
         try:
             other = template.render(changed, conversation.tools)
         except TemplateRefusal:
-            # If roles must alternate, a call and its results do not count as turns, but text in their place counts as
-            # one.
+            # Templates that check that roles alternate ignore calls and their results, but not text in their place.
             if "tool_calls" not in messages[turn]:
                 raise
             return _region_of_call(template, conversation, whole, turn)
         if probe not in other:
-            raise DataError(f"{template.name} leaves out message {turn}, so that it cannot be trained")
+            raise DataError(f"{template.name} omits message {turn}, so it cannot be trained")
         same = _common_length(whole, other)
         same_end = _common_end(whole, other)
         first, last = min(first, same), max(last, len(whole) - same_end)
-        # If the probe differs from the message at both ends, none of it was counted as common: no need for another.
+        # If the probe differs from the message at both ends, the region is exact and needs no other probe.
         if other.startswith(probe, same) and other.endswith(probe, 0, len(other) - same_end):
             break
     return first, last
 
 
 def _region_of_call(template: ChatTemplate, conversation: Conversation, whole: str, turn: int) -> Span:
-    """The same for a call that text cannot replace: renders it as the last message and searches for that rendering.
+    """_region for a call that text cannot replace: renders it as the last message and locates that text in the whole.
 
-    It begins in the whole where a text would begin that replaces the call and everything up to the next question.
+    Its start is that of a text that replaces the call and everything up to the next question.
     """
     messages, tools = conversation.messages, conversation.tools
     after = template.render(messages[: turn + 1], tools)
     question = next((n for n in range(turn, len(messages)) if messages[n]["role"] == "user"), len(messages))
-    own, first = len(after), len(whole)
+    start, first = len(after), len(whole)
     for probe in _PROBES:
-        said: list[Message] = [*messages[:turn], {"role": "assistant", "content": probe}]
-        own = min(own, _common_length(after, template.render(said, tools)))
-        first = min(first, _common_length(whole, template.render([*said, *messages[question:]], tools)))
-    if own == len(after) or not whole.startswith(after[own:], first):
-        raise DataError(f"{template.name} writes the call of message {turn} otherwise where more follows it")
-    return first, first + len(after) - own
+        replaced: list[Message] = [*messages[:turn], {"role": "assistant", "content": probe}]
+        start = min(start, _common_length(after, template.render(replaced, tools)))
+        first = min(first, _common_length(whole, template.render([*replaced, *messages[question:]], tools)))
+    if start == len(after) or not whole.startswith(after[start:], first):
+        raise DataError(f"{template.name} writes the call of message {turn} differently if other messages follow")
+    return first, first + len(after) - start
 
 
-def _check_alone(template: ChatTemplate, messages: Sequence[Message], turn: int, text: str) -> None:
-    """Raises DataError if a turn's text contains another message's text; a single word may do so by chance."""
-    own = json.dumps(messages[turn], ensure_ascii=False)
+def _check_no_other_message(template: ChatTemplate, messages: Sequence[Message], turn: int, text: str) -> None:
+    """Raises DataError if the text of a turn contains another message; short messages may occur in it by chance."""
+    turn_json = json.dumps(messages[turn], ensure_ascii=False)
     for number, message in enumerate(messages):
-        said = str(message["content"]).strip()
-        if number == turn or len(said) < _TELLING_CHARS or said not in text:
+        content = str(message["content"]).strip()
+        if number == turn or len(content) < _MIN_UNIQUE_CHARS or content not in text:
             continue
-        if json.dumps(said, ensure_ascii=False)[1:-1] not in own:
-            raise DataError(f"{template.name} writes message {number} into message {turn}: they cannot be told apart")
+        if json.dumps(content, ensure_ascii=False)[1:-1] not in turn_json:
+            raise DataError(f"{template.name} writes message {number} into message {turn}, so neither can be located")
 
 
-def _generation_prompt(bare: str, before: str, special: re.Pattern[str]) -> str:
-    """The text that a template adds to ask for an answer; it may lack an end that the template writes differently."""
-    common = _common_length(bare, before)
+def _generation_prompt(unprompted: str, before: str, special: re.Pattern[str]) -> str:
+    """The text that the template adds for add_generation_prompt, from the first difference or special token on."""
+    common = _common_length(unprompted, before)
     inside = next((match for match in special.finditer(before) if match.start() < common < match.end()), None)
     return before[common if inside is None else inside.start() :]
 
 
-def _end_of_words(text: str) -> int:
+def _stripped_length(text: str) -> int:
     return len(text.rstrip())
 
 

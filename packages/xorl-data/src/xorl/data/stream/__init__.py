@@ -1,9 +1,9 @@
-"""Streaming: reads, tokenizes and packs rows during training, in an order that needs neither buffer nor cache."""
+"""Streaming: reads, tokenizes and packs rows during training, without a cache on disk."""
 
 from xorl.data.stream.files import Stream, StreamOptions, open_stream
 from xorl.data.stream.loader import StreamLoader, StreamPlan, stream_bins
-from xorl.data.stream.sample import StreamSample, judge_beginning, read_sample
-from xorl.data.stream.tally import Tally
+from xorl.data.stream.sample import StreamSample, check_first_samples, read_sample
+from xorl.data.stream.tally import StreamTally
 
 __all__ = [
     "Stream",
@@ -11,8 +11,8 @@ __all__ = [
     "StreamOptions",
     "StreamPlan",
     "StreamSample",
-    "Tally",
-    "judge_beginning",
+    "StreamTally",
+    "check_first_samples",
     "open_stream",
     "read_sample",
     "stream_bins",

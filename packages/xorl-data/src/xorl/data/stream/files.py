@@ -1,6 +1,7 @@
-"""The files of a stream: those of all entries, cut into independently readable blocks without reading them.
+"""The files of a stream, divided into independently readable blocks without reading the rows.
 
-Lines are cut by bytes, Parquet by row groups; a file that can only be read from its beginning is one block.
+Files of lines are divided by bytes, Parquet files by row groups. A file that can only be read from the start is one
+block.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from xorl.data.choose import allowed_losses, choose_format
 from xorl.data.entry import DatasetEntry
 from xorl.data.errors import DataError
 from xorl.data.formats import Format
-from xorl.data.invariants import Allowed, check_extras, check_special_tokens
+from xorl.data.hashing import digest
+from xorl.data.invariants import AllowedLosses, check_extras, check_special_tokens
 from xorl.data.lock import exclusive
 from xorl.data.mixture import Share, check_repetitions, check_shares
-from xorl.data.readers import COMPRESSIONS, FileType, Piece
+from xorl.data.readers import COMPRESSIONS, Chunk, FileType
 from xorl.data.remote import is_url
-from xorl.data.shuffle import digest
 from xorl.data.sources import DUMMY, LocatedFile, locate_files
-from xorl.data.stream.reading import block_pieces, open_file, starts_an_array
+from xorl.data.stream.reading import StreamFile, block_chunks, open_file, starts_with_array
 
-# The unit of the shuffle and of reading: small enough to mix well and to keep many, large enough to read at full speed.
+# The unit of shuffling and of reading: small enough to mix well, large enough to read at full speed.
 BLOCK_BYTES = 1 << 20
 _PARALLEL = 16
 
@@ -42,28 +43,15 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class StreamFile:
-    """One file and its blocks: `block_bytes` bytes each, or row groups [groups[i], groups[i + 1]), or all of it."""
-
-    path: str
-    size: int
-    version: str
-    ds_type: FileType
-    num_blocks: int
-    block_bytes: int | None = None
-    groups: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
 class StreamEntry:
-    """The files of one entry of the configuration, and their format."""
+    """The files and the format of one entry of the configuration."""
 
     name: str
     option: str
     files: tuple[StreamFile, ...]
-    form: Format
+    format: Format
     share: Share
-    allowed: Allowed
+    allowed: AllowedLosses
 
     @property
     def num_bytes(self) -> int:
@@ -76,9 +64,9 @@ class StreamEntry:
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """The options of a stream: bins of `bin_len` tokens, an order by `seed` (without `shuffle`, in file order).
+    """The options of a stream: `bin_len` tokens per bin; `seed` determines the order, or, without `shuffle`, the files.
 
-    `vocab_size`, `tokenizer_folder` and `model_special_ids` are as in PrepareOptions.
+    `vocab_size`, `tokenizer_folder` and `model_special_ids` are the same as in PrepareOptions.
     """
 
     bin_len: int
@@ -91,14 +79,14 @@ class StreamOptions:
 
 @dataclass(frozen=True)
 class Stream:
-    """All entries of a streamed dataset. Small to pickle: it is sent to the workers, which open the files."""
+    """All entries of a streamed dataset. Cheap to pickle: workers receive it and open the files themselves."""
 
     entries: tuple[StreamEntry, ...]
     options: StreamOptions
 
     @property
     def extra_names(self) -> tuple[str, ...]:
-        return self.entries[0].form.extras
+        return self.entries[0].format.extras
 
     @property
     def num_bytes(self) -> int:
@@ -106,22 +94,22 @@ class Stream:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies content (by file sizes and versions, local files by time; none is read), formats and shares."""
+        """Identifies formats, shares and content. The content is identified by file sizes and versions, not read."""
         files = [[[file.size, file.version, file.num_blocks] for file in entry.files] for entry in self.entries]
-        forms = [entry.form.fingerprint() for entry in self.entries]
+        formats = [entry.format.fingerprint() for entry in self.entries]
         shares = [[entry.share.weight, entry.share.num_epochs] for entry in self.entries]
-        return digest("stream", files, forms, shares, self.options.bin_len)
+        return digest("stream", files, formats, shares, self.options.bin_len)
 
 
 class BlockTable:
-    """The blocks of one entry by number."""
+    """Finds the blocks of one entry by number."""
 
     def __init__(self, entry: StreamEntry) -> None:
         self._files = entry.files
         self._starts = [0, *accumulate(file.num_blocks for file in entry.files)]
 
     def __getitem__(self, block: int) -> tuple[StreamFile, int]:
-        """The file of a block, and the block's number in it."""
+        """The file of a block, and the block's number within the file."""
         file = bisect_right(self._starts, block) - 1
         return self._files[file], block - self._starts[file]
 
@@ -134,10 +122,10 @@ def open_stream(
     option: str = "data.datasets",
     token: str | bool | None = None,
 ) -> Stream:
-    """The stream of `entries`. The row-group boundaries of Parquet files are cached in the folder `index_path`.
+    """Opens the stream of `entries`. The row-group boundaries of Parquet files are cached in the folder `index_path`.
 
-    Reads names, sizes and versions, and the footers of Parquet files, but no rows. Raises DataError for what does not
-    exist or cannot be streamed.
+    Reads only names, sizes, versions and the footers of Parquet files, but no rows, except for type auto. Raises
+    DataError if a file does not exist or cannot be streamed.
     """
     if not entries:
         raise DataError(f"{option} is empty; name at least one dataset")
@@ -147,7 +135,7 @@ def open_stream(
         _open_entry(entry, options, f"{option}[{index}]", index_path, token) for index, entry in enumerate(entries)
     ]
     check_repetitions([entry.num_blocks for entry in opened], shares, option, "blocks of about 1 MiB")
-    check_extras([(entry.option, entry.form.extras) for entry in opened])
+    check_extras([(entry.option, entry.format.extras) for entry in opened])
     return Stream(tuple(opened), options)
 
 
@@ -155,14 +143,17 @@ def _open_entry(
     entry: DatasetEntry, options: StreamOptions, option: str, index_path: Path, token: str | bool | None
 ) -> StreamEntry:
     if entry.path == DUMMY:
-        raise DataError(f"{option}.path: dummy is computed, not streamed; set data.streaming: false")
+        raise DataError(f"{option}.path: dummy cannot be streamed; set data.streaming: false")
     if entry.shards is not None:
-        raise DataError(f"{option}.shards: a stream's rows are not counted, so they cannot be cut into shards")
+        raise DataError(
+            f"{option}.shards: a stream cannot be divided into shards, because its rows are not counted; remove shards "
+            "and shards_idx"
+        )
     located, ds_type = locate_files(entry, option=option, token=token)
     files = tuple(_indexed(located, ds_type, index_path, option))
     if not any(file.num_blocks for file in files):
-        raise DataError(f"{option}: {entry.path} is empty: its files hold nothing")
-    form = choose_format(
+        raise DataError(f"{option}: {entry.path} is empty: all its files are empty")
+    fmt = choose_format(
         entry,
         bin_len=options.bin_len,
         vocab_size=options.vocab_size,
@@ -170,40 +161,40 @@ def _open_entry(
         source=_FirstBlocks(files, option),
         tokenizer_folder=options.tokenizer_folder,
     )
-    if form.writes_the_day:
+    if fmt.uses_current_date:
         raise DataError(
-            f"{option}.chat_template: it writes the day on which it is rendered, so that a stream resumed tomorrow "
-            f"would be another; set {option}.chat_template_kwargs: {{strftime_now: 2026-01-31}}, with a day of yours"
+            f"{option}.chat_template: the template writes the current date, so the data would change when a run is "
+            f"resumed on another day; set {option}.chat_template_kwargs: {{strftime_now: 2026-01-31}} to fix the date"
         )
-    if form.tokenizer is not None:
-        check_special_tokens(form.tokenizer, options.model_special_ids)
-    return StreamEntry(entry.path, option, files, form, Share(entry.weight, entry.num_epochs), allowed_losses(entry))
+    if fmt.tokenizer is not None:
+        check_special_tokens(fmt.tokenizer, options.model_special_ids)
+    return StreamEntry(entry.path, option, files, fmt, Share(entry.weight, entry.num_epochs), allowed_losses(entry))
 
 
 @dataclass(frozen=True)
 class _FirstBlocks:
-    """The first rows of a stream's files, for recognising their type."""
+    """The rows of a stream's files, for recognising their type."""
 
     files: Sequence[StreamFile]
     option: str
 
-    def pieces(self, selected: Sequence[str] | None) -> Iterator[Piece]:
+    def chunks(self, selected: Sequence[str] | None) -> Iterator[Chunk]:
         for file in self.files:
             for block in range(file.num_blocks):
-                yield from block_pieces(file, block, selected, self.option)
+                yield from block_chunks(file, block, selected, self.option)
 
 
 def _indexed(located: Sequence[LocatedFile], ds_type: FileType, index_path: Path, option: str) -> Sequence[StreamFile]:
-    """The files with their blocks. Only Parquet footers need reading, which one process does for all."""
+    """Divides the files into blocks. One process reads the footers of Parquet files and writes them to the index."""
     if ds_type != "parquet":
-        return _in_parallel(partial(_cut_lines, ds_type=ds_type, option=option), located)
+        return _in_parallel(partial(_divide_by_bytes, ds_type=ds_type, option=option), located)
     key = digest("index", [[file.path, file.size, file.version] for file in located], BLOCK_BYTES)
     path = index_path / f"{key}.json"
     if not path.is_file():
         try:
             index_path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise DataError(f"data.dataset_prepared_path: {index_path} cannot be made: {error.strerror}") from error
+            raise DataError(f"data.dataset_prepared_path: {index_path} cannot be created: {error.strerror}") from error
         with exclusive(index_path / f".{key}.lock", f"stream index={located[0].path}"):
             if not path.is_file():
                 groups = _in_parallel(partial(_row_groups, option=option), located)
@@ -222,21 +213,21 @@ def _in_parallel(function: Callable[[LocatedFile], Result], files: Sequence[Loca
         return list(pool.map(function, files))
 
 
-def _cut_lines(file: LocatedFile, ds_type: FileType, option: str) -> StreamFile:
+def _divide_by_bytes(file: LocatedFile, ds_type: FileType, option: str) -> StreamFile:
     name = PurePosixPath(file.path.partition("?")[0]) if is_url(file.path) else PurePosixPath(file.path)
-    lines = ds_type in ("json", "text") and name.suffix.lower() not in COMPRESSIONS
-    # Not every remote JSON file is probed: only the suffix .json is used for arrays as well as for lines.
-    if lines and ds_type == "json" and (name.suffix.lower() == ".json" or not is_url(file.path)):
+    has_lines = ds_type in ("json", "text") and name.suffix.lower() not in COMPRESSIONS
+    # To save requests, remote files are only probed if their suffix is .json, which is used for arrays and for lines.
+    if has_lines and ds_type == "json" and (name.suffix.lower() == ".json" or not is_url(file.path)):
         with open_file(file.path, file.size, file.version, option) as opened:
-            lines = not starts_an_array(opened)
-    if not lines:
+            has_lines = not starts_with_array(opened)
+    if not has_lines:
         return StreamFile(file.path, file.size, file.version, ds_type, 1 if file.size else 0)
     num_blocks = -(-file.size // BLOCK_BYTES)
     return StreamFile(file.path, file.size, file.version, ds_type, num_blocks, block_bytes=BLOCK_BYTES)
 
 
 def _row_groups(file: LocatedFile, option: str) -> list[int]:
-    """The row groups at which blocks of about BLOCK_BYTES begin, and the end of the last."""
+    """The first row group of each block of about BLOCK_BYTES, and the number of row groups."""
     try:
         with (
             open_file(file.path, file.size, file.version, option) as opened,

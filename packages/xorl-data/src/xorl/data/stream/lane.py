@@ -1,4 +1,4 @@
-"""One lane of a stream: blocks to documents to bins, from any run on. A pure function of the stream and the lane."""
+"""One lane of a stream: reads blocks, encodes documents and packs bins, starting at any run. Deterministic."""
 
 from __future__ import annotations
 
@@ -10,37 +10,36 @@ import numpy as np
 from xorl.data.collate import Document
 from xorl.data.errors import DataError
 from xorl.data.formats import EncodedDocuments
-from xorl.data.invariants import check_ids
-from xorl.data.invariants import judge as judge_counts
+from xorl.data.hashing import permutation
+from xorl.data.invariants import check_ids, validate_counts
 from xorl.data.packing import OpenBins, best_fit_decreasing
-from xorl.data.readers import Piece
+from xorl.data.readers import Chunk
 from xorl.data.receipt import Counts
-from xorl.data.shuffle import permutation
 from xorl.data.stream.files import BlockTable, Stream
 from xorl.data.stream.order import RUN_BINS, StreamOrder
-from xorl.data.stream.reading import block_pieces
+from xorl.data.stream.reading import block_chunks
 
-# Fewer open bins than for prepared data: each holds its documents in memory, in each of many lanes.
+# Fewer open bins than for prepared data, because every lane keeps the documents of its open bins in memory.
 _OPEN_BINS = 32
-# Counts are judged as soon as they are meaningful, then less and less often.
-_FIRST_JUDGED = 1000
+# Counts are checked after this many samples, when they become meaningful, then after each tenfold number.
+_FIRST_CHECK_SAMPLES = 1000
 
 
 @dataclass(frozen=True)
 class RunStart:
-    """Where a run of a lane begins: the number of its first bin in the lane, and the next block and piece to read."""
+    """The start of a run in a lane: the lane's number of its first bin, and the next block and chunk to read."""
 
     first_bin: int = 0
     block: int = 0
-    piece: int = 0
+    chunk: int = 0
 
 
 @dataclass(frozen=True)
 class StreamBin:
     """A packed bin: its documents, its number in its lane, and the start of its run.
 
-    `read` are the counts, with their entry, of the pieces read since the lane's previous bin. They depend on the bin
-    alone, so their sum over bins is the count of everything read, whichever rank gets which bin.
+    `read` are the counts, each with its entry, of the chunks read since the lane's previous bin. They depend only on
+    the bin, so their sum over all bins does not depend on which rank gets which bin.
     """
 
     lane: int
@@ -50,37 +49,37 @@ class StreamBin:
     read: tuple[tuple[int, Counts], ...] = ()
 
 
-class Lane:
-    """The endless bins of lane `lane`, from the run `start` on."""
+class StreamLane:
+    """The endless sequence of bins of lane `lane`, beginning with the run `start`."""
 
     def __init__(self, stream: Stream, order: StreamOrder, lane: int, start: RunStart | None = None) -> None:
         self._stream = stream
         self._lane = lane
         self._order = order
         self._tables = [BlockTable(entry) for entry in stream.entries]
-        self._judges = [_Judge() for _ in stream.entries]
+        self._progress = [_EntryProgress() for _ in stream.entries]
         self._run = start or RunStart()
         self._read: list[tuple[int, Counts]] = []
 
     def bins(self) -> Iterator[StreamBin]:
-        """Yields bins. DataError if data cannot be read, or if a whole epoch holds no document."""
-        pieces = self._pieces()
+        """Yields bins. Raises DataError if data cannot be read, or if a whole epoch has no documents."""
+        chunks = self._chunks()
         while True:
             run, number = self._run, self._run.first_bin
-            for members in self._pack_run(pieces):
+            for members in self._pack_run(chunks):
                 read, self._read = tuple(self._read), []
                 yield StreamBin(self._lane, number, run, members, read)
                 number += 1
-            self._run = RunStart(number, self._run.block, self._run.piece)
+            self._run = RunStart(number, self._run.block, self._run.chunk)
 
-    def _pack_run(self, pieces: Iterator[tuple[RunStart, EncodedDocuments]]) -> Iterator[tuple[Document, ...]]:
-        """The bins of one run; stores the place after it in `_run`."""
+    def _pack_run(self, chunks: Iterator[tuple[RunStart, EncodedDocuments]]) -> Iterator[tuple[Document, ...]]:
+        """Yields the bins of one run, and sets `_run` to the end of the run."""
         bin_len, seed = self._stream.options.bin_len, self._stream.options.seed
         run = self._run
         window, documents = OpenBins(bin_len, _OPEN_BINS), dict[int, Document]()
         index = num_tokens = 0
         while num_tokens < RUN_BINS * bin_len:
-            after, encoded = next(pieces)
+            after, encoded = next(chunks)
             self._run = after
             for document in _documents(encoded, self._row_order(after, encoded)):
                 documents[index] = document
@@ -92,20 +91,20 @@ class Lane:
         rest = [member for _, members in window.flush() for member in members]
         lengths = np.array([len(documents[member].input_ids) for member in rest], dtype=np.int64)
         bins = best_fit_decreasing(lengths, bin_len)
-        # Best-fit decreasing sorts by length; training should not see that order.
-        order = permutation(len(bins), "rest", seed, self._lane, run.first_bin, run.block, run.piece)
-        for position in order:
-            yield tuple(documents[rest[member]] for member in bins[position])
+        # Best-fit decreasing sorts by length, so the bins are shuffled.
+        order = permutation(len(bins), "rest", seed, self._lane, run.first_bin, run.block, run.chunk)
+        for index in order:
+            yield tuple(documents[rest[member]] for member in bins[index])
 
     def _row_order(self, after: RunStart, encoded: EncodedDocuments) -> np.ndarray:
         num, options = len(encoded.lengths), self._stream.options
         if not options.shuffle:
             return np.arange(num)
-        return permutation(num, "rows", options.seed, self._lane, after.block, after.piece)
+        return permutation(num, "rows", options.seed, self._lane, after.block, after.chunk)
 
-    def _pieces(self) -> Iterator[tuple[RunStart, EncodedDocuments]]:
-        """The encoded pieces from `_run` on, each with the place after it."""
-        block, skip = self._run.block, self._run.piece
+    def _chunks(self) -> Iterator[tuple[RunStart, EncodedDocuments]]:
+        """Yields the encoded chunks from `_run` on, each with the position after it."""
+        block, skip = self._run.block, self._run.chunk
         from_beginning = block == skip == 0
         num_empty = 0
         while True:
@@ -113,50 +112,50 @@ class Lane:
             entry = self._stream.entries[index]
             file, inner = self._tables[index][number]
             num_documents = 0
-            for piece_number, piece in enumerate(block_pieces(file, inner, entry.form.selected, entry.option)):
-                if piece_number < skip:
+            for chunk_number, chunk in enumerate(block_chunks(file, inner, entry.format.selected, entry.option)):
+                if chunk_number < skip:
                     continue
-                encoded = entry.form.encode(piece)
-                self._judge(index, encoded, piece)
+                encoded = entry.format.encode(chunk)
+                self._check(index, encoded, chunk)
                 num_documents += len(encoded.lengths)
-                yield RunStart(0, block, piece_number + 1), encoded
-            # A resume at the end of a block skips the whole block and continues with the next.
+                yield RunStart(0, block, chunk_number + 1), encoded
+            # `skip` may cover the whole block, if a run ended with its last chunk: then the block is not empty.
             num_empty = 0 if num_documents or skip else num_empty + 1
             if num_empty > self._order.blocks_per_cycle:
-                raise DataError(f"{entry.option}: nothing is left of the stream: a whole epoch of it has no document")
+                raise DataError(f"{entry.option}: the stream has no documents in a whole epoch")
             block, skip = block + 1, 0
             if from_beginning and self._order.num_lanes == 1 and block == self._order.blocks_per_cycle:
-                self._judge_all()
+                self._check_epoch()
 
-    def _judge(self, index: int, encoded: EncodedDocuments, piece: Piece) -> None:
-        judge, entry = self._judges[index], self._stream.entries[index]
+    def _check(self, index: int, encoded: EncodedDocuments, chunk: Chunk) -> None:
+        progress, entry = self._progress[index], self._stream.entries[index]
         if not encoded.counts.samples:
             return
-        if judge.labelled not in (None, encoded.has_labels):
+        if progress.labelled not in (None, encoded.has_labels):
             raise DataError(
-                f"{piece.place(0)}: the rows from here on have {'' if encoded.has_labels else 'no '}labels, unlike "
-                f"those before them; give every row of {entry.name} labels (-100 where a token is not trained), or none"
+                f"{chunk.location(0)}: the rows from here on have {'' if encoded.has_labels else 'no '}labels, unlike "
+                f"the rows before; give every row of {entry.name} labels (-100 where a token is not trained), or none"
             )
-        judge.labelled = encoded.has_labels
-        check_ids(encoded, piece, entry.form)
+        progress.labelled = encoded.has_labels
+        check_ids(encoded, chunk, entry.format)
         self._read.append((index, encoded.counts))
-        judge.counts += encoded.counts
-        if judge.counts.samples >= judge.next_at:
-            judge.next_at *= 10
-            judge_counts(judge.counts, entry.name, entry.form, entry.option, entry.allowed, stops=True)
+        progress.counts += encoded.counts
+        if progress.counts.samples >= progress.next_check_at:
+            progress.next_check_at *= 10
+            validate_counts(progress.counts, entry.name, entry.format, entry.option, entry.allowed, strict=True)
 
-    def _judge_all(self) -> None:
-        """Judges a small dataset that was read completely: in one lane, after the first epoch."""
-        for judge, entry in zip(self._judges, self._stream.entries, strict=True):
-            judge_counts(judge.counts, entry.name, entry.form, entry.option, entry.allowed, stops=True)
+    def _check_epoch(self) -> None:
+        """Checks the counts of the first epoch; only a dataset in a single lane has all of them here."""
+        for progress, entry in zip(self._progress, self._stream.entries, strict=True):
+            validate_counts(progress.counts, entry.name, entry.format, entry.option, entry.allowed, strict=True)
 
 
 @dataclass
-class _Judge:
-    """The counts so far of an entry's samples."""
+class _EntryProgress:
+    """The counts of the samples that a lane has read from an entry, and when to check them next."""
 
     counts: Counts = field(default_factory=Counts)
-    next_at: int = _FIRST_JUDGED
+    next_check_at: int = _FIRST_CHECK_SAMPLES
     labelled: bool | None = None
 
 

@@ -1,7 +1,7 @@
 """StreamPlan and StreamLoader: the micro-batches of a stream, step by step, for one rank, starting at any step.
 
-Bin k belongs to step k // bins_per_step and, within it, to rank k % dp_size. The step is the position in the data. The
-start of each lane's current run is saved with it, so that a resume reads one run again and not everything before it.
+Bin k belongs to step k // bins_per_step and, within it, to rank k % dp_size. So the step is the position in the data.
+The start of each lane's current run is saved too, so that a resume reads only that run again.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from xorl.data.batch import PackedBatch
 from xorl.data.collate import collate
 from xorl.data.errors import DataError
+from xorl.data.hashing import digest
 from xorl.data.packing import StartMethod
-from xorl.data.shuffle import digest
 from xorl.data.stream.files import Stream
-from xorl.data.stream.lane import Lane, RunStart, StreamBin
+from xorl.data.stream.lane import RunStart, StreamBin, StreamLane
 from xorl.data.stream.order import StreamOrder
-from xorl.data.stream.tally import Tally
-from xorl.data.workers import begin, leave_sigterm, unchanged
+from xorl.data.stream.tally import StreamTally
+from xorl.data.workers import identity, ignore_sigterm, iterate
 
 logger = logging.getLogger(__name__)
 
-# A run's start as two integers that grow together: its first bin, and block and piece combined into one.
-_PIECE_BITS = 24
+# A run's start is saved as two integers that increase together: its first bin, and block and chunk combined.
+_CHUNK_BITS = 24
 Positions = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """How a stream is cut into `num_steps` optimizer steps of `bins_per_step` bins; it has no length, so no epochs."""
+    """The division of a stream into `num_steps` optimizer steps of `bins_per_step` bins. A stream has no epochs."""
 
     fingerprint: str
     num_lanes: int
@@ -58,17 +58,17 @@ class StreamPlan:
 
     @property
     def hash(self) -> str:
-        """Identifies the order: equal hashes train on the same documents at every step, wherever training stops."""
+        """Identifies the order: plans with equal hashes have the same documents at every step of both."""
         seed = self.seed if self.shuffle else 0
         return digest("stream plan", self.fingerprint, self.num_lanes, seed, self.shuffle, self.bins_per_step)
 
 
 class StreamLoader:
-    """The micro-batches of `dp_rank` among `dp_size`, step by step.
+    """The micro-batches of rank `dp_rank` of `dp_size`, step by step.
 
-    `positions` come from a checkpoint (see `positions()`) of any number of ranks and workers; without them, reaching a
-    later step means reading everything before it. Work is divided by lanes: the number of workers is lowered to a
-    divisor of this rank's number of lanes, so that workers share no lane. `tally` counts what was returned.
+    `positions` (see `positions()`) come from a checkpoint with any number of ranks and workers; without them, starting
+    at a later step reads all data before it. Workers must not share lanes, so their number is lowered to a divisor of
+    this rank's number of lanes. `tally` counts the returned bins.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class StreamLoader:
     ) -> None:
         assert 0 <= dp_rank < dp_size, (dp_rank, dp_size)
         per_round = micro_batch_size * dp_size
-        assert plan.bins_per_step % per_round == 0, f"{plan.bins_per_step} bins a step are not rounds of {per_round}"
+        assert plan.bins_per_step % per_round == 0, f"{plan.bins_per_step} bins per step is no multiple of {per_round}"
         self._stream = stream
         self._plan = plan
         self._micro_batch_size = micro_batch_size
@@ -102,7 +102,7 @@ class StreamLoader:
         self._runs = np.zeros((plan.num_lanes, 2), dtype=np.int64)
         if positions is not None:
             self._runs[:] = np.asarray(positions, dtype=np.int64).reshape(-1, 2)
-        self.tally = Tally(stream)
+        self.tally = StreamTally(stream)
 
     @property
     def num_steps(self) -> int:
@@ -113,21 +113,21 @@ class StreamLoader:
         return self._plan
 
     def positions(self) -> np.ndarray:
-        """[L, 2] int64: the state of each lane for a resume, as of the last step that was returned.
+        """[L, 2] int64: the state of each lane for a resume, after the last returned step.
 
-        Each rank knows its own lanes; the elementwise maximum over all ranks covers all lanes.
+        Each rank has the state of its own lanes; the elementwise maximum over all ranks has the state of all.
         """
         return self._runs.copy()
 
     def steps(self, start: int = 0) -> Iterator[tuple[int, list[PackedBatch]]]:
-        """(step, its micro-batches) from step `start` on.
+        """Yields (step, its micro-batches), beginning with step `start`.
 
         Workers start with the first step and end with the iterator, also if it is closed early.
         """
         assert 0 <= start <= self.num_steps, f"step {start} is not in 0..{self.num_steps}"
         per_step = self._plan.bins_per_step // self._dp_size
-        runs = [RunStart(first, *divmod(place, 1 << _PIECE_BITS)) for first, place in self._runs.tolist()]
-        share = _Share(
+        runs = [RunStart(first, *divmod(position, 1 << _CHUNK_BITS)) for first, position in self._runs.tolist()]
+        dataset = _RankBins(
             self._stream,
             first=start * self._plan.bins_per_step + self._dp_rank,
             stride=self._dp_size,
@@ -135,32 +135,31 @@ class StreamLoader:
             runs=runs,
         )
         loader = DataLoader(
-            share,
+            dataset,
             batch_size=None,
-            collate_fn=unchanged,
-            worker_init_fn=leave_sigterm,
+            collate_fn=identity,
+            worker_init_fn=ignore_sigterm,
             num_workers=self._num_workers,
             prefetch_factor=self._prefetch_factor,
             multiprocessing_context=self._start_method,
-            # A generator of its own: the iterator would otherwise draw from the global one, whose state a resume
-            # restores.
+            # Otherwise the iterator would draw from the global generator, whose state is part of a checkpoint.
             generator=torch.Generator(),
         )
-        bins = begin(loader)
+        bins = iterate(loader)
         for step in range(start, self.num_steps):
             members = [next(bins) for _ in range(per_step)]
             for member in members:
                 run = member.run
                 self.tally.add(member)
-                self._runs[member.lane] = run.first_bin, (run.block << _PIECE_BITS) + run.piece
+                self._runs[member.lane] = run.first_bin, (run.block << _CHUNK_BITS) + run.chunk
             size = self._micro_batch_size
-            yield step, [self._batch(members[at : at + size]) for at in range(0, per_step, size)]
+            yield step, [self._batch(members[index : index + size]) for index in range(0, per_step, size)]
 
     def bins_of_micro_batches(self, step: int) -> list[np.ndarray]:
-        """The bins of each of this rank's micro-batches in `step`, as `stream_bins` numbers them."""
+        """The bins of each of this rank's micro-batches in `step`, numbered as in `stream_bins`."""
         first = step * self._plan.bins_per_step + self._dp_rank
-        own = np.arange(first, (step + 1) * self._plan.bins_per_step, self._dp_size)
-        return [own[at : at + self._micro_batch_size] for at in range(0, len(own), self._micro_batch_size)]
+        bins = np.arange(first, (step + 1) * self._plan.bins_per_step, self._dp_size)
+        return [bins[start : start + self._micro_batch_size] for start in range(0, len(bins), self._micro_batch_size)]
 
     def _batch(self, members: Sequence[StreamBin]) -> PackedBatch:
         documents = [document for member in members for document in member.documents]
@@ -168,8 +167,8 @@ class StreamLoader:
         return batch.pin_memory() if self._pin_memory else batch
 
 
-class _Share(IterableDataset[StreamBin]):
-    """`num` bins: `first` and every `stride`-th after it; in a worker, its part of them in turn."""
+class _RankBins(IterableDataset[StreamBin]):
+    """The `num` bins of a rank, `first` and every `stride`-th after it. Each worker takes every n-th of them."""
 
     def __init__(self, stream: Stream, *, first: int, stride: int, num: int, runs: list[RunStart]) -> None:
         self._stream = stream
@@ -193,13 +192,13 @@ class _Share(IterableDataset[StreamBin]):
 def stream_bins(
     stream: Stream, *, first: int, stride: int, runs: Sequence[RunStart] | None = None
 ) -> Iterator[StreamBin]:
-    """Yields bin `first` and every `stride`-th after it, endlessly; `runs` say where lanes begin, if not at 0."""
+    """Yields bin `first` and every `stride`-th after it, endlessly. `runs` are the starts of the lanes, if not 0."""
     order, lanes = StreamOrder(stream), dict[int, Iterator[StreamBin]]()
     for position in count(first, stride):
         number, lane = divmod(position, order.num_lanes)
         if lane not in lanes:
-            lanes[lane] = Lane(stream, order, lane, runs[lane] if runs else None).bins()
-        # Bins of other ranks, or trained on before, are skipped.
+            lanes[lane] = StreamLane(stream, order, lane, runs[lane] if runs else None).bins()
+        # Skips bins of other ranks, and bins from before a resume.
         yield next(member for member in lanes[lane] if member.number == number)
 
 
@@ -207,6 +206,6 @@ def _useful_workers(num_workers: int, num_lanes: int) -> int:
     useful = max((num for num in range(1, num_workers + 1) if num_lanes % num == 0), default=0)
     if useful < num_workers:
         logger.info(
-            "stream workers=%d of=%d: each needs lanes of its own, and there are %d", useful, num_workers, num_lanes
+            "stream workers=%d of=%d: workers cannot share lanes, and this rank has %d", useful, num_workers, num_lanes
         )
     return useful

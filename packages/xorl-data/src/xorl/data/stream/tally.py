@@ -1,4 +1,4 @@
-"""Tally: what happened to the samples of a stream, as counts that add up over ranks and resumes."""
+"""StreamTally: the counts of a stream's samples, which add up over ranks and resumes."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from xorl.data.stream.lane import StreamBin
 _NUM_COUNTS = len(fields(Counts))
 
 
-class Tally:
+class StreamTally:
     """Counts over the bins that were returned to training.
 
-    Bins and tokens are counted for the bins themselves. Samples are counted with the first bin of their lane that is
-    finished after they were read, on the rank that gets that bin. So each reading of a sample counts once, and each
-    epoch counts again, on any number of ranks and workers and over resumes. A document that still waits in a lane's
-    open bins is counted before it is trained on; what is read ahead, or read again by a resume, is not counted.
+    A sample is counted with the first bin of its lane that is completed after the sample was read, on the rank that
+    gets that bin. So each read of a sample counts once, and once more in each epoch, for any number of ranks and
+    workers and across resumes. Samples whose documents are still in open bins are already counted; samples that are
+    only prefetched, or read again by a resume, are not.
     """
 
     def __init__(self, stream: Stream, saved: Sequence[int] | None = None) -> None:
         self._stream = stream
-        # The counts of each entry, then bins and tokens in them.
+        # The counts of each entry, then the number of bins and the number of tokens in them.
         self.values = np.zeros(len(stream.entries) * _NUM_COUNTS + 2, dtype=np.int64)
         if saved is not None:
             self.values[:] = saved
 
     def add(self, member: StreamBin) -> None:
-        """Count a bin."""
+        """Adds a bin and the counts of the chunks read for it."""
         for entry, counts in member.read:
             self.values[entry * _NUM_COUNTS : (entry + 1) * _NUM_COUNTS] += np.array(astuple(counts))
         self.values[-2:] += 1, sum(len(document.input_ids) for document in member.documents)
 
     def receipt(self, plan_hash: str | None) -> Receipt:
-        """The receipt of what was counted; `plan_hash` names the stream and its order (StreamPlan.hash)."""
+        """The counts as a receipt; `plan_hash` (StreamPlan.hash) identifies the stream and its order."""
         values = self.values.tolist()
         datasets = [
             DatasetReceipt(entry.name, Counts(*values[index * _NUM_COUNTS : (index + 1) * _NUM_COUNTS]))

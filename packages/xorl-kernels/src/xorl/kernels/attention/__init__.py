@@ -7,11 +7,9 @@ from xorl.kernels.attention.cached import (
     KeyValueCache,
     MixedLayout,
     cached_attention,
-    growth_refusal,
+    decode_refusal,
 )
 from xorl.kernels.attention.interface import AttentionFn, AttentionRequest
-from xorl.kernels.attention.reference import eager_attention
-from xorl.kernels.attention.sdpa import sdpa_attention
 
 __all__ = [
     "ATTENTION",
@@ -22,8 +20,6 @@ __all__ = [
     "KeyValueCache",
     "MixedLayout",
     "cached_attention",
-    "eager_attention",
-    "growth_refusal",
+    "decode_refusal",
     "resolve_attention",
-    "sdpa_attention",
 ]

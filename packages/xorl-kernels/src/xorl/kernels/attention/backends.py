@@ -1,4 +1,4 @@
-"""The table of attention backends. To add one: a new file in this folder, and an entry here."""
+"""The attention backends. To add one, add a file to this folder and register it here."""
 
 import os
 from collections.abc import Callable
@@ -16,21 +16,21 @@ from xorl.kernels.attention.sdpa import sdpa_attention
 from xorl.kernels.registry import Backend, Registry
 
 FLASH_2_MIN_VERSION = (2, 8)
-# The adapter calls private functions of the library, so it supports one version only.
+# flash4.py calls private functions of the library, so it supports only one version.
 FLASH_4_VERSION = "4.0.0b36"
-# Wider heads are summed in no fixed order, even if determinism is requested.
+# The gradients of wider heads are summed in no fixed order, even if determinism is requested.
 FLASH_3_MAX_DETERMINISTIC_HEAD_DIM = 192
-# On Hopper; with other sizes its gradients are wrong.
+# On Hopper; with other sizes the gradients are wrong.
 FLASH_4_HOPPER_HEAD_DIMS = (32, 64, 128, 192, 256)
-# On Blackwell, besides 256.
+# On Blackwell, which also supports 256.
 FLASH_4_MAX_BLACKWELL_HEAD_DIM = 128
 
 
 def resolve_attention(name: str, request: AttentionRequest) -> AttentionFn:
-    """The attention function called `name` ("auto" chooses one), checked against the request.
+    """The attention function of the backend `name`; "auto" chooses the best one that can serve the request.
 
     Raises:
-        ValueError: no backend has that name.
+        ValueError: there is no backend of that name.
         RuntimeError: the backend cannot run the request; the message gives the reason and the backends that can.
     """
     return ATTENTION.resolve(name, request)
@@ -42,14 +42,14 @@ def _flash_2_missing() -> str | None:
     if found is None or find_spec("flash_attn_2_cuda") is None:
         return f"the package flash-attn is not installed: {install}"
     if tuple(int(part) for part in found.split(".")[:2]) < FLASH_2_MIN_VERSION:
-        return f"flash-attn {found} is installed, 2.8 or later is needed: {install}"
+        return f"flash-attn {found} is installed, but 2.8 or later is needed: {install}"
     return None
 
 
 def _flash_3_refusal(request: AttentionRequest) -> str | None:
     refused = flash_refusal(request, HOPPER, HOPPER)
     if refused is None and request.deterministic and request.head_dim > FLASH_3_MAX_DETERMINISTIC_HEAD_DIM:
-        return f"its gradients are deterministic up to head_dim 192, the model has {request.head_dim}"
+        return f"its gradients are deterministic up to head_dim 192, but the model has {request.head_dim}"
     return refused
 
 
@@ -68,9 +68,9 @@ def _flash_4_refusal(request: AttentionRequest) -> str | None:
         return refused
     head_dim, on_hopper = request.head_dim, torch.cuda.get_device_capability()[0] == HOPPER
     if on_hopper and head_dim not in FLASH_4_HOPPER_HEAD_DIMS:
-        return f"on this device it takes a head_dim of {FLASH_4_HOPPER_HEAD_DIMS}, the model has {head_dim}"
+        return f"on this device it needs a head_dim in {FLASH_4_HOPPER_HEAD_DIMS}, but the model has {head_dim}"
     if not on_hopper and head_dim > FLASH_4_MAX_BLACKWELL_HEAD_DIM and head_dim != MAX_HEAD_DIM:
-        return f"on this device it takes a head_dim up to 128, or 256, the model has {head_dim}"
+        return f"on this device it needs a head_dim of up to 128, or 256, but the model has {head_dim}"
     return None
 
 
@@ -81,11 +81,11 @@ def _flash_4_missing() -> str | None:
     install = "uv pip install 'xorl-kernels[fa4]'"
     if found is None:
         return f"the package flash-attn-4 is not installed: {install}"
-    return f"flash-attn-4 {found} is installed, {FLASH_4_VERSION} is needed: {install}"
+    return f"flash-attn-4 {found} is installed, but {FLASH_4_VERSION} is needed: {install}"
 
 
 def _load_flash_4() -> AttentionFn:
-    """Its kernels take seconds to compile; the library caches them on disk if that is enabled before its import."""
+    """Enable the library's disk cache of compiled kernels, which must be set up before its import, and import it."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(root / "xorl" / "flash_attention_4"))
@@ -93,12 +93,12 @@ def _load_flash_4() -> AttentionFn:
 
 
 def _library(module: str, name: str) -> Callable[[], AttentionFn]:
-    """A function from a file that imports its library at the top; the file is imported on first use."""
+    """A loader that imports `module`, which imports its library at the top, and returns the function `name`."""
     return lambda: getattr(import_module(f"xorl.kernels.attention.{module}"), name)
 
 
 ATTENTION: Registry[AttentionRequest, AttentionFn] = Registry(
-    # Fastest first, as measured on Hopper. `native` also runs FlashAttention 2.
+    # Fastest first, as measured on Hopper. `flash_attention_2` is left out because `native` runs the same kernels.
     "attention",
     preference=("flash_attention_4", "flash_attention_3", "native", "sdpa"),
 )

@@ -1,4 +1,4 @@
-"""Attention of new tokens over a block-wise KV cache, for generation. No gradients.
+"""Attention of new tokens over a block-wise KV cache, for generation. It has no gradients.
 
 The caller assigns blocks to sequences; the functions here write and read them.
 
@@ -25,7 +25,7 @@ from xorl.kernels.layout import SequenceLayout
 
 
 class KeyValueCache:
-    """Keys and values of all layers, [layers, E * B, G, C] each: block e occupies the rows from e * B on."""
+    """Keys and values of all layers, [layers, E * B, G, C] each; block e occupies the rows [e * B, (e + 1) * B)."""
 
     def __init__(
         self,
@@ -45,13 +45,13 @@ class KeyValueCache:
 
 
 class CachedLayout(SequenceLayout):
-    """New tokens of several sequences, concatenated to one row; each attends to its own sequence up to itself.
+    """New tokens of several sequences, concatenated into one row; each attends to its own sequence up to itself.
 
-    Earlier tokens are in a cache; the new ones are written to it before any is read.
+    Keys and values of earlier tokens are in a cache; those of the new tokens are written to it before any are read.
 
     Attributes:
         cache: the keys and values.
-        new_rows: [T] int64, the rows of the cache for the new tokens.
+        new_rows: [T] int64, the cache rows of the new tokens.
     """
 
     cache: KeyValueCache
@@ -59,7 +59,7 @@ class CachedLayout(SequenceLayout):
     layer: int = 0
 
     def of_layer(self, index: int) -> Self:
-        """A copy of this layout with the keys and values of one layer."""
+        """A copy of this layout for the keys and values of one layer."""
         layout = copy.copy(self)
         layout.layer = index
         return layout
@@ -77,15 +77,15 @@ class CachedLayout(SequenceLayout):
 
 
 class DecodeLayout(CachedLayout):
-    """One new token for each of S sequences; CUDA, bf16 and fp16.
+    """One new token for each of S sequences; CUDA only, bf16 and fp16.
 
-    Only the two tensors change from pass to pass, so a pass can be recorded (CUDA graph) and replayed after they
-    change.
+    Only `tables` and `positions` change from pass to pass, so a pass can be captured as a CUDA graph, and replayed with
+    new values in these tensors.
 
     Args:
         cache: the keys and values.
-        tables: [W, S] int64, column s lists the blocks of sequence s in the order of its tokens.
-        positions: [S] int64, of the new tokens.
+        tables: [W, S] int64; column s lists the blocks of sequence s in the order of its tokens.
+        positions: [S] int64, the positions of the new tokens.
     """
 
     def __init__(self, cache: KeyValueCache, tables: Tensor, positions: Tensor) -> None:
@@ -100,7 +100,7 @@ class DecodeLayout(CachedLayout):
         self.new_rows += positions % cache.block_size
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, *, scale: float, window: int | None) -> Tensor:
-        """Runs a kernel that reads the blocks in place."""
+        """Uses a kernel that reads the blocks in place."""
         # Triton comes with torch's GPU builds, and may be missing elsewhere.
         from xorl.kernels.attention.paged_triton import paged_attention  # noqa: PLC0415
 
@@ -116,7 +116,7 @@ class DecodeLayout(CachedLayout):
         )
 
 
-def growth_refusal(request: AttentionRequest) -> str | None:
+def decode_refusal(request: AttentionRequest) -> str | None:
     """The reason why `DecodeLayout` cannot serve a request, or None if it can."""
     return flash_refusal(request, AMPERE) or triton_refusal(request.device_type)
 
@@ -124,18 +124,19 @@ def growth_refusal(request: AttentionRequest) -> str | None:
 class MixedLayout(CachedLayout):
     """Any number of new tokens of each sequence.
 
-    Of a sequence's N tokens, the last n are new; the keys of the others are in the cache.
+    Of a sequence's N tokens, the last n are new; keys and values of the others are in the cache.
 
     Args:
         cache: the keys and values.
         tables: the blocks of each sequence, in the order of its tokens, with room for at least N tokens.
-        new: the number n of new tokens of each sequence, at least one.
-        totals: N of each sequence.
-        device: of the computation.
+        new: n for each sequence, at least 1.
+        totals: N for each sequence.
+        device: the device of the computation.
 
     Attributes:
         max_seqlen: M.
-        key_starts, total_lengths: [S + 1] int32, the offsets of the sequences' concatenated keys, and [S] int64, N.
+        key_starts: [S + 1] int32, the offsets of the sequences' concatenated keys.
+        total_lengths: [S] int64, N for each sequence.
     """
 
     def __init__(
@@ -160,7 +161,7 @@ class MixedLayout(CachedLayout):
         self.key_starts = torch.tensor(list(accumulate(totals, initial=0)), dtype=torch.int32).to(device)
         sequence_of = torch.arange(len(new)).repeat_interleave(torch.tensor(new)).to(device)
         self.new_rows = self._rows(sequence_of, self.positions)  # [T]
-        # Computed once for all layers, whose layouts are copies of this one.
+        # Shared by the layouts of all layers, which are shallow copies of this one.
         self._read_rows: dict[str, Tensor] = {}
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, *, scale: float, window: int | None) -> Tensor:
@@ -170,7 +171,7 @@ class MixedLayout(CachedLayout):
         return attend(q, keys, values, self, scale=scale, window=window)
 
     def packed_rows(self) -> Tensor:
-        """[sum of N]: the cache rows of all tokens, sequence after sequence."""
+        """[sum of N]: the cache rows of all tokens, sequence by sequence."""
         if "packed" not in self._read_rows:
             total = sum(self.totals)
             sequence_of = torch.arange(len(self.totals), device=self.tables.device)
@@ -195,9 +196,9 @@ class MixedLayout(CachedLayout):
 def cached_attention(
     q: Tensor, k: Tensor, v: Tensor, layout: CachedLayout, *, scale: float, window: int | None
 ) -> Tensor:
-    """An `AttentionFn` for the new tokens of a cached layout: writes their keys and values to the cache, then attends.
+    """An `AttentionFn` for a `CachedLayout`: writes the new tokens' keys and values to the cache, then attends.
 
-    All are written before any is read, so one sequence may read what another one writes in the same pass.
+    All are written before any are read, so sequences may share blocks that one of them writes in the same pass.
     """
     keys, values = layout.write(k, v)
     return layout.attend(q, keys, values, scale=scale, window=window)
@@ -206,39 +207,39 @@ def cached_attention(
 def plain_cached_attention(
     q: Tensor, keys: Tensor, values: Tensor, layout: MixedLayout, *, scale: float, window: int | None
 ) -> Tensor:
-    """Attention by `scaled_dot_product_attention`: sequences with one new token in one padded call, others one by one.
+    """Attention by `scaled_dot_product_attention`; sequences with one new token share a padded call.
 
-    q is [T, H, C], keys and values are all rows of the cache, [E * B, G, C].
+    q is [T, H, C]; keys and values are all rows of the cache, [E * B, G, C].
     """
     out = torch.empty_like(q)
     rows, offsets = layout.padded_rows(), layout.offsets.tolist()
-    ones = [index for index, length in enumerate(layout.lengths) if length == 1]
-    if ones:
-        which = torch.tensor(ones, device=q.device)
-        tokens = torch.tensor([offsets[index] for index in ones], device=q.device)
-        longest = max(layout.totals[index] for index in ones)
+    single = [index for index, length in enumerate(layout.lengths) if length == 1]
+    if single:
+        sequences = torch.tensor(single, device=q.device)
+        tokens = torch.tensor([offsets[index] for index in single], device=q.device)
+        longest = max(layout.totals[index] for index in single)
         mask = _visible(layout.positions[tokens, None], longest, window)  # [S, 1, M]
-        own = rows[which, :longest]
-        # A weight of zero times a non-finite value of another sequence's row is NaN.
-        is_past = torch.arange(longest, device=q.device) >= layout.total_lengths[which, None]  # [S, M]
-        k, v = (x[own].masked_fill_(is_past[:, :, None, None], 0) for x in (keys, values))
+        key_rows = rows[sequences, :longest]
+        # Padding reads rows of other sequences, and a weight of 0 times a non-finite value is NaN.
+        is_padding = torch.arange(longest, device=q.device) >= layout.total_lengths[sequences, None]  # [S, M]
+        k, v = (x[key_rows].masked_fill_(is_padding[:, :, None, None], 0) for x in (keys, values))
         out[tokens] = _attend(q[tokens, None], k, v, mask, scale)[:, 0]
     for index, (length, total) in enumerate(zip(layout.lengths, layout.totals, strict=True)):
         if length > 1:
             tokens = slice(offsets[index], offsets[index + 1])
             mask = _visible(layout.positions[None, tokens], total, window)
-            own = rows[index : index + 1, :total]
-            out[tokens] = _attend(q[None, tokens], keys[own], values[own], mask, scale)[0]
+            key_rows = rows[index : index + 1, :total]
+            out[tokens] = _attend(q[None, tokens], keys[key_rows], values[key_rows], mask, scale)[0]
     return out
 
 
 def flash_cached_attention(
     q: Tensor, keys: Tensor, values: Tensor, layout: MixedLayout, *, scale: float, window: int | None
 ) -> Tensor:
-    """Attention by torch's FlashAttention 2: all sequences in one launch, over concatenated keys.
+    """Attention by torch's FlashAttention 2, with one launch for all sequences, over concatenated keys.
 
-    Its causal mask is aligned with the last key of each sequence, which belongs to the last new token. CUDA, fp16 and
-    bf16.
+    Its causal mask is aligned with the last key of each sequence, which belongs to the last new token. CUDA only, fp16
+    and bf16.
     """
     rows = layout.packed_rows()
     out, *_ = torch.ops.aten._flash_attention_forward(
@@ -267,7 +268,7 @@ def _visible(positions: Tensor, num_keys: int, window: int | None) -> Tensor:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """[S, L, H, C], from q of that shape, k and v [S, M, G, C] and mask [S, L, M]."""
+    """Attention [S, L, H, C] of q [S, L, H, C] over k and v [S, M, G, C], with a mask [S, L, M]."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], scale=scale, enable_gqa=grouped)

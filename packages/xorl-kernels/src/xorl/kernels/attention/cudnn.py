@@ -1,4 +1,4 @@
-"""cuDNN attention for N documents of one length, shared by the backends that use it.
+"""cuDNN attention for N documents of one length; the backends `native` and `sdpa` use it.
 
 Shapes: N documents of L tokens, H query heads, G key/value heads, C channels of a head.
 """
@@ -10,14 +10,14 @@ from torch import Tensor
 
 from xorl.kernels.attention.operator import Gradients
 
-# Its backward pass supports wider heads only on Blackwell.
+# cuDNN's backward pass supports wider heads only on Blackwell.
 CUDNN_MAX_HEAD_DIM = 128
 
 aten = torch.ops.aten
 
 
 def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Causal attention of q [N, H, L, C] to k and v [N, G, L, C]: the output like q, log-sum-exp [N, H, L] fp32."""
+    """Causal attention of q [N, H, L, C] over k and v [N, G, L, C]: output like q, log-sum-exp fp32 [N, H, L]."""
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, scale=scale)
     return out, lse.reshape(out.shape[:3])
 
@@ -25,7 +25,7 @@ def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor
 def cudnn_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> Gradients:
-    """The gradient of q, k and v; never deterministic."""
+    """The gradients of q, k and v. They are not deterministic."""
     lse = lse.contiguous()
     statistics = lse.view(*lse.shape, *([1] * (_num_statistics_dims(q.device) - lse.dim())))
     length = q.shape[2]
@@ -49,12 +49,12 @@ def cudnn_backward(
 
 
 def no_dropout(device: torch.device) -> list[Tensor]:
-    """A seed and an offset for torch's operators, which require them but do not read them without dropout."""
+    """Placeholders for the seed and offset that torch's operators require but, without dropout, do not read."""
     return [torch.zeros((), dtype=torch.int64, device=device) for _ in range(2)]
 
 
 @lru_cache(maxsize=1)
 def _num_statistics_dims(device: torch.device) -> int:
-    """Number of dims of the log-sum-exp that torch's cuDNN operators exchange: undocumented, so measured."""
+    """The number of dims of the log-sum-exp that torch's cuDNN operators exchange. Undocumented, so found by a call."""
     x = torch.zeros((1, 1, 128, 64), dtype=torch.bfloat16, device=device)
     return aten._scaled_dot_product_cudnn_attention(x, x, x, None, True, 0.0, True)[1].dim()

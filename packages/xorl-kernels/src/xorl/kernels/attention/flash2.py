@@ -70,7 +70,7 @@ flash_attention_2 = PackedAttention("flash_attention_2", flash2_forward, split_b
 
 
 def _options(offsets: Tensor, scale: float, window: int | None) -> dict[str, object]:
-    """The library's window counts the tokens before the query; ours includes the query."""
+    """The library's window excludes the query itself."""
     longest = longest_document(offsets)
     return {
         "max_seqlen_q": longest,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from xorl.kernels.attention.operator import Gradients, PackedAttention, longest_document
 
-# Versions differ in the default arguments and in the wrappers of these operators, but not in the names.
+# Passed explicitly as None: versions of the library differ in default arguments, but not in the names of arguments.
 UNUSED = [
     "k_new",
     "v_new",
@@ -42,7 +42,7 @@ def flash3_forward(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     """`ForwardKernel` using FlashAttention 3 (arXiv:2407.08608)."""
-    # Without num_splits it may split a row's keys over thread blocks and add the partial results.
+    # With another num_splits, the library may split a row's keys over thread blocks and add the partial results.
     out, lse, *_ = torch.ops.flash_attn_3.fwd(
         q=q,
         k=k,
@@ -92,7 +92,7 @@ flash_attention_3 = PackedAttention("flash_attention_3", flash3_forward, flash3_
 
 
 def _options(cu_seqlens: Tensor, offsets: Tensor, scale: float, window: int | None) -> dict[str, object]:
-    """The library's window counts the tokens before the query; ours includes the query."""
+    """The library's window excludes the query itself."""
     longest = longest_document(offsets)
     return {
         "cu_seqlens_q": cu_seqlens,

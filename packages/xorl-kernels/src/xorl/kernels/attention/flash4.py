@@ -1,7 +1,6 @@
 """`flash_attention_4`: the package flash-attn-4, for Hopper and Blackwell. Importing this file imports it.
 
-On the first call for each head_dim, dtype and kind of mask its kernels are compiled, which takes 3-5 s, and cached on
-disk.
+The first call for each head_dim, dtype and kind of mask compiles a kernel, which takes 3-5 s, and caches it on disk.
 
 Shapes: T tokens, H query heads, G key/value heads, C channels of a head.
 """
@@ -45,7 +44,7 @@ def flash4_backward(
     window: int | None,
     deterministic: bool,
 ) -> Gradients:
-    """`BackwardKernel` using FlashAttention 4; if deterministic, thread blocks add to a gradient one by one."""
+    """`BackwardKernel` using FlashAttention 4; if deterministic, thread blocks add to a gradient in a fixed order."""
     return _flash_attn_bwd(
         q,
         k,
@@ -62,7 +61,7 @@ flash_attention_4 = PackedAttention("flash_attention_4", flash4_forward, flash4_
 
 
 def _options(cu_seqlens: Tensor, offsets: Tensor, scale: float, window: int | None) -> dict[str, object]:
-    """The library's window counts the tokens before the query; ours includes the query."""
+    """The library's window excludes the query itself."""
     longest = longest_document(offsets)
     return {
         "cu_seqlens_q": cu_seqlens,

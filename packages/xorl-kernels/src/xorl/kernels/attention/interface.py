@@ -1,4 +1,4 @@
-"""The interface of attention backends: the attention function, and the request that a backend accepts or refuses."""
+"""The interface of attention backends: the attention function, and the requests that backends accept or refuse."""
 
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -13,10 +13,11 @@ class AttentionFn(Protocol):
     """Causal attention inside each document of a packed row; documents never see each other.
 
     Shapes: T tokens, H query heads, G key/value heads (G divides H, query head h reads key/value head h * G // H),
-    C channels of a head. q is [T, H, C], k and v are [T, G, C], the result is [T, H, C] in q's dtype; softmax is
-    accumulated in fp32 at least.
+    C channels of a head. q is [T, H, C], k and v are [T, G, C]. The result is [T, H, C] in q's dtype; the softmax
+    accumulates in fp32 at least.
 
-    `scale` multiplies the scores. With `window` w a token sees itself and the w - 1 tokens before it; None sees all.
+    `scale` multiplies the scores. With a `window` of w, a token sees itself and the w - 1 tokens before it; with None,
+    it sees all tokens before it.
     """
 
     def __call__(
@@ -32,14 +33,15 @@ class AttentionFn(Protocol):
 
 @dataclass(frozen=True)
 class AttentionRequest:
-    """The requirements for a backend; known when the model is built, before any data.
+    """The requirements for a backend; they are known when the model is built, before any data.
 
     Attributes:
         device_type: "cpu", "cuda", ...
-        dtype: of q, k and v (the compute dtype).
+        dtype: the dtype of q, k and v (the compute dtype).
         head_dim: C.
         window: the sliding window of the layers that have one, or None.
-        deterministic: whether the same inputs must give the same bits, gradients too; by default, torch's own setting.
+        deterministic: whether the same inputs must give the same bits, also in gradients; the default is torch's
+            current setting.
     """
 
     device_type: str

@@ -1,4 +1,4 @@
-"""The requests and machines that flash attention kernels support; checked without importing any library."""
+"""Checks which requests and devices flash attention kernels support, without importing their libraries."""
 
 from importlib.metadata import PackageNotFoundError, version
 
@@ -15,25 +15,27 @@ AMPERE, HOPPER, BLACKWELL = 8, 9, 11
 
 
 def flash_refusal(request: AttentionRequest, lowest: int, highest: int | None = None) -> str | None:
-    """The reason why a kernel for compute capabilities (major) `lowest` to `highest` cannot serve a request, or None.
+    """The reason why a kernel for major compute capabilities `lowest` to `highest` cannot serve a request, or None.
 
-    Checks what all of these kernels require: CUDA, half precision, and a head_dim that is a multiple of 8 up to 256.
+    Checks the common requirements of these kernels: CUDA, half precision, and a head_dim of up to 256 that is a
+    multiple of 8.
     """
     if request.device_type != "cuda":
-        return f"it needs a CUDA device, the model runs on {request.device_type}"
+        return f"it needs a CUDA device, but the model runs on {request.device_type}"
     if request.dtype not in HALF_DTYPES:
-        return f"it computes in float16 or bfloat16, the model computes in {str(request.dtype).removeprefix('torch.')}"
+        dtype = str(request.dtype).removeprefix("torch.")
+        return f"it computes in float16 or bfloat16, but the model computes in {dtype}"
     if request.head_dim > MAX_HEAD_DIM or request.head_dim % HEAD_DIM_MULTIPLE:
         return (
-            f"it takes a head_dim that is a multiple of {HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM}, "
-            f"the model has {request.head_dim}"
+            f"it needs a head_dim that is a multiple of {HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM}, "
+            f"but the model has {request.head_dim}"
         )
     if not torch.cuda.is_available():
         return "no CUDA device is visible"
     major, minor = torch.cuda.get_device_capability()
     if major < lowest or (highest is not None and major > highest):
         known = f"{lowest}.0 and later" if highest is None else f"{lowest}.0 to {highest}.x"
-        return f"it is built for compute capability {known}, this device has {major}.{minor}"
+        return f"it needs compute capability {known}, but this device has {major}.{minor}"
     return None
 
 

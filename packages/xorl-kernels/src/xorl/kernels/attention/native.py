@@ -1,6 +1,7 @@
-"""`native`: attention by PyTorch's own CUDA kernels, all documents of a row in one launch.
+"""`native`: attention by PyTorch's own CUDA kernels, with one launch for all documents of a row.
 
-FlashAttention 2 takes any row. cuDNN, which is 1.5 times as fast on Hopper, takes rows of long documents of one length.
+FlashAttention 2 handles any row. cuDNN is 1.5 times as fast on Hopper, and handles rows of long documents of one
+length.
 
 Shapes: T tokens, N documents of L tokens, H query heads, G key/value heads, C channels of a head.
 """
@@ -15,7 +16,7 @@ from xorl.kernels.attention.limits import AMPERE, HOPPER, flash_refusal
 from xorl.kernels.attention.operator import Gradients, PackedAttention, longest_document
 from xorl.kernels.attention.split import split_by_heads
 
-# cuDNN plans each new length, for tens of milliseconds: worth it for recurring lengths, as full bins have.
+# cuDNN spends tens of milliseconds planning each new length, which pays off for recurring lengths, as in full bins.
 CUDNN_MIN_LENGTH = 2048
 CUDNN_LENGTH_MULTIPLE = 128
 
@@ -33,7 +34,7 @@ def native_forward(
     window: int | None,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`ForwardKernel`; both kernels support grouped heads directly."""
+    """`ForwardKernel` using cuDNN or FlashAttention 2, which both support grouped heads."""
     length = _cudnn_length(q, k, v, offsets, window, deterministic)
     if length is not None:
         q, k, v = (_heads_first(x, length) for x in (q, k, v))
@@ -61,7 +62,7 @@ def native_backward(
     window: int | None,
     deterministic: bool,
 ) -> Gradients:
-    """`BackwardKernel`; FlashAttention 2 follows torch's switch to deterministic algorithms, cuDNN has none."""
+    """`BackwardKernel`; FlashAttention 2 follows torch's deterministic setting, cuDNN is not used if it is on."""
     length = _cudnn_length(q, k, v, offsets, window, deterministic)
     if length is not None:
         grad_out, q, k, v, out = (_heads_first(x, length) for x in (grad_out, q, k, v, out))
@@ -70,7 +71,7 @@ def native_backward(
         grad_q, grad_k, grad_v = (x.transpose(1, 2).flatten(0, 1) for x in gradients)
         return grad_q, grad_k, grad_v
     longest = longest_document(offsets)
-    # Without dropout, the generator state is not read.
+    # The operator requires a generator state, but does not read it without dropout.
     generator = torch.zeros((2,), dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     return aten._flash_attention_backward(
         grad_out,
@@ -100,17 +101,20 @@ def native_refusal(request: AttentionRequest) -> str | None:
 
 
 def _window(window: int | None) -> dict[str, int]:
-    """The kernel's window counts the tokens before the query; ours includes the query. Zero to the right is causal."""
+    """The kernel's window excludes the query itself, and zero tokens to the right make it causal."""
     return {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
 
 
 def _cudnn_length(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, window: int | None, deterministic: bool
 ) -> int | None:
-    """L if cuDNN should compute this row of N documents of L tokens each; the same in both passes."""
+    """L if cuDNN should compute this row, which then consists of N documents of L tokens, else None.
+
+    The result is the same in both passes.
+    """
     length = longest_document(offsets)
-    of_one_length = length * (len(offsets) - 1) == len(q)
-    if not of_one_length or length < CUDNN_MIN_LENGTH or length % CUDNN_LENGTH_MULTIPLE:
+    has_one_length = length * (len(offsets) - 1) == len(q)
+    if not has_one_length or length < CUDNN_MIN_LENGTH or length % CUDNN_LENGTH_MULTIPLE:
         return None
     if deterministic or q.shape[2] > CUDNN_MAX_HEAD_DIM or (window is not None and window < length):
         return None

@@ -1,6 +1,6 @@
 """PackedAttention: an attention function as two torch operators, so that it is one node in compiled code.
 
-Independent of kernels: a backend passes in the forward and the backward kernel.
+It does not depend on any kernel: a backend passes in its forward and backward kernels.
 
 Shapes: T tokens, N documents, H query heads, G key/value heads, C channels of a head.
 """
@@ -21,8 +21,8 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 class ForwardKernel(Protocol):
     """(q [T, H, C], k and v [T, G, C], ...) -> (output [T, H, C], log-sum-exp [H, T] in fp32, fp64 for fp64).
 
-    There is at least one token. `cu_seqlens` and `offsets` are those of `SequenceLayout`; kernels driven by the host
-    read `offsets`. With `deterministic` the same inputs give the same bits.
+    There is at least one token. `cu_seqlens` (on the device) and `offsets` (on the host) are those of `SequenceLayout`.
+    With `deterministic`, the same inputs must give the same bits.
     """
 
     def __call__(
@@ -40,10 +40,10 @@ class ForwardKernel(Protocol):
 
 
 class BackwardKernel(Protocol):
-    """The gradients of q, k and v, from that of the output, [T, H, C] contiguous, and the results of the forward pass.
+    """The gradients of q, k and v, given that of the output ([T, H, C], contiguous) and the forward pass's results.
 
-    If `out` and `lse` come from attention over more keys than the given ones, the result is the part of the gradient
-    that belongs to the given keys. Ring attention over ranks sums these parts.
+    If `out` and `lse` come from attention over more keys than those given, the result is the given keys' part of the
+    gradients. Ring attention sums these parts over ranks.
     """
 
     def __call__(
@@ -64,10 +64,10 @@ class BackwardKernel(Protocol):
 
 
 class PackedAttention:
-    """`AttentionFn` based on the operators `xorl::attention_{name}` and `xorl::attention_{name}_backward`.
+    """An `AttentionFn` that calls the operators `xorl::attention_{name}` and `xorl::attention_{name}_backward`.
 
     Args:
-        name: of the backend.
+        name: the name of the backend.
         forward, backward: the kernels.
     """
 
@@ -76,7 +76,7 @@ class PackedAttention:
         self._operator = _define(name, forward, backward)
 
     def __deepcopy__(self, memo: object) -> "PackedAttention":
-        return self  # as for a function; a copied model calls the same operators
+        return self  # like a function, so that a copied model calls the same operators
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, *, scale: float, window: int | None
@@ -88,8 +88,9 @@ class PackedAttention:
     ) -> tuple[Tensor, Tensor]:
         """The output, and the natural log-sum-exp of each token's scaled scores, [T, H] in fp32 (fp64 for fp64).
 
-        Both carry gradients. The gradient of the log-sum-exp costs one more forward and backward pass, in the kernel's
-        own precision: its derivative is the attention of the keys, sum_j P_ij k_j for q_i and sum_i P_ij q_i for k_j.
+        Both are differentiable. The gradient of the log-sum-exp costs one more forward and backward pass, in the
+        kernel's precision: the derivatives are sum_j P_ij k_j for q_i (attention over the keys) and sum_i P_ij q_i for
+        k_j.
         """
         deterministic = torch.are_deterministic_algorithms_enabled()
         return self._operator(q, k, v, layout.cu_seqlens, layout.offsets, scale, window, deterministic)
@@ -103,7 +104,7 @@ class _Context(FunctionCtx):
 def _define(
     name: str, forward: ForwardKernel, backward: BackwardKernel
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, int | None, bool], tuple[Tensor, Tensor]]:
-    """Register both operators of a backend; returns the forward one."""
+    """Register both operators of a backend, and return the forward operator."""
 
     @torch.library.custom_op(f"xorl::attention_{name}", mutates_args=())
     def attend(
@@ -161,7 +162,7 @@ def _define(
     def _(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *inputs: object) -> Gradients:
         return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
-    def keep(ctx: _Context, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    def save(ctx: _Context, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
         q, k, v, cu_seqlens, offsets, *options = inputs
         ctx.save_for_backward(q, k, v, *output, cu_seqlens, offsets)
         ctx.options = tuple(options)
@@ -181,15 +182,15 @@ def _define(
             grad_k = more_k if grad_k is None else grad_k + more_k
         return grad_q, grad_k, grad_v, None, None, None, None, None
 
-    attend.register_autograd(differentiate, setup_context=keep)
+    attend.register_autograd(differentiate, setup_context=save)
     _count_flops(name)
     return attend
 
 
 def _count_flops(name: str) -> None:
-    """Tell torch's FLOP counter the operators' operations, for the pairs of tokens that see each other.
+    """Register both operators with torch's FLOP counter; only pairs of tokens that see each other count.
 
-    The backward pass counts twice the forward one: recomputation is not counted as the model's work.
+    The backward pass counts as twice the forward pass: the kernels' recomputation is not work of the model.
     """
     operators = torch.ops.xorl
 
@@ -226,20 +227,20 @@ def _count_flops(name: str) -> None:
 
 
 def visible_pairs(offsets: Tensor, window: int | None) -> int:
-    """The number of (query, key) pairs in all documents: a token sees itself and those before it in its window."""
+    """The number of (query, key) pairs in all documents; a token sees itself and earlier tokens in its window."""
     lengths = offsets.diff()
     seen = lengths if window is None else lengths.clamp(max=window)
     return int((seen * (seen + 1) // 2 + (lengths - seen) * seen).sum())
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of log-sum-exps for q and k in `dtype`."""
+    """The dtype of log-sum-exps for q and k of `dtype`."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def longest_document(offsets: Tensor) -> int:
-    """Tokens of the longest document; read on the host, inside an operator.
+    """The number of tokens of the longest document. Call it inside an operator, where the compiler does not see it.
 
-    The compiler never sees this number: it would compile once for the first value and once more for all others.
+    Otherwise the compiler would specialise on the first value, and recompile for the second.
     """
     return int(offsets.diff().max())

@@ -1,11 +1,11 @@
-"""Paged attention as a Triton kernel: one query per sequence over its keys, which are read in their cache blocks.
+"""Paged attention as a Triton kernel: one query per sequence; keys and values are read from their cache blocks.
 
 Imported only if Triton is installed. `cached.py` has the contract; `plain_cached_attention` is the plain twin. Several
-programs share the keys of a sequence, so that a few sequences also keep a GPU busy; their partial results are combined
-by their log-sum-exps (Flash-Decoding, Dao et al., 2023).
+programs split the keys of a sequence, so that a few sequences are enough to fill a GPU. Their partial results are
+combined by their log-sum-exps (Flash-Decoding, Dao et al., 2023).
 
 Shapes: S sequences, W blocks of the longest table, B tokens of a block, E blocks of the cache, H query heads, G
-key/value heads, C channels of a head, P parts.
+key/value heads, C channels of a head.
 """
 
 import torch
@@ -17,8 +17,8 @@ from xorl.kernels.fused.device import NUM_PROCESSORS, launch, power_of_2
 
 # Keys that a program reads at once.
 BLOCK_KEYS = 64
-# Rows and columns of the smallest matrix product; query heads that share a key head, and channels, are padded to it.
-LEAST_SIZE = 16
+# The smallest dimensions of a matrix product. Channels, and query heads that share a key head, are padded to it.
+MIN_DOT_SIZE = 16
 MAX_PARTS = 32
 PROGRAMS_PER_PROCESSOR = 8
 
@@ -35,29 +35,29 @@ def paged_attention(
     window: int | None,
     block_keys: int = BLOCK_KEYS,
 ) -> Tensor:
-    """Attention [S, H, C] of the last token of each sequence over all its tokens.
+    """Attention [S, H, C] of the last token of each sequence over all tokens of the sequence.
 
-    The launches do not depend on the values in tables and lengths, so a pass can be recorded (CUDA graph).
+    The launches do not depend on the values in `tables` and `lengths`, so a pass can be captured as a CUDA graph.
 
     Args:
         q: [S, H, C], contiguous.
         keys, values: [E * B, G, C], contiguous.
-        tables: [W, S] int64, column s lists the blocks of sequence s.
-        lengths: [S] int64, tokens of each sequence, at least one.
+        tables: [W, S] int64; column s lists the blocks of sequence s.
+        lengths: [S] int64, number of tokens of each sequence, at least 1.
         block_size: B.
         scale: multiplies the scores.
-        window: how many tokens, itself included, a token sees; None for all.
+        window: number of tokens that a token sees, including itself; None for all.
         block_keys: keys that a program reads at once.
     """
     num_sequences, num_heads, head_dim = q.shape
     num_kv_heads = keys.shape[1]
     group = num_heads // num_kv_heads
-    wanted = -(-PROGRAMS_PER_PROCESSOR * NUM_PROCESSORS // (num_sequences * num_kv_heads))
-    num_parts = min(power_of_2(wanted), MAX_PARTS)
+    num_splits = -(-PROGRAMS_PER_PROCESSOR * NUM_PROCESSORS // (num_sequences * num_kv_heads))
+    num_parts = min(power_of_2(num_splits), MAX_PARTS)
     out = torch.empty_like(q)
     parts = out if num_parts == 1 else q.new_empty(num_parts, *q.shape, dtype=torch.float32)
     sums = q.new_empty(num_parts, num_sequences, num_heads, dtype=torch.float32)
-    block_channels = max(power_of_2(head_dim), LEAST_SIZE)
+    block_channels = max(power_of_2(head_dim), MIN_DOT_SIZE)
     launch(
         _attend,
         (num_sequences, num_kv_heads, num_parts),
@@ -79,7 +79,7 @@ def paged_attention(
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
-        BLOCK_HEADS=max(power_of_2(group), LEAST_SIZE),
+        BLOCK_HEADS=max(power_of_2(group), MIN_DOT_SIZE),
         BLOCK_CHANNELS=block_channels,
         BLOCK_KEYS=block_keys,
         num_warps=4,
@@ -124,7 +124,7 @@ def _attend(
     BLOCK_CHANNELS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ) -> None:
-    """One program: attention of the query heads of one key head of one sequence over one part of its keys."""
+    """Each program computes the query heads of one key head of one sequence, over one part of its keys."""
     sequence, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + sequence)
     first = length * 0
@@ -136,7 +136,7 @@ def _attend(
     stop = tl.minimum(start + steps_of_part * BLOCK_KEYS, length)
     heads = tl.arange(0, BLOCK_HEADS)
     channels = tl.arange(0, BLOCK_CHANNELS)
-    # The position of a query or a result in [S, H, C].
+    # The indices of queries and results in [S * H, C].
     row = (sequence * num_kv_heads + kv_head) * GROUP + heads
     places = row[:, None] * HEAD_DIM + channels[None, :]
     is_query = (heads[:, None] < GROUP) & (channels[None, :] < HEAD_DIM)
@@ -162,7 +162,7 @@ def _attend(
         weighted = weighted * shrink[:, None] + tl.dot(weights.to(value.dtype), value)
         largest = new_largest
         start += BLOCK_KEYS
-    # A part without keys has weight zero.
+    # A part without keys has a total, and later a weight, of zero.
     weighted = weighted / tl.where(total > 0, total, 1.0)[:, None]
     offset = part.to(tl.int64) * num_sequences * num_kv_heads * GROUP
     tl.store(parts + offset * HEAD_DIM + places, weighted.to(parts.dtype.element_ty), mask=is_query)  # pyright: ignore[reportAttributeAccessIssue]
@@ -179,7 +179,7 @@ def _join(
     HEAD_DIM: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
 ) -> None:
-    """The mean of the parts of one query head, weighted by their softmax sums."""
+    """Average the parts of one query head, weighted by their softmax sums."""
     row = tl.program_id(0)
     numbers, channels = tl.arange(0, NUM_PARTS), tl.arange(0, BLOCK_CHANNELS)
     offsets = numbers.to(tl.int64) * num_rows + row

@@ -1,4 +1,4 @@
-"""The plain twin of every attention backend: one document at a time, full scores, softmax in fp32 (fp64 for fp64).
+"""The plain twin of all attention backends: one document at a time, full scores, softmax in fp32 (fp64 for fp64).
 
 Shapes: T tokens, L tokens of one document, H query heads, G key/value heads, R = H / G, C channels of a head.
 """
@@ -23,14 +23,14 @@ def eager_forward(
     window: int | None,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`ForwardKernel` as in the formula; memory grows with the square of the longest document."""
+    """`ForwardKernel` by the formula; its memory grows with the square of the longest document's length."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((q.shape[1], q.shape[0]), dtype=lse_dtype(q.dtype), device=q.device)
     for rows in documents(offsets):
         q_doc, k_doc, v_doc = (_heads_first(x[rows], k.shape[1]) for x in (q, k, v))
         scores = _scores(q_doc * scale, k_doc, window)  # [H, L, L]
         log_weights = scores.log_softmax(dim=-1)
-        # A token always sees itself, so the difference on the diagonal is finite.
+        # Read from the diagonal, where scores are finite because a token always sees itself.
         lse[:, rows] = scores.diagonal(dim1=1, dim2=2) - log_weights.diagonal(dim1=1, dim2=2)
         out[rows] = _tokens_first(_group(log_weights.exp_(), k_doc) @ v_doc, like=q)
     return out, lse
@@ -68,13 +68,13 @@ eager_attention = PackedAttention("eager", eager_forward, eager_backward)
 
 
 def documents(offsets: Tensor) -> Iterator[slice]:
-    """The rows of each document, from offsets on the CPU."""
+    """The rows of each document, given the layout's `offsets`."""
     ends = offsets.tolist()
     return (slice(begin, end) for begin, end in pairwise(ends))
 
 
 def causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
-    """[L, L] bool: may query i see key j."""
+    """[L, L] bool: whether query i sees key j."""
     positions = torch.arange(length, device=device)
     distance = positions[:, None] - positions[None, :]
     visible = distance >= 0
@@ -82,7 +82,7 @@ def causal_mask(length: int, window: int | None, device: torch.device) -> Tensor
 
 
 def _heads_first(x: Tensor, num_kv_heads: int) -> Tensor:
-    """[L, H, C] -> [G, R * L, C] in the softmax dtype: the R heads that read one key/value head, concatenated."""
+    """[L, H, C] -> [G, R * L, C] in the softmax dtype; concatenates the R heads that read one key/value head."""
     return x.to(lse_dtype(x.dtype)).transpose(0, 1).reshape(num_kv_heads, -1, x.shape[-1])
 
 
@@ -97,7 +97,7 @@ def _group(x: Tensor, k: Tensor) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, window: int | None) -> Tensor:
-    """[H, L, L] scaled products of queries and keys, minus infinity where a query does not see a key."""
+    """[H, L, L] products of (scaled) queries and keys; -inf where a query does not see a key."""
     length = k.shape[1]
     scores = (q @ k.transpose(1, 2)).view(-1, length, length)
     return scores.masked_fill_(~causal_mask(length, window, q.device), float("-inf"))

@@ -1,4 +1,6 @@
-"""`sdpa`: attention by `scaled_dot_product_attention`'s kernels, on any device; documents of one length share a call.
+"""`sdpa`: attention by the kernels of `scaled_dot_product_attention`, on any device.
+
+Documents of the same length may share a call.
 
 Shapes: T tokens, N documents of L tokens, H query heads, G key/value heads, C channels of a head.
 """
@@ -21,16 +23,16 @@ from xorl.kernels.attention.reference import causal_mask, eager_backward, eager_
 from xorl.kernels.attention.split import split_by_heads
 
 FLASH_HEAD_DIM_MULTIPLE = 8
-# The memory-efficient kernel reads log-sum-exps in blocks of this many tokens, infinite past the last one.
+# The memory-efficient kernel reads log-sum-exps in blocks of this many tokens; the padding must be infinite.
 EFFICIENT_LSE_BLOCK = 32
-# It takes heads whose size is a multiple of this many bytes.
+# It supports heads whose size is a multiple of this many bytes.
 EFFICIENT_CHANNEL_BYTES = 16
-# Its code for a causal mask in which the first query sees the first key alone.
+# Its code for a causal mask in which the first query sees only the first key.
 CAUSAL_FROM_TOP_LEFT = 1
-# Above this size, a mask for a window is refused: it grows with the square of the document's length.
-MAX_BIAS_BYTES = 2**32
-# It reads the bias in rows that begin at multiples of this many elements.
+# It requires rows of the bias to begin at multiples of this many elements.
 EFFICIENT_BIAS_BLOCK = 16
+# The size limit for the mask of a window, which grows with the square of the document's length.
+MAX_BIAS_BYTES = 2**32
 
 aten = torch.ops.aten
 
@@ -50,7 +52,7 @@ def sdpa_forward(
     plan = _plan(tuple(offsets.diff().tolist()), q.device)
     q, k, v = (plan.sort(x) for x in (q, k, v))
     outs, lses = [], []
-    for rows, length in plan.pieces:
+    for rows, length in plan.calls:
         case = _Case.of(q[rows], k[rows], v[rows], length, scale, window)
         out, lse = KERNELS[case.kernel][0](case)
         outs.append(out.transpose(1, 2).flatten(0, 1))
@@ -77,7 +79,7 @@ def sdpa_backward(
     grad_out, q, k, v, out = (plan.sort(x) for x in (grad_out, q, k, v, out))
     lse = plan.sort(lse, dim=1)
     gradients = []
-    for rows, length in plan.pieces:
+    for rows, length in plan.calls:
         case = _Case.of(q[rows], k[rows], v[rows], length, scale, window)
         lse_rows = lse[:, rows].unflatten(1, (-1, length)).transpose(0, 1)  # [N, H, L]
         parts = KERNELS[case.kernel][1](
@@ -93,26 +95,27 @@ sdpa_attention = PackedAttention("sdpa", sdpa_forward, split_by_heads(sdpa_backw
 
 @dataclass(frozen=True)
 class _Plan:
-    """The rows of each call, as (rows, length of a document).
+    """How a row is split into calls: `calls` lists (rows, length of a document).
 
-    Documents of one length run in one call if that saves at least half of the calls: otherwise packs of short documents
-    would spend their time launching kernels. In that case `order` sorts the rows first, and `back` restores them.
+    Each document gets its own call, unless one call per length halves the number of calls: rows of many short documents
+    would otherwise spend their time launching kernels. Then `order` sorts tokens by the length of their document, and
+    `inverse` restores their order.
     """
 
-    pieces: tuple[tuple[slice, int], ...]
+    calls: tuple[tuple[slice, int], ...]
     order: Tensor | None = None
-    back: Tensor | None = None
+    inverse: Tensor | None = None
 
     def sort(self, x: Tensor, dim: int = 0) -> Tensor:
         return x if self.order is None else x.index_select(dim, self.order)
 
     def unsort(self, x: Tensor, dim: int = 0) -> Tensor:
-        return x if self.back is None else x.index_select(dim, self.back)
+        return x if self.inverse is None else x.index_select(dim, self.inverse)
 
 
 @lru_cache(maxsize=8)
 def _plan(lengths: tuple[int, ...], device: torch.device) -> _Plan:
-    """Cached: every layer of a forward and a backward pass needs the same plan."""
+    """The plan for documents of these lengths. Cached, because all layers and both passes need the same plan."""
     groups = Counter(lengths)
     if 2 * len(groups) > len(lengths):
         return _Plan(_consecutive([(length, length) for length in lengths]))
@@ -120,29 +123,30 @@ def _plan(lengths: tuple[int, ...], device: torch.device) -> _Plan:
     for length, tokens in zip(lengths, torch.arange(sum(lengths), device="cpu").split(list(lengths)), strict=True):
         rows.setdefault(length, []).append(tokens)
     order = torch.cat([tokens for same in rows.values() for tokens in same])
-    pieces = _consecutive([(count * length, length) for length, count in groups.items()])
-    return _Plan(pieces, _to(device, order), _to(device, order.argsort()))
+    calls = _consecutive([(count * length, length) for length, count in groups.items()])
+    return _Plan(calls, _to(device, order), _to(device, order.argsort()))
 
 
 def _to(device: torch.device, rows: Tensor) -> Tensor:
-    """A copy on `device`. From pageable memory, it would make the host wait for all queued work."""
+    """A copy on `device`; pinned, because a copy from pageable memory would make the host wait for all queued work."""
     return rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows.to(device)
 
 
 def _consecutive(sizes: list[tuple[int, int]]) -> tuple[tuple[slice, int], ...]:
-    """(rows of a call, length of its documents) -> (slice of rows, length)."""
-    pieces, begin = [], 0
+    """(number of rows, length of a document) of each call -> (slice of rows, length)."""
+    calls, start = [], 0
     for size, length in sizes:
-        pieces.append((slice(begin, begin + size), length))
-        begin += size
-    return tuple(pieces)
+        calls.append((slice(start, start + size), length))
+        start += size
+    return tuple(calls)
 
 
 @dataclass(frozen=True)
 class _Case:
-    """N documents of L tokens for one call: q [N, H, L, C], k and v [N, G, L, C], and the kernel to use.
+    """The arguments of one call for N documents of L tokens, and the kernel to use: q [N, H, L, C], k, v [N, G, L, C].
 
-    `bias` [L, L] is added to the scores; None means causal, within `window` if that is shorter than a document.
+    `bias` [L, L] is added to the scores. Without one, attention is causal and limited to `window`, which is None if it
+    covers whole documents.
     """
 
     q: Tensor
@@ -155,15 +159,15 @@ class _Case:
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, length: int, scale: float, window: int | None) -> "_Case":
-        """Builds it from [N * L, H, C] and [N * L, G, C]."""
+        """The case for q [N * L, H, C], k and v [N * L, G, C]."""
         num_heads = q.shape[1]
         if window is not None and window >= length:
             window = None
-        # Elsewhere, only a bias can express a window.
+        # Only the memory-efficient kernel on CUDA supports windows; elsewhere a bias expresses them.
         has_window_kernel = q.is_cuda and q.shape[-1] * q.element_size() % EFFICIENT_CHANNEL_BYTES == 0
         bias = None if window is None or has_window_kernel else _bias(length, window, q)
-        # On CUDA only the half-precision kernel without a bias supports grouped heads; others would compute full
-        # scores.
+        # On CUDA only the half-precision kernel without a bias supports grouped heads; for others, torch would fall
+        # back to computing full scores.
         if k.shape[1] != num_heads and q.is_cuda and (window is not None or q.dtype not in HALF_DTYPES):
             k, v = (x.repeat_interleave(num_heads // x.shape[1], dim=1) for x in (k, v))
         q, k, v = (_heads_first(x, length) for x in (q, k, v))
@@ -173,12 +177,12 @@ class _Case:
         kernel = SDPBackend(torch._fused_sdp_choice(q, k, v, bias, 0.0, bias is None, **options))
         wide, deterministic = q.shape[-1] > CUDNN_MAX_HEAD_DIM, torch.are_deterministic_algorithms_enabled()
         if kernel == SDPBackend.CUDNN_ATTENTION and (bias is not None or wide or deterministic):
-            # torch's choice covers only the forward pass; where it chooses cuDNN, one of these supports both passes.
+            # torch's choice is for the forward pass only. If it is cuDNN, one of these kernels supports both passes.
             kernel = SDPBackend.FLASH_ATTENTION if bias is None else SDPBackend.EFFICIENT_ATTENTION
         return cls(q, k, v, scale, window, bias, kernel)
 
     def sum_groups(self, gradients: Gradients, num_kv_heads: int) -> Gradients:
-        """Sums the gradients of repeated key/value heads to those of the original heads."""
+        """Sum the gradients of repeated key/value heads to those of the original heads."""
         grad_q, *others = gradients
         grad_k, grad_v = (
             x if x.shape[1] == num_kv_heads else x.unflatten(1, (num_kv_heads, -1)).sum(dim=2) for x in others
@@ -190,9 +194,9 @@ def _bias(length: int, window: int, like: Tensor) -> Tensor:
     num_bytes = length**2 * like.element_size()
     if num_bytes > MAX_BIAS_BYTES:
         raise ValueError(
-            f"attention backend sdpa: a window of {window} tokens in a document of {length} takes a mask of "
+            f"attention backend sdpa: a window of {window} tokens in a document of {length} needs a mask of "
             f"{num_bytes / 2**30:.1f} GiB on {like.device.type} with heads of {like.shape[-1]} channels; use shorter "
-            "documents, or a flash attention backend on a GPU"
+            "documents or, on a GPU, a flash attention backend"
         )
     visible = causal_mask(length, window, like.device)
     return torch.zeros_like(visible, dtype=like.dtype).masked_fill_(~visible, float("-inf"))
@@ -207,8 +211,8 @@ def _join(parts: list[Tensor] | tuple[Tensor, ...], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
-# Forward kernels return the output [N, H, L, C] and log-sum-exp [N, H, L]; backward ones take gradient, output and
-# log-sum-exp in these shapes.
+# Forward kernels return the output [N, H, L, C] and log-sum-exp [N, H, L]; backward kernels take the gradient, output
+# and log-sum-exp in these shapes.
 
 
 def _flash_forward(case: _Case) -> tuple[Tensor, Tensor]:
@@ -242,7 +246,7 @@ def _flash_backward(case: _Case, grad_out: Tensor, out: Tensor, lse: Tensor) -> 
         length,
         0.0,
         True,
-        # A generator state that is not read, since there is no dropout.
+        # A generator state, which is not read without dropout.
         torch.zeros((2,), dtype=torch.uint64, device=q.device),
         torch.empty(0, device=q.device),
         scale=case.scale,
@@ -328,7 +332,7 @@ def _efficient_backward(case: _Case, grad_out: Tensor, out: Tensor, lse: Tensor)
 
 
 def _expand_bias(case: _Case) -> Tensor | None:
-    """[N, H, L, L] with rows aligned as the kernel requires, without a copy for each document and head."""
+    """[N, H, L, L] with rows aligned as the kernel requires; a view, without a copy for each document and head."""
     if case.bias is None:
         return None
     num_documents, num_heads, length, _ = case.q.shape

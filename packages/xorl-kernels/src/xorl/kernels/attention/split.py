@@ -1,4 +1,4 @@
-"""Splits backward passes that are too large for kernels with 32-bit offsets into passes over some of the heads.
+"""Splits backward passes that are too large for kernels with 32-bit offsets into passes over subsets of the heads.
 
 Shapes: T tokens, H query heads, G key/value heads, C channels of a head.
 """
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from xorl.kernels.attention.operator import BackwardKernel, Gradients
 
-# Elements of q up to which the gradients of FlashAttention 2 and cuDNN are right, measured on an H100 with torch 2.11.
-# With 3 % more, those of the last document are wrong, or NaN.
+# Up to this many elements of q, the gradients of FlashAttention 2 and cuDNN are correct, measured on an H100 with torch
+# 2.11. With 3 % more, the gradients of the last document are wrong or NaN.
 LARGEST = 2**31
 
 
 def split_by_heads(backward: BackwardKernel) -> BackwardKernel:
-    """Wraps a kernel: where q has more than LARGEST elements, it runs on a few heads at a time."""
+    """Wrap a kernel to process a few heads at a time if q has more than LARGEST elements."""
 
     @wraps(backward)
     def split(
@@ -38,7 +38,7 @@ def split_by_heads(backward: BackwardKernel) -> BackwardKernel:
         if heads_at_once >= q.shape[1]:
             return backward(grad_out, q, k, v, out, lse, cu_seqlens, offsets, **options)
         group = q.shape[1] // k.shape[1]
-        # Whole groups if they fit, else parts of one, whose shares of the keys' gradient are added in fp32.
+        # Whole groups if they fit, else parts of a group; then the parts' gradients of keys are summed in fp32.
         step = heads_at_once // group * group or heads_at_once
         grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
         grad_k, grad_v = (
@@ -49,7 +49,7 @@ def split_by_heads(backward: BackwardKernel) -> BackwardKernel:
             keys, values = k[:, groups].contiguous(), v[:, groups].contiguous()
             for first in range(groups.start * group, groups.stop * group, step):
                 heads = slice(first, min(first + step, groups.stop * group))
-                grad_q[:, heads], of_keys, of_values = backward(
+                grad_q[:, heads], part_k, part_v = backward(
                     grad_out[:, heads].contiguous(),
                     q[:, heads].contiguous(),
                     keys,
@@ -60,8 +60,8 @@ def split_by_heads(backward: BackwardKernel) -> BackwardKernel:
                     offsets,
                     **options,
                 )
-                grad_k[:, groups] += of_keys
-                grad_v[:, groups] += of_values
+                grad_k[:, groups] += part_k
+                grad_v[:, groups] += part_v
         return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
 
     return split

@@ -1,4 +1,4 @@
-"""Fused kernels, each with a plain twin in torch. Importing this needs no Triton; the kernels' own modules do."""
+"""Fused kernels, each with a plain twin in torch. Only the modules of the kernels themselves import Triton."""
 
 from xorl.kernels.fused.device import triton_refusal
 from xorl.kernels.fused.reference import HeadNorms, HeadShape, RopeTables

@@ -1,4 +1,4 @@
-"""Cross-entropy of rows of logits with its gradient in one launch, and a scaling that skips a factor of 1.
+"""Cross-entropy of rows of logits together with its gradient, and two helpers of `linear_ce`, as Triton kernels.
 
 Shapes: B rows, V vocabulary.
 """
@@ -13,32 +13,32 @@ from torch import Tensor
 from xorl.kernels.fused.device import launch, power_of_2, rows_per_program
 from xorl.kernels.fused.reference import IGNORE, LossOfRows
 
-# Values per block of a row. A thread processes adjacent values, as many as it loads at once, and reduces them to their
-# maximum and sum by itself.
+# Values per block of a row. Each thread loads NEIGHBOURS adjacent values at once, and reduces them to their maximum and
+# sum by itself.
 BLOCK = 8192
 NEIGHBOURS = 8
 NUM_WARPS = 16
-SCALE_BLOCK = 4096
-# Rows, and columns of them, that a program of `add_at_labels_` reads at once.
+# Rows and columns that a program of `add_at_labels_` reads at once.
 ADDED_ROWS = 16
 ADDED_COLUMNS = 512
+SCALE_BLOCK = 4096
 SCALE_WARPS = 8
 LOWEST = tl.constexpr(-3.0e38)
-# The largest excess of a row's maximum over that of its first block for which exponentials relative to the latter are
-# used: their sum over any vocabulary, and its inverse, stay far within the range of fp32.
+# Exponentials relative to the maximum of a row's first block are used if the row's maximum exceeds it by at most this:
+# their sum over any vocabulary, and its inverse, stay far within the range of fp32.
 FURTHEST = tl.constexpr(40.0)
 
 
 def cross_entropy_rows(
-    logits: Tensor, labels: Tensor, token_weight: Tensor | None, gradient: Tensor | None, found: LossOfRows
+    logits: Tensor, labels: Tensor, token_weight: Tensor | None, gradient: Tensor | None, results: LossOfRows
 ) -> None:
     """The kernel behind `reference.cross_entropy_rows`, for fp32, bf16 and fp16 logits whose rows are contiguous.
 
     A label outside the vocabulary gives a loss and a scale of NaN.
 
-    One program processes a row. If the gradient goes to a separate buffer in a dtype with fp32's range, it is written
-    while the row is read for its sum, as multiples of exponentials relative to the maximum of the first block. So one
-    pass is enough, except for rows whose maximum is far above that. Otherwise the row is read twice: for the running
+    One program processes a row. If the gradient goes to a separate buffer in a dtype with fp32's range, the row is read
+    once: while its sum is computed, the gradient is written as exponentials relative to the maximum of the first block.
+    Otherwise, or if the row's maximum is far above that of the first block, the row is read twice: for the running
     log-sum-exp, and for the gradient, which may overwrite the row if the dtypes are equal.
     """
     assert logits.stride(1) == 1
@@ -54,7 +54,7 @@ def cross_entropy_rows(
             logits,
             labels,
             labels if token_weight is None else token_weight.contiguous(),
-            *found,
+            *results,
             logits if gradient is None else gradient,
             logits.stride(0),
             logits.stride(0) if gradient is None else gradient.stride(0),
@@ -70,17 +70,17 @@ def cross_entropy_rows(
 
 
 def scale_(x: Tensor, factor: Tensor) -> None:
-    """Multiply contiguous `x` by the scalar tensor `factor` in place; does not access x if it is 1."""
+    """Multiply contiguous `x` by the scalar tensor `factor` in place; does not access x if the factor is 1."""
     assert x.is_contiguous()
     if x.numel():
-        # Few programs, since all of them start even if there is nothing to do.
+        # Few programs, because all of them start even if the factor is 1.
         blocks = rows_per_program(math.ceil(x.numel() / SCALE_BLOCK), 2)
         grid = (math.ceil(x.numel() / SCALE_BLOCK / blocks),)
         launch(_scale, grid, x, factor, x.numel(), BLOCKS=blocks, BLOCK=SCALE_BLOCK, num_warps=SCALE_WARPS)
 
 
 def add_at_labels_(target: Tensor, rows: Tensor, labels: Tensor, factors: Tensor) -> None:
-    """The kernel behind `reference.add_at_labels_`: labels are sorted, and one program adds up the rows of each."""
+    """The kernel behind `reference.add_at_labels_`: sorts the labels; one program adds up the rows of each label."""
     num_rows, width = rows.shape
     if num_rows == 0:
         return
@@ -144,9 +144,9 @@ def _cross_entropy_rows(
                 tl.store(gradient_ptr + columns, zeros, mask=columns < NUM_COLUMNS)
     else:
         is_known = (label >= 0) & (label < NUM_COLUMNS)
-        column = tl.where(is_known, label, 0).to(tl.int32)  # a wide one would widen the values it is compared with
+        column = tl.where(is_known, label, 0).to(tl.int32)  # int64 would widen the values it is compared with
         target = tl.load(logits_ptr + column, mask=is_known, other=float("nan")).to(tl.float32)
-        # The gradient written is exp(logit - shift), minus the row's total at the label.
+        # The gradient is written as exp(logit - shift), minus the row's total at the label.
         shift, total = tl.full([], 0.0, tl.float32), tl.full([], 1.0, tl.float32)
         maximum, earliest, is_written = shift, shift, False
         if READS_ONCE:
@@ -168,7 +168,7 @@ def _cross_entropy_rows(
             total = tl.sum(sums, axis=0)
             is_written = maximum - shift <= FURTHEST
         if not is_written:
-            # LOWEST is finite, so that the sum of a lane with only -inf is 0 and not NaN.
+            # Finite, so that the sum of a lane that has only -inf is 0 and not NaN.
             maxima = tl.full([LANES], LOWEST, tl.float32)
             sums = tl.zeros([LANES], tl.float32)
             earlier = tl.full([LANES], float("-inf"), tl.float32)
@@ -215,7 +215,7 @@ def _add_at_labels(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Programs at the first row of a label add up all of its rows; the others end at once."""
+    """The program at the first row of a label adds up all rows of that label; other programs return at once."""
     first = tl.program_id(0)
     label = tl.load(ordered_ptr + first)
     is_first = first == 0

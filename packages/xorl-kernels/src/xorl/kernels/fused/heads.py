@@ -1,8 +1,9 @@
-"""RMS norm per head and rotary embedding of queries and keys, one launch each way. Twin: `reference.split_heads`.
+"""RMS norm per head and rotary embedding of queries and keys, with one launch in each pass.
 
-Computed in fp32, from the projections' output to the final rounding; the norms' weights are first rounded to the dtype
-of the projections. The backward pass writes into one gradient of the merged projection's output, so that nothing is
-concatenated. The weights' gradients are summed in fp32, within each program and then over programs, in a fixed order.
+Plain twin: `reference.split_heads`. Computed in fp32 from the projections' output to the final rounding; the norms'
+weights are first rounded to the dtype of the projections. The backward pass writes directly into the gradient of the
+merged projection's output, so that nothing is concatenated. The weights' gradients are summed in fp32, within each
+program and then over programs, in a fixed order.
 
 Shapes: T tokens, H query heads, G key/value heads, C channels of a head.
 """
@@ -20,9 +21,9 @@ from xorl.kernels.fused.partial import sum_of_programs
 from xorl.kernels.fused.reference import HeadNorms, HeadShape, RopeTables
 from xorl.kernels.fused.reference import split_heads as plain_split_heads
 
-TILE = 1024  # values of half a head times heads: 8 a thread
+TILE = 1024  # values of half a head times number of heads: 8 per thread
 NUM_WARPS = 4
-# Programs of the backward pass for queries, and the same number for keys: many, since they wait for memory.
+# Programs of the backward pass for queries, and as many for keys. There are many because they wait for memory.
 PROGRAMS_PER_PROCESSOR = 8
 COPIED_AT_ONCE = tl.constexpr(4)
 
@@ -32,7 +33,7 @@ def split_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q [T, H, C], k and v [T, G, C], as in `reference.split_heads`. C must be even.
 
-    v is a view of the projection. Without norms and rope q and k are views too, and nothing is computed.
+    v is a view of the projection. Without norms and rope, q and k are also views, and nothing is computed.
     """
     if norms is None and rope is None:
         return plain_split_heads(projected, shape, None, None)
@@ -169,7 +170,7 @@ def _qk_norm_rope_backward(
     sin: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k and the two weights; the latter are empty if there are none."""
+    """Gradients of q, k and the two weights; those of the weights are empty if there are none."""
     out_q, out_k = _like(q), _like(k)
     weights = _launch_backward(grad_q, grad_k, q, k, q_weight, k_weight, cos, sin, eps, out_q, out_k)
     return out_q, out_k, *weights
@@ -205,7 +206,7 @@ def _qkv_norm_rope_backward(
     num_kv_heads: int,
     head_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of qkv [T, (H + 2G) * C] and the two weights; the latter are empty if there are none."""
+    """Gradients of qkv [T, (H + 2G) * C] and the two weights; those of the weights are empty if there are none."""
     shape = HeadShape(num_heads, num_kv_heads, head_dim)
     grad_qkv = _like(qkv)
     out_q, out_k, out_v = plain_split_heads((grad_qkv,), shape, None, None)
@@ -250,7 +251,7 @@ def _launch_backward(
 ) -> tuple[Tensor, Tensor]:
     """Write the gradients of q and k into `out_q` and `out_k`; returns those of the weights.
 
-    `values` are a tensor like grad_k and the target to which the same launch copies it.
+    `values` is (source, target): the same launch copies the source, which is shaped like grad_k, to the target.
     """
     q, k, grad_q, grad_k = (_with_whole_heads(x) for x in (q, k, grad_q, grad_k))
     num_tokens, _, head_dim = q.shape
@@ -306,7 +307,7 @@ def _like_weight(x: Tensor, weight: Tensor | None) -> Tensor:
 def _pointers(
     q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor | None, sin: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """The kernels' inputs; q replaces missing ones, which are not read."""
+    """The kernels' inputs. q stands in for missing ones, which are not read."""
     tables = (q, q) if cos is None or sin is None else (cos.contiguous(), sin.contiguous())
     weights = (q, q) if q_weight is None or k_weight is None else (q_weight, k_weight)
     return q, k, *weights, *tables
@@ -314,7 +315,7 @@ def _pointers(
 
 def _constants(q: Tensor, k: Tensor, q_weight: Tensor | None, cos: Tensor | None) -> dict[str, int]:
     head_dim = q.shape[2]
-    assert head_dim % 2 == 0, f"the halves of a head of {head_dim} channels differ"
+    assert head_dim % 2 == 0, f"head_dim must be even, got {head_dim}"
     half_block = power_of_2(head_dim // 2)
     heads_at_once = max(TILE // half_block, 1)
     return {
@@ -352,7 +353,7 @@ def _forward(
     K_BLOCK: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
-    # By index: type checkers do not see the result of a jitted function as unpackable.
+    # Indexed, because type checkers do not see that the result can be unpacked.
     tables = _load_tables(cos_ptr, sin_ptr, token, True, HEAD_DIM, HAS_ROPE, HALF_BLOCK)
     cos, sin = tables[0], tables[1]
     first, second = _load_weight(q_weight_ptr, q_ptr, HEAD_DIM, HAS_NORM, HALF_BLOCK)
@@ -428,7 +429,7 @@ def _backward(
     K_BLOCK: tl.constexpr,
     HAS_VALUES: tl.constexpr,
 ) -> None:
-    """Programs with second index 0 process queries, the others keys and values: fewer registers, so more warps."""
+    """Programs with second index 0 process queries, the others keys and values; this takes fewer registers each."""
     program = tl.program_id(0).to(tl.int64)
     start = program * tokens_of_program
     if tl.program_id(1) == 0:
@@ -545,7 +546,7 @@ def _load_weight(
     HAS_NORM: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Both halves of a norm's weight, [HALF_BLOCK] each, rounded to the dtype of what is normed."""
+    """Both halves of a norm's weight, [HALF_BLOCK] each, rounded to the dtype of its input."""
     first = tl.zeros([HALF_BLOCK], tl.float32)
     second = tl.zeros([HALF_BLOCK], tl.float32)
     if HAS_NORM:
@@ -574,7 +575,7 @@ def _turn(
     HALF_BLOCK: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
 ) -> None:
-    """Norm and rotate HEAD_BLOCK heads of a token from `first_head` on."""
+    """Norm and rotate HEAD_BLOCK heads of a token, starting at `first_head`."""
     heads = first_head + tl.arange(0, HEAD_BLOCK)
     lanes = tl.arange(0, HALF_BLOCK)
     is_inside = (heads < NUM)[:, None] & (lanes < HEAD_DIM // 2)[None, :]
@@ -617,10 +618,10 @@ def _turn_back_tokens(
     HALF_BLOCK: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
 ) -> None:
-    """The gradient of `_turn` for all heads of a program's tokens from `start` on, and their part of the weight's."""
-    # By index: type checkers do not see the result of a jitted function as unpackable.
+    """The gradient of `_turn` for all heads of a program's tokens, and their contribution to the weight's gradient."""
+    # Indexed, because type checkers do not see that the result can be unpacked.
     weight = _load_weight(weight_ptr, source_ptr, HEAD_DIM, HAS_NORM, HALF_BLOCK)
-    # Kept separate by head until the end: a sum over heads makes warps wait for one another.
+    # Summed over heads only at the end, because a sum over heads makes warps wait for one another.
     sum_first = tl.zeros([HEAD_BLOCK, HALF_BLOCK], tl.float32)
     sum_second = tl.zeros([HEAD_BLOCK, HALF_BLOCK], tl.float32)
     NUM_BLOCKS: tl.constexpr = (NUM + HEAD_BLOCK - 1) // HEAD_BLOCK
@@ -663,7 +664,7 @@ def _turn_back(
     HALF_BLOCK: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The gradient of `_turn`; returns each head's share of the weight halves' gradient, [HEAD_BLOCK, HALF_BLOCK]."""
+    """The gradient of `_turn`; returns each head's share of the gradients of both weight halves."""
     heads = first_head + tl.arange(0, HEAD_BLOCK)
     lanes = tl.arange(0, HALF_BLOCK)
     is_inside = (heads < NUM)[:, None] & (lanes < HEAD_DIM // 2)[None, :] & is_token

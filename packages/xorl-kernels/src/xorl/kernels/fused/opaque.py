@@ -1,6 +1,6 @@
-"""Plain functions that torch.compile must not change: each is an operator, which the compiler calls without tracing it.
+"""The plain functions as operators, which torch.compile calls without tracing them.
 
-torch.compile computes fused operations in fp32 throughout, without the roundings that plain torch has in between. An
+torch.compile computes fused operations in fp32 throughout, without the intermediate roundings of eager torch. An
 inference engine that does not compile has these roundings. Gradients are those of the plain functions, compiled or not.
 """
 
@@ -15,7 +15,7 @@ from xorl.kernels.fused.reference import RopeTables
 
 
 class _Context(FunctionCtx):
-    """The attributes that autograd and `save` set."""
+    """Declares the attributes that autograd and `save` set."""
 
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
@@ -23,7 +23,7 @@ class _Context(FunctionCtx):
 
 
 def _operator(function: Callable[..., Tensor], name: str) -> Callable[..., Tensor]:
-    """`function` as an operator: tensor arguments come first; the result shares no memory with them."""
+    """`function` as an operator. Its tensor arguments must come first, and its result must not alias them."""
     operator = torch.library.custom_op(f"xorl::opaque_{name}", function, mutates_args=())
     operator.register_fake(function)
 
@@ -38,8 +38,8 @@ def _operator(function: Callable[..., Tensor], name: str) -> Callable[..., Tenso
                 for saved, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
             ]
             result = function(*tensors, *ctx.others)
-        found = iter(torch.autograd.grad(result, [tensor for tensor in tensors if tensor.requires_grad], gradient))
-        gradients = [next(found) if tensor.requires_grad else None for tensor in tensors]
+        computed = iter(torch.autograd.grad(result, [tensor for tensor in tensors if tensor.requires_grad], gradient))
+        gradients = [next(computed) if tensor.requires_grad else None for tensor in tensors]
         return (*gradients, *(None for _ in ctx.others))
 
     operator.register_autograd(backward, setup_context=save)
@@ -66,7 +66,7 @@ round_to_bf16 = _operator(_round_to_bf16, "round_to_bf16")
 
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`reference.add_rms_norm`. A compiler would fuse the addition into the product that computes x."""
+    """`reference.add_rms_norm`; the compiler cannot fuse the addition into the product that computes x."""
     summed = x if residual is None else add(residual, x)
     return summed, rms_norm(summed, weight, eps)
 

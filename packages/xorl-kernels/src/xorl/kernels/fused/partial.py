@@ -1,4 +1,4 @@
-"""Sums over programs: adds the partial sums of a kernel's programs in a fixed order, so that results repeat to the bit.
+"""Adds up the partial sums of a kernel's programs in a fixed order, so that results are reproducible to the bit.
 
 Shapes: P programs, D width.
 """
@@ -12,15 +12,15 @@ from torch import Tensor
 
 from xorl.kernels.fused.device import launch, power_of_2
 
-# A program reads 64 bytes of each row, and most buffers in one or two rounds of loads: they are so small that only
-# latency matters.
+# A program reads 64 bytes of each row, and a typical buffer in one or two rounds of loads: buffers are so small that
+# only latency matters.
 COLUMNS = 16
 MAX_ROWS = 512
 NUM_WARPS = 8
 
 
 def sum_of_programs(partial: Tensor, dtype: torch.dtype) -> Tensor:
-    """partial [P, D] fp32, contiguous, summed over programs in fp32 and rounded once: [D] of `dtype`."""
+    """The sum over P of `partial` [P, D] (fp32, contiguous), rounded once: [D] of `dtype`."""
     num_rows, width = partial.shape
     out = torch.empty(width, dtype=dtype, device=partial.device)
     grid = (math.ceil(width / COLUMNS),)

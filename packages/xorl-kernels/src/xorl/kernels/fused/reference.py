@@ -1,4 +1,4 @@
-"""The plain twins of the fused kernels, in torch, on any device and in any floating-point dtype.
+"""Plain twins of the fused kernels, in torch, for any device and any floating-point dtype.
 
 Shapes: T tokens, D model width, H query heads, G key/value heads, C channels of a head, F feed-forward width, B rows, V
 vocabulary.
@@ -14,11 +14,11 @@ from torch.nn import functional as F
 IGNORE = -100
 
 RopeTables = tuple[Tensor, Tensor]
-"""Cosine and sine of each token's angles, [T, C / 2] fp32 each."""
+"""Cosines and sines of each token's rotation angles, fp32 [T, C / 2] each."""
 
 
 class HeadShape(NamedTuple):
-    """H query heads and G key/value heads of C channels."""
+    """H query heads and G key/value heads of C channels each."""
 
     num_heads: int
     num_kv_heads: int
@@ -26,7 +26,7 @@ class HeadShape(NamedTuple):
 
     @property
     def row_counts(self) -> tuple[int, int, int]:
-        """Outputs of the query, key and value projections."""
+        """Output widths of the query, key and value projections."""
         return (
             self.num_heads * self.head_dim,
             self.num_kv_heads * self.head_dim,
@@ -35,7 +35,7 @@ class HeadShape(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """RMS norms of every query and every key head: weights [C] and epsilon."""
+    """The RMS norms of query and key heads: weights [C] and epsilon."""
 
     q_weight: Tensor
     k_weight: Tensor
@@ -51,16 +51,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(residual + x, rounded to the dtype of x, or x if there is no residual; its `rms_norm`).
+    """(residual + x, rounded to the dtype of x; its `rms_norm`). Without a residual the first result is x.
 
-    x and residual have one shape and dtype. Code that needs x besides its norm must continue with the first result.
+    x and residual have the same shape and dtype. Callers that also use x must use the first result in its place.
     """
     summed = x if residual is None else residual + x
     return summed, rms_norm(summed, weight, eps)
 
 
 def apply_rope(x: Tensor, rope: RopeTables) -> Tensor:
-    """Rotate each channel pair (i, i + C / 2) of x [T, H, C] by its angle, in fp32, returned in the dtype of x."""
+    """Rotate each channel pair (i, i + C / 2) of x [T, H, C] by its angle; computed in fp32, result in x's dtype."""
     cos, sin = (table[:, None, :] for table in rope)  # [T, 1, C / 2]
     first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
@@ -73,15 +73,16 @@ def split_heads(
     rope: RopeTables | None,
     *,
     norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm,
-    turn: Callable[[Tensor, RopeTables], Tensor] = apply_rope,
+    rotate: Callable[[Tensor, RopeTables], Tensor] = apply_rope,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [T, H, C], k and v [T, G, C] for attention, from the output of the projections.
+    """q [T, H, C], k and v [T, G, C] for attention, computed from the output of the projections.
 
     Args:
         projected: (qkv [T, (H + 2G) * C],) or (q [T, H * C], k and v [T, G * C]).
         shape: H, G and C.
-        norms: RMS norms of queries and keys; None if the model has none.
-        rope: rotation of queries and keys, after the norms; None if the model has none.
+        norms: RMS norms of queries and keys, or None.
+        rope: rotation of queries and keys, applied after the norms, or None.
+        norm, rotate: the functions that apply them.
     """
     if len(projected) == 1:
         projected = projected[0].split(shape.row_counts, dim=-1)
@@ -89,7 +90,7 @@ def split_heads(
     if norms is not None:
         q, k = norm(q, norms.q_weight, norms.eps), norm(k, norms.k_weight, norms.eps)
     if rope is not None:
-        q, k = turn(q, rope), turn(k, rope)
+        q, k = rotate(q, rope), rotate(k, rope)
     return q, k, v
 
 
@@ -105,14 +106,14 @@ def swiglu_linear(gate_up: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
 
 
 class LossOfRows(NamedTuple):
-    """The results of `cross_entropy_rows` for B rows of logits; a slice is a view, to be filled chunk by chunk.
+    """The results of `cross_entropy_rows` for B rows of logits. Slices are views, which can be filled chunk by chunk.
 
     Attributes:
         loss: [B] fp32, or fp64 for fp64 logits.
-        correct: [B] bool: no other logit is larger than the label's, and none before it as large.
-        scale: [B] of the loss's dtype: the factor by which a row's gradient must still be multiplied.
-        rest: [B] of the loss's dtype: what the label's element of the gradient lost where it was rounded. That element
-            is about as large as all others together, so its rounding would outweigh theirs.
+        correct: [B] bool: whether the label is the first of the largest logits.
+        scale: [B] in the loss's dtype: the factor by which a row's gradient must still be multiplied.
+        rest: [B] in the loss's dtype: the rounding error of the label's element of the gradient. That element is about
+            as large as all others together, so its error would outweigh theirs.
     """
 
     loss: Tensor
@@ -122,16 +123,16 @@ class LossOfRows(NamedTuple):
 
     @classmethod
     def empty(cls, num_rows: int, dtype: torch.dtype, device: torch.device) -> Self:
-        """Uninitialised values, for losses of `dtype`."""
+        """Uninitialised results, for losses of `dtype`."""
         return cls(*(torch.empty(num_rows, dtype=each, device=device) for each in (dtype, torch.bool, dtype, dtype)))
 
     def rows(self, start: int, stop: int) -> Self:
-        """Views of rows start to stop."""
+        """Views of rows [start, stop)."""
         return self._make(values[start:stop] for values in self)
 
 
 def cross_entropy_rows(
-    logits: Tensor, labels: Tensor, token_weight: Tensor | None, gradient: Tensor | None, found: LossOfRows
+    logits: Tensor, labels: Tensor, token_weight: Tensor | None, gradient: Tensor | None, results: LossOfRows
 ) -> None:
     """Cross-entropy of each row, and optionally its gradient, computed in fp32 (fp64 for fp64 logits).
 
@@ -139,39 +140,39 @@ def cross_entropy_rows(
         logits: [B, V].
         labels: [B] int64; -100 is ignored.
         token_weight: [B], multiplies the scales; None means 1. The losses are not multiplied.
-        gradient: [B, V] in any dtype, overwritten; may be `logits`. Its rows times the scales are the gradient of the
-            logits. None: not computed.
-        found: for B rows, overwritten: zeros where the label is ignored. The scales and rests are only meaningful with
-            a gradient.
+        gradient: [B, V] in any dtype, overwritten; may be `logits` itself. Its rows times the scales are the gradient
+            of the logits. None skips it.
+        results: for B rows, overwritten; zeros for ignored labels. `scale` and `rest` are only meaningful with a
+            gradient.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     trained = labels != IGNORE
     targets = labels.clamp(min=0)[:, None]  # [B, 1]
     logsumexp = wide.logsumexp(dim=-1, keepdim=True)  # [B, 1]
-    found.loss.copy_((logsumexp - wide.gather(1, targets)).squeeze(1).masked_fill(~trained, 0.0))
-    found.correct.copy_(wide.argmax(dim=-1) == labels)
-    found.scale.copy_(trained if token_weight is None else token_weight * trained)
+    results.loss.copy_((logsumexp - wide.gather(1, targets)).squeeze(1).masked_fill(~trained, 0.0))
+    results.correct.copy_(wide.argmax(dim=-1) == labels)
+    results.scale.copy_(trained if token_weight is None else token_weight * trained)
     if gradient is not None:
         rows = (wide - logsumexp).exp_()  # [B, V]
         rows.scatter_add_(1, targets, rows.new_full((), -1.0).expand_as(targets))
         gradient.copy_(rows.masked_fill_(~trained[:, None], 0.0))
-        found.rest.copy_((rows.gather(1, targets) - gradient.gather(1, targets)).squeeze(1))
+        results.rest.copy_((rows.gather(1, targets) - gradient.gather(1, targets)).squeeze(1))
 
 
 def add_at_labels_(target: Tensor, rows: Tensor, labels: Tensor, factors: Tensor) -> None:
-    """target[labels[b]] += factors[b] * rows[b] for each b, added up in fp32 and rounded once for each label.
+    """target[labels[b]] += factors[b] * rows[b] for each b; sums are fp32, and rounded once for each label.
 
     Args:
-        target: [V, D], changed.
+        target: [V, D], updated in place.
         rows: [B, D] in any dtype.
-        labels: [B] int64; those outside [0, V) are left out.
+        labels: [B] int64; labels outside [0, V) are skipped.
         factors: [B] fp32.
     """
     chosen = ((labels >= 0) & (labels < len(target))).nonzero().squeeze(1)
-    places, inverse = labels[chosen].unique(return_inverse=True)
-    totals = torch.zeros(len(places), rows.shape[1], dtype=torch.float32, device=rows.device)
+    indices, inverse = labels[chosen].unique(return_inverse=True)
+    totals = torch.zeros(len(indices), rows.shape[1], dtype=torch.float32, device=rows.device)
     totals.index_add_(0, inverse, rows[chosen].float() * factors[chosen, None])
-    target[places] = (target[places].float() + totals).to(target.dtype)
+    target[indices] = (target[indices].float() + totals).to(target.dtype)
 
 
 def widened_sum_(out: Tensor, first: Tensor, others: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""RMS norm, alone or after a residual addition, and its gradient. Twin: `reference.add_rms_norm`.
+"""RMS norm, alone or after a residual addition, and its gradient. Plain twin: `reference.add_rms_norm`.
 
-Computed in fp32; the sum is rounded to the dtype of x before it is normed, the weight is rounded to it too, and each
-result is rounded once. The weight's gradient is summed in fp32, within each program and then over programs, in a fixed
-order, so it repeats to the bit.
+Computed in fp32. The sum of the addition is rounded to the dtype of x before it is normed, the weight is rounded to the
+same dtype, and each result is rounded once. The weight's gradient is summed in fp32, within each program and then over
+programs, in a fixed order, so it is reproducible to the bit.
 
 Shapes: T rows, D width.
 """
@@ -18,21 +18,21 @@ from torch.autograd.function import FunctionCtx
 from xorl.kernels.fused.device import launch, power_of_2, rows_per_program
 from xorl.kernels.fused.partial import sum_of_programs
 
-# Warps per processor in the backward pass: enough to keep the memory busy, with the next rows' loads in flight.
+# Warps per processor in the backward pass: enough to saturate memory, with the next rows' loads in flight.
 WARPS_PER_PROCESSOR = 16
-# Bytes of a row per warp; for longer rows, the next row and the weight would not fit into registers.
+# Bytes of a row per warp up to which the next row is prefetched; more would not fit into registers with the weight.
 MAX_PREFETCHED_BYTES = 1024
 
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(residual + x, or x if there is no residual; its rms_norm), the weight [D] of any floating-point dtype.
+    """(residual + x, or x if there is no residual; its rms_norm). The weight [D] may have any floating-point dtype.
 
-    In the backward pass one launch computes the gradient of both addends, including that of the first result.
+    In the backward pass, one launch computes the gradient of the addends, including the part from the first result.
     """
     if residual is None:
-        kept = _NormBeside.apply(x, weight, eps)
-        assert isinstance(kept, tuple)
-        return kept
+        results = _NormWithInput.apply(x, weight, eps)
+        assert isinstance(results, tuple)
+        return results
     summed, normed, _ = _add_rms_norm(x, residual, weight, eps)
     return summed, normed
 
@@ -71,7 +71,7 @@ def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, 
 def _rms_norm_backward(
     grad_normed: Tensor, grad_summed: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(gradient of x, including `grad_summed`, the gradient of x itself; gradient of weight)."""
+    """(gradient of x, gradient of weight); `grad_summed`, the gradient of the un-normed x, is added to the first."""
     grad_normed, x = grad_normed.contiguous(), x.contiguous()
     grad_summed = None if grad_summed is None else grad_summed.contiguous()
     width = x.shape[-1]
@@ -110,8 +110,8 @@ def _(
     return _like(x), torch.empty_like(weight)
 
 
-class _NormBeside(torch.autograd.Function):
-    """(x itself, its norm). Using the first result lets the norm's kernel sum the gradients of x."""
+class _NormWithInput(torch.autograd.Function):
+    """(x, its norm). If callers use the first result instead of x, the backward kernel adds up the gradients of x."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -121,7 +121,7 @@ class _NormBeside(torch.autograd.Function):
         return x.view_as(x), normed
 
     @staticmethod
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] what is declared there is for any number
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] the base class takes any number of arguments
         ctx: FunctionCtx, grad_x: Tensor | None, grad_normed: Tensor
     ) -> tuple[Tensor, Tensor, None]:
         x, weight, rstd = ctx.saved_tensors  # pyright: ignore[reportAttributeAccessIssue] set by save_for_backward
@@ -151,7 +151,7 @@ def _like(x: Tensor) -> Tensor:
 
 
 def _num_warps(width: int) -> int:
-    """16 values of a row per thread, within the limits of a program."""
+    """For 16 values of a row per thread, between 1 and 16 warps."""
     return min(max(power_of_2(width) // 512, 1), 16)
 
 
@@ -239,7 +239,7 @@ def _backward(
         )
     row = start
     while row < start + rows_of_program:
-        # A sum over the row waits for all warps; loads issued after it would leave the memory idle.
+        # Loaded before the sum over the row, which waits for all warps, to keep memory busy.
         at, is_row = (row + 1, row + 1 < end) if PREFETCHES else (row, row < end)
         loaded = _load_row(x_ptr, grad_normed_ptr, grad_summed_ptr, rstd_ptr, at, is_row, WIDTH, HAS_SUM, BLOCK)
         if not PREFETCHES:
@@ -272,7 +272,10 @@ def _load_row(
     HAS_SUM: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """x, the gradients of the normed result and of the sum, [BLOCK] each, and 1 / rms; 1 / rms again without a sum."""
+    """x, the gradients of the normed result and of the sum, [BLOCK] each, and 1 / rms.
+
+    The gradient of the sum is a placeholder unless HAS_SUM.
+    """
     columns = tl.arange(0, BLOCK)
     is_inside = (columns < WIDTH) & is_row
     offsets = row * WIDTH + columns

@@ -1,5 +1,6 @@
-"""silu(gate) * up and its gradient, one pass each. Computed in fp32, rounded once. Twins: `reference.swiglu` and
-`reference.swiglu_linear`.
+"""silu(gate) * up and its gradient in one pass each, computed in fp32 and rounded once.
+
+Plain twins: `reference.swiglu` and `reference.swiglu_linear`.
 
 Shapes: T tokens, F feed-forward width, D model width.
 """
@@ -27,9 +28,9 @@ def swiglu(gate_up: Tensor) -> Tensor:
 def swiglu_linear(gate_up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """swiglu(gate_up [T, 2F]) @ weight.T + bias, [T, D]; saves `gate_up` and `weight` [D, F] for the backward pass.
 
-    The weight's gradient needs silu(gate) * up. The backward pass recomputes it with the gradient of `gate_up`, which
-    reads the same data, and overwrites the gradient that both are computed from. Meant to be compiled: otherwise the
-    recomputation of a layer would run the product in vain.
+    The weight's gradient needs silu(gate) * up. The backward pass recomputes it together with the gradient of
+    `gate_up`, which reads the same data, and overwrites the gradient that it reads. Use this in compiled code only:
+    otherwise activation recomputation would also run the product, whose result it does not need.
     """
     y = _SwigluLinear.apply(gate_up, weight, bias)
     assert isinstance(y, Tensor)
@@ -54,7 +55,7 @@ class _SwigluLinear(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         gate_up, weight = ctx.saved_tensors
         needs_gate_up, needs_weight, needs_bias = ctx.needs_input_grad
-        gated = grad @ weight  # [T, F], its gradient until the next line
+        gated = grad @ weight  # [T, F]; holds the gradient until the next line overwrites it
         grad_gate_up = _swiglu_backward_(gated, gate_up) if needs_weight else _swiglu_backward(gated, gate_up)
         return (
             grad_gate_up if needs_gate_up else None,
@@ -89,7 +90,7 @@ def _swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
 @torch.library.custom_op("xorl::swiglu_backward_", mutates_args=("grad",))
 def _swiglu_backward_(grad: Tensor, gate_up: Tensor) -> Tensor:
     """The gradient of `gate_up`; overwrites `grad`, contiguous, with the output of `_swiglu`."""
-    assert grad.is_contiguous(), "its memory is written row by row"
+    assert grad.is_contiguous(), "the kernel overwrites it row by row"
     return _launch_backward(grad, gate_up, makes_output=True)
 
 

@@ -1,4 +1,4 @@
-"""Sums vectors of any dtype in fp32, in one pass over memory. Twin: `reference.widened_sum_`."""
+"""Sums vectors of any dtype in fp32, in one pass over memory. Plain twin: `reference.widened_sum_`."""
 
 import math
 
@@ -15,7 +15,7 @@ NUM_WARPS = 4
 def widened_sum_(out: Tensor, first: Tensor, others: Tensor) -> Tensor:
     """out [n] fp32 = first [n] + others[0] + others[1] + ..., in that order, for others [K, n]; returns out.
 
-    out and first are contiguous, and so is each row of others.
+    `out`, `first` and each row of `others` must be contiguous.
     """
     count = out.numel()
     if count:

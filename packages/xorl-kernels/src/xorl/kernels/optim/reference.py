@@ -1,6 +1,6 @@
-"""The plain twins of triton_updates.py and triton_lists.py: the same arithmetic in torch, a block at a time.
+"""Plain twins of triton_updates.py and triton_lists.py: the same arithmetic in torch, one block at a time.
 
-No operation fuses a product with a sum: the vectorised and the scalar parts of torch's CPU loops would then round
+No operation fuses a product with a sum. Otherwise the vectorised and the scalar parts of torch's CPU loops would round
 differently, and an element's result would depend on its position in a shard.
 """
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from xorl.kernels.optim.noise import Noise, draw, round_stochastically
 
-# The fp32 copies and the random words, some 60 bytes per element, fit into a core's cache: half the time of 2**18.
+# The fp32 copies and random words, about 60 bytes per element, fit into a core's cache; 2**18 takes twice as long.
 BLOCK = 1 << 16
 _LOW_16 = 0xFFFF
 
@@ -31,7 +31,7 @@ def adamw_(
     skip: Tensor,
     noises: Sequence[Noise] | None,
 ) -> None:
-    """See `updates.adamw_`; corrections: fp32 [tensors, 2], 1 - beta ** step for the two betas."""
+    """See `updates.adamw_`. `corrections` are fp32 [tensors, 2]: 1 - beta ** step for the two betas."""
     if skip:
         return
     beta1, beta2 = betas
@@ -106,18 +106,18 @@ def square_sum(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _inverse(grad_scale: Tensor | None) -> Tensor | float:
-    """The factor for gradients."""
+    """The factor by which gradients are multiplied."""
     return 1.0 if grad_scale is None else 1 / grad_scale
 
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-    """(first element, views of a block of each)."""
+    """(index of the first element, views of the block in each tensor) of every block."""
     parts = zip(*(tensor.view(-1).split(BLOCK) for tensor in tensors), strict=True)
     return ((index * BLOCK, views) for index, views in enumerate(parts))
 
 
 def _store(target: Tensor, values: Tensor, word: Tensor | None) -> None:
-    """Copy fp32 values; to bf16 they are rounded by the lower 16 bits of `word`, or to nearest without one."""
+    """Copy fp32 values. Rounding to bf16 uses the lower 16 bits of `word`, or is to nearest if it is None."""
     if word is not None and target.dtype == torch.bfloat16:
         values = round_stochastically(values, word & _LOW_16)
     target.copy_(values)

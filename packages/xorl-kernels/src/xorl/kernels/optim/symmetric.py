@@ -1,4 +1,4 @@
-"""Products of matrices with their own transposes; a GPU computes only one triangle."""
+"""Products of matrices with their own transposes; on Hopper only one triangle is computed."""
 
 from functools import cache
 
@@ -9,12 +9,12 @@ from xorl.kernels.fused.device import triton_refusal
 
 
 def symmetric_product(x: Tensor, added: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
-    """alpha x x^T + beta added, for matrices x [B, M, K] and symmetric ones `added` [B, M, M], in the dtype of x.
+    """alpha x x^T + beta added, for matrices x [B, M, K] and symmetric matrices added [B, M, M], in the dtype of x.
 
-    Sums are accumulated in fp32. On a Hopper GPU, in bf16 or fp16, only the lower triangle is computed, and only that
-    of `added` is read: the result is symmetric to the bit, and the product about 1.6 times as fast as torch's.
+    Sums accumulate in fp32. On a Hopper GPU, in bf16 or fp16, only the lower triangle is computed, and only that of
+    `added` is read: the result is symmetric to the bit, and the product about 1.6 times as fast as torch's.
     """
-    if _runs_on(x.device) and x.dtype in (torch.bfloat16, torch.float16) and _suits(x):
+    if _runs_on(x.device) and x.dtype in (torch.bfloat16, torch.float16) and _is_supported(x):
         # Triton comes with torch's GPU builds, and may be missing elsewhere.
         from xorl.kernels.optim import triton_symmetric  # noqa: PLC0415
 
@@ -32,16 +32,16 @@ def reference(x: Tensor, added: Tensor | None, *, alpha: float, beta: float) -> 
 
 @cache
 def _runs_on(device: torch.device) -> bool:
-    """The kernel's tiles are tuned for Hopper's memory and instructions."""
+    """Whether the kernel can run; its tiles are tuned for Hopper's memory and instructions."""
     return triton_refusal(device.type) is None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def _suits(x: Tensor) -> bool:
-    """Whether the kernel can read x (its rows or columns begin at multiples of 16 bytes) and index the result."""
+def _is_supported(x: Tensor) -> bool:
+    """Whether the kernel can read x (its rows or columns must begin at multiples of 16 bytes) and index the result."""
     in_memory = x if x.stride(-1) == 1 else x.mT
     return (
         in_memory.is_contiguous()
-        # The stride and not the length: they differ if a row has one element.
+        # Checks the stride, because it differs from the length if a row has one element.
         and in_memory.stride(-2) * x.element_size() % 16 == 0
         and in_memory.data_ptr() % 16 == 0
         and x.shape[-2] ** 2 < 2**31

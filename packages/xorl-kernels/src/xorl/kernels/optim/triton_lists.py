@@ -1,7 +1,7 @@
-"""Triton kernels over lists of tensors: one launch for all of a kind, which reads their addresses from a table.
+"""Triton kernels over lists of tensors: one launch for all tensors of the same dtypes, with addresses in a table.
 
-Imported only if Triton is installed. A program processes one chunk of one tensor, so small tensors need no launch each,
-and large ones spread over the whole device. `reference.py` has the plain twins, and `updates.py` the contracts.
+Imported only if Triton is installed. A program processes one chunk of one tensor, so small tensors need no separate
+launches, and large ones spread over the whole device. `reference.py` has the plain twins, `updates.py` the contracts.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,11 +18,11 @@ from xorl.kernels.optim.noise import Noise
 from xorl.kernels.optim.triton_updates import draw, inverse, load, store
 
 BLOCK = 1024
-# The table is loaded once for 16 blocks, and even the smallest model fills the device.
+# A table row is loaded once for 16 blocks, and even the smallest model has enough chunks to fill the device.
 CHUNK = 16 * BLOCK
-# Bytes of the widest load: tensors at other addresses are read element by element.
+# Bytes of the widest load; tensors at other addresses are read element by element.
 ALIGNMENT = 16
-# Columns of a table: number of elements, first program, and the kernel's own arguments.
+# Number of columns of the tables: number of elements, first program, and the arguments of the kernel.
 _COLUMNS_OF_ADAMW = tl.constexpr(10)
 _COLUMNS_OF_SUM = tl.constexpr(3)
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
@@ -31,11 +31,11 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 @dataclass(frozen=True)
 class _Table:
-    """The table of a launch.
+    """The arguments of a launch for each tensor.
 
     Attributes:
         rows: int64 [tensors, columns], on the device.
-        owners: int64 [programs], the row of each program.
+        owners: int64 [programs], the row that each program processes.
     """
 
     rows: Tensor
@@ -43,13 +43,13 @@ class _Table:
 
     @classmethod
     def of(cls, counts: Sequence[int], columns: Sequence[Sequence[int]], device: torch.device) -> "_Table":
-        """Builds it from rows of (elements, first program, *columns)."""
+        """Build the table from the number of elements of each tensor and the remaining columns."""
         chunks = [-(-count // CHUNK) for count in counts]
         firsts = [0]
         for number in chunks:
             firsts.append(firsts[-1] + number)
         rows = [(*row, *rest) for *row, rest in zip(counts, firsts[:-1], columns, strict=True)]
-        # From pageable memory, the copy would make the host wait for all queued work.
+        # Pinned, because a copy from pageable memory would make the host wait for all queued work.
         table = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
         owners = torch.repeat_interleave((table[:, 0] + (CHUNK - 1)) // CHUNK, output_size=firsts[-1])
         return cls(table, owners)
@@ -96,14 +96,14 @@ def square_sum(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class _Kind(NamedTuple):
-    """The parameters that one launch is compiled for."""
+    """The properties of tensors that a launch is compiled for."""
 
     dtypes: tuple[torch.dtype, ...]
     is_aligned: bool
 
 
 def _by_kind(groups: Iterable[tuple[Tensor, ...]]) -> dict[_Kind, list[tuple[int, list[int]]]]:
-    """(index, addresses) of each group of non-empty tensors, by the kind of launch they need."""
+    """(index, addresses) of the groups of non-empty tensors, by the kind of launch they need."""
     kinds: dict[_Kind, list[tuple[int, list[int]]]] = {}
     for index, group in enumerate(groups):
         if not group[0].numel():
@@ -123,7 +123,7 @@ def _noise_columns(noises: Sequence[Noise] | None, index: int) -> tuple[int, int
 
 @triton.jit
 def _pointer(address: tl.tensor, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr) -> tl.tensor:
-    """The pointer stored at `address`."""
+    """The pointer to DTYPE that is stored at `address`."""
     pointer = tl.load(address).to(tl.pointer_type(DTYPE))  # pyright: ignore[reportArgumentType] a constant dtype
     if IS_ALIGNED:
         pointer = tl.multiple_of(pointer, _ALIGNMENT)
@@ -152,17 +152,17 @@ def _adamw_block(
     eps: float,
     IS_STOCHASTIC: tl.constexpr,
 ) -> None:
-    """A block, at pointers. Fused operations are explicit: a compiler's choice could make shards round differently."""
+    """Update a block. Fused operations are explicit: if the compiler chose them, shards could round differently."""
     gradient = load(grad, mask) * factor
     mean = tl.fma(load(exp_avg, mask), beta1, gradient * rest1)
     square = tl.fma(load(exp_avg_sq, mask), beta2, gradient * gradient * rest2)
     ratio = mean / tl.fma(tl.sqrt(square), root, eps)
-    # One difference: a factor of 1 - decay on the parameter would be rounded to multiples of 2**-24.
+    # Subtracts decay * old, since a factor of 1 - decay would be rounded to a multiple of 2**-24.
     old = load(param, mask)
     value = old - tl.fma(old, decay, ratio * rate)
     if IS_STOCHASTIC:
-        # Adds nothing, but gives the indices the register layout of the loads. Words drawn in another layout would be
-        # exchanged through shared memory, and take more registers.
+        # Adds 0, but gives the indices the register layout of the loads. Words drawn in another layout would pass
+        # through shared memory and take more registers.
         index = index + (gradient.to(tl.int32, bitcast=True) & zero)
         word, other = draw(index, step, key)  # pyright: ignore[reportGeneralTypeIssues]
         store(param, value, mask, word)
@@ -197,7 +197,9 @@ def _adamw(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Row: elements, first program, addresses of the four tensors, row of corrections, key, first, address of step."""
+    """Table columns: number of elements, first program, addresses of the four tensors, row of corrections, key, first,
+    address of step.
+    """
     if tl.load(skip) != 0:
         return
     row = table + tl.load(owners + tl.program_id(0)) * _COLUMNS_OF_ADAMW
@@ -216,9 +218,9 @@ def _adamw(
         key = tl.load(row + 7)
         first = tl.load(row + 8) + start
         step = tl.load(tl.load(row + 9).to(tl.pointer_type(tl.int64)))
-    zero = tl.load(skip).to(tl.int32)  # Always 0, as checked above, but the compiler does not know that.
+    zero = tl.load(skip).to(tl.int32)  # always 0, as checked above, but unknown to the compiler
     lanes = tl.arange(0, BLOCK)
-    # A whole chunk needs no mask. A mask would keep loads narrow, since the divisibility of `count` is unknown.
+    # Full chunks use no mask: it would keep loads narrow, since the divisibility of `count` is unknown.
     if start + CHUNK <= count:
         for begin in range(0, CHUNK, BLOCK):
             at = begin + lanes
@@ -245,7 +247,7 @@ def _square_sum(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Row: elements, first program, address. Each program writes the sum of its chunk, in fp32."""
+    """Each program writes the fp32 sum of its chunk. Table columns: number of elements, first program, address."""
     row = table + tl.load(owners + tl.program_id(0)) * _COLUMNS_OF_SUM
     count = tl.load(row)
     start = (tl.program_id(0) - tl.load(row + 1)) * CHUNK

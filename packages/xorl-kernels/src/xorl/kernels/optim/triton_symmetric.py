@@ -1,4 +1,4 @@
-"""Products of matrices with their own transposes as a Triton kernel, which computes one triangle and writes both.
+"""A Triton kernel for products of matrices with their own transposes; it computes one triangle and writes both.
 
 Imported only if Triton is installed. `symmetric.py` has the contract and the plain twin.
 """
@@ -11,8 +11,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from xorl.kernels.fused.device import launch
 
-# A tile of the result, and the part of the summed axis that is read at once. A tile's width is a multiple of its
-# height.
+# Height and width of a tile of the result, and the length of the summed axis that is read at once. The width must be a
+# multiple of the height.
 BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_SUMMED = 128, 256, 64
 NUM_WARPS = 8
 
@@ -25,11 +25,11 @@ def symmetric_product(
     beta: float,
     block: tuple[int, int, int] = (BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_SUMMED),
 ) -> Tensor:
-    """See `symmetric.symmetric_product`; x is stored by rows or columns, each beginning at a multiple of 16 bytes."""
+    """See `symmetric.symmetric_product`. The rows or columns of x must begin at multiples of 16 bytes."""
     num_matrices, rows, summed = x.shape
     block_rows, block_columns, block_summed = block
     in_rows = x.stride(-1) == 1
-    # Blocks beyond a matrix's end are filled with zeros, which do not change a product.
+    # Values beyond a matrix's end are read as zeros, which do not change a product.
     panels = [
         TensorDescriptor.from_tensor(x, [1, width, block_summed])
         if in_rows
@@ -75,7 +75,7 @@ def _symmetric_product(
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_SUMMED: tl.constexpr,
 ) -> None:
-    """A program computes one tile that touches the lower triangle of one matrix."""
+    """Each program computes one tile that overlaps the lower triangle of one matrix."""
     matrix = tl.program_id(0) // num_tiles
     row, column = _corner(tl.program_id(0) % num_tiles, BLOCK_ROWS, BLOCK_COLUMNS)  # pyright: ignore[reportGeneralTypeIssues]
     total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
@@ -98,17 +98,17 @@ def _symmetric_product(
     if row >= column + BLOCK_COLUMNS:
         _write(total, added, out, rows, columns, num_rows, beta, inside, inside)
     else:
-        # On the diagonal. Every element has one writer, so the result is deterministic.
+        # The tile crosses the diagonal. Masks give every element one writer, so the result is deterministic.
         lower, strictly_lower = inside & (rows >= columns), inside & (rows > columns)
         _write(total, added, out, rows, columns, num_rows, beta, lower, strictly_lower)
 
 
 @triton.jit
 def _corner(tile: tl.tensor, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """The first row and column of a tile. Tiles are numbered by bands as high as a tile is wide, then by columns."""
+    """The first row and column of a tile. Tiles are numbered by bands of BLOCK_COLUMNS rows, then by columns."""
     per_square: tl.constexpr = BLOCK_COLUMNS // BLOCK_ROWS
     square = tile // per_square
-    # Band b holds the squares from b (b + 1) / 2 on. The root may be off by rounding.
+    # Band b starts at square b (b + 1) / 2. The root may be off by one because of rounding.
     band = ((tl.sqrt(8.0 * square.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
     band = tl.where(band * (band + 1) // 2 > square, band - 1, band)
     band = tl.where((band + 1) * (band + 2) // 2 <= square, band + 1, band)
@@ -128,7 +128,7 @@ def _write(
     mask: tl.tensor,
     mirrored_mask: tl.tensor,
 ) -> None:
-    """Writes values of the lower triangle, with `added`, to their places and to those mirrored at the diagonal."""
+    """Write values of the lower triangle, plus beta * added, and mirror them at the diagonal."""
     offsets = rows * num_rows + columns
     if added is not None:
         values += beta * tl.load(added + offsets, mask=mask, other=0.0).to(tl.float32)

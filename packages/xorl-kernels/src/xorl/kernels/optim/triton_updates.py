@@ -1,7 +1,7 @@
-"""Updates of one tensor as Triton kernels, which read and write it once and draw their random bits in registers.
+"""Updates of one tensor as Triton kernels, which read and write it once and draw random bits in registers.
 
-Imported only if Triton is installed. `reference.py` has the plain twins, and `updates.py` the contracts. Triton takes
-an integer annotated as `int` as 32 bits, hence `tl.int64`.
+Imported only if Triton is installed. `reference.py` has the plain twins, `updates.py` the contracts. Kernel arguments
+are annotated as `tl.int64` because Triton passes an `int` in 32 bits.
 """
 
 import triton
@@ -64,7 +64,7 @@ def _grid(count: int) -> tuple[int]:
 
 @triton.jit
 def draw(index: tl.tensor, step: tl.tensor, key: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """The two words of `noise.draw` for int64 indices; also used for the noise of dequantised weights."""
+    """The two words of `noise.draw` for int64 indices; also used for noise on dequantised weights."""
     low = index.to(tl.uint32)
     high = tl.full(low.shape, 0, tl.uint32) + step.to(tl.uint32)
     multiplier = tl.full(low.shape, _MULTIPLIER, tl.uint32)
@@ -81,14 +81,14 @@ def draw(index: tl.tensor, step: tl.tensor, key: tl.tensor) -> tuple[tl.tensor, 
 
 @triton.jit
 def load(pointers: tl.tensor, mask: tl.tensor | None) -> tl.tensor:
-    """Values in fp32, zero where masked out."""
+    """Load values as fp32, zero where masked out."""
     values = tl.load(pointers) if mask is None else tl.load(pointers, mask=mask, other=0.0)
     return values.to(tl.float32)
 
 
 @triton.jit
 def store(pointers: tl.tensor, values: tl.tensor, mask: tl.tensor | None, word: tl.tensor | None) -> None:
-    """fp32 values; to bf16 they are rounded by the lower 16 bits of `word`, or to nearest without one."""
+    """Store fp32 values. Rounding to bf16 uses the lower 16 bits of `word`, or is to nearest if it is None."""
     if word is not None and pointers.dtype.element_ty == tl.bfloat16:  # pyright: ignore[reportAttributeAccessIssue]
         raw = values.to(tl.uint32, bitcast=True)
         raw = tl.where(values == values, raw + (word & 0xFFFF), raw)
@@ -99,7 +99,7 @@ def store(pointers: tl.tensor, values: tl.tensor, mask: tl.tensor | None, word: 
 
 @triton.jit
 def inverse(grad_scale: tl.tensor | None) -> tl.tensor | float:
-    """The factor for gradients."""
+    """The factor by which gradients are multiplied."""
     factor = 1.0
     if grad_scale is not None:
         factor = 1.0 / tl.load(grad_scale)

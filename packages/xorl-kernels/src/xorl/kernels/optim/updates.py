@@ -1,10 +1,10 @@
-"""The public update functions: in place, elementwise, in fp32; a kernel on a GPU, plain torch elsewhere.
+"""The public update functions: in place, elementwise, in fp32; kernels on CUDA devices, plain torch elsewhere.
 
-All tensors of a call are contiguous, fp32 or bf16, on one device, and those that belong together have the same number
-of elements. With a `Noise`, bf16 results are rounded stochastically: an update smaller than half of a value's last
-place, which rounding to nearest would always drop, is applied as often as it should be. Without one they are rounded to
-nearest. `grad_scale` and `skip` are 0-dim fp32 tensors on that device and read there: gradients are divided by
-`grad_scale` as they are read, and nothing changes if `skip` is not zero.
+All tensors of a call must be contiguous, fp32 or bf16, and on one device; a parameter, its gradient and its state must
+have the same number of elements. With a `Noise`, bf16 results are rounded stochastically, so that updates smaller than
+half of a value's last place, which rounding to nearest would always drop, are applied with the right probability.
+Without one they are rounded to nearest. `grad_scale` and `skip` are 0-dim fp32 tensors that are read on the device:
+gradients are divided by `grad_scale` as they are read, and nothing changes if `skip` is not zero.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def adamw_(
 ) -> None:
     """One step of AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101, algorithm 2) on lists of tensors.
 
-    steps: 0-dim, already incremented, fp32 if there are no noises. The gradients may be overwritten.
+    `steps` are 0-dim, already incremented, and fp32 if `noises` is None. The gradients may be overwritten.
     """
     lists = (params, grads, exp_avgs, exp_avg_sqs)
     for quad in zip(*lists, strict=True):
@@ -46,8 +46,8 @@ def adamw_(
     hyper = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
     kinds = {tensor.dtype for tensors in (params, exp_avgs, exp_avg_sqs) for tensor in tensors}
     if noises is None and len(kinds) == 1 and not params[0].is_cuda:
-        # Uses all cores at once, which is worth one rounding of gradients that were accumulated in a wider dtype, and
-        # of its factor 1 - lr * weight_decay.
+        # torch's function uses all cores. That is worth rounding gradients that were accumulated in a wider dtype, and
+        # the rounding of its factor 1 - lr * weight_decay.
         torch._fused_adamw_(
             list(params),
             [grad.to(params[0].dtype) for grad in grads],
@@ -81,10 +81,10 @@ def momentum_(
     skip: Tensor,
     noise: Noise,
 ) -> None:
-    """buffer = momentum * buffer + (1 - momentum) * grad, and writes the resulting direction to `update`.
+    """buffer = momentum * buffer + (1 - momentum) * grad; the resulting direction is written to `update`.
 
-    The direction is the new buffer before it is rounded or, with nesterov, the same mean of it and the gradient again;
-    it is rounded to nearest to the dtype of `update`. If the step is skipped, `update` is unchanged.
+    The direction is the new buffer before rounding. With `nesterov`, it is momentum * (that buffer) + (1 - momentum) *
+    grad. It is rounded to nearest in the dtype of `update`. If the step is skipped, `update` does not change.
     """
     _check(*(tensor for tensor in (buffer, grad, update) if tensor is not None))
     if buffer.numel():
@@ -102,10 +102,10 @@ def descend_(
     skip: Tensor,
     noise: Noise | None,
 ) -> None:
-    """param -= rate * update + decay * param; the update may be a gradient with its scale.
+    """param -= rate * update + decay * param, for an update that may be a gradient (then with its `grad_scale`).
 
-    decay is the learning rate times the weight decay. A factor of 1 - decay on the parameter would be rounded to
-    multiples of 2**-24, which are coarse beside it.
+    `decay` is the learning rate times the weight decay. It is not applied as a factor of 1 - decay, because that would
+    be rounded to a multiple of 2**-24, which is coarse compared with `decay`.
     """
     _check(param, update)
     if param.numel():
@@ -114,7 +114,7 @@ def descend_(
 
 
 def scale_(tensor: Tensor, factor: Tensor) -> None:
-    """tensor = factor * tensor, rounded to nearest; factor is a 0-dim fp32 tensor, and is not rounded first."""
+    """tensor = factor * tensor, rounded to nearest. `factor` is a 0-dim fp32 tensor and is not rounded first."""
     _check(tensor)
     if tensor.numel():
         _singles(tensor).scale_(tensor, factor)
@@ -124,16 +124,16 @@ def square_sum(tensors: Sequence[Tensor]) -> Tensor:
     """The sum of the squares of all elements, 0-dim, accumulated in fp32; tensors of any dtype and strides."""
     if not any(tensor.numel() for tensor in tensors):
         return torch.zeros((), device=tensors[0].device)
-    suits = all(tensor.dtype in DTYPES and tensor.is_contiguous() for tensor in tensors)
-    return (_lists(tensors[0]) if suits else reference).square_sum(tensors)
+    is_supported = all(tensor.dtype in DTYPES and tensor.is_contiguous() for tensor in tensors)
+    return (_lists(tensors[0]) if is_supported else reference).square_sum(tensors)
 
 
 def _check(*tensors: Tensor) -> None:
     first = tensors[0]
     for tensor in tensors:
-        assert tensor.is_contiguous(), f"strides {tensor.stride()}"
-        assert tensor.numel() == first.numel(), f"{tensor.numel()} and {first.numel()} elements"
-        assert tensor.device == first.device, f"{tensor.device} and {first.device}"
+        assert tensor.is_contiguous(), f"a tensor is not contiguous: its strides are {tensor.stride()}"
+        assert tensor.numel() == first.numel(), f"tensors have {tensor.numel()} and {first.numel()} elements"
+        assert tensor.device == first.device, f"tensors are on {tensor.device} and {first.device}"
         assert tensor.dtype in DTYPES, f"{tensor.dtype} is neither fp32 nor bf16"
 
 

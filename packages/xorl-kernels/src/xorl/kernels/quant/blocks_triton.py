@@ -1,8 +1,8 @@
 """Triton kernels of nf4, nvfp4 and block_fp8; those modules describe the computations and have the plain twins.
 
 Quantising divides and rounds as in IEEE 754, so codes and scales equal those of the plain twins to the bit. Values are
-rounded to E4M3 before they are converted, so that the conversion is exact in the interpreter too. Dequantising reads
-codes and scales once and writes the result once.
+rounded to E4M3 numbers before the conversion, which is therefore exact, also in Triton's interpreter. Dequantising
+reads codes and scales once and writes the result once.
 
 Shapes: R rows, C columns, G group size; a tile holds N groups.
 """
@@ -14,28 +14,38 @@ from torch import Tensor
 
 from xorl.kernels.fused.device import launch
 from xorl.kernels.optim.triton_updates import draw
-from xorl.kernels.quant import block_fp8, nf4, noise, nvfp4
-from xorl.kernels.quant.noise import WeightNoise
+from xorl.kernels.quant.formats import (
+    BLOCK_FP8_NOISE_STEP,
+    E2M1_LARGEST,
+    E4M3_LARGEST,
+    NF4_NOISE_STEP,
+    NF4_TINY,
+    NF4_VALUES,
+    NVFP4_NOISE_STEP,
+    nf4_bounds,
+    table,
+)
+from xorl.kernels.quant.noise import COSINE, SINE, TURN, UNIFORM, WeightNoise
 
-# Weights of a tile: enough loads in flight to use the full memory bandwidth, few enough for the registers.
+# Weights of a tile: enough loads in flight to saturate memory bandwidth, few enough to fit into registers.
 TILE = 4096
 NUM_WARPS = 8
-# Rows of a block_fp8 tile, whose columns are those of one block; every block's side is a multiple of it.
+# Rows of a block_fp8 tile, which has the columns of one block; it must divide the side of every block.
 TILE_ROWS = 16
 
-_TINY = tl.constexpr(nf4.TINY)
-_NF4_STEP = tl.constexpr(nf4.NOISE_STEP)
-_FP4_LARGEST = tl.constexpr(nvfp4.LARGEST)
-_FP4_STEP = tl.constexpr(nvfp4.NOISE_STEP)
-_E4M3_LARGEST = tl.constexpr(block_fp8.LARGEST)
-_FP8_STEP = tl.constexpr(block_fp8.NOISE_STEP)
+_TINY = tl.constexpr(NF4_TINY)
+_NF4_STEP = tl.constexpr(NF4_NOISE_STEP)
+_FP4_LARGEST = tl.constexpr(E2M1_LARGEST)
+_FP4_STEP = tl.constexpr(NVFP4_NOISE_STEP)
+_E4M3_LARGEST = tl.constexpr(E4M3_LARGEST)
+_FP8_STEP = tl.constexpr(BLOCK_FP8_NOISE_STEP)
 _E4M3_SMALLEST_NORMAL = tl.constexpr(2.0**-6)
-# Added and subtracted again, it rounds to multiples of 2**-9, the spacing of E4M3's subnormal numbers.
+# Adding and subtracting this rounds to multiples of 2**-9, the spacing of E4M3's subnormal numbers.
 _ROUND_SUBNORMAL = tl.constexpr(1.5 * 2.0**23 * 2.0**-9)
-_UNIFORM = tl.constexpr(noise.UNIFORM)
-_TURN = tl.constexpr(noise.TURN)
-_SINE_3, _SINE_5, _SINE_7 = (tl.constexpr(factor) for factor in noise.SINE)
-_COSINE_4, _COSINE_6, _COSINE_8 = (tl.constexpr(factor) for factor in noise.COSINE)
+_UNIFORM = tl.constexpr(UNIFORM)
+_TURN = tl.constexpr(TURN)
+_SINE_3, _SINE_5, _SINE_7 = (tl.constexpr(factor) for factor in SINE)
+_COSINE_4, _COSINE_6, _COSINE_8 = (tl.constexpr(factor) for factor in COSINE)
 
 
 def quantize_nf4(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
@@ -43,7 +53,7 @@ def quantize_nf4(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     num_rows, num_columns = weight.shape
     codes = torch.empty((num_rows, num_columns // 2), dtype=torch.uint8, device=weight.device)
     absmax = torch.empty((num_rows, num_columns // group_size), dtype=torch.float32, device=weight.device)
-    bounds = nf4.table(nf4.bounds(), weight.device)
+    bounds = table(nf4_bounds(), weight.device)
     grid, sizes = _tiles(absmax.numel(), group_size)
     launch(
         _quantize_nf4, grid, weight.contiguous(), codes, absmax, bounds, absmax.numel(), num_warps=NUM_WARPS, **sizes
@@ -55,9 +65,11 @@ def dequantize_nf4(codes: Tensor, absmax: Tensor, dtype: torch.dtype, noise: Wei
     """See `nf4.dequantize_nf4`."""
     out = torch.empty((codes.shape[0], 2 * codes.shape[1]), dtype=dtype, device=codes.device)
     grid, sizes = _tiles(absmax.numel(), out.numel() // absmax.numel())
-    values = nf4.table(nf4.VALUES, codes.device)
+    values = table(NF4_VALUES, codes.device)
     tensors = (codes.contiguous(), absmax.contiguous(), values, out)
-    launch(_dequantize_nf4, grid, *tensors, absmax.numel(), *_draws(noise, absmax), num_warps=NUM_WARPS, **sizes)
+    launch(
+        _dequantize_nf4, grid, *tensors, absmax.numel(), *_noise_arguments(noise, absmax), num_warps=NUM_WARPS, **sizes
+    )
     return out
 
 
@@ -82,7 +94,9 @@ def dequantize_nvfp4(
     grid, sizes = _tiles(scales.numel(), out.numel() // scales.numel())
     tensors = (codes.contiguous(), scales.contiguous(), global_scale.contiguous(), out)
     counts = (scales.numel(), groups_per_row)
-    launch(_dequantize_nvfp4, grid, *tensors, *counts, *_draws(noise, global_scale), num_warps=NUM_WARPS, **sizes)
+    launch(
+        _dequantize_nvfp4, grid, *tensors, *counts, *_noise_arguments(noise, global_scale), num_warps=NUM_WARPS, **sizes
+    )
     return out
 
 
@@ -103,42 +117,42 @@ def dequantize_block_fp8(
     """See `block_fp8.dequantize_block_fp8`."""
     num_rows, num_columns = codes.shape
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    # One axis, along rows of tiles: the other axes of a grid take at most 65,535 programs.
+    # One axis, tile row by tile row: the other axes of a grid are limited to 65,535 programs.
     grid = (-(-num_rows // TILE_ROWS) * -(-num_columns // group_size),)
     tensors = (codes.contiguous(), scales.contiguous(), out)
-    draws = _draws(noise, scales)
+    noise_arguments = _noise_arguments(noise, scales)
     sizes = {"G": group_size, "TILE_ROWS": TILE_ROWS}
-    launch(_dequantize_block_fp8, grid, *tensors, num_rows, num_columns, *draws, num_warps=4, **sizes)
+    launch(_dequantize_block_fp8, grid, *tensors, num_rows, num_columns, *noise_arguments, num_warps=4, **sizes)
     return out
 
 
 def _tiles(num_groups: int, group_size: int) -> tuple[tuple[int], dict[str, int]]:
-    """The grid over tiles of whole groups, and the constants of a tile."""
+    """The grid over tiles of complete groups, and the constants of a tile."""
     num = max(TILE // group_size, 1)
     return (-(-num_groups // num),), {"N": num, "HALF": group_size // 2}
 
 
-def _draws(noise: WeightNoise | None, instead: Tensor) -> tuple[Tensor, float, bool]:
-    """The kernel's arguments for the noise; `instead` replaces the tensor if there is none."""
-    return (instead, 0.0, False) if noise is None else (noise.key_and_step, noise.alpha, True)
+def _noise_arguments(noise: WeightNoise | None, placeholder: Tensor) -> tuple[Tensor, float, bool]:
+    """The kernel's arguments for the noise; `placeholder` replaces the tensor if there is no noise."""
+    return (placeholder, 0.0, False) if noise is None else (noise.key_and_step, noise.alpha, True)
 
 
 @triton.jit
 def _divide(x: tl.tensor, y: tl.tensor) -> tl.tensor:
-    """x / y in fp32, rounded to nearest: Triton's own operator is approximate."""
+    """x / y in fp32, rounded to nearest; Triton's `/` is approximate."""
     return tl.div_rn(x, tl.full(x.shape, 0.0, tl.float32) + y)
 
 
 @triton.jit
 def _round_e4m3(x: tl.tensor) -> tl.tensor:
-    """Rounds fp32 within E4M3's range to the nearest E4M3 number, ties to even."""
+    """Round fp32 values within E4M3's range to the nearest E4M3 number, ties to even."""
     size = tl.abs(x)
     bits = size.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
     subnormal = (size + _ROUND_SUBNORMAL) - _ROUND_SUBNORMAL
     rounded = tl.where(size < _E4M3_SMALLEST_NORMAL, subnormal, normal)
     rounded = tl.where(size == size, rounded, size)
-    # By its bit, since zeros have a sign too.
+    # Copies the sign bit, because zeros are signed.
     sign = x.to(tl.int32, bitcast=True) & -0x80000000
     return (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
@@ -190,7 +204,7 @@ def _quantize_nf4(
     even = tl.load(weight_ptr + 2 * byte, mask=inside, other=0.0).to(tl.float32)
     odd = tl.load(weight_ptr + 2 * byte + 1, mask=inside, other=0.0).to(tl.float32)
     absmax = tl.max(tl.maximum(_magnitude(even), _magnitude(odd)), axis=1)
-    # Written with an explicit dtype: Triton takes such a small number for fp64.
+    # The dtype is explicit, because Triton would make such a small number fp64.
     divisor = tl.maximum(absmax, tl.full(absmax.shape, _TINY, tl.float32))
     reciprocal = _divide(tl.full(absmax.shape, 1.0, tl.float32), divisor)[:, None]
     upper = _nf4_code(tl.clamp(even * reciprocal, -1.0, 1.0), bounds_ptr)
@@ -236,7 +250,7 @@ def _store_pairs(
     N: tl.constexpr,
     HALF: tl.constexpr,
 ) -> None:
-    """Write [N, HALF] of first and second elements as [N, G], whole rows of a tile at a time."""
+    """Write the first and second elements of pairs, [N, HALF] each, interleaved as [N, G], so that stores are wide."""
     dtype = out_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue] it is a pointer's
     both = tl.interleave(first.to(dtype), second.to(dtype))
     element = group[:, None] * (2 * HALF) + tl.arange(0, 2 * HALF)[None, :]
@@ -284,7 +298,9 @@ def _quantize_nvfp4(
 
 @triton.jit
 def _fp4_value(code: tl.tensor) -> tl.tensor:
-    """E2M1 over 2**14: its exponent and mantissa bits sit where fp16's are, and fp16 has subnormal numbers too."""
+    """The E2M1 number divided by 2**14: its exponent and mantissa bits are moved to those of fp16, which also has
+    subnormal numbers.
+    """
     bits = ((code & 0x7) << 9 | (code & 0x8) << 12).to(tl.int16)
     return bits.to(tl.float16, bitcast=True).to(tl.float32)
 

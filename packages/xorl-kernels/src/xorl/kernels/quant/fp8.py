@@ -1,12 +1,12 @@
 """Matrices in 8-bit floating point (arXiv:2209.05433) with their scales, and products of them.
 
-A GPU's fp8 matrix units need the contraction axis of both operands contiguous. So a matrix that is used along both of
-its axes is needed twice: as it is, and transposed. One kernel reads it once and writes both. This file has the torch
-operators and their plain twins, which run on a CPU; the kernels are in `fp8_triton`.
+A GPU's fp8 matrix units need the contraction axis of both operands to be contiguous. So a matrix that is contracted
+along both axes is needed twice, as it is and transposed. One kernel reads it once and writes both. This file has the
+torch operators and their plain twins, which run on a CPU; the kernels are in `fp8_triton`.
 
 A scale is the largest power of two that keeps the largest absolute value in range. So scaling itself does not round,
-and a value above fp8's underflow becomes the same number whatever else its tensor holds. `descale`, its reciprocal,
-undoes it: x is about q * descale. It is NaN if the input was not finite, and then so is every product.
+and a value that does not underflow is rounded independently of the other values in its tensor. `descale` is the
+reciprocal: x is about q * descale. It is NaN if the input is not finite, which makes every product NaN.
 
 Shapes: R rows, C columns, P the rows rounded up to a multiple of 16 (padding holds zeros); M, N, K of a product.
 """
@@ -16,28 +16,24 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from xorl.kernels.quant.formats import SMALLEST_AMAX, TOP_EXPONENT, padded
+
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 
-# The largest number of both formats is 1.75 times two to this power.
-TOP_EXPONENT = {E4M3: 8, E5M2: 15}
-# Smaller largest values are clamped to this, or the scale would exceed the exponent range of fp32.
-SMALLEST_AMAX = 2.0**-100
-# The matrix units require the lengths of contiguous dimensions to be multiples of this.
-ALIGNMENT = 16
 MIN_CAPABILITY = (8, 9)
 
 
 def fp8_refusal(device: torch.device) -> str | None:
-    """The reason why fp8 products cannot run on `device`, or None; a CPU computes the same numbers, slowly."""
+    """The reason why fp8 products cannot run on `device`, or None. A CPU computes the same numbers, slowly."""
     if device.type == "cpu":
         return None
     if device.type != "cuda":
-        return f"it runs on CUDA GPUs and, emulated, on a CPU, not on {device.type}"
+        return f"fp8 runs on CUDA GPUs and, emulated, on CPUs, not on {device.type}"
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) < MIN_CAPABILITY:
         name = torch.cuda.get_device_name(device)
-        return f"fp8 matrix units begin with compute capability 8.9, and this {name} has {major}.{minor}"
+        return f"fp8 matrix units need compute capability 8.9 or later, and this {name} has {major}.{minor}"
     return None
 
 
@@ -52,12 +48,13 @@ def scaled_mm(
 ) -> Tensor:
     """(a * descale_a) @ (b * descale_b).T, [M, N], accumulated in fp32 and rounded once.
 
-    With fast accumulation Hopper's matrix units keep about 14 bits of the running sum instead of adding to fp32 every
-    128 products (arXiv:2412.19437, section 3.3.2). Products with row-wise scales are rounded to bf16 on a GPU.
+    With fast accumulation, Hopper's matrix units keep about 14 bits of the running sum instead of adding it to fp32
+    every 128 products (arXiv:2412.19437, section 3.3.2). On a GPU, products with row-wise scales are rounded to bf16.
 
     Args:
-        a, b: [M, K] and [N, K], contiguous, fp8; at most one of them E5M2. K and N are multiples of 16 on a GPU.
-        descale_a, descale_b: fp32, both of the whole matrix, [], or both by row, [M] and [N].
+        a, b: [M, K] and [N, K], contiguous, fp8; at most one of them may be E5M2. On a GPU, K and N must be multiples
+            of 16.
+        descale_a, descale_b: fp32, either per matrix, [] each, or per row, [M] and [N].
     """
     by_row = descale_a.dim() == 1
     if a.is_cuda:
@@ -71,14 +68,14 @@ def scaled_mm(
         )
     else:
         product = a.float() @ b.float().t() * (descale_a[:, None] if by_row else descale_a) * descale_b
-    # Not `to` alone: if a compiled autograd.Function returns a tensor that is also an intermediate of its forward, as
-    # `to` does if the dtype is right already, that output's gradient is zero (torch 2.11).
+    # Without the check, `to` would return the intermediate itself if the dtype is already right. If a compiled
+    # autograd.Function returns an intermediate of its forward, the gradient of that output is zero (torch 2.11).
     return product if product.dtype == out_dtype else product.to(out_dtype)
 
 
 @torch.library.custom_op("xorl::fp8_amax", mutates_args=())
 def amax(x: Tensor) -> Tensor:
-    """The largest absolute value of x [R, C], exactly: [] fp32."""
+    """The exact largest absolute value of x [R, C], fp32 []."""
     if x.is_cuda:
         return _triton().amax(x)
     return x.abs().amax().float()
@@ -86,7 +83,7 @@ def amax(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("xorl::fp8_cast_tensorwise", mutates_args=())
 def cast_tensorwise(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x [R, C] with one scale from `amax` []: (q [R, C], descale [])."""
+    """Cast x [R, C] with one scale, derived from `amax` []: (q [R, C], descale [])."""
     q = torch.empty(x.shape, dtype=dtype, device=x.device)
     descale = torch.empty((), dtype=torch.float32, device=x.device)
     cast_into_(x, amax, q, descale)
@@ -95,7 +92,7 @@ def cast_tensorwise(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor
 
 @torch.library.custom_op("xorl::fp8_cast_tensorwise_both", mutates_args=())
 def cast_tensorwise_both(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """x [R, C] with one scale from `amax` []: (q [R, C], q transposed [C, P], descale [])."""
+    """Cast x [R, C] with one scale, derived from `amax` []: (q [R, C], q transposed [C, P], descale [])."""
     if x.is_cuda:
         return _triton().cast_tensorwise_both(x, amax, dtype)
     scale, descale = power_of_two_scale(amax, dtype)
@@ -105,7 +102,7 @@ def cast_tensorwise_both(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[T
 
 @torch.library.custom_op("xorl::fp8_cast_rowwise", mutates_args=())
 def cast_rowwise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x [R, C] with a scale for each row: (q [R, C], descale [R])."""
+    """Cast x [R, C] with a scale for each row: (q [R, C], descale [R])."""
     if x.is_cuda:
         return _triton().cast_rowwise(x, dtype)
     scale, descale = power_of_two_scale(x.abs().amax(dim=1).float(), dtype)
@@ -114,7 +111,7 @@ def cast_rowwise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("xorl::fp8_cast_columnwise", mutates_args=())
 def cast_columnwise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x [R, C] with a scale for each column, transposed: (q [C, P], descale [C])."""
+    """Cast x [R, C] with a scale for each column, and transpose it: (q [C, P], descale [C])."""
     if x.is_cuda:
         return _triton().cast_columnwise(x, dtype)
     scale, descale = power_of_two_scale(x.abs().amax(dim=0).float(), dtype)
@@ -131,12 +128,12 @@ def cast_axiswise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor
 
 @torch.library.custom_op("xorl::fp8_transpose", mutates_args=())
 def transpose(q: Tensor) -> Tensor:
-    """Fp8 q [R, C] transposed, [C, P]."""
+    """Transpose q [R, C], in fp8: [C, P]."""
     return _triton().transpose(q) if q.is_cuda else _transposed(q)
 
 
 def cast_into_(x: Tensor, amax: Tensor, q: Tensor, descale: Tensor) -> None:
-    """`cast_tensorwise` into existing tensors: q [R, C] of the target dtype, descale [] fp32."""
+    """`cast_tensorwise` into existing tensors: q [R, C] of the target dtype, descale fp32 []."""
     if x.is_cuda:
         _triton().cast_into_(x, amax, q, descale)
         return
@@ -146,18 +143,13 @@ def cast_into_(x: Tensor, amax: Tensor, q: Tensor, descale: Tensor) -> None:
 
 
 def power_of_two_scale(amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The largest power of two that keeps a largest value of `amax` (fp32) in range, and its reciprocal."""
+    """The largest power of two that keeps values up to `amax` (fp32) in range, and its reciprocal."""
     bits = amax.clamp(min=SMALLEST_AMAX).view(torch.int32)
     mantissa_above = ((bits & 0x7FFFFF) > 0x600000).int()  # above the 1.75 of the format's largest number
     exponent = TOP_EXPONENT[dtype] - ((bits >> 23) - 127) - mantissa_above
     scale = ((exponent + 127) << 23).view(torch.float32)
     descale = ((127 - exponent) << 23).view(torch.float32)
     return scale, torch.where(torch.isfinite(amax), descale, torch.nan)
-
-
-def padded(rows: int) -> int:
-    """P for R rows."""
-    return (rows + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 
 def _cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -171,7 +163,7 @@ def _transposed(q: Tensor) -> Tensor:
 
 
 def _triton() -> ModuleType:
-    # Triton is only imported for a GPU: torch builds without one may not have it.
+    # Imported on first use: CPU builds of torch may not have Triton.
     from xorl.kernels.quant import fp8_triton  # noqa: PLC0415
 
     return fp8_triton

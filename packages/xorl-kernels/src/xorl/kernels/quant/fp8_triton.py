@@ -1,7 +1,7 @@
 """Triton kernels of the casts to fp8; `fp8` describes the computations and has the plain twins.
 
-All take contiguous matrices of fp32, fp16 or bf16; R * C may be any number. Maxima are computed by atomic operations,
-which give the same result in any order.
+The kernels take contiguous matrices of fp32, fp16 or bf16, of any size. Maxima are computed by atomic operations, which
+give the same result in any order.
 
 Shapes: R rows, C columns, P padded rows.
 """
@@ -12,11 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from xorl.kernels.fused.device import launch
-from xorl.kernels.quant.fp8 import SMALLEST_AMAX, TOP_EXPONENT, padded
+from xorl.kernels.quant.formats import SMALLEST_AMAX, TOP_EXPONENT, padded
 
 # Long enough for full bandwidth, short enough that the last wave of programs is a small part of the work.
 BLOCK = 8192
-# Square, so that both directions write long tile rows: 128 bytes of fp8.
+# Square, so that both outputs are written in long tile rows of 128 bytes.
 TILE_R, TILE_C = 128, 128
 NUM_WARPS = 8
 
@@ -103,7 +103,7 @@ def _columns(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _axis_amax(x: Tensor, *, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:
-    """The largest absolute values of x by row [R] and by column [C]; those not requested are meaningless."""
+    """The largest absolute values of x by row [R] and by column [C]. Results that are not requested are zeros."""
     x = x.contiguous()
     num_rows, num_columns = x.shape
     row_largest = torch.zeros(num_rows, dtype=torch.float32, device=x.device)
@@ -137,9 +137,10 @@ def _cast(
     *,
     axiswise: bool,
 ) -> None:
-    """Write x in fp8 to q, transposed to q_t, or both."""
+    """Cast x to fp8, into q, transposed into q_t, or both."""
     x = x.contiguous()
     num_rows, num_columns = x.shape
+    # Stands in for the other output, which is then not written.
     some = q if q is not None else q_t
     assert some is not None
     padded_rows = num_rows if q_t is None else padded(num_rows)
@@ -272,7 +273,7 @@ def _cast_kernel(
             q = (x * _power_of_two(exponent)[None, :]).to(q_t_ptr.dtype.element_ty)
         else:
             q = (x * _power_of_two(_exponent(tl.load(column_amax_ptr), TOP))).to(q_t_ptr.dtype.element_ty)
-        # Rows beyond the last are loaded as zeros, and written as the padding.
+        # Rows beyond the last were loaded as zeros, and are written as padding.
         inside_t = in_columns[:, None] & (row < padded_rows)[None, :]
         tl.store(q_t_ptr + column[:, None] * padded_rows + row[None, :], tl.trans(q), mask=inside_t)
 

@@ -1,8 +1,9 @@
-"""Normal noise on dequantised weights: a function of the run's seed, the weight, the step and the element's index.
+"""Normal noise on dequantised weights, a function of the run's seed, the weight, the step and the element's index.
 
-The random words are those of `xorl.kernels.optim.noise`, one pair for two adjacent elements. So forward, backward and
-recomputed passes of one step see the same weight on any sharding, and a resumed run sees the same as an uninterrupted
-one. In plain torch; `blocks_triton` draws the same words, and its results differ only by rounding.
+The random words are those of `xorl.kernels.optim.noise`, one pair for each two adjacent elements. So the forward,
+backward and recomputed passes of a step use the same weight for any sharding, and a resumed run uses the same weights
+as an uninterrupted one. This is plain torch; `blocks_triton` draws the same words, and its results differ only by
+rounding.
 """
 
 import math
@@ -13,23 +14,23 @@ from torch import Tensor
 
 from xorl.kernels.optim.noise import KEY_STEP, philox2x32
 
-# Converts a word to a number in (0, 1], and to an angle: 2**32 is a full turn.
+# Factors that convert a word to a number in (0, 1], and to an angle (2**32 is a full turn).
 UNIFORM = 2.0**-32
 TURN = 2.0 * math.pi * 2.0**-32
-# Taylor series of sine, from the cubic term on, and cosine, from the fourth power on: within 4e-7 up to an eighth of a
-# turn.
+# Taylor series of sine, from the cubic term, and of cosine, from the fourth power; the error is at most 4e-7 up to an
+# eighth of a turn.
 SINE = (-1 / 6, 1 / 120, -1 / 5040)
 COSINE = (1 / 24, -1 / 720, 1 / 40320)
 
 
 @dataclass(frozen=True)
 class WeightNoise:
-    """Adds alpha * N(0, 1) * step, where `step` is half a quantisation step of the element's block.
+    """Noise of alpha * unit * N(0, 1); the unit is half a quantisation step of the element's block.
 
     Attributes:
         alpha: the relative size of the noise.
-        key_and_step: int64 [2] on the weight's device. A key of the weight and the run's seed, in [0, 2**31), and the
-            optimizer step. Both are in a tensor, so that layers that differ only in them share compiled code.
+        key_and_step: int64 [2] on the weight's device: a key in [0, 2**31), derived from the weight and the run's seed,
+            and the optimizer step. They are a tensor so that layers that differ only in them share compiled code.
     """
 
     alpha: float
@@ -37,12 +38,12 @@ class WeightNoise:
 
 
 def normal_pairs(noise: WeightNoise, num_pairs: int, device: torch.device) -> Tensor:
-    """Independent standard normal numbers, fp32 [2 * num_pairs]: the Box-Muller transform of each pair of words."""
+    """Independent standard normal numbers, fp32 [2 * num_pairs], by the Box-Muller transform of each pair of words."""
     key, step = noise.key_and_step.to(device).unbind()
     low, high = _draw(key, step, num_pairs)
     radius = low.float().add_(0.5).mul_(UNIFORM).log_().mul_(-2.0).sqrt_()
-    quarter = (high + (1 << 29)) >> 30  # 0 to 4, of a turn
-    x = (high - (quarter << 30)).float().mul_(TURN)  # within an eighth of a turn of it
+    quarter = (high + (1 << 29)) >> 30  # the nearest multiple of a quarter turn, 0 to 4
+    x = (high - (quarter << 30)).float().mul_(TURN)  # the remaining angle, at most an eighth of a turn
     square = x * x
     sine = x * (1.0 + square * (SINE[0] + square * (SINE[1] + square * SINE[2])))
     cosine = 1.0 + square * (-0.5 + square * (COSINE[0] + square * (COSINE[1] + square * COSINE[2])))
@@ -54,9 +55,9 @@ def normal_pairs(noise: WeightNoise, num_pairs: int, device: torch.device) -> Te
 
 
 def _draw(key: Tensor, step: Tensor, num_pairs: int) -> tuple[Tensor, Tensor]:
-    """The two random words of each pair, int64 [num_pairs], by the same counters as stochastic rounding."""
+    """The two random words of each pair, int64 [num_pairs] each, drawn as for stochastic rounding."""
     index = torch.arange(num_pairs, device=key.device)
     mask = 0xFFFFFFFF
-    # Weights of more than 2**32 pairs repeat no words: the index's upper half changes the key.
+    # The index's upper half changes the key, so that weights of more than 2**32 pairs do not repeat words.
     keys = ((index >> 32) * KEY_STEP + key) & mask
     return philox2x32(index & mask, (step & mask).expand_as(index), keys)

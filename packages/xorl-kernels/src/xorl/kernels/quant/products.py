@@ -1,8 +1,8 @@
-"""Products with quantised weights as torch operators: each dequantises the weight and discards it afterwards.
+"""Products with quantised weights as torch operators; each one dequantises the weight and discards it afterwards.
 
-The forward product and that of the input's gradient are one operator each. If a compiler saw the dequantisation, which
-does not depend on the backward pass, it would run it once, in the forward pass, and keep the result. Products are
-torch's own, in the dtype of x.
+The forward product and the product for the input's gradient are one operator each. If the compiler saw the
+dequantisation separately, it would run it once, in the forward pass, and keep the result for the backward pass. The
+products are torch's own, in the dtype of x.
 
 Shapes: T tokens, O output features, I input features; codes, scales and global_scale as in `QuantScheme.stored`.
 """
@@ -33,9 +33,9 @@ def quantized_linear(
     noise: Tensor | None = None,
     noise_alpha: float = 0.0,
 ) -> Tensor:
-    """x [T, I] times the weight's transpose, [T, O], in the dtype of x; differentiable in x.
+    """x [T, I] times the transposed weight: [T, O] in the dtype of x, differentiable in x.
 
-    noise adds the noise of a WeightNoise to the weight: noise is its key_and_step, and noise_alpha its alpha.
+    `noise` and `noise_alpha` are the `key_and_step` and `alpha` of a WeightNoise that is added to the weight, or None.
     """
     weight = dequantized(
         codes,
@@ -63,7 +63,7 @@ def quantized_linear_grad(
     noise: Tensor | None,
     noise_alpha: float,
 ) -> Tensor:
-    """The gradient [T, I] of x, given that of the output [T, O]."""
+    """The gradient [T, I] of x, given the gradient [T, O] of the output."""
     weight = dequantized(
         codes,
         scales,
@@ -109,9 +109,9 @@ def adapted_quantized_linear(
     noise: Tensor | None = None,
     noise_alpha: float = 0.0,
 ) -> Tensor:
-    """`quantized_linear` plus (x @ down.T) @ up.T, given down [R, I] and up [O, R] in the dtype of x.
+    """`quantized_linear` plus (x @ down.T) @ up.T, for down [R, I] and up [O, R] in the dtype of x.
 
-    As in `xorl.kernels.low_rank`, compiled code needs no extra pass for the sums.
+    As in `xorl.kernels.low_rank`, compiled code needs no extra pass over memory for the addition.
     """
     y = _AdaptedQuantizedLinear.apply(
         x, down, up, codes, scales, global_scale, quant_format, group_size, out_features, noise, noise_alpha
@@ -132,7 +132,7 @@ class _Context(FunctionCtx):
     alpha: float
 
 
-def _keep(ctx: _Context, inputs: tuple, output: Tensor) -> None:
+def _save(ctx: _Context, inputs: tuple, output: Tensor) -> None:
     _, codes, scales, global_scale, quant_format, group_size, _, noise, alpha = inputs
     ctx.save_for_backward(codes, scales, global_scale, noise)
     ctx.scheme, ctx.alpha = (quant_format, group_size), alpha
@@ -164,7 +164,7 @@ class _AdaptedQuantizedLinear(torch.autograd.Function):
         noise_alpha: float,
     ) -> Tensor:
         low = x @ down.t()  # [T, R]
-        # torch accepts None too.
+        # torch also accepts None here, unlike its type annotations.
         ctx.save_for_backward(x, down, up, low, codes, scales, cast(Tensor, global_scale), cast(Tensor, noise))
         ctx.scheme, ctx.alpha = (quant_format, group_size), noise_alpha
         y = quantized_linear(x, codes, scales, global_scale, quant_format, group_size, out_features, noise, noise_alpha)
@@ -185,7 +185,7 @@ class _AdaptedQuantizedLinear(torch.autograd.Function):
         return grad_x, grad_low.t() @ x, grad.t() @ low, *(None,) * 8
 
 
-quantized_linear.register_autograd(_differentiate, setup_context=_keep)
+quantized_linear.register_autograd(_differentiate, setup_context=_save)
 
 
 @quantized_linear.register_fake

@@ -1,8 +1,8 @@
-"""Storage of quantised weights: one scheme for all formats, their bytes, and the shapes that fit.
+"""Storage of quantised weights: a common interface for all formats, their layouts, and the supported shapes.
 
-A weight [O, I] is stored as tensors whose first dimension counts units of rows: single rows, or in block_fp8 the rows
-of a block. A range of units is complete without its neighbours, so ranks can shard the units, quantise their own and
-gather bytes. All fields but fp32 scales are bytes, which every communication library and file format supports.
+A weight [O, I] is stored as tensors whose first dimension counts units of rows: single rows or, in block_fp8, the rows
+of a block. Units are independent of each other, so ranks can shard the units, quantise their own and gather bytes. All
+fields except fp32 scales are bytes, which every communication library and file format supports.
 
 Shapes: O output features, I input features, G group size, U units.
 """
@@ -31,7 +31,7 @@ MAX_BLOCK = 256
 
 
 class QuantizedWeight(NamedTuple):
-    """Codes, the scale of each group, and for nvfp4 the global scale of each row: see `QuantScheme.stored`."""
+    """Codes, the scale of each group and, for nvfp4, the global scale of each row; see `QuantScheme.stored`."""
 
     codes: Tensor
     scales: Tensor
@@ -40,7 +40,7 @@ class QuantizedWeight(NamedTuple):
 
 @dataclass(frozen=True)
 class QuantScheme:
-    """A format and its group size: weights of a row that share a scale, or in block_fp8 the side of a square block."""
+    """A format, and the number of weights of a row that share a scale; for block_fp8, the side of a square block."""
 
     quant_format: QuantFormat
     group_size: int
@@ -56,22 +56,22 @@ class QuantScheme:
         if MIN_GROUP_SIZE <= self.group_size <= largest and self.group_size.bit_count() == 1:
             return None
         return (
-            f"{self.group_size} is no group of {self.quant_format}: powers of two from {MIN_GROUP_SIZE} to {largest} "
-            f"are, and {GROUP_SIZES[self.quant_format]} is usual"
+            f"{self.group_size} is not a valid group size for {self.quant_format}; use a power of two from "
+            f"{MIN_GROUP_SIZE} to {largest}, usually {GROUP_SIZES[self.quant_format]}"
         )
 
     def shape_refusal(self, in_features: int) -> str | None:
-        """Why a weight with rows of this length cannot be quantised, or None. block_fp8 allows incomplete blocks."""
+        """The reason why rows of this length cannot be quantised, or None. block_fp8 allows incomplete blocks."""
         if self.quant_format == "block_fp8" or in_features % self.group_size == 0:
             return None
-        return f"rows of {in_features} weights do not divide into groups of {self.group_size}"
+        return f"rows of {in_features} weights cannot be divided into groups of {self.group_size}"
 
     def stored(self, out_features: int, in_features: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shapes and dtypes of the existing fields of a QuantizedWeight.
+        """Shapes and dtypes of the fields of a QuantizedWeight that are not None.
 
-        nf4: codes [O, I / 2], scales fp32 [O, I / G]. nvfp4: codes [O, I / 2], scales [O, I / G] (E4M3, as bytes),
-        global_scale fp32 [O]. block_fp8: codes [U, G, I] (E4M3, as bytes; rows beyond O are padding), scales fp32 [U,
-        ceil(I / G)].
+        nf4: codes [O, I / 2], scales fp32 [O, I / G].
+        nvfp4: codes [O, I / 2], scales [O, I / G] (E4M3 as bytes), global_scale fp32 [O].
+        block_fp8: codes [U, G, I] (E4M3 as bytes; rows beyond O are padding), scales fp32 [U, ceil(I / G)].
         """
         groups = math.ceil(in_features / self.group_size)
         if self.quant_format == "block_fp8":
@@ -90,11 +90,11 @@ class QuantScheme:
         }
 
     def quantize(self, weight: Tensor, global_scale: Tensor | None = None) -> QuantizedWeight:
-        """Quantises weight [rows, I], of any floating dtype. `global_scale` fp32 [rows] is for nvfp4."""
+        """Quantise weight [rows, I] of any floating-point dtype; nvfp4 also needs `global_scale`, fp32 [rows]."""
         if self.quant_format == "nf4":
             return QuantizedWeight(*quantize_nf4(weight, self.group_size), None)
         if self.quant_format == "nvfp4":
-            assert global_scale is not None, "nvfp4 has a global scale"
+            assert global_scale is not None, "nvfp4 needs a global scale"
             codes, scales = quantize_nvfp4(weight, global_scale, self.group_size)
             return QuantizedWeight(codes, scales.view(torch.uint8), global_scale)
         codes, scales = quantize_block_fp8(weight, self.group_size)
@@ -105,12 +105,12 @@ class QuantScheme:
     def dequantize(
         self, weight: QuantizedWeight, num_rows: int, dtype: torch.dtype, noise: WeightNoise | None = None
     ) -> Tensor:
-        """[num_rows, I] of `dtype`, without padding rows."""
+        """The weight [num_rows, I] in `dtype`, without padding rows."""
         codes, scales, global_scale = weight
         if self.quant_format == "nf4":
             return dequantize_nf4(codes, scales, dtype, noise)
         if self.quant_format == "nvfp4":
-            assert global_scale is not None, "nvfp4 has a global scale"
+            assert global_scale is not None, "nvfp4 needs a global scale"
             return dequantize_nvfp4(codes, scales.view(torch.float8_e4m3fn), global_scale, dtype, noise)
         rows = codes.flatten(0, 1)[:num_rows].view(torch.float8_e4m3fn)
         return dequantize_block_fp8(rows, scales, self.group_size, dtype, noise)

@@ -1,4 +1,4 @@
-"""adapter_config.json: the settings that xorl uses, those that it refuses, and how modules are named."""
+"""adapter_config.json: parsing, validation and writing."""
 
 import logging
 from collections import Counter
@@ -14,23 +14,23 @@ CONFIG_FILE = "adapter_config.json"
 
 ValueT = TypeVar("ValueT", int, float)
 
-# Settings that change an adapter's computation, or its base, in ways that xorl does not support: key, reason.
-_FOREIGN: Mapping[str, str] = {
-    "alora_invocation_tokens": "activated LoRA is not built",
-    "arrow_config": "routed adapters are not built",
-    "kasa_config": "KaSA is not built",
-    "layer_replication": "the base model has other layers then",
-    "lora_bias": "biases on adapters are not built",
-    "megatron_config": "layers of Megatron are not built",
-    "monteclora_config": "sampled adapters are not built",
-    "target_parameters": "adapters on parameters that are no layer's weight are not built",
-    "trainable_token_indices": "single trained tokens are not built",
-    "use_bdlora": "block-diagonal adapters are not built",
-    "use_qalora": "QA-LoRA is not built",
-    "velora_config": "VeLoRA is not built",
+# Settings that change an adapter's computation or its base in ways that xorl does not support: key -> reason.
+_UNSUPPORTED: Mapping[str, str] = {
+    "alora_invocation_tokens": "activated LoRA is not supported",
+    "arrow_config": "routed adapters are not supported",
+    "kasa_config": "KaSA is not supported",
+    "layer_replication": "adapters on replicated layers are not supported",
+    "lora_bias": "biases on adapters are not supported",
+    "megatron_config": "Megatron layers are not supported",
+    "monteclora_config": "sampled adapters are not supported",
+    "target_parameters": "adapters on parameters other than layer weights are not supported",
+    "trainable_token_indices": "training single tokens is not supported",
+    "use_bdlora": "block-diagonal adapters are not supported",
+    "use_qalora": "QA-LoRA is not supported",
+    "velora_config": "VeLoRA is not supported",
 }
-# Settings about an adapter's origin, or that the names of its tensors state already.
-_SILENT = frozenset(
+# Settings about an adapter's origin, or redundant with the names of its tensors.
+_IGNORED = frozenset(
     [
         "auto_mapping",
         "corda_config",
@@ -51,7 +51,7 @@ _SILENT = frozenset(
         "task_type",
     ]
 )
-# Initialisations that subtract something from the base's weights, so that the adapter only fits the rest.
+# Initialisations that change the base's weights, so that the adapter only fits the changed base.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
@@ -64,8 +64,8 @@ class AdapterConfig:
     """The settings of an adapter_config.json that xorl uses.
 
     Attributes:
-        spec: the adapters. Its targets are "all-linear" if the file gives a pattern; the names of tensors decide which
-            modules are adapted (`AdapterLayout.spec`).
+        spec: the adapters. Its targets are "all-linear" if the file has a pattern; the names of the tensors determine
+            the adapted modules (`AdapterLayout.spec`).
         base: the base model's Hub id or folder; None if unknown.
         fan_in_fan_out: weights of adapted linear layers are stored as [in, out] in the base's files.
     """
@@ -76,34 +76,36 @@ class AdapterConfig:
 
     @classmethod
     def from_json(cls, content: Mapping[str, object]) -> "AdapterConfig":
-        """Raises ValueError that names the key, for settings that are not supported or no adapter configuration."""
+        """Parse adapter_config.json. Raises ValueError, naming the key, for unsupported or invalid settings."""
         if content.get("peft_type") != "LORA":
-            raise ValueError(f"peft_type is {content.get('peft_type')!r}; adapters of type LORA are read")
-        for key, reason in _FOREIGN.items():
+            raise ValueError(f"peft_type is {content.get('peft_type')!r}; only LORA is supported")
+        for key, reason in _UNSUPPORTED.items():
             if content.get(key):
-                raise ValueError(f"{key} is set, and {reason}")
+                raise ValueError(f"{key} is set, but {reason}")
         if content.get("bias", "none") != "none":
-            raise ValueError(f"bias is {content['bias']!r}: trained biases are not built; train with bias none")
-        start = str(content.get("init_lora_weights", True)).lower()
-        if start.startswith(_CHANGES_BASE):
+            raise ValueError(f"bias is {content['bias']!r}: trained biases are not supported; train with bias none")
+        initialisation = str(content.get("init_lora_weights", True)).lower()
+        if initialisation.startswith(_CHANGES_BASE):
             raise ValueError(
-                f"init_lora_weights is {start}, which changes the base model's weights: let PEFT write a plain adapter "
-                "(save_pretrained with path_initial_model_for_weight_conversion)"
+                f"init_lora_weights is {initialisation}, which changes the base model's weights: convert it to a plain "
+                "adapter with PEFT (save_pretrained with path_initial_model_for_weight_conversion)"
             )
-        known = {*_FOREIGN, *_SILENT, *cls(AdapterSpec()).to_json()}
+        known = {*_UNSUPPORTED, *_IGNORED, *cls(AdapterSpec()).to_json()}
         unknown = sorted(key for key, value in content.items() if key not in known and value)
         if unknown:
-            logger.warning("event=adapter_settings_unknown keys=%s (they are newer than this reader)", unknown)
+            logger.warning(
+                "event=adapter_settings_unknown keys=%s (ignored: not known to this version of xorl)", unknown
+            )
         targets = content.get("target_modules")
         spec = AdapterSpec(
-            rank=_whole("r", content.get("r", DEFAULT_RANK)),
-            alpha=_real("lora_alpha", content.get("lora_alpha", DEFAULT_ALPHA)),
+            rank=_integer("r", content.get("r", DEFAULT_RANK)),
+            alpha=_number("lora_alpha", content.get("lora_alpha", DEFAULT_ALPHA)),
             targets="all-linear" if isinstance(targets, str) else _names(content, "target_modules") or "all-linear",
-            dropout=_real("lora_dropout", content.get("lora_dropout", 0.0)),
+            dropout=_number("lora_dropout", content.get("lora_dropout", 0.0)),
             use_rslora=bool(content.get("use_rslora", False)),
             use_dora=bool(content.get("use_dora", False)),
-            rank_pattern={key: _whole("rank_pattern", value) for key, value in _pairs(content, "rank_pattern")},
-            alpha_pattern={key: _real("alpha_pattern", value) for key, value in _pairs(content, "alpha_pattern")},
+            rank_pattern={key: _integer("rank_pattern", value) for key, value in _pairs(content, "rank_pattern")},
+            alpha_pattern={key: _number("alpha_pattern", value) for key, value in _pairs(content, "alpha_pattern")},
             modules_to_save=_names(content, "modules_to_save"),
         )
         return cls(
@@ -120,13 +122,13 @@ class AdapterConfig:
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": self.base,
             "r": spec.rank,
-            "lora_alpha": _short(spec.alpha),
+            "lora_alpha": _compact(spec.alpha),
             "target_modules": spec.targets if isinstance(spec.targets, str) else sorted(spec.targets),
             "use_rslora": spec.use_rslora,
             "use_dora": spec.use_dora,
             "lora_dropout": spec.dropout,
             "rank_pattern": dict(spec.rank_pattern),
-            "alpha_pattern": {name: _short(alpha) for name, alpha in spec.alpha_pattern.items()},
+            "alpha_pattern": {name: _compact(alpha) for name, alpha in spec.alpha_pattern.items()},
             "modules_to_save": sorted(spec.modules_to_save) or None,
             "fan_in_fan_out": self.fan_in_fan_out,
             "bias": "none",
@@ -136,49 +138,49 @@ class AdapterConfig:
 
 
 def shortest_names(chosen: Collection[str], all_names: Iterable[str]) -> tuple[str, ...]:
-    """Shortest suffixes of the chosen names that no other name has: last parts if they suffice, else whole names."""
+    """Names that select exactly the chosen modules: the last part of each name if unambiguous, else the whole."""
     others = {name.rpartition(".")[2] for name in all_names if name not in set(chosen)}
     ends = {name: name.rpartition(".")[2] for name in chosen}
     return tuple(sorted({name if end in others else end for name, end in ends.items()}))
 
 
 def shared_value(values: Mapping[str, ValueT]) -> tuple[ValueT, dict[str, ValueT]]:
-    """The most common value of the modules, and a pattern for those with another one."""
+    """The most common value of the modules, and a pattern for modules with another value."""
     counts = Counter(values.values())
     common = max(counts, key=lambda value: (counts[value], -value))
     pattern: dict[str, ValueT] = {}
     for value in sorted(counts.keys() - {common}):
-        named = [name for name, held in values.items() if held == value]
+        named = [name for name, other in values.items() if other == value]
         pattern |= dict.fromkeys(shortest_names(named, values), value)
     return common, pattern
 
 
-def _short(number: float) -> float:
-    """An int if it is whole, as is common in these files."""
+def _compact(number: float) -> float:
+    """An int if the number is integral, as is common in these files."""
     return int(number) if number == int(number) else number
 
 
-def _whole(key: str, value: object) -> int:
+def _integer(key: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{key} is {value!r}; a whole number is wanted")
+        raise ValueError(f"{key} must be an integer, got {value!r}")
     return value
 
 
-def _real(key: str, value: object) -> float:
+def _number(key: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{key} is {value!r}; a number is wanted")
+        raise ValueError(f"{key} must be a number, got {value!r}")
     return float(value)
 
 
 def _names(content: Mapping[str, object], key: str) -> tuple[str, ...]:
     value = content.get(key) or ()
     if not isinstance(value, (list, tuple)) or not all(isinstance(name, str) for name in value):
-        raise ValueError(f"{key} is {value!r}; a list of names is wanted")
+        raise ValueError(f"{key} must be a list of names, got {value!r}")
     return tuple(str(name) for name in value)
 
 
 def _pairs(content: Mapping[str, object], key: str) -> Iterable[tuple[str, object]]:
     value = content.get(key) or {}
     if not isinstance(value, Mapping):
-        raise ValueError(f"{key} is {value!r}; a mapping of names to numbers is wanted")
+        raise ValueError(f"{key} must be a mapping of names to numbers, got {value!r}")
     return [(str(name), number) for name, number in value.items()]

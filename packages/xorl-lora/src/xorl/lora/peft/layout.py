@@ -1,7 +1,6 @@
-"""The tensors of an adapter file: their names, what they and the configuration define, and whether a base fits.
+"""The tensors of an adapter file: parsing of their names, and validation against the configuration and a base model.
 
-Module names are those of the base model in transformers; fused layers do not exist here. Nothing reads or writes a
-file.
+Module names are those of the base model in transformers, without fused layers. This module does no file I/O.
 """
 
 import math
@@ -26,7 +25,7 @@ _LEAVES: Mapping[ModuleKind, tuple[str, str]] = {
     "embedding": ("lora_embedding_A", "lora_embedding_B"),
 }
 _MAGNITUDE = "lora_magnitude_vector"
-# For an adapted embedding or head, the file also has a copy of the base's own weight.
+# For an adapted embedding or head, the file also contains a copy of the base's weight.
 _BASE_COPY = ".base_layer."
 _LEAF = re.compile(
     r"(?P<module>.+)\.(?:(?P<a>lora_A\.weight|lora_embedding_A)|(?P<b>lora_B\.weight|lora_embedding_B)"
@@ -36,7 +35,7 @@ _LEAF = re.compile(
 
 @dataclass(frozen=True)
 class AdaptedModule:
-    """One adapted module of a file: the names of its tensors there, and their sizes.
+    """One adapted module of a file: the names of its tensors in the file, and their sizes.
 
     A is [rank, in_features] and B [out_features, rank]; for an embedding, in_features is its number of rows.
     """
@@ -55,10 +54,10 @@ class AdapterLayout:
     """The content of an adapter file.
 
     Attributes:
-        config: the adapter_config.json beside it.
-        modules: by name in the base model.
-        replaced: tensors of the base that the file contains whole (trained, or copied), and their names in the file.
-        shapes: of every tensor of the file.
+        config: the settings of its adapter_config.json.
+        modules: the adapted modules, by name in the base model.
+        replaced: by name in the base, the names in the file of base tensors that it contains whole (trained or copied).
+        shapes: the shape of every tensor in the file.
     """
 
     config: AdapterConfig
@@ -68,24 +67,24 @@ class AdapterLayout:
 
     @property
     def spec(self) -> AdapterSpec:
-        """The adapters, with whole names for the adapted modules and those trained whole."""
+        """The adapters, with full names of the adapted modules and of modules trained whole."""
         saved = {name.rpartition(".")[0] for name, key in self.replaced.items() if _BASE_COPY not in key}
         spec = self.config.spec
         return replace(
             spec,
             targets=tuple(self.modules),
-            # PEFT accepts patterns that match nothing; injecting adapters does not.
-            rank_pattern=self._meaning_something(spec.rank_pattern),
-            alpha_pattern=self._meaning_something(spec.alpha_pattern),
+            # PEFT accepts patterns that match nothing, but `inject` does not.
+            rank_pattern=self._matching(spec.rank_pattern),
+            alpha_pattern=self._matching(spec.alpha_pattern),
             modules_to_save=tuple(sorted(saved)),
         )
 
-    def _meaning_something(self, patterns: Mapping[str, ValueT]) -> dict[str, ValueT]:
+    def _matching(self, patterns: Mapping[str, ValueT]) -> dict[str, ValueT]:
         return {key: value for key, value in patterns.items() if any(fits(key, name) for name in self.modules)}
 
 
-class HeldTensors:
-    """A `WeightSource`: tensors in memory, by name."""
+class InMemoryTensors:
+    """A `WeightSource` of named tensors in memory."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
@@ -104,7 +103,7 @@ class HeldTensors:
 
 
 class ReplacedTensors:
-    """A `WeightSource`: the base's tensors that an adapter file contains whole, under the base's names."""
+    """A `WeightSource` of the base tensors that an adapter file contains whole, under the base's names."""
 
     def __init__(self, layout: AdapterLayout, source: WeightSource) -> None:
         self._keys = layout.replaced
@@ -124,25 +123,25 @@ class ReplacedTensors:
 
 
 def keys_of(module: str, kind: ModuleKind = "linear") -> tuple[str, str, str]:
-    """The names of A, B and the magnitudes of a module in a file."""
+    """The names in a file of a module's A, B and magnitudes."""
     a, b = _LEAVES[kind]
     return f"{PREFIX}{module}.{a}", f"{PREFIX}{module}.{b}", f"{PREFIX}{module}.{_MAGNITUDE}"
 
 
 def read_layout(config: AdapterConfig, source: WeightSource) -> AdapterLayout:
-    """The layout of the tensors of `source`, an adapter file. Raises ValueError that lists what does not fit."""
+    """Parse the tensors of `source`, an adapter file. Raises ValueError with a list of the problems."""
     found: dict[str, dict[str, str]] = {}
     replaced: dict[str, str] = {}
     problems: list[str] = []
     for key in sorted(source.names()):
         leaf = _LEAF.fullmatch(key.removeprefix(PREFIX))
         if not key.startswith(PREFIX):
-            problems.append(f"{key}: the names of PEFT's tensors begin with {PREFIX}")
+            problems.append(f"{key}: the name does not start with PEFT's prefix {PREFIX}")
         elif leaf is not None:
             part = cast(str, leaf.lastgroup)
             found.setdefault(leaf["module"], {})[part] = key
         elif ".lora_" in key:
-            problems.append(f"{key}: no tensor of an adapter ends so; it may be of a state dict that no one renamed")
+            problems.append(f"{key}: not a tensor name that PEFT writes; the file may be a raw state dict")
         else:
             replaced[key.removeprefix(PREFIX).replace(_BASE_COPY, ".")] = key
     shapes = {key: tuple(source.shape(key)) for key in source.names()}
@@ -152,7 +151,7 @@ def read_layout(config: AdapterConfig, source: WeightSource) -> AdapterLayout:
         if adapted is not None:
             modules[module] = adapted
     if not found and not replaced:
-        problems.append("it holds no tensor")
+        problems.append("the file has no tensors")
     saved = [name for name, key in replaced.items() if _BASE_COPY not in key]
     problems += [
         f"{PREFIX}{name}: modules_to_save {list(config.spec.modules_to_save)} does not name its module"
@@ -160,12 +159,12 @@ def read_layout(config: AdapterConfig, source: WeightSource) -> AdapterLayout:
         if not any(_ends_with(name.rpartition(".")[0], wanted) for wanted in config.spec.modules_to_save)
     ]
     if problems:
-        raise ValueError(_listed("the adapter is not whole", problems))
+        raise ValueError(_listed("the adapter is invalid", problems))
     return AdapterLayout(config, modules, replaced, shapes)
 
 
 def differences(layout: AdapterLayout, base_shapes: Mapping[str, Sequence[int]]) -> list[str]:
-    """The mismatches between an adapter and a base model with tensors of these names and shapes; empty if none."""
+    """List the mismatches between an adapter and a base model with tensors of these names and shapes."""
     problems: list[str] = []
     for module, adapted in layout.modules.items():
         shape = base_shapes.get(f"{module}.weight")
@@ -173,13 +172,13 @@ def differences(layout: AdapterLayout, base_shapes: Mapping[str, Sequence[int]])
         if adapted.kind == "embedding" or layout.config.fan_in_fan_out:
             wanted = wanted[::-1]
         if shape is None:
-            problems.append(f"{module}: the base has no such layer")
+            problems.append(f"{module}: the base does not have this layer")
         elif tuple(shape) != wanted:
             problems.append(f"{module}: the adapter is for a weight of {list(wanted)}, the base has {list(shape)}")
     for name, key in layout.replaced.items():
         shape = base_shapes.get(name)
         if shape is None:
-            problems.append(f"{name}: the base has no such tensor")
+            problems.append(f"{name}: the base does not have this tensor")
         elif tuple(shape) != layout.shapes[key]:
             problems.append(f"{name}: {list(layout.shapes[key])} in the adapter, {list(shape)} in the base")
     return problems
@@ -192,11 +191,11 @@ def _module(
     shapes: Mapping[str, tuple[int, ...]],
     problems: list[str],
 ) -> AdaptedModule | None:
-    """One module of a file; None if it is incomplete, which is added to `problems`."""
+    """One module of a file; None if it is invalid, with the reason added to `problems`."""
     missing = [name for name in ("a", "b", *(["magnitude"] if config.spec.use_dora else [])) if name not in parts]
     if missing:
-        leaf = {"a": "lora_A", "b": "lora_B", "magnitude": f"{_MAGNITUDE}, and use_dora is true"}
-        problems.append(f"{module}: it has no {' and no '.join(leaf[name] for name in missing)}")
+        leaf = {"a": "lora_A", "b": "lora_B", "magnitude": f"{_MAGNITUDE}, although use_dora is true"}
+        problems.append(f"{module}: missing {' and '.join(leaf[name] for name in missing)}")
         return None
     a, b, magnitude = shapes[parts["a"]], shapes[parts["b"]], parts.get("magnitude")
     kind: ModuleKind = "embedding" if "lora_embedding" in parts["a"] else "linear"
@@ -205,9 +204,9 @@ def _module(
     if len(a) != 2 or len(b) != 2 or 0 in (*a, *b):
         problems.append(f"{module}: A is {list(a)} and B {list(b)}; both must be matrices")
     elif a[0] != b[1] or a[0] != rank:
-        problems.append(f"{module}: A is {list(a)} and B {list(b)}, and {CONFIG_FILE} says that the rank is {rank}")
+        problems.append(f"{module}: A is {list(a)} and B {list(b)}, but the rank in {CONFIG_FILE} is {rank}")
     elif magnitude is not None and not config.spec.use_dora:
-        problems.append(f"{module}: it has magnitudes, and {CONFIG_FILE} says that use_dora is false")
+        problems.append(f"{module}: it has magnitudes, but use_dora in {CONFIG_FILE} is false")
     elif magnitude is not None and math.prod(shapes[magnitude]) != b[0]:
         problems.append(f"{module}: it has {math.prod(shapes[magnitude])} magnitudes for {b[0]} output features")
     if len(problems) > before:

@@ -1,6 +1,6 @@
-"""A base model's weights with an adapter merged in, readable by row ranges like the base's own.
+"""A base model's weights with an adapter merged in, read by ranges of rows.
 
-Shapes: O output features, I input features, R rank, N rows that are read at once.
+Shapes: O output features, I input features, R rank, N rows in one read.
 """
 
 from collections.abc import Collection, Mapping
@@ -37,12 +37,13 @@ class AdapterValues:
 def fold(rows: Tensor, adapter: AdapterValues, *, start: int = 0, transposed: bool = False) -> Tensor:
     """Rows [start, start + N) of a weight with its adapter merged in, in fp32 (fp64 for an fp64 weight).
 
-    W + scale * B @ A (Hu et al., 2021, arXiv:2106.09685); with magnitudes m, each of its output features is scaled to
-    the norm m (Liu et al., 2024, arXiv:2402.09353).
+    W + scale * B @ A (Hu et al., 2021, arXiv:2106.09685). With magnitudes, each output feature is scaled to its
+    magnitude as norm (Liu et al., 2024, arXiv:2402.09353).
 
     Args:
-        rows: [N, I], or [N, O] of a weight that is stored `transposed`, as those of embeddings are.
-        start: the index of the first row. With magnitudes, a transposed weight must be whole: norms run along its rows.
+        rows: [N, I]; or [N, O] if the weight is stored `transposed`, like those of embeddings.
+        start: the index of the first row. With magnitudes, a transposed weight must be whole, because norms reduce over
+            its rows.
     """
     wide = torch.promote_types(rows.dtype, torch.float32)
     a, b = (tensor.to(rows.device, wide) for tensor in (adapter.a, adapter.b))
@@ -62,11 +63,12 @@ def fold(rows: Tensor, adapter: AdapterValues, *, start: int = 0, transposed: bo
 
 
 class MergedWeights:
-    """A `WeightSource`: the base's tensors, the adapted ones in fp32 with `adapters` (by module name) merged in.
+    """A `WeightSource` of a base model with adapters merged in; adapted tensors are fp32.
 
     Args:
-        base: under the names of transformers.
-        replaced: tensors that replace those of the base, by name.
+        base: the base's tensors, under the names of transformers.
+        adapters: by module name.
+        replaced: by name, tensors that replace those of the base.
         transposed: the modules whose weight is stored as [I, O].
     """
 
@@ -85,7 +87,7 @@ class MergedWeights:
 
     @classmethod
     def of_file(cls, base: WeightSource, layout: AdapterLayout, source: WeightSource) -> "MergedWeights":
-        """A base with an adapter file that fits it (see `differences`)."""
+        """Merge an adapter file into a base that it fits (see `differences`)."""
         transposed = [
             name
             for name, module in layout.modules.items()

@@ -1,4 +1,4 @@
-"""Converts between the adapters in a model and PEFT's files, in both directions, whole or sharded."""
+"""Converts between the adapters in a model, sharded or not, and PEFT's files."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from xorl.lora.targets import modules_to_save, sites_of
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor of a file, fp32. `make` returns its values on every rank; it is collective if the model is sharded."""
+    """An fp32 tensor of a file. `make` returns its values on every rank, and is collective if the model is sharded."""
 
     shape: tuple[int, ...]
     make: Callable[[], Tensor]
@@ -33,17 +33,20 @@ def config_of(
     transposed: Collection[str] = (),
     found: Mapping[str, Adapter] | None = None,
 ) -> AdapterConfig:
-    """The adapter_config.json of the adapters in `model`, which `spec` created.
+    """The adapter_config.json of the adapters in `model`, which were injected with `spec`.
 
     Targets, ranks and alphas are those of the existing adapters, under the shortest unambiguous names. `transposed` are
-    the adapted linear layers whose weight is stored as [in, out] in the base's files: all, or none. `found` are the
-    adapters, if they are one of a bank.
+    the linear layers whose weight is stored as [in, out] in the base's files; these must be all adapted linear layers,
+    or none. `found` overrides the adapters, for those of a bank.
     """
     found = adapters(model) if found is None else found
     linear = {name for name, adapter in found.items() if not adapter.is_embedding}
-    turned = linear & set(transposed)
-    if turned and turned != linear:
-        raise ValueError(f"PEFT has no adapters on weights that lie both ways: {sorted(linear - turned)[0]} is another")
+    fan_in_fan_out = linear & set(transposed)
+    if fan_in_fan_out and fan_in_fan_out != linear:
+        raise ValueError(
+            f"PEFT cannot describe adapters on weights of both orientations: {sorted(linear - fan_in_fan_out)[0]} is "
+            f"stored as [out, in], {sorted(fan_in_fan_out)[0]} as [in, out]"
+        )
     rank, rank_pattern = shared_value({name: adapter.rank for name, adapter in found.items()})
     alpha, alpha_pattern = shared_value({name: adapter.alpha for name, adapter in found.items()})
     written = replace(
@@ -53,16 +56,16 @@ def config_of(
         targets=shortest_names(found, sites_of(model)),
         rank_pattern=rank_pattern,
         alpha_pattern=alpha_pattern,
-        # Whole names: PEFT would take `norm` for every module whose name ends with it, `q_norm` too.
+        # Full names, because PEFT matches `norm` with every name that ends with it, such as `q_norm`.
         modules_to_save=tuple(modules_to_save(spec, model)),
     )
     for name, adapter in found.items():
-        assert written.scale_of(name) == adapter.scale, f"{name} has another scale than its file would say"
-    return AdapterConfig(written, base, fan_in_fan_out=bool(turned))
+        assert written.scale_of(name) == adapter.scale, f"the written config would change the scale of {name}"
+    return AdapterConfig(written, base, fan_in_fan_out=bool(fan_in_fan_out))
 
 
 def adapter_tensors(model: nn.Module, found: Mapping[str, Adapter] | None = None) -> dict[str, FileTensor]:
-    """The tensors of the adapters in `model`, or of `found`, as one of a bank, by their names in a file.
+    """The tensors of the adapters in `model`, or of `found` (from a bank), by their names in a file.
 
     Modules trained whole are not included.
     """
@@ -78,20 +81,24 @@ def adapter_tensors(model: nn.Module, found: Mapping[str, Adapter] | None = None
 
 @torch.no_grad()
 def load_adapters(model: nn.Module, layout: AdapterLayout, source: WeightSource) -> None:
-    """Load the values of a file, which every rank reads, into the adapters in `model`; collective with DoRA.
+    """Load the values of a file, read on every rank, into the adapters in `model`; collective with DoRA.
 
-    The base must have its weights. The base's own tensors in the file are not loaded here. Raises ValueError unless the
-    adapters are those of the file.
+    The base's weights must be loaded first. Base tensors in the file are not loaded here. Raises ValueError if the
+    file's adapters do not match those of the model.
     """
     found = adapters(model)
     if found.keys() != layout.modules.keys():
         differing = sorted(found.keys() ^ layout.modules.keys())
-        raise ValueError(f"the adapters of the model are not those of the file, such as {', '.join(differing[:5])}")
+        raise ValueError(
+            f"the adapters of the model and the file differ: only one of them has {', '.join(differing[:5])}"
+        )
     for name, adapter in found.items():
         module = layout.modules[name]
-        wanted, held = (adapter.A.shape, adapter.B.shape), (layout.shapes[module.a], layout.shapes[module.b])
-        if wanted != held:
-            raise ValueError(f"{name}: A and B are {list(map(list, held))} in the file, {list(map(list, wanted))} here")
+        expected, stored = (adapter.A.shape, adapter.B.shape), (layout.shapes[module.a], layout.shapes[module.b])
+        if expected != stored:
+            raise ValueError(
+                f"{name}: A and B are {list(map(list, stored))} in the file, {list(map(list, expected))} in the model"
+            )
     for name, adapter in found.items():
         module = layout.modules[name]
         copy_shard_(adapter.A, source.read(module.a))

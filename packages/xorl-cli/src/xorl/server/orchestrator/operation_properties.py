@@ -1,4 +1,4 @@
-"""What the orchestrator knows of each operation: its model, its cost, what it can share a pass with, what it saves."""
+"""Properties of each operation: its model, its cost, whether it can share a pass, and the checkpoint that it saves."""
 
 from __future__ import annotations
 
@@ -21,40 +21,40 @@ from xorl.server.operations import (
     SaveWeights,
     SaveWeightsForSampler,
 )
-from xorl.server.orchestrator.journal import Outcome, decoded
+from xorl.server.orchestrator.journal import decoded
 
 _encoder = msgspec.msgpack.Encoder()
 _operation_decoder = msgspec.msgpack.Decoder(ClientOperation)
 _result_decoder = msgspec.msgpack.Decoder(ClientResult)
 
-# Costs are bytes of a forward_backward's body, in which a token takes about this: its id, its target, 2 or 3 floats.
+# Costs are measured in bytes of a forward_backward body. A token takes about 24: its id, its target, 2 or 3 floats.
 BYTES_PER_TOKEN = 24
-# A step or a save takes the workers about as long as some thousands of tokens.
+# A step or a save takes the workers about as long as a few thousand tokens.
 COST_OF_OTHERS = 64 * 1024.0
-# The assumed length of a sample without a limit, which could fill the context but mostly does not.
+# The assumed length of a sample without a limit. It could fill the context, but most end earlier.
 SAMPLE_TOKENS = 1024
-# Kinds of requests that the service makes itself; all other kinds are names of operations.
-RELEASE = "Release"
-AFTER_STEP = "SyncAfterStep"
-# Names of checkpoints that the service makes for itself.
+# Kinds of the service's internal requests, as stored in the journal; all other kinds are class names of operations.
+EVICTION = "Release"
+SYNC_AFTER_STEP = "SyncAfterStep"
+# Names of checkpoints that the service creates itself.
 INITIAL_NAME = "000000"
 RECOVERY_PREFIX = "recovery-"
-# Ids of requests that the service makes itself.
-OWN_PREFIX = "own-"
+# Prefix of the ids of internal requests.
+INTERNAL_PREFIX = "own-"
 
 
 def encode(message: Operation | Result) -> bytes:
-    """The form in which the journal keeps an operation or a result."""
+    """Encode an operation or a result for the journal."""
     return _encoder.encode(message)
 
 
 def decode_operation(body: bytes) -> ClientOperation:
-    """The inverse of `encode`, for an operation. Raises Damaged for what is none."""
+    """Decode an operation from the journal. Raises Damaged if it cannot be decoded."""
     return decoded(_operation_decoder.decode, body, "a request")
 
 
 def decode_result(body: bytes) -> ClientResult:
-    """The inverse of `encode`, for a result. Raises Damaged for what is none."""
+    """Decode a result from the journal. Raises Damaged if it cannot be decoded."""
     return decoded(_result_decoder.decode, body, "a result")
 
 
@@ -64,7 +64,7 @@ def model_of(operation: Operation) -> str | None:
 
 
 def cost_of(operation: Operation, size: int) -> float:
-    """How long it takes the workers, in bytes of a forward_backward that takes as long. size: bytes of its body."""
+    """The workers' time for it, in bytes of a forward_backward body that takes as long. size: bytes of its own body."""
     if isinstance(operation, ForwardBackward):
         return float(size)
     if isinstance(operation, Sample):
@@ -74,9 +74,9 @@ def cost_of(operation: Operation, size: int) -> float:
 
 
 def share_of(operation: Operation) -> str | None:
-    """Operations with the same key can share a pass; one with None runs alone."""
+    """A key: operations with the same key can share a pass. An operation with None runs alone."""
     if isinstance(operation, ForwardBackward):
-        # The inputs must be the same: missing ones would have to be made up.
+        # The loss inputs must match, since missing ones have no default.
         names = sorted({name for datum in operation.data for name in datum.arrays})
         parts = (operation.loss_fn, sorted(operation.loss_params.items()), names, operation.forward_only)
         return "loss:" + _digest(parts)
@@ -86,7 +86,7 @@ def share_of(operation: Operation) -> str | None:
 
 
 def tail_of(operation: Operation) -> tuple[str, bool] | None:
-    """For an operation that changes its model: (model, whether it leaves no gradient behind). None for others."""
+    """For an operation that changes its model: (model, whether no accumulated gradient is left). None for others."""
     if isinstance(operation, ForwardBackward):
         return None if operation.forward_only else (operation.model_id, False)
     if isinstance(operation, OptimStep | AbortGradients | LoadWeights):
@@ -95,7 +95,7 @@ def tail_of(operation: Operation) -> tuple[str, bool] | None:
 
 
 def saved_as(operation: Operation) -> CheckpointRef | None:
-    """The checkpoint that the operation writes; None where it writes none."""
+    """The checkpoint that the operation writes, or None."""
     kinds: dict[type, CheckpointKind] = {
         SaveWeights: "weights",
         SaveWeightsForSampler: "sampler_weights",
@@ -106,22 +106,17 @@ def saved_as(operation: Operation) -> CheckpointRef | None:
     return CheckpointRef(operation.model_id, kinds[type(operation)], operation.name)
 
 
-def kept_size(operation: Operation, checkpoint: CheckpointRef, *, is_adapter: bool) -> tuple[CheckpointKind, int]:
-    """(kind, factor): what the operation saves takes about factor times the size that is on record for that kind.
+def estimated_size(operation: Operation, checkpoint: CheckpointRef, *, is_adapter: bool) -> tuple[CheckpointKind, int]:
+    """(kind, factor): the checkpoint takes about factor times the size in `ModelRecord.checkpoint_bytes` for that kind.
 
-    For exports the size on record is that of a whole model in bf16; an exported adapter alone is as large as one that
-    is saved to sample from.
+    For exports, the recorded size is that of a whole model in bf16. An adapter exported alone is as large as one saved
+    to sample from.
     """
     if not isinstance(operation, SaveFullWeights):
         return checkpoint.kind, 1
     if is_adapter and not operation.is_merged:
         return "sampler_weights", 1
     return checkpoint.kind, 2 if operation.dtype == "float32" else 1
-
-
-def failed(request_id: str, result: Result, now: float) -> Outcome:
-    """The outcome of a request that changed nothing."""
-    return Outcome(request_id, encode(result), now)
 
 
 def _digest(parts: object) -> str:

@@ -1,4 +1,4 @@
-"""Which place in which model's order a refused body would have had: later requests must not wait for it."""
+"""Finds the model and seq_id of a refused request, so that later calls of the model do not wait for it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from xorl.server.identifiers import check_model_id
 
 _MODEL_ID = re.compile(rb'"model_id"\s*:\s*"([^"\\]{1,200})"')
 _SEQ_ID = re.compile(rb'"seq_id"\s*:\s*(\d{1,16})(?!\d)')
-# In protobuf: field 1 with a length, then field 2 with a number of up to five bytes.
-_PROTOBUF = re.compile(rb"\x0a([\x01-\x7f]|[\x80-\xff]\x01)", re.DOTALL)
-_NUMBER = re.compile(rb"\x10([\x80-\xff]{0,4}[\x00-\x7f])", re.DOTALL)
+# In protobuf: the tag and length of field 1, a string, and later the tag of field 2 with a varint of up to five bytes.
+_STRING = re.compile(rb"\x0a([\x01-\x7f]|[\x80-\xff]\x01)", re.DOTALL)
+_VARINT = re.compile(rb"\x10([\x80-\xff]{0,4}[\x00-\x7f])", re.DOTALL)
 
 
-def place_of(request: Request) -> tuple[str, int] | None:
-    """The model and seq_id at the begin of a request's body, where both clients put them; None without them."""
+def sequence_of(request: Request) -> tuple[str, int] | None:
+    """The model and seq_id at the beginning of a request's body, where both clients put them; None if not found."""
     head: bytes = getattr(request.state, "head", b"")
     if request.headers.get("content-encoding") == "zstd":
         try:
@@ -35,7 +35,7 @@ def place_of(request: Request) -> tuple[str, int] | None:
 
 
 def is_protobuf(request: Request) -> bool:
-    """Whether the body says that it is."""
+    """Whether the request's body is protobuf, by its content type."""
     return request.headers.get("content-type", "").startswith("application/x-protobuf")
 
 
@@ -45,13 +45,13 @@ def _in_json(head: bytes) -> tuple[bytes, int] | None:
 
 
 def _in_protobuf(head: bytes) -> tuple[bytes, int] | None:
-    length = _PROTOBUF.match(head)
+    length = _STRING.match(head)
     if length is None:
         return None
     size = length[1][0] if len(length[1]) == 1 else (length[1][0] & 0x7F) + (length[1][1] << 7)
     end = length.end() + size
-    number = _NUMBER.match(head, end)
+    number = _VARINT.match(head, end)
     if number is None:
         return None
-    seq_id = sum((byte & 0x7F) << (7 * place) for place, byte in enumerate(number[1]))
+    seq_id = sum((byte & 0x7F) << (7 * index) for index, byte in enumerate(number[1]))
     return head[length.end() : end], seq_id

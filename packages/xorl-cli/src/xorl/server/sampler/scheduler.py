@@ -1,4 +1,4 @@
-"""The scheduler: which tokens of which samples the next pass takes; admission, blocks, preemption. Knows no model."""
+"""Decides which tokens of which samples the next pass computes: admission, blocks, preemption. Needs no model."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xorl.server.sampler.blocks import BlockPool, block_keys, next_key
-from xorl.server.sampler.request import SampleRequest
+from xorl.server.sampler.request import GenerationRequest
 
 
 @dataclass(eq=False)
 class Continuation:
-    """One sample of a request as it grows: its tokens, and how many of them are in the cache."""
+    """One sample of a request while it is generated: its tokens, and how many of them are in the cache."""
 
     request_id: int
     index: int
-    request: SampleRequest
+    request: GenerationRequest
     tokens: list[int]
-    # Scoring the prompt needs the hidden states of all its tokens, which the cache does not hold.
+    # If it scores the prompt, all its tokens are computed: scores need hidden states, which the cache does not hold.
     scores_prompt: bool
     blocks: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
@@ -38,36 +38,36 @@ class Continuation:
         return len(self.tokens) - len(self.request.prompt)
 
 
-class Piece(NamedTuple):
+class TokenSpan(NamedTuple):
     """Tokens [start, stop) of a continuation, for the next pass.
 
-    grows: it is one sampled token and depends on nothing else in the pass.
+    is_decode: it is one sampled token and does not depend on other spans of the pass.
     """
 
     continuation: Continuation
     start: int
     stop: int
-    grows: bool = False
+    is_decode: bool = False
 
     @property
     def is_last(self) -> bool:
-        """Whether the pass ends with the newest token, so that the next one can be drawn."""
+        """Whether the span ends with the newest token, so that the next one can be drawn."""
         return self.stop == len(self.continuation.tokens)
 
 
-class Schedule:
-    """The waiting and the running continuations.
+class SampleScheduler:
+    """The queue of waiting continuations and the list of running ones.
 
-    Running ones go first, each with its tokens that are not computed; then waiting ones are admitted in order, without
-    overtaking. If blocks run out, the last admitted one is preempted: its blocks are released, and it waits as the
-    first, to recompute its tokens.
+    Each pass first takes the running continuations, each with its tokens that are not computed yet. Then it admits
+    waiting ones strictly in order. If blocks run out, the continuation admitted last is preempted: its blocks are
+    released, and it moves to the front of the queue and later recomputes its tokens.
 
     Args:
         pool: the blocks.
-        max_running: continuations at once.
-        max_tokens: of one pass.
-        max_adapters: different ones among those that run.
-        root: the start of the keys of an adapter's blocks (None is the base); it changes with the weights.
+        max_running: the maximum number of running continuations.
+        max_tokens: the maximum number of tokens of one pass.
+        max_adapters: the maximum number of different adapters of running continuations.
+        root: the root of the keys of an adapter's blocks (None: the base's); it must change with the weights.
     """
 
     def __init__(
@@ -87,42 +87,42 @@ class Schedule:
         self.running: list[Continuation] = []
         self.waiting: deque[Continuation] = deque()
 
-    def plan(self) -> list[Piece]:
-        """The pieces of the next pass, with blocks for all of them; empty only if nothing waits or runs."""
-        pieces: list[Piece] = []
+    def plan(self) -> list[TokenSpan]:
+        """The spans of the next pass, with blocks reserved; empty only if no continuation waits or runs."""
+        spans: list[TokenSpan] = []
         left = self._max_tokens
         for continuation in list(self.running):
             count = min(len(continuation.tokens) - continuation.num_cached, left)
             if continuation not in self.running or count == 0:
                 continue
-            # A preempted one was admitted later, so it has no piece yet, and no piece relies on blocks it would have
-            # computed.
+            # The preempted continuation was admitted later, so it has no span yet, and no span depends on blocks that
+            # it would compute.
             while not self._reserve(continuation, continuation.num_cached + count):
-                self.retract(self.running[-1])
+                self.preempt(self.running[-1])
                 if continuation not in self.running:
                     break
             else:
-                piece = self._piece(continuation, count)
-                grows = continuation.num_sampled > 0 and count == 1 and piece.is_last
-                pieces.append(piece._replace(grows=grows))
+                span = self._span(continuation, count)
+                is_decode = continuation.num_sampled > 0 and count == 1 and span.is_last
+                spans.append(span._replace(is_decode=is_decode))
                 left -= count
         while left > 0 and self.waiting and self._admit(self.waiting[0]):
             continuation = self.waiting.popleft()
             self.running.append(continuation)
             count = min(len(continuation.tokens) - continuation.num_cached, left)
-            pieces.append(self._piece(continuation, count))
+            spans.append(self._span(continuation, count))
             left -= count
-        return pieces
+        return spans
 
-    def retract(self, continuation: Continuation) -> None:
-        """Preempt: release its blocks and let it wait, as the first."""
+    def preempt(self, continuation: Continuation) -> None:
+        """Release the continuation's blocks and put it at the front of the queue."""
         self._leave(continuation)
         self.waiting.appendleft(continuation)
 
-    def retract_all(self) -> None:
-        """Preempt all; they wait in the same order."""
+    def preempt_all(self) -> None:
+        """Preempt all running continuations; they keep their order."""
         for continuation in reversed(list(self.running)):
-            self.retract(continuation)
+            self.preempt(continuation)
 
     def remove(self, continuation: Continuation) -> None:
         """Remove a finished or cancelled continuation."""
@@ -137,7 +137,7 @@ class Schedule:
         continuation.blocks, continuation.keys, continuation.num_cached = [], [], 0
 
     def _admit(self, continuation: Continuation) -> bool:
-        """Whether it may run now; if so, it gets blocks for all its tokens."""
+        """Reserve blocks for all tokens of a continuation if it may run now; returns whether it may."""
         running_adapters = {other.request.adapter for other in self.running} - {None}
         if len(self.running) >= self._max_running:
             return False
@@ -164,20 +164,20 @@ class Schedule:
         return self._reserve(continuation, len(continuation.tokens))
 
     def _reserve(self, continuation: Continuation, num_tokens: int) -> bool:
-        """Reserve blocks for this number of tokens; False, without taking any, if there are too few."""
+        """Reserve blocks for this number of tokens; returns False, without reserving any, if there are too few."""
         missing = -(-num_tokens // self._pool.block_size) - len(continuation.blocks)
         if missing > self._pool.num_unused:
             return False
-        continuation.blocks += [self._pool.take() for _ in range(missing)]
+        continuation.blocks += [self._pool.allocate() for _ in range(missing)]
         return True
 
-    def _piece(self, continuation: Continuation, count: int) -> Piece:
-        """The next tokens of a continuation. Blocks that they fill get keys, so that others find them from now on."""
+    def _span(self, continuation: Continuation, count: int) -> TokenSpan:
+        """The next tokens of a continuation. Sets the keys of blocks that they fill, so that others can share them."""
         start, stop = continuation.num_cached, continuation.num_cached + count
         size = self._pool.block_size
         for index in range(len(continuation.keys), stop // size):
             previous = continuation.keys[-1] if continuation.keys else self._root(continuation.request.adapter)
             key = next_key(previous, continuation.tokens[index * size : (index + 1) * size])
             continuation.keys.append(key)
-            self._pool.name(continuation.blocks[index], key)
-        return Piece(continuation, start, stop)
+            self._pool.set_key(continuation.blocks[index], key)
+        return TokenSpan(continuation, start, stop)

@@ -1,4 +1,4 @@
-"""From the service's configuration to what the orchestrator is started with; a model's config.json is read here."""
+"""Builds OrchestratorOptions from the service's configuration, and reads a model's config.json."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from xorl.server.orchestrator.options import OrchestratorOptions
 from xorl.server.queries import AddEndpoint
 
 
-def options_of(
+def options_from_config(
     config: ServerConfig, *, api_address: str, worker_address: str, workers_file: Path | None, keys: Path | None
 ) -> OrchestratorOptions:
-    """The orchestrator's share of a configuration whose defaults are filled in."""
+    """The orchestrator's options from a resolved configuration."""
     path = config.config_path or config.model_path
-    assert path is not None, "the configuration names a model"
-    described = describe(path)
+    assert path is not None, "a resolved configuration has a model"
+    model_config = read_model_config(path)
+    vocab_size = model_config.get("vocab_size", 0)
     enable_lora = config.enable_lora or config.enable_qlora
     return OrchestratorOptions(
         api_address=api_address,
@@ -28,9 +29,9 @@ def options_of(
         output_dir=config.output_dir,
         model_name=config.model_name or path,
         model_path=config.model_path or path,
-        tokenizer=_for_clients(config.tokenizer_path or path),
-        arch=str(described.get("model_type", "")),
-        vocab_size=_integer(described, "vocab_size"),
+        tokenizer=_absolute(config.tokenizer_path or path),
+        arch=str(model_config.get("model_type", "")),
+        vocab_size=vocab_size if isinstance(vocab_size, int) else 0,
         enable_lora=enable_lora,
         lora_rank=config.lora_rank if enable_lora else None,
         lora_alpha=config.lora_alpha if enable_lora else None,
@@ -49,32 +50,27 @@ def options_of(
     )
 
 
-def _endpoint(listed: InferenceEndpointConfig) -> AddEndpoint:
-    return AddEndpoint(
-        Endpoint(listed.host, listed.port, listed.world_size, listed.sync_weights),
-        listed.group_name,
-        listed.master_address or "",
-        listed.master_port,
-        listed.buffer_size_mb,
-    )
-
-
-def _for_clients(path: str) -> str:
-    """A Hub id as it is, a folder in full: clients on this machine may have been started elsewhere."""
-    return str(Path(path).resolve()) if Path(path).exists() else path
-
-
-def describe(path: str) -> dict[str, object]:
-    """A model's config.json, of a folder, a file or a Hub id."""
+def read_model_config(path: str) -> dict[str, object]:
+    """Read a model's config.json. path: a folder, a file or a Hub id."""
     given = Path(path)
     file = given if given.is_file() else given / "config.json"
     if not file.is_file():
-        # The workers load the same; whoever is first fetches it.
+        # The workers use the same cache, so the file is downloaded once.
         file = Path(hf_hub_download(path, "config.json"))
-    described = json.loads(file.read_text(encoding="utf-8"))
-    return described.get("text_config") or described
+    model_config = json.loads(file.read_text(encoding="utf-8"))
+    return model_config.get("text_config") or model_config
 
 
-def _integer(described: dict[str, object], name: str) -> int:
-    value = described.get(name, 0)
-    return value if isinstance(value, int) else 0
+def _endpoint(configured: InferenceEndpointConfig) -> AddEndpoint:
+    return AddEndpoint(
+        Endpoint(configured.host, configured.port, configured.world_size, configured.sync_weights),
+        configured.group_name,
+        configured.master_address or "",
+        configured.master_port,
+        configured.buffer_size_mb,
+    )
+
+
+def _absolute(path: str) -> str:
+    """A folder as an absolute path, since clients have other working directories; a Hub id unchanged."""
+    return str(Path(path).resolve()) if Path(path).exists() else path

@@ -1,0 +1,110 @@
+"""A table of the option values that are not supported.
+
+An option is never accepted and ignored. The schema already contains every value, so that users read why a value is not
+supported and what to use instead, rather than a type error. Once a feature is implemented, delete its row here.
+"""
+
+import fnmatch
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from xorl.config.local import Config
+from xorl.config.options import ENTRIES, Option, all_options, entries_of, yaml_text
+
+
+@dataclass(frozen=True)
+class UnsupportedValues:
+    """Unsupported values of an option.
+
+    `option` is a path, `data.datasets[].x` for every dataset entry, or a pattern with `*`. `values` lists the
+    unsupported ones; empty means all but the default. For open sets of values, `matches` decides instead of `values`,
+    and `shown` describes them. `for_good` marks features that are not planned.
+    """
+
+    option: str
+    reason: str
+    instead: str
+    values: tuple[object, ...] = ()
+    matches: Callable[[object], bool] | None = None
+    shown: str = ""
+    for_good: bool = False
+
+    def rejects(self, value: object, default: object) -> bool:
+        """Whether a value is unsupported, for an option with this default."""
+        if self.matches is not None:
+            return self.matches(value)
+        return value in self.values if self.values else value != default
+
+    def message(self, value: object) -> str:
+        """The error message."""
+        state = "is not supported" if self.for_good else "is not supported yet"
+        return f"{yaml_text(value)} {state}: {self.reason}\n{self.instead}"
+
+    def summary(self) -> str:
+        """The sentence in the option's documentation."""
+        values = self.shown or ", ".join(map(yaml_text, self.values)) or "anything but the default"
+        return f"{'Not supported' if self.for_good else 'Not supported yet'}: {values} ({self.reason})"
+
+
+ONE_RANK = "only data parallelism is implemented"
+ONE_RANK_INSTEAD = "leave it at 1; train.data_parallel_mode: fsdp2 shards models that do not fit on one GPU"
+
+UNSUPPORTED: tuple[UnsupportedValues, ...] = (
+    UnsupportedValues("model.moe_implementation", "mixture-of-experts models are not implemented", "leave it at null"),
+    UnsupportedValues("model.ep_dispatch", "expert parallelism is not implemented", "leave it at alltoall"),
+    UnsupportedValues("model.deepep_*", "expert parallelism is not implemented", "leave it out"),
+    UnsupportedValues(
+        "model.encoders", "models of other modalities are not implemented", "leave it at {}", for_good=True
+    ),
+    UnsupportedValues(
+        f"{ENTRIES}.trust_remote_code",
+        "the datasets library no longer runs loading scripts",
+        "use a dataset of plain files (parquet, json, csv) and leave it at false",
+        for_good=True,
+    ),
+    UnsupportedValues("train.tensor_parallel_size", ONE_RANK, ONE_RANK_INSTEAD),
+    UnsupportedValues("train.pipeline_parallel_size", ONE_RANK, ONE_RANK_INSTEAD),
+    UnsupportedValues(
+        "train.pipeline_parallel_schedule", "pipeline parallelism is not implemented", "leave it at 1F1B"
+    ),
+    UnsupportedValues("train.pp_variable_seq_lengths", "pipeline parallelism is not implemented", "leave it at true"),
+    UnsupportedValues("train.expert_parallel_size", ONE_RANK, ONE_RANK_INSTEAD),
+    UnsupportedValues("train.ulysses_parallel_size", ONE_RANK, ONE_RANK_INSTEAD),
+    UnsupportedValues("train.ringattn_parallel_size", ONE_RANK, ONE_RANK_INSTEAD),
+    UnsupportedValues("train.cp_fsdp_mode", "context parallelism is not implemented", "leave it at all"),
+    UnsupportedValues("train.ep_outside", "expert parallelism is not implemented", "leave it at false"),
+    UnsupportedValues(
+        "train.moe_checkpoint_method", "mixture-of-experts models are not implemented", "leave it at null"
+    ),
+    UnsupportedValues(
+        "train.init_device",
+        "xorl only runs on CUDA GPUs and on CPUs",
+        "use auto",
+        values=("npu",),
+        for_good=True,
+    ),
+    UnsupportedValues("train.save_async", "saving in the background is not implemented", "leave it at false"),
+)
+
+
+@cache
+def unsupported_values(option: str) -> tuple[UnsupportedValues, ...]:
+    """Returns the rows of the table for an option, by its documented path."""
+    return tuple(row for row in UNSUPPORTED if row.option == option or fnmatch.fnmatchcase(option, row.option))
+
+
+def find_unsupported(config: Config) -> Iterator[tuple[str, str]]:
+    """Yields (path, message) for every unsupported value in a configuration."""
+    for option in all_options().values():
+        for row in unsupported_values(option.path):
+            for path, value, default in _values(config, option):
+                if row.rejects(value, default):
+                    yield path, row.message(value)
+
+
+def _values(config: Config, option: Option) -> Iterator[tuple[str, object, object]]:
+    """Yields (path, value, default) of an option: once, or for each entry of a list."""
+    for path, section in entries_of(config, option.section):
+        default = type(section).model_fields[option.name].default
+        yield f"{path}.{option.name}", getattr(section, option.name), default

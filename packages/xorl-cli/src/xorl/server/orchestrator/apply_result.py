@@ -1,0 +1,160 @@
+"""Applies the result of a request to the records: its model, the model's tail, checkpoints and samplers.
+
+`apply_result` updates the records in memory and returns the outcome, which the journal writes in one transaction.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Literal
+
+from msgspec.structs import replace
+
+from xorl.server.messages import Operation, Result
+from xorl.server.operations import (
+    CreateModel,
+    Failure,
+    Loaded,
+    LoadWeights,
+    LoraSpec,
+    ModelCreated,
+    OptimResult,
+    OptimStep,
+    Saved,
+    SaveFullWeights,
+    SaveWeights,
+    SaveWeightsForSampler,
+    Unloaded,
+)
+from xorl.server.orchestrator.inference import weights_version
+from xorl.server.orchestrator.journal import Outcome, Record
+from xorl.server.orchestrator.lane import Ticket
+from xorl.server.orchestrator.operation_properties import (
+    INTERNAL_PREFIX,
+    RECOVERY_PREFIX,
+    encode,
+    estimated_size,
+    saved_as,
+    tail_of,
+)
+from xorl.server.orchestrator.registry import CheckpointRecord, ModelRecord, SamplerRecord, checkpoint_key, stored
+from xorl.server.orchestrator.state import State
+
+
+def apply_result(
+    state: State, ticket: Ticket, operation: Operation, result: Result, workers: str | None, seconds: float
+) -> Outcome:
+    """Update the records for the result of a request. workers: the incarnation that ran it, for `seconds`."""
+    now, model = time.time(), state.model_of(ticket)
+    if model is None:
+        return Outcome(ticket.request_id, encode(result), now)
+    records: list[Record] = []
+    tail: Literal["changes", "settles"] | None = None
+    cuts: Literal["settled", "all"] | None = None
+    if isinstance(result, Failure):
+        records = _apply_failure(state, model, operation, result)
+    elif (changed := tail_of(operation)) is not None:
+        tail = "settles" if changed[1] else "changes"
+        _apply_training(model, operation, result, seconds)
+        model.tail_bytes += ticket.size
+    elif isinstance(result, ModelCreated):
+        _apply_creation(state, model, result, workers)
+    elif isinstance(result, Unloaded):
+        model.state, model.workers, cuts = "unloaded", None, "all"
+        records = state.registry.drop_snapshots(model.model_id)
+    elif isinstance(result, Saved):
+        cuts = "settled" if isinstance(operation, SaveWeights) else None
+        model.save_s = seconds if cuts else model.save_s
+        is_internal = ticket.request_id.startswith(INTERNAL_PREFIX)
+        records = apply_save(state, model, operation, result, workers, is_internal=is_internal)
+    records += state.leave_order(ticket)
+    return Outcome(ticket.request_id, encode(result), now, tail, cuts, model.lane, records)
+
+
+def apply_save(
+    state: State, model: ModelRecord, operation: Operation, result: Saved, workers: str | None, *, is_internal: bool
+) -> list[Record]:
+    """Update the model's record after a save; returns the records of the checkpoint or snapshot."""
+    if isinstance(operation, SaveWeightsForSampler) and operation.sampler_id is not None:
+        return [_record_snapshot(state, model, operation.sampler_id, workers)]
+    checkpoint = saved_as(operation)
+    if checkpoint is None:
+        return []
+    assert isinstance(operation, SaveWeights | SaveWeightsForSampler | SaveFullWeights)
+    like, factor = estimated_size(operation, checkpoint, is_adapter=state.options.enable_lora)
+    if like == checkpoint.kind:
+        model.checkpoint_bytes[like] = result.size_bytes // factor
+    if isinstance(operation, SaveWeights):
+        model.boundary, model.boundary_steps, model.is_overwriting = checkpoint, model.num_steps, False
+        model.tail_s, model.tail_bytes, model.loads = 0.0, 0, []
+    if checkpoint.name.startswith(RECOVERY_PREFIX):
+        model.num_recoveries += 1
+        return []
+    now = time.time()
+    record = CheckpointRecord(
+        checkpoint,
+        now,
+        state.options.model_name,
+        model.lora,
+        model.num_steps,
+        {} if isinstance(operation, SaveFullWeights) else operation.user_metadata,
+        None if operation.ttl_s is None else now + operation.ttl_s,
+        weights_version(model),
+        is_initial=is_internal,
+    )
+    state.registry.checkpoints[record.key] = record
+    return [stored(record)]
+
+
+def _record_snapshot(state: State, model: ModelRecord, sampler_id: str, workers: str | None) -> Record:
+    record = SamplerRecord(
+        sampler_id,
+        model.session_id,
+        state.options.model_name,
+        time.time(),
+        snapshot_of=model.model_id,
+        workers=workers,
+        version=weights_version(model),
+    )
+    state.registry.samplers[sampler_id] = record
+    return stored(record)
+
+
+def _apply_creation(state: State, model: ModelRecord, result: ModelCreated, workers: str | None) -> None:
+    model.state, model.workers = "ready", workers
+    model.num_steps = model.boundary_steps = result.num_steps
+    model.weights_id = secrets.token_hex(4)
+    model.checkpoint_bytes = dict(result.checkpoint_bytes)
+    if result.lora_rank is not None:
+        lora = _requested_lora(state, model.create)
+        model.lora = replace(lora, rank=result.lora_rank, alpha=result.lora_alpha)
+
+
+def _requested_lora(state: State, create: CreateModel) -> LoraSpec:
+    """The adapter that the client requested or, for a model created from a checkpoint, the adapter saved in it."""
+    if create.lora is None and create.checkpoint is not None:
+        record = state.registry.checkpoints.get(checkpoint_key(create.checkpoint))
+        return (None if record is None else record.lora) or LoraSpec()
+    return create.lora or LoraSpec()
+
+
+def _apply_training(model: ModelRecord, operation: Operation, result: Result, seconds: float) -> None:
+    model.tail_s += seconds
+    if isinstance(operation, OptimStep | LoadWeights):
+        model.weights_id = secrets.token_hex(4)
+    if isinstance(operation, OptimStep) and isinstance(result, OptimResult):
+        model.num_steps = int(result.metrics.get("step", model.num_steps + 1))
+    elif isinstance(result, Loaded):
+        model.num_steps = result.num_steps
+
+
+def _apply_failure(state: State, model: ModelRecord, operation: Operation, failure: Failure) -> list[Record]:
+    if isinstance(operation, CreateModel):
+        model.state = "failed"
+    elif isinstance(operation, SaveWeights) and saved_as(operation) == model.boundary:
+        model.is_overwriting = False
+    if not failure.model_given_up:
+        return []
+    model.workers = None
+    return state.registry.drop_snapshots(model.model_id)

@@ -1,0 +1,338 @@
+"""How a run or a sweep starts: the steps before the model is built, which both take in the same order.
+
+Also here is everything that both build alike from the result: schedules, evaluations and the observer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from xorl.ckpt import Checkpointer, CheckpointError, read_manifest
+from xorl.ckpt.layout import Manifest
+from xorl.config import Config
+from xorl.config.sweep import member_config
+from xorl.core.loss import score_tokens
+from xorl.core.mesh import Mesh, ParallelDims
+from xorl.core.models import DecoderConfig
+from xorl.core.optim import Schedule
+from xorl.core.runtime import (
+    Runtime,
+    all_ranks_agree,
+    enable_determinism,
+    global_rank,
+    on_any_rank,
+    refuse_launch_blocking,
+    seed_everything,
+    world_size,
+)
+from xorl.core.runtime import init as init_runtime
+from xorl.data import DataPlan
+from xorl.data.receipt import Receipt
+from xorl.data.stream import Stream
+from xorl.train.architecture import Architecture
+from xorl.train.checkpoint_model import require_resumable
+from xorl.train.checkpoints import saved_data
+from xorl.train.data import (
+    DataIdentity,
+    PackedDocuments,
+    Plan,
+    RunData,
+    build_loader,
+    eval_plan,
+    plan_steps,
+    prepare_data,
+    with_chat_template,
+    write_receipt,
+)
+from xorl.train.evaluate import EvalPoints, Evaluation
+from xorl.train.model import head_options_of, pin_checkpoint, read_architecture
+from xorl.train.observe.observer import MetricsFile, Observer, Sink, StructuredLines, is_evaluated
+from xorl.train.observe.progress import Phases, ProgressBar
+from xorl.train.observe.timing import StepTimer
+from xorl.train.output_dir import MEMBERS, METRICS, RECEIPT, open_output_dir
+
+logger = logging.getLogger(__name__)
+
+
+class RunComplete(Exception):
+    """The checkpoint to resume from was saved after the last step: nothing is left to train."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path))
+        self.path = path
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The checkpoint to resume from."""
+
+    path: Path
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A run, or a member of a sweep, whose data is prepared and planned.
+
+    architecture: with the chat template of the data. folder: for the metrics and the data receipt.
+    """
+
+    config: Config
+    architecture: Architecture
+    data: RunData
+    plan: Plan
+    folder: Path
+
+    @property
+    def evaluates_after(self) -> EvalPoints:
+        """The steps after which it is evaluated."""
+        return EvalPoints(self.plan.num_steps, self.config.train.eval_steps)
+
+    def write_receipt(self, streamed: Receipt | None = None) -> None:
+        """Write the data receipt; `streamed` is the training part if the data is a stream."""
+        write_receipt(self.folder / RECEIPT, self.data, self.plan, streamed)
+
+
+@dataclass(frozen=True)
+class Startup:
+    """The state of a job just before its model is built.
+
+    resumed: None starts from scratch. architecture: of the base. runs: a run under the name "", or the members of a
+    sweep under theirs.
+    """
+
+    config: Config
+    output_dir: Path
+    checkpointer: Checkpointer
+    resumed: ResumePoint | None
+    architecture: Architecture
+    runtime: Runtime
+    mesh: Mesh
+    runs: Mapping[str, PreparedRun]
+    phases: Phases
+
+    @property
+    def longest(self) -> PreparedRun:
+        """The run with the most steps; it decides when the job saves and ends."""
+        return max(self.runs.values(), key=lambda run: run.plan.num_steps)
+
+    @property
+    def num_steps(self) -> int:
+        """The last step of the job."""
+        return self.longest.plan.num_steps
+
+    def owes_evaluation(self, run: PreparedRun) -> bool:
+        """Whether `run` still has to be evaluated at the step it starts from. Collective.
+
+        A job that was stopped during an evaluation is resumed from a checkpoint whose evaluation its metrics lack.
+        """
+        if self.resumed is None:
+            return True
+        step = self.resumed.manifest.step
+        if run.data.held_out is None or not run.evaluates_after(step):
+            return False
+        return not on_any_rank(global_rank() == 0 and is_evaluated(run.folder / METRICS, step))
+
+    def require_work_left(self, *, lacks_results: bool) -> None:
+        """Raise RunComplete if the checkpoint is from the last step, unless an evaluation or export is missing."""
+        if self.resumed is None:
+            return
+        step = self.resumed.manifest.step
+        if step > self.num_steps or (step == self.num_steps and not lacks_results):
+            raise RunComplete(self.resumed.path)
+
+
+def start_up(config: Config, check: Callable[[Config, Architecture], object]) -> Startup:
+    """Take every step up to the building of the model. Collective.
+
+    `check` raises ValueError for everything that can be refused without the data, whose preparation may take hours.
+    The data is prepared before this process joins the others, so that they do not time out while they wait.
+    """
+    train, phases = config.train, Phases()
+    if train.enable_full_determinism:
+        enable_determinism()
+    elif not train.allow_cuda_launch_blocking:
+        refuse_launch_blocking()
+    checkpointer, resumed_path = open_output_dir(train)
+    if train.load_weights_mode == "dcp":
+        config = config.model_copy(update={"model": pin_checkpoint(config.model)})
+    architecture = read_architecture(config.model, train.load_weights_mode)
+    check(config, architecture)
+    resumed = None
+    if resumed_path is not None:
+        resumed = ResumePoint(resumed_path, read_manifest(resumed_path))
+        require_resumable(resumed_path, resumed.manifest, config.model, architecture)
+    configs = {member.name: member_config(config, member) for member in config.lora.sweep} or {"": config}
+    with phases("data", f"prepared_path={config.data.dataset_prepared_path}"):
+        data = {name: _prepared_data(run_config, architecture) for name, run_config in configs.items()}
+        trained = {name: with_chat_template(architecture, run_config.data) for name, run_config in configs.items()}
+
+    with phases("join", f"world_size={world_size()}"):
+        runtime = init_runtime()
+        seed_everything(train.seed, runtime.rank)
+        mesh = Mesh(parallel_dims(config, runtime.world_size), runtime.device.type)
+    require_agreement("train.output_dir / load_checkpoint_path", str(resumed_path))
+    if train.load_weights_mode == "dcp":
+        require_agreement("model.model_path", str(config.model.model_path))
+    plans = _plans(configs, data, mesh, resumed)
+    output_dir = Path(train.output_dir)
+    folders = {name: output_dir / MEMBERS / name if config.lora.sweep else output_dir for name in configs}
+    runs = {
+        name: PreparedRun(run_config, trained[name], data[name], plans[name], folders[name])
+        for name, run_config in configs.items()
+    }
+    require_agreement("data", "; ".join(map(_data_summary, runs.values())))
+    return Startup(config, output_dir, checkpointer, resumed, architecture, runtime, mesh, runs, phases)
+
+
+def _prepared_data(config: Config, architecture: Architecture) -> RunData:
+    data = prepare_data(config, architecture.config.vocab_size, architecture.tokenizer_folder, architecture.hf_config)
+    check_lengths(data, architecture.config, config.data.pad_to_multiple_of)
+    return data
+
+
+def check_lengths(data: RunData, model: DecoderConfig, pad_to_multiple_of: int) -> None:
+    """Raise ValueError for documents longer than the model's learned positions: the first one would end the run."""
+    limit = model.max_position_embeddings
+    if model.rope is None and pad_to_multiple_of > limit:
+        raise ValueError(
+            f"data.pad_to_multiple_of: {pad_to_multiple_of} exceeds the model's {limit} learned positions, which "
+            f"padding needs as well; use {limit} or less"
+        )
+    for option, part in (("data.datasets", data.train), ("data.test_datasets", data.held_out)):
+        longest = 0 if part is None else longest_document(part)
+        if longest <= limit:
+            continue
+        if model.rope is None:
+            raise ValueError(
+                f"{option}: a document of {longest} tokens does not fit the model's {limit} learned positions; cut "
+                f"documents with max_seq_len: {limit} or less"
+            )
+        logger.warning(
+            "%s: longest document=%d tokens, beyond the model's max_position_embeddings=%d", option, longest, limit
+        )
+
+
+def longest_document(data: PackedDocuments | Stream) -> int:
+    """The most tokens of a document; for a stream, its limit."""
+    if isinstance(data, Stream):
+        return max(entry.format.limit for entry in data.entries)
+    return int(data.documents.lengths.max())
+
+
+def parallel_dims(config: Config, world_size: int) -> ParallelDims:
+    """The sizes of the mesh's axes."""
+    train = config.train
+    return ParallelDims.resolve(
+        train.data_parallel_mode,
+        world_size,
+        shard_size=train.data_parallel_shard_size,
+        replicate_size=train.data_parallel_replicate_size,
+    )
+
+
+def require_agreement(option: str, found: str) -> None:
+    """Raise ValueError unless all ranks found the same. Collective.
+
+    Ranks that disagree would wait for each other in different collectives, or train on a mixture of data.
+    """
+    if not all_ranks_agree(found):
+        raise ValueError(
+            f"{option}: not every node sees the same files: rank {global_rank()} found {found}, other ranks found "
+            "something else. Use a folder that all nodes share, or copy the same files to each"
+        )
+
+
+def _data_summary(run: PreparedRun) -> str:
+    held_out = None if run.data.held_out is None else run.data.held_out.documents.fingerprint
+    return f"training {run.plan.hash} of {run.plan.num_steps} steps, held out {held_out}"
+
+
+def _plans(
+    configs: Mapping[str, Config], data: Mapping[str, RunData], mesh: Mesh, resumed: ResumePoint | None
+) -> dict[str, Plan]:
+    saved = {} if resumed is None else saved_data(resumed.manifest)
+    if resumed is not None and saved.keys() != configs.keys():
+        members = ", ".join(sorted(saved))
+        raise CheckpointError(
+            f"train.load_checkpoint_path: the checkpoint is of {f'a sweep of {members}' if members else 'no sweep'}, "
+            f"and lora.sweep has {', '.join(sorted(configs)) or 'no members'}: restore the members, or start a new "
+            "run in another train.output_dir"
+        )
+    return {name: plan_of(config, data[name], mesh, saved.get(name)) for name, config in configs.items()}
+
+
+def plan_of(config: Config, data: RunData, mesh: Mesh, saved: DataIdentity | None) -> Plan:
+    """The order of the bins. Raises CheckpointError if it differs from `saved`, the order in the checkpoint."""
+    plan = plan_steps(config, data.train, mesh.dp_size, None if saved is None else saved.bins_per_step)
+    if isinstance(plan, DataPlan) and not plan.shuffle and saved == DataIdentity.of(replace(plan, shuffle=True)):
+        logger.warning(
+            "data.shuffle_merged_datasets: this checkpoint was saved by a version that shuffled packed rows even if "
+            "the option was false; the run keeps that order"
+        )
+        return replace(plan, shuffle=True)
+    if saved is not None and saved != DataIdentity.of(plan):
+        raise CheckpointError(
+            "train.load_checkpoint_path: the data is not what this checkpoint was trained on, or comes in another "
+            f"order ({saved.num_bins} bins, {saved.order[:8]}; now {plan.num_bins} bins, {plan.hash[:8]}), so the run "
+            "cannot continue at its position. Restore the data options and train.seed, or start a new run from the "
+            "exported model with --model.model_path"
+        )
+    return plan
+
+
+def build_schedule(run: PreparedRun) -> Schedule:
+    """The learning rate of each step; ten points of it are logged."""
+    train = run.config.train
+    schedule = Schedule(
+        run.plan.num_steps,
+        peak=train.lr,
+        minimum=train.lr_min,
+        start=train.lr_start,
+        warmup_ratio=train.lr_warmup_ratio,
+        decay_ratio=train.lr_decay_ratio,
+        style=train.lr_decay_style,
+    )
+    logger.info("lr %s", " ".join(f"{step}:{lr:.3g}" for step, lr in schedule.sample()))
+    return schedule
+
+
+def build_evaluation(startup: Startup, run: PreparedRun, *, is_owed: bool) -> Evaluation | None:
+    """The evaluation of `run`; None without held-out data. `is_owed` is the result of `Startup.owes_evaluation`."""
+    held_out, mesh = run.data.held_out, startup.mesh
+    if held_out is None:
+        return None
+    plan = eval_plan(run.config, held_out, mesh.dp_size)
+    loader = build_loader(run.config, held_out, plan, mesh, startup.architecture.config.hidden_size)
+    score_fn = partial(score_tokens, **head_options_of(run.config.model, run.config.train))
+    return Evaluation(loader, score_fn, run.evaluates_after, is_owed)
+
+
+def build_observer(startup: Startup, start_step: int, timer: StepTimer) -> Observer:
+    """The observer of a job; only the main process writes metrics."""
+    runtime, train, sinks = startup.runtime, startup.config.train, list[Sink]()
+    if not runtime.is_main:
+        return Observer(runtime.device, runtime.world_size, sinks, timer)
+    bar = ProgressBar(startup.num_steps, start_step) if train.log_format == "progress_bar" else StructuredLines()
+    sinks += [MetricsFile(startup.output_dir / METRICS, start_step), bar]
+    if train.use_wandb:
+        # wandb takes a second to import, which runs without it need not wait for.
+        from xorl.train.observe.wandb_log import WandbSink  # noqa: PLC0415
+
+        options: Mapping[str, object] = startup.config.model_dump()
+        sinks.append(
+            WandbSink(
+                project=train.wandb_project,
+                name=train.wandb_name,
+                tags=train.wandb_tags,
+                log_interval=train.wandb_log_interval,
+                folder=startup.output_dir,
+                config=options,
+                is_resumed=start_step > 0,
+            )
+        )
+    return Observer(runtime.device, runtime.world_size, sinks, timer)
